@@ -1,0 +1,48 @@
+"""What a user did wrong, said so that they can mend it: what, where, and the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. `where` is a place the user can open: `run.yaml:12: lora.r`."""
+
+    problem: str
+    where: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.problem}" if self.where else self.problem
+        return f"{head}\n\nhint: {self.hint}" if self.hint else head
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"problem": self.problem, "where": self.where, "hint": self.hint}
+
+
+class UserError(Exception):
+    """The only exception that is printed without a traceback. It may carry several problems at once."""
+
+    def __init__(self, problem: str, where: str = "", hint: str = "") -> None:
+        self.problems: tuple[Problem, ...] = (Problem(problem, where, hint),)
+        super().__init__(str(self))
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> UserError:
+        """One error that reports every problem of the list, in order."""
+        error = cls("")
+        error.problems = tuple(problems)
+        error.args = (str(error),)
+        return error
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.problems))
+
+
+def raise_all(problems: Sequence[Problem]) -> None:
+    """Raise all of them together, or return when there is none."""
+    if problems:
+        raise UserError.of(problems)
