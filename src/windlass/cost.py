@@ -1,0 +1,71 @@
+"""Layout and shapes -> bytes per GPU and host, bytes on the wire, seconds per step. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.adapter import Adapter
+from windlass.hardware import Machine
+from windlass.layout import Layout
+from windlass.weights import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    micro: int  # sequences per GPU and micro-batch
+    accumulation: int
+    length: int  # tokens per sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Everything that the arithmetic needs."""
+
+    checkpoint: Checkpoint
+    adapter: Adapter
+    layout: Layout
+    batch: Batch
+    machine: Machine
+    optim: str  # transformers' name: adamw_torch
+    base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the memory table."""
+
+    phase: str  # load, step, save
+    place: str  # gpu, host
+    item: str
+    bytes: float
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Bytes that one GPU sends (and as many it receives) once per micro-batch or once per optimizer step."""
+
+    kind: str  # all-gather forward, all-gather backward, expert dispatch, adapter all-reduce, host transfer
+    fabric: str
+    bytes: float
+    per_step: int  # how many times in one optimizer step
+    seconds: float  # for one time
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    rows: tuple[Row, ...]
+    flows: tuple[Flow, ...]
+    gpu_gib: float  # peak over the phases
+    host_gib: float  # per node, peak over the phases
+    fits: bool
+    remedy: str  # what would make it fit; empty when it fits
+    flops_per_token: float  # model FLOPs: forward + backward, recomputation apart
+    recompute_flops_per_token: float
+    compute_seconds: float  # per micro-batch
+    step_seconds: float
+    step_seconds_serial: float  # when nothing overlaps
+    tokens_per_second: float  # of the whole job
+    mfu: float
+    wire_gb_per_step: float  # per GPU
