@@ -1,0 +1,43 @@
+# `make demo` and `make test` set everything up by themselves: Python 3.11+ and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test prove format lint types imports docs clean
+
+demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
+	$(BIN)/windlass plan examples/mistral-small-4/train.yaml --compare
+
+test: $(STAMP) lint types imports  ## what CI runs
+	$(BIN)/pytest -m "not prove" -n 2 --dist loadgroup
+
+prove: $(STAMP)  ## everything, the long proofs too
+	$(BIN)/pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## write the generated pages again
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) demo-run build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "windlass needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,gpu,test]'
+	@touch $(STAMP)
