@@ -1,0 +1,293 @@
+"""A small real checkpoint in a model's published layout, made in code: for the demo, the rehearsal and the tests.
+
+The model classes, the key names on disk and the file format are the libraries' own; only the sizes are small
+and the weights random. So what opens a twin opens the model it stands for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+FP8: Final = torch.float8_e4m3fn
+FP8_MAX: Final = 448.0  # largest finite e4m3 value
+BLOCK: Final = 128  # side of the square blocks that share one scale
+
+# Weights that published FP8 checkpoints quantise: linear layers and routed experts. Routers, norms, embeddings,
+# head and the vision part stay as they are.
+QUANTISED: Final = re.compile(
+    r"\.(?:\w+_proj(?:_with_mqa)?|w[123])\.weight$|\.experts\.(?:gate_up_proj|down_proj)$",
+)
+NOT_QUANTISED: Final = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_head")
+
+# Mistral's own order of special tokens; <pad> is number 11 there, as Mistral4Config has it.
+SPECIAL: Final = [
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+]
+CHAT_TEMPLATE: Final = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{%- if message['role'] == 'system' %}{{- '[SYSTEM_PROMPT]' + message['content'] + '[/SYSTEM_PROMPT]' }}"
+    "{%- elif message['role'] == 'user' %}{{- '[INST]' + message['content'] + '[/INST]' }}"
+    "{%- else %}{% generation %}{{- message['content'] + eos_token }}{% endgeneration %}{%- endif %}"
+    "{%- endfor %}"
+)
+
+CLASSES: Final = {  # a family's classes: Mistral4Config, Mistral4ForCausalLM
+    "mistral4": "Mistral4",
+    "mistral": "Mistral",
+    "llama": "Llama",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+}
+FAMILIES: Final = tuple(CLASSES)
+
+
+def write(
+    directory: Path,
+    family: str = "mistral4",
+    *,
+    wrapper: bool | None = None,
+    quantization: str | None = None,
+    files: int = 1,
+    tied: bool = False,
+    decoys: bool = False,
+    tokenizer: bool = True,
+    dtype: str = "bfloat16",
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    experts: int = 8,
+    top_k: int = 2,
+    intermediate: int = 128,
+    moe_intermediate: int = 32,
+    vocab: int = 512,
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write config.json, safetensors and a tokenizer into `directory` and return it.
+
+    wrapper: inside the multimodal Mistral3ForConditionalGeneration (default: for mistral4, as published).
+    quantization: "none", "tensor" (FP8, one scale a linear and one an expert) or "block128" (FP8, one scale a
+    128 x 128 block); default: "tensor" for mistral4, as published, else "none".
+    files: 1 is one model.safetensors, more is a sharded index. decoys: the publisher's own format beside it.
+    config: further entries of the text model's config.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"no twin of {family!r}: one of {', '.join(FAMILIES)}")
+    wrapped = family == "mistral4" if wrapper is None else wrapper
+    scheme = quantization or ("tensor" if family == "mistral4" else "none")
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        **_family_sizes(family, heads, experts, top_k, moe_intermediate),
+        **(config or {}),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    weights, described = _build(family, sizes, wrapped, getattr(torch, dtype), seed)
+    described["dtype"] = dtype
+    if scheme != "none":
+        described["quantization_config"] = _quantization_config(scheme, wrapped)
+    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    stored = dict(_quantise(weights, scheme))
+    del weights
+    _save(stored, directory, files)
+    if tokenizer:
+        write_tokenizer(directory, vocab)
+    if decoys:
+        _write_decoys(directory, sizes)
+    return directory
+
+
+def _family_sizes(family: str, heads: int, experts: int, top_k: int, moe_intermediate: int) -> dict[str, Any]:
+    """What only this family's config has."""
+    grouped = {"num_key_value_heads": max(1, heads // 2)}
+    rows: dict[str, dict[str, Any]] = {
+        "mistral4": {
+            "num_key_value_heads": heads,
+            "n_routed_experts": experts,
+            "num_experts_per_tok": top_k,
+            "moe_intermediate_size": moe_intermediate,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+        "mistral": {**grouped, "sliding_window": None},
+        "llama": {**grouped, "max_position_embeddings": 4096},
+        "mixtral": {
+            **grouped,
+            "num_local_experts": experts,
+            "num_experts_per_tok": top_k,
+            "intermediate_size": moe_intermediate,
+        },
+        "qwen3_moe": {
+            **grouped,
+            "num_experts": experts,
+            "num_experts_per_tok": top_k,
+            "moe_intermediate_size": moe_intermediate,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+        },
+    }
+    return {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2, **rows[family]}
+
+
+def _build(
+    family: str, sizes: dict[str, Any], wrapped: bool, dtype: torch.dtype, seed: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The library's model with random weights: state under the names it has on disk, and config.json's content."""
+    transformers = importlib.import_module("transformers")
+    from transformers.core_model_loading import revert_weight_conversion
+
+    prefix = CLASSES[family]
+    text = getattr(transformers, f"{prefix}Config")(**sizes)
+    architecture = f"{prefix}ForCausalLM"
+    config = text
+    if wrapped:
+        architecture = "Mistral3ForConditionalGeneration"
+        config = transformers.Mistral3Config(
+            text_config=text,
+            vision_config=transformers.PixtralVisionConfig(
+                hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28
+            ),
+            tie_word_embeddings=text.tie_word_embeddings,
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, architecture)._from_config(config, dtype=dtype)
+        for name, tensor in model.named_parameters():
+            if "norm" in name:  # initialised to ones everywhere: swapped norms would go unseen
+                tensor.data.add_(torch.randn_like(tensor), alpha=0.02)
+    state = model.state_dict()
+    if text.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    described = config.to_dict()
+    described["architectures"] = [architecture]
+    return revert_weight_conversion(model, state), json.loads(json.dumps(described, default=str))
+
+
+def _quantization_config(scheme: str, wrapped: bool) -> dict[str, Any]:
+    """As in published checkpoints: static activation scales with per-tensor weights, dynamic with blocks."""
+    by_block = scheme == "block128"
+    skipped = ["model.vision_tower", "model.multi_modal_projector", "lm_head"] if wrapped else ["lm_head"]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic" if by_block else "static",
+        "weight_block_size": [BLOCK, BLOCK] if by_block else None,
+        "dequantize": False,
+        "modules_to_not_convert": skipped,
+    }
+
+
+def _quantise(weights: dict[str, Tensor], scheme: str) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor, with the scales beside those that become FP8."""
+    for key, weight in weights.items():
+        if scheme == "none" or not QUANTISED.search(key) or NOT_QUANTISED.search(key):
+            yield key, weight.contiguous()
+            continue
+        code, scale = _to_fp8(weight, scheme)
+        yield key, code
+        fused = not key.endswith(".weight")
+        yield f"{key}_scale_inv", scale
+        if scheme == "tensor":
+            activation = torch.full((weight.shape[0],) if fused else (), 0.0625, dtype=torch.bfloat16)
+            yield f"{key}_activation_scale" if fused else f"{key.removesuffix('weight')}activation_scale", activation
+
+
+def _to_fp8(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    """Codes and scale with weight = code x scale: one scale a matrix, or one a block of 128 x 128."""
+    wide = weight.float()
+    rows, columns = wide.shape[-2:]
+    if scheme == "tensor":
+        peak = wide.abs().amax((-2, -1), keepdim=wide.ndim == 3)
+        scale = (peak / FP8_MAX).to(torch.bfloat16)
+        spread = scale.float()
+    else:
+        down, across = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
+        padded = wide.new_zeros(*wide.shape[:-2], down * BLOCK, across * BLOCK)
+        padded[..., :rows, :columns] = wide
+        peak = padded.view(*wide.shape[:-2], down, BLOCK, across, BLOCK).abs().amax((-3, -1))
+        scale = peak / FP8_MAX
+        spread = scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
+    return (wide / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
+    """One model.safetensors, or `files` of them with their index."""
+    from safetensors.torch import save_file
+
+    if files == 1:
+        save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    share = sum(tensor.nbytes for tensor in stored.values()) / files
+    where: dict[str, str] = {}
+    seen = 0
+    for key, tensor in stored.items():  # a linear and its scale may land in different files, as they do in real ones
+        where[key] = names[min(files - 1, int(seen / share))]
+        seen += tensor.nbytes
+    for name in names:
+        part = {key: stored[key] for key in stored if where[key] == name}
+        save_file(part, directory / name, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": seen}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_decoys(directory: Path, sizes: dict[str, Any]) -> None:
+    """The publisher's own format, as it lies beside the converted one: other keys, other values, not to be read."""
+    from safetensors.torch import save_file
+
+    decoy = {"layers.0.attention.wo.weight": torch.zeros(4, 4), "output.weight": torch.zeros(4, 4)}
+    save_file(decoy, directory / "consolidated.safetensors")
+    (directory / "params.json").write_text(json.dumps({"dim": sizes["hidden_size"], "n_layers": 1}) + "\n")
+    (directory / "tekken.json").write_text(json.dumps({"config": {"pattern": "."}, "vocab": []}) + "\n")
+
+
+def write_tokenizer(directory: Path, vocab: int = 512) -> Path:
+    """A byte-level BPE tokenizer of `vocab` tokens, trained on the text that every Python carries."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    least = len(SPECIAL) + 256
+    if vocab < least:
+        raise ValueError(f"a byte-level vocabulary has at least {least} tokens, not {vocab}")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab, 4096),  # the text is small; a larger model vocabulary keeps unused rows
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", SPECIAL.index("<s>"))]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=131072,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(directory)
+    return directory
