@@ -46,3 +46,7 @@ def raise_all(problems: Sequence[Problem]) -> None:
     """Raise all of them together, or return when there is none."""
     if problems:
         raise UserError.of(problems)
+
+
+class RunError(UserError):
+    """A run that stopped itself: the input was right, what happened was not. Exits with 1, a `UserError` with 2."""

@@ -1,0 +1,1 @@
+"""The model in every rank: loaded exactly, sharded, adapted, kept in step."""

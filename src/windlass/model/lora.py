@@ -1,0 +1,148 @@
+"""The adapter: built by PEFT from the plan's exact module names, then held against the plan again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import set_seed
+
+from windlass.adapter import Adapter
+from windlass.errors import Problem, UserError, raise_all
+
+if TYPE_CHECKING:
+    from windlass.runfile import Lora
+
+NAME = "default"  # PEFT's name of the one adapter
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# These start from the values of the base weights, which a rank that holds a shard does not have.
+FROM_BASE_WEIGHTS = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+
+
+def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftModel:
+    """Wrap `model` in its adapter: the same values on every rank, only the adapter trainable, as the plan says."""
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    raise_all(list(refusals(lora, adapter, sharded=sharded, expert_parallel=expert_parallel(model))))
+    set_seed(seed)  # PEFT draws A on the CPU: the same seed gives every rank the same adapter
+    wide = lora.dtype == "float32"
+    if lora.adapter:
+        peft_model = PeftModel.from_pretrained(model, lora.adapter, is_trainable=True, autocast_adapter_dtype=wide)
+    else:
+        with warnings.catch_warnings():
+            # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
+            warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+            peft_model = get_peft_model(model, config(lora, adapter), autocast_adapter_dtype=wide)
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[lora.dtype])
+    prove(peft_model, adapter)
+    return peft_model
+
+
+def config(lora: Lora, adapter: Adapter) -> LoraConfig:
+    """The run file's words in PEFT's. Experts may have a rank of their own."""
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    if lora.experts:
+        for suffix in {".".join(name.split(".")[-2:]) for name in adapter.target_parameters}:  # experts.down_proj
+            ranks[suffix.replace(".", r"\.")] = lora.experts.r or lora.r
+            alphas[suffix.replace(".", r"\.")] = lora.experts.lora_alpha or lora.lora_alpha
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=list(adapter.target_modules),
+        target_parameters=list(adapter.target_parameters) or None,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        bias=lora.bias,
+        task_type=lora.task_type,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        init_lora_weights=lora.init_lora_weights,
+    )
+
+
+def refusals(lora: Lora, adapter: Adapter, *, sharded: bool, expert_parallel: bool) -> Iterator[Problem]:
+    """What PEFT can't do here, before it fails in the middle of it."""
+    init = str(lora.init_lora_weights)
+    if sharded and init.startswith(FROM_BASE_WEIGHTS):
+        yield Problem(
+            f"'{init}' computes the adapter from whole base weights, and every rank holds only a shard of them",
+            "lora.init_lora_weights",
+            "use true, gaussian or orthogonal, or layout: {name: resident}",
+        )
+    if sharded and lora.use_dora:
+        yield Problem(
+            "DoRA needs the norm of whole base weights, and every rank holds only a shard of them",
+            "lora.use_dora",
+            "set lora.use_dora: false, or layout: {name: resident}",
+        )
+    if adapter.target_parameters and expert_parallel:
+        yield Problem(
+            "adapters on routed experts don't work under expert parallelism yet",
+            "lora.experts",
+            "choose layout: {name: full-shard}, or leave lora.experts out",
+        )
+    if adapter.target_parameters and lora.lora_dropout:
+        yield Problem(
+            f"adapters on fused experts can't have dropout, and lora_dropout is {lora.lora_dropout}",
+            "lora.lora_dropout",
+            "set lora.lora_dropout: 0",
+        )
+    if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
+        yield Problem(
+            f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass saved"
+        )
+
+
+def expert_parallel(model: nn.Module) -> bool:
+    distributed: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+    return distributed is not None and distributed.ep_size > 1
+
+
+def realised(model: PeftModel) -> dict[str, int]:
+    """What PEFT really made: full name of each adapted module or expert parameter -> its trainable parameters."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        place = ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "base_layer")
+        parameter_name = getattr(module, "parameter_name", None)  # a fused expert parameter, not a module
+        own = (p for n, p in module.named_parameters() if not n.startswith("base_layer.") and p.requires_grad)
+        found[f"{place}.{parameter_name}" if parameter_name else place] = sum(p.numel() for p in own)
+    return found
+
+
+def prove(model: PeftModel, adapter: Adapter) -> None:
+    """The adapter is the plan's: the same modules, the same number of trainable parameters in each target."""
+    found = realised(model)
+    planned = {module for target in adapter.targets for module in target.modules}
+    problems = [
+        Problem(f"the plan adapts {name}, the model has no adapter there", "adapter")
+        for name in sorted(planned - found.keys())
+    ]
+    problems += [
+        Problem(f"the model has an adapter on {name}, the plan has none", "adapter")
+        for name in sorted(found.keys() - planned)
+    ]
+    for target in adapter.targets:
+        count = sum(found.get(module, 0) for module in target.modules)
+        if count != target.parameters and planned == found.keys():
+            problems.append(
+                Problem(
+                    f"{target.pattern}: {count:,} trainable parameters, the plan says {target.parameters:,}", "adapter"
+                )
+            )
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not problems and trainable != adapter.trainable:
+        problems.append(Problem(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}", "adapter"))
+    if problems:
+        raise UserError.of(problems[:8])

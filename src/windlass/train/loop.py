@@ -1,0 +1,141 @@
+"""TRL's SFTTrainer with what a sharded run needs added: every method here overrides one of its or the Trainer's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from trl import SFTTrainer
+
+from windlass.errors import RunError
+from windlass.model.liveness import Liveness
+from windlass.model.sync import Replicas
+
+ROW = "row"  # the column that carries each row's number in the data set into its batch
+
+
+@dataclass
+class Step:
+    """What one optimizer step did, summed over all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int  # padding not counted
+    supervised_tokens: int
+    skipped: bool = False
+    as_dict = asdict
+
+
+@dataclass
+class Micro:
+    """What this rank's micro-batches of the current step did, kept on the device until the step ends."""
+
+    loss: float | Tensor = 0.0
+    tokens: int | Tensor = 0
+    supervised: float | Tensor = 0.0
+    rows: list[int] = field(default_factory=list)
+
+
+class Loop(SFTTrainer):  # type: ignore[misc]
+    """One optimizer step = micro-batches, one all-reduce of the adapter's gradients, checks, clip, update."""
+
+    def __init__(self, *, replicas: Replicas, liveness: Liveness, non_finite: str, **trainer: Any) -> None:
+        super().__init__(**trainer)
+        self.data_collator = Rows(self.data_collator)  # type: ignore[has-type]
+        self.replicas = replicas
+        self.liveness = liveness
+        self.non_finite = non_finite
+        self.micro = Micro()
+        self.finite = True
+        self.latest: Step | None = None
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if ROW not in self._signature_columns:
+            self._signature_columns.append(ROW)
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Replaces a broadcast (the replicas are equal, and proven so) and a hook that reduces tensor by tensor."""
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch; the last one of a step also averages the gradients."""
+        self.micro.rows += inputs.pop(ROW, [])
+        mask = inputs.get("attention_mask")
+        self.micro.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()
+        self.micro.supervised = num_items_in_batch if num_items_in_batch is not None else 0.0
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self.micro.loss += loss.detach()
+        if self.accelerator.sync_gradients:
+            self._end_of_step(loss.device)
+        return loss
+
+    def _end_of_step(self, device: torch.device) -> None:
+        """One collective: gradients averaged, and with them the loss, the tokens, and who saw something non-finite."""
+        micro, world = self.micro, self.replicas.world
+        bad = torch.zeros(world, device=device)
+        gradients = [p.grad.detach() for p in self.replicas.parameters if p.grad is not None]
+        largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else torch.zeros(1, device=device)
+        healthy = torch.isfinite(torch.as_tensor(micro.loss)) & torch.isfinite(largest).all()
+        bad[dist.get_rank() if world > 1 else 0] = (~healthy).float()
+        said = [torch.as_tensor(value, device=device).float() for value in (micro.loss, micro.tokens)]
+        sums = torch.cat([torch.stack(said), bad])
+        total = self.replicas.average(torch.nan_to_num(sums)).tolist()
+        self.culprits = [rank for rank, flag in enumerate(total[2:]) if flag]
+        self.latest = Step(
+            step=self.state.global_step + 1,
+            loss=total[0] / world if not self.culprits else math.nan,
+            grad_norm=math.nan,
+            learning_rate=self._get_learning_rate(),
+            tokens=int(total[1]),
+            supervised_tokens=int(micro.supervised),
+        )
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The last thing before the update, and on every rank: judge the step, then let it through, or not."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        step = self.latest
+        assert step is not None
+        step.grad_norm = float(norm)
+        if self.culprits or not math.isfinite(step.grad_norm):
+            self._poisoned(step)
+            model.zero_grad()  # to None: the optimizer passes over such parameters
+        else:
+            self.liveness.before_update(step.learning_rate)
+        self.micro = Micro()
+        return norm
+
+    def _poisoned(self, step: Step) -> None:
+        """Say which rank and which rows, then stop, or leave this step out."""
+        rows: list[list[int]] = [[] for _ in range(self.replicas.world)]
+        if self.replicas.world > 1:
+            dist.all_gather_object(rows, self.micro.rows)
+        else:
+            rows = [self.micro.rows]
+        where = "; ".join(f"rank {rank}, rows {', '.join(map(str, rows[rank]))}" for rank in self.culprits)
+        where = where or "on no single rank: the sum over all ranks overflowed"
+        if self.non_finite == "stop":
+            raise RunError(
+                f"non-finite loss or gradient at step {step.step}: {where}",
+                "watch.non_finite",
+                "nothing of this step was saved; look at these rows, lower train.learning_rate, "
+                "or set watch.non_finite: skip to leave such steps out",
+            )
+        step.skipped = True
+
+
+class Rows:
+    """A collator that hands the row numbers on beside the batch that it wraps."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        rows = [example.pop(ROW) for example in examples if ROW in example]
+        batch: dict[str, Any] = self.collator(examples)
+        return {**batch, ROW: rows} if rows else batch
