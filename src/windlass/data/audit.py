@@ -1,0 +1,199 @@
+"""What the data are, in numbers: counted while they are tokenised, judged before a model is loaded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.data.order import length_grouped, shuffled
+from windlass.data.pack import pack
+from windlass.data.tokens import Documents
+from windlass.errors import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Audit = dict[str, Any]
+Lengths = npt.NDArray[np.int64]
+SAMPLES = 3
+
+
+def of_split(documents: Documents, eos: int | None) -> Audit:
+    """The figures of one split, all of them counted, none estimated."""
+    lengths, kept = documents.lengths, len(documents.lengths)
+    ends = np.cumsum(lengths) - 1
+    first = documents.starts
+    supervised = int(documents.learnt.sum()) - (int(documents.learnt[first].sum()) if kept else 0)
+    tokens = int(lengths.sum())
+    stopping = int((documents.learnt[ends] & (documents.ids[ends] == eos)).sum()) if kept and eos is not None else 0
+    return {
+        **documents.counts,
+        "documents": kept,
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+        "supervised_fraction": supervised / tokens if tokens else 0.0,
+        "truncated_share": documents.counts["truncated"] / kept if kept else 0.0,
+        "dropped": documents.counts["empty"] + documents.counts["unsupervised"],
+        "duplicates": kept - len(np.unique(documents.hashes)),
+        "end_learnt_share": stopping / kept if kept else 0.0,
+        "lengths": length_figures(lengths),
+        "histogram": histogram(lengths),
+        "lowest_id": int(documents.ids.min()) if tokens else None,
+        "highest_id": int(documents.ids.max()) if tokens else None,
+    }
+
+
+def length_figures(lengths: Lengths) -> Audit:
+    if not len(lengths):
+        return {}
+    return {
+        "least": int(lengths.min()),
+        "mean": float(lengths.mean()),
+        "median": float(np.median(lengths)),
+        "percentile_95": float(np.percentile(lengths, 95)),
+        "most": int(lengths.max()),
+    }
+
+
+def histogram(lengths: Lengths) -> list[list[int]]:
+    """[from, to, documents]: every bin twice as wide as the one before."""
+    if not len(lengths):
+        return []
+    powers = np.floor(np.log2(lengths)).astype(int)
+    return [[2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in range(powers.min(), powers.max() + 1)]
+
+
+def overlap(train: Documents, validation: Documents) -> Audit:
+    """Validation documents that are also trained on, word for word."""
+    shared = int(np.isin(validation.hashes, train.hashes).sum())
+    return {"documents": shared, "share": shared / len(validation.hashes) if len(validation.hashes) else 0.0}
+
+
+def batching(lengths: Lengths, *, batch: int, max_length: int, packing: bool, grouped: bool, seed: int) -> Audit:
+    """Which share of the positions computed would hold a token, batched in each way; the configured one named."""
+    if not len(lengths):
+        return {}
+    count, tokens = len(lengths), int(lengths.sum())
+    packs = len(pack(lengths.tolist(), max_length))
+    ways = {
+        "padded to max_length": (count, count * max_length),
+        "padded in random batches": (count, padded(lengths[shuffled(count, seed, 0)], batch)),
+        "padded in batches of like length": (count, padded(lengths[length_grouped(lengths, batch, seed, 0)], batch)),
+        "padding-free": (count, tokens),
+        "packed": (packs, padded(np.full(packs, max_length), batch)),
+    }
+    configured = "packed" if packing else "padded in batches of like length" if grouped else "padding-free"
+    table = {
+        way: {"rows": rows, "micro_batches": -(-rows // batch), "useful_share": tokens / positions}
+        for way, (rows, positions) in ways.items()
+    }
+    now = table[configured]
+    return {
+        "configured": configured,
+        "batch": batch,
+        "padding_waste": 1 - now["useful_share"],
+        "documents_per_packed_row": count / packs,
+        "micro_batches_saved_by_packing": now["micro_batches"] / table["packed"]["micro_batches"],
+        "ways": table,
+    }
+
+
+def padded(lengths: Lengths, batch: int) -> int:
+    """Positions when every batch is padded to its longest row."""
+    return sum(int(part.max()) * len(part) for part in (lengths[i : i + batch] for i in range(0, len(lengths), batch)))
+
+
+def samples(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
+    """Three documents decoded, first, middle and last, in stretches that are learnt or not."""
+    count = len(documents.lengths)
+    chosen = sorted({0, count // 2, count - 1}) if count else []
+    starts, found = documents.starts, []
+    for document in chosen[:SAMPLES]:
+        start, end = int(starts[document]), int(starts[document] + documents.lengths[document])
+        ids, learnt = documents.ids[start:end], documents.learnt[start:end]
+        edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]
+        parts = [
+            {"learnt": bool(learnt[a]), "text": tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)}
+            for a, b in itertools.pairwise(edges)
+        ]
+        found.append({"split": split, "document": document, "tokens": len(ids), "parts": parts})
+    return found
+
+
+def problems(
+    audit: Mapping[str, Any], *, vocabulary: int | None, least_fraction: float | None, where: Callable[[str], str]
+) -> list[Problem]:
+    """What makes these data no training set, each with the next step."""
+    found = []
+    for split, figures in audit["splits"].items():
+        place = where(f"data.{'train' if split == 'train' else 'val'}_split")
+        if not figures["documents"]:
+            found.append(nothing_left(split, figures, place))
+        if vocabulary is not None and (figures["highest_id"] or 0) >= vocabulary:
+            found.append(
+                Problem(
+                    f"{split} has token id {figures['highest_id']}, the model's vocabulary ends at {vocabulary - 1}",
+                    where("model.model_name_or_path"),
+                    "this tokenizer is not this model's: take the tokenizer files from the model's own folder",
+                )
+            )
+    figures = audit["splits"]["train"]
+    if figures["documents"] and least_fraction is not None and figures["supervised_fraction"] < least_fraction:
+        found.append(
+            Problem(
+                f"{figures['supervised_fraction']:.2%} of the training tokens are supervised, less than "
+                f"watch.min_supervised_fraction = {least_fraction:.2%}",
+                where("watch.min_supervised_fraction"),
+                "see with `windlass data` which part is learnt; mend the template, or lower the limit if it is meant",
+            )
+        )
+    return found
+
+
+def nothing_left(split: str, figures: Mapping[str, Any], place: str) -> Problem:
+    if not figures["rows"]:
+        return Problem(f"{split} has no rows", place, "the files are empty, or the slice takes nothing")
+    return Problem(
+        f"no row of {split} has a supervised token: of {figures['rows']} rows {figures['empty']} are empty, "
+        f"{figures['unsupervised']} have nothing to learn, {figures['truncated']} were cut at data.max_length",
+        place,
+        "check the column or template; a prompt longer than data.max_length leaves no room for its answer",
+    )
+
+
+def warnings(audit: Mapping[str, Any]) -> list[str]:
+    """What a reader should know that is no error."""
+    train, found = audit["splits"]["train"], []
+    if train["truncated"]:
+        found.append(
+            f"{train['truncated']} rows ({train['truncated_share']:.1%}) are cut at max_length and lose "
+            f"{train['tokens_cut']} tokens ({train['tokens_cut'] / (train['tokens'] + train['tokens_cut']):.1%})"
+        )
+    if train["unsupervised"]:
+        found.append(f"{train['unsupervised']} rows have no supervised token within max_length and are dropped")
+    if train["straddling"]:
+        found.append(
+            f"in {train['straddling']} rows a token lies across the edge of the learnt part and is learnt: "
+            "let the white space at the edge belong to the learnt part"
+        )
+    if train["documents"] and train["end_learnt_share"] < 0.5:
+        found.append(
+            f"only {train['end_learnt_share']:.0%} of the rows end with the end of sequence supervised: "
+            "the model will not learn to stop"
+        )
+    shared = audit.get("overlap")
+    if shared and shared["documents"]:
+        found.append(f"{shared['documents']} validation rows ({shared['share']:.1%}) are in the training set as well")
+    waste = audit.get("batching", {}).get("padding_waste", 0)
+    if waste > 0.2:
+        found.append(f"{waste:.0%} of the computed positions are padding: data.packing: true leaves next to none")
+    return found
+
+
+def decoded(parts: Sequence[Mapping[str, Any]]) -> str:
+    """A sample as text with the supervised part between [[ and ]]."""
+    return "".join(f"[[{part['text']}]]" if part["learnt"] else str(part["text"]) for part in parts)
