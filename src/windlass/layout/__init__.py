@@ -1,0 +1,38 @@
+"""How the run is spread over ranks: an Accelerate FSDP YAML or the run file's `layout` section -> one Layout.
+
+demand(run, where, family, accelerate)   what the run file and the Accelerate file ask for together
+settle(demand, experts)                  the Layout, where they name one
+candidates(demand, experts)              the layouts to compare, each possible or with its reason why not
+choose(figures)                          the best of them, and why
+"""
+
+from windlass.layout.accelerate import AccelerateFile, Entry, Wish, read_accelerate
+from windlass.layout.choose import Candidate, Figures, candidates, choose
+from windlass.layout.demand import Demand, demand, settle
+from windlass.layout.keys import FATES, KEYS
+from windlass.layout.launcher import Launched, Process, accelerate_file, find_launcher_config, parents
+from windlass.layout.shape import LAYOUTS, Layout, check_wrap
+
+__all__ = [
+    "FATES",
+    "KEYS",
+    "LAYOUTS",
+    "AccelerateFile",
+    "Candidate",
+    "Demand",
+    "Entry",
+    "Figures",
+    "Launched",
+    "Layout",
+    "Process",
+    "Wish",
+    "accelerate_file",
+    "candidates",
+    "check_wrap",
+    "choose",
+    "demand",
+    "find_launcher_config",
+    "parents",
+    "read_accelerate",
+    "settle",
+]

@@ -1,0 +1,273 @@
+"""An Accelerate YAML, read key by key. It is an input: every key has a fate, and no key is dropped in silence."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from windlass.errors import Problem, UserError, raise_all
+from windlass.layout.fate import ANY, AS_READ, REFUSED, Fate, Key
+from windlass.layout.keys import FATES, find
+
+LIMIT_BYTES = 256 * 1024  # such files have about 1 kB; a parser in Python needs a second for a quarter of a MB
+TRUE = ("true", "yes", "y", "t", "on", "1")  # Accelerate's own lists
+FALSE = ("false", "no", "n", "f", "off", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key as it stands in the file."""
+
+    key: Key
+    value: object
+    where: str  # fsdp.yaml:12: fsdp_config.fsdp_version
+    fate: Fate
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the file asks of one field of the demand."""
+
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class AccelerateFile:
+    """`wishes` are the settings that matter here: nodes, ranks, precision, name, wrap, offload …"""
+
+    path: Path | None  # None: only the launcher's command line
+    entries: tuple[Entry, ...]
+    wishes: Mapping[str, Wish]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One key and value of a mapping node. `children` where the value is a mapping."""
+
+    name: str
+    where: str
+    value: object
+    children: tuple[_Item, ...] | None
+
+
+def read_accelerate(path: Path, options: Sequence[tuple[str, str]] = ()) -> AccelerateFile:
+    """The file, and what the launcher's command line said besides: `("num_machines", "2")`."""
+    return _judge(path, _items(path), options)
+
+
+def read_options(options: Sequence[tuple[str, str]]) -> AccelerateFile:
+    """A launcher that was given no file, only options."""
+    return _judge(None, (), options)
+
+
+def _judge(path: Path | None, items: tuple[_Item, ...], options: Sequence[tuple[str, str]]) -> AccelerateFile:
+    problems: list[Problem] = []
+    entries: list[Entry] = []
+    for item in items:
+        _enter(item, "", entries, problems)
+    for name, text in options:
+        _option(name, text, entries, problems)
+    _refuse(entries, problems)
+    wishes = _wishes(entries, problems)
+    if path is not None and not problems and "distributed_type" not in {entry.key.name for entry in entries}:
+        problems.append(
+            Problem("distributed_type is missing", str(path), "write distributed_type: FSDP: Accelerate demands it")
+        )
+    raise_all(problems)
+    return AccelerateFile(path, tuple(entries), MappingProxyType(wishes))
+
+
+# --- the file as keys with lines ------------------------------------------------------------------------------------
+
+
+def _items(path: Path) -> tuple[_Item, ...]:
+    where = str(path)
+    try:
+        if path.stat().st_size > LIMIT_BYTES:
+            raise UserError(f"larger than {LIMIT_BYTES // 1024} kB: not an Accelerate file", where, "give fsdp.yaml")
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where, "give the path of an Accelerate YAML") from None
+    except UnicodeDecodeError:
+        raise UserError("is not text", where, "give the path of an Accelerate YAML") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"is not YAML: {_short(error)}", _at(where, error), "check the indentation there") from None
+    if node is None:
+        raise UserError("is empty", where, "`accelerate config` writes such a file")
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError("is not a mapping of keys to values", f"{where}:{node.start_mark.line + 1}", "write key: value")
+    problems: list[Problem] = []
+    items = _mapping(where, "", node, problems)
+    raise_all(problems)
+    return items
+
+
+def _mapping(file: str, above: str, node: yaml.MappingNode, problems: list[Problem]) -> tuple[_Item, ...]:
+    items: list[_Item] = []
+    seen: dict[str, int] = {}
+    for name_node, value_node in node.value:
+        line = name_node.start_mark.line + 1
+        name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
+        dotted = f"{above}.{name}" if above else name
+        where = f"{file}:{line}: {dotted}"
+        if name in seen:
+            problems.append(Problem(f"stands twice, in line {seen[name]} too", where, "keep one of them"))
+            continue
+        seen[name] = line
+        children = None
+        value: object = None
+        if isinstance(value_node, yaml.MappingNode):
+            # Two levels are all that Accelerate knows; what lies deeper is a value of the wrong kind.
+            children = () if above else _mapping(file, name, value_node, problems)
+            value = {} if above else {child.name: child.value for child in children}
+        else:
+            value = _value(value_node, where, problems)
+        items.append(_Item(name, where, value, children))
+    return tuple(items)
+
+
+def _value(node: yaml.Node, where: str, problems: list[Problem]) -> object:
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(child, where, problems) if isinstance(child, yaml.ScalarNode) else "?" for child in node.value]
+    constructor = yaml.constructor.SafeConstructor()
+    try:
+        return constructor.construct_object(node)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        problems.append(Problem(f"cannot be read: {_short(error)}", where, "put the value in quotes"))
+        return None
+
+
+def _short(error: Exception) -> str:
+    return str(getattr(error, "problem", None) or error).splitlines()[0][:200] if str(error) else "nested too deeply"
+
+
+def _at(where: str, error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return where if mark is None else f"{where}:{mark.line + 1}"
+
+
+# --- keys to fates --------------------------------------------------------------------------------------------------
+
+
+def _enter(item: _Item, section: str, entries: list[Entry], problems: list[Problem]) -> None:
+    key = find(section, item.name)
+    if key is None:
+        problems.append(_unknown(item.name, section, item.where))
+        return
+    if key.kind == "section":
+        if item.children is None and item.value is not None:
+            problems.append(Problem(f"is {item.value!r}, not keys and values", item.where, "indent its keys below it"))
+            return
+        entries.append(Entry(key, None, item.where, key.fates[ANY]))
+        for child in item.children or ():
+            _enter(child, key.name, entries, problems)
+        return
+    _settle(key, item.value, item.where, entries, problems)
+
+
+def _settle(key: Key, raw: object, where: str, entries: list[Entry], problems: list[Problem]) -> None:
+    value, wrong = _typed(raw, key.kind)
+    fate = None if wrong else key.fate(value)
+    if wrong:
+        problems.append(Problem(f"is {raw!r}, not {wrong}", where, f"{key.name}: {key.about}"))
+    elif fate is None:
+        words = [word for word in key.fates if word != ANY]
+        near = difflib.get_close_matches(str(value).upper(), words, 1, 0.6)
+        meant = f"did you mean {near[0]}? " if near else ""
+        problems.append(Problem(f"{raw!r} is none of its values", where, f"{meant}it takes {', '.join(words)}"))
+    else:
+        entries.append(Entry(key, value, where, fate))
+
+
+def _typed(value: object, kind: str) -> tuple[object, str]:
+    """The value as its key means it, or what it should have been."""
+    if value is None or kind == "any":
+        return value, ""
+    if kind == "names" and isinstance(value, list):
+        return ",".join(map(str, value)), ""
+    if isinstance(value, list | dict):
+        return value, "a single value"
+    text = str(value).strip()
+    if kind == "bool":
+        word = text.lower()
+        return (word in TRUE, "") if word in TRUE or word in FALSE else (value, "true or false")
+    if kind == "int":
+        return (int(text), "") if re.fullmatch(r"-?\d{1,9}", text) else (value, "a whole number")
+    if kind == "word" and value is False:
+        return "NO", ""  # YAML 1.1 reads a bare `no` as false
+    return text, ""
+
+
+def _unknown(name: str, section: str, where: str) -> Problem:
+    """Misspelt, or in the wrong place."""
+    homes = [home for home, names in FATES.items() if name in names and home != section]
+    if homes:
+        place = f"below {homes[0]}:, indented" if homes[0] else "at the top, not indented"
+        return Problem("stands in the wrong place", where, f"write it {place}")
+    if section == "" and (key := find("fsdp_config", f"fsdp_{name.removeprefix('fsdp_')}")):
+        return Problem("stands in the wrong place", where, f"write {key.name} below fsdp_config:, indented")
+    near = nearest(name, section)
+    hint = f"did you mean {near}?" if near else f"`windlass explain` knows the keys of {section or 'such a file'}"
+    return Problem("no such key: Accelerate would ignore it in silence" if section else "no such key", where, hint)
+
+
+def nearest(name: str, section: str) -> str:
+    """The key that was probably meant, its own section first."""
+    for names in (list(FATES.get(section, {})), [n for home in FATES.values() for n in home]):
+        if close := difflib.get_close_matches(name, names, 1, 0.7):
+            return close[0]
+    return ""
+
+
+def _option(name: str, text: str, entries: list[Entry], problems: list[Problem]) -> None:
+    """One option of `accelerate launch`. Those that are not keys of a file concern the launcher alone."""
+    where = f"accelerate launch --{name}"
+    key = next((names[name] for names in FATES.values() if name in names and names[name].name == name), None)
+    if key is not None and key.kind != "section":
+        _settle(key, text, where, entries, problems)
+
+
+def _refuse(entries: Sequence[Entry], problems: list[Problem]) -> None:
+    for entry in entries:
+        if entry.fate.verdict == REFUSED:
+            hint = entry.fate.hint or f"write in the run file: {deepspeed_equal(entries)}"
+            problems.append(Problem(f"{entry.value} is refused: {entry.fate.because}", entry.where, hint))
+
+
+def deepspeed_equal(entries: Sequence[Entry]) -> str:
+    """The layout that does what the DeepSpeed settings of the file ask for."""
+    settings = {
+        entry.key.name: str(entry.value).lower() for entry in entries if entry.key.section == "deepspeed_config"
+    }
+    # Accelerate's own default is stage 2.
+    name = "full-shard" if settings.get("zero_stage", "2") == "3" else "resident"
+    offload = name == "full-shard" and settings.get("offload_param_device", "none") not in ("none", "nvme")
+    return f"layout: {{name: {name}, offload: true}}" if offload else f"layout: {name}"
+
+
+def _wishes(entries: Sequence[Entry], problems: list[Problem]) -> dict[str, Wish]:
+    """Every field once. Two keys, or the file and the command line, that want different things are a problem."""
+    wishes: dict[str, Wish] = {}
+    for entry in entries:
+        for name, value in entry.fate.sets:
+            wish = Wish(entry.value if value is AS_READ else value, entry.where)
+            earlier = wishes.setdefault(name, wish)
+            if earlier.value != wish.value:
+                problems.append(
+                    Problem(
+                        f"asks for {name} {wish.value}, but {earlier.where} asks for {earlier.value}",
+                        wish.where,
+                        "make the two agree, or keep one of them",
+                    )
+                )
+    return wishes

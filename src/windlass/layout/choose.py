@@ -1,0 +1,142 @@
+"""The layouts to compare, and the best of them. Costs come in as figures: this part knows no arithmetic of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from windlass.layout.demand import Demand, settle, why_not_expert_parallel
+from windlass.layout.shape import Layout
+
+FP8_RESIDENT = "training does not hold the base in FP8 yet: it is loaded in BF16"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One row of the comparison. `layout` is None where not even its costs can be said."""
+
+    title: str  # full-shard, parameters offloaded
+    layout: Layout | None
+    why_not: str = ""  # why training cannot run it; empty where it can
+    base_bytes: int | None = None  # bytes per base parameter, where it is not the run file's dtype
+    here: bool = True  # on the nodes that the run has; False: what more or fewer of them would give
+
+    @property
+    def possible(self) -> bool:
+        return not self.why_not
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A candidate with what the cost model says of it."""
+
+    candidate: Candidate
+    fits: bool
+    gpu_gib: float
+    step_seconds: float
+
+
+def candidates(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candidate, ...]:
+    """Every layout on the nodes of the run, then those that make sense on 1 to 2 times as many.
+
+    `experts`: routed experts per layer, 0 for a dense model. `fp8`: the checkpoint is published in FP8.
+    """
+    free = replace(
+        wanted, where="", shard=None, replicate=None, expert_parallel=None, reshard_after_forward=None, offload=False
+    )
+    rows = _on(free, experts, fp8)
+    for nodes in _other_nodes(wanted.nodes):
+        other = replace(free, nodes=nodes)
+        suffix = f", on {nodes} node{'s' * (nodes > 1)}"
+        rows += [
+            replace(row, title=row.title + suffix, here=False)
+            for row in _on(other, experts, fp8=False)
+            if row.possible and row.layout and not row.layout.offload and row.layout.name != "no-reshard"
+        ]
+    return tuple(rows)
+
+
+def _other_nodes(nodes: int) -> list[int]:
+    """1 to 2 times the nodes: every number where they are few, else halves and steps of a half."""
+    if nodes <= 4:
+        return [n for n in range(1, 2 * nodes + 1) if n != nodes]
+    return sorted({max(1, nodes // 4), nodes // 2, nodes * 3 // 2, nodes * 2} - {nodes})
+
+
+def _on(wanted: Demand, experts: int, fp8: bool) -> list[Candidate]:
+    """Every layout on that many nodes."""
+    ranks = wanted.ranks
+
+    def row(title: str, name: str, why_not: str = "", base_bytes: int | None = None, **sizes: int | bool) -> Candidate:
+        layout = None if why_not and base_bytes is None else _layout(wanted, name, experts, **sizes)
+        return Candidate(title, layout, why_not, base_bytes)
+
+    alone = "one GPU: there is nothing to shard over" if ranks == 1 else ""
+    rows = [
+        row("full-shard", "full-shard", alone),
+        row("full-shard, parameters offloaded", "full-shard", alone, offload=True),
+        row("no-reshard", "no-reshard", alone),
+        row("hybrid", "hybrid", _why_not_hybrid(wanted)),
+        *_expert_rows(wanted, experts),
+        row("resident" if ranks > 1 else "one GPU", "resident"),
+    ]
+    if fp8:
+        rows.append(row("resident, FP8", "resident", FP8_RESIDENT, base_bytes=1))
+    return rows
+
+
+def _why_not_hybrid(wanted: Demand) -> str:
+    if wanted.nodes == 1:
+        return "one node: there is nothing to replicate across, it would be full-shard"
+    if wanted.gpus_per_node == 1:
+        return "one GPU per node: there is nothing to shard over inside a node, it would be resident"
+    return ""
+
+
+def _expert_rows(wanted: Demand, experts: int) -> list[Candidate]:
+    """One row per number of ranks that experts can be split over, and one per number that divides ranks but cannot."""
+    ranks, gpus = wanted.ranks, wanted.gpus_per_node
+    sizes = [n for n in range(2, ranks + 1) if ranks % n == 0]
+    if not experts or not sizes:
+        return [Candidate("expert-parallel", None, why_not_expert_parallel(experts, ranks, ranks))]
+    rows = []
+    for size in sizes:
+        why = why_not_expert_parallel(experts, size, ranks)
+        layout = None if why else _layout(wanted, "expert-parallel", experts, expert_parallel=size)
+        rows.append(Candidate(f"expert-parallel {size}", layout, why))
+    if wanted.nodes > 1 and gpus > 1 and not why_not_expert_parallel(experts, gpus, gpus):
+        layout = _layout(wanted, "expert-parallel", experts, shard=gpus, replicate=wanted.nodes, expert_parallel=gpus)
+        rows.append(Candidate(f"expert-parallel {gpus}, replicated across nodes", layout))
+    return rows
+
+
+def _layout(wanted: Demand, name: str, experts: int, **sizes: int | bool) -> Layout:
+    return replace(settle(replace(wanted, name=name, **sizes), experts), reason="compared")  # type: ignore[arg-type]
+
+
+def choose(figures: Sequence[Figures]) -> Layout | None:
+    """The fastest of the layouts that fit, among those that training can run on the nodes of the run. Where none
+    fits, the smallest: the plan then says that it does not fit. None where nothing is possible at all."""
+    able = [f for f in figures if f.candidate.possible and f.candidate.here and f.candidate.layout]
+    fitting = [f for f in able if f.fits]
+    if not able:
+        return None
+    if not fitting:
+        best = min(able, key=lambda f: f.gpu_gib)
+        reason = f"chosen: none of {len(able)} layouts fits, and this one needs least, {best.gpu_gib:.0f} GiB per GPU"
+    else:
+        best = min(fitting, key=lambda f: f.step_seconds)
+        reason = f"chosen: {_praise(best, fitting, len(able))}"
+    layout = best.candidate.layout
+    assert layout is not None  # `able` holds no other
+    return replace(layout, reason=reason)
+
+
+def _praise(best: Figures, fitting: Sequence[Figures], able: int) -> str:
+    if len(fitting) == 1:
+        return f"the only one of {able} layouts that fits" if able > 1 else "the only layout that is possible"
+    second, slowest = sorted(fitting, key=lambda f: f.step_seconds)[1], max(fitting, key=lambda f: f.step_seconds)
+    text = f"the fastest of the {len(fitting)} layouts that fit, {best.step_seconds:.3g} s a step"
+    rivals = [second] if slowest is second else [second, slowest]
+    told = [f"{rival.candidate.title} {rival.step_seconds:.3g} s" for rival in rivals]
+    return f"{text} ({', '.join(told)})"

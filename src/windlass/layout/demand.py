@@ -1,0 +1,341 @@
+"""What the run file and the Accelerate file ask for together. Where they disagree, both places are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from windlass.errors import Problem, raise_all
+from windlass.family import Family
+from windlass.layout.accelerate import AccelerateFile
+from windlass.layout.shape import LAYOUTS, Layout, check_wrap
+
+AUTO = "auto"
+# Layouts that the run file may name beside an FSDP file that names another: FSDP files know no experts,
+# and under expert parallelism the dense rest is sharded as they say.
+ALONGSIDE = {"expert-parallel": ("full-shard", "no-reshard", "hybrid")}
+
+
+class Run(Protocol):
+    """The sections of the run file that are read here."""
+
+    @property
+    def layout(self) -> Any: ...
+    @property
+    def cluster(self) -> Any: ...
+    @property
+    def train(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Everything about the layout that does not follow from the costs. None: nobody asked, so it is derived."""
+
+    name: str  # auto, or one of LAYOUTS
+    where: str  # who named it
+    nodes: int
+    gpus_per_node: int
+    shard: int | None = None
+    replicate: int | None = None
+    expert_parallel: int | None = None
+    reshard_after_forward: bool | None = None
+    offload: bool = False
+    activation_checkpointing: bool = False
+    precision: str = "bf16"
+    wrap: str = ""
+    state_dict: str = "full"
+    cpu: bool = False  # the Accelerate file said use_cpu
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    value: Any
+    where: str
+
+
+class _Sources:
+    """Collects who says what, and every disagreement."""
+
+    def __init__(self, run: Run, where: Callable[[str], str], accelerate: AccelerateFile | None) -> None:
+        self.run = run
+        self.where = where
+        self.accelerate = accelerate
+        self.problems: list[Problem] = []
+
+    def file(self, path: str) -> _Said | None:
+        """The run file's value, where the user wrote one."""
+        place = self.where(path)
+        if place.startswith("default"):
+            return None
+        value: Any = self.run
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return None if value is None or value == AUTO else _Said(value, place)
+
+    def default(self, path: str, otherwise: Any) -> Any:
+        value: Any = self.run
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return otherwise if value is None else value
+
+    def wish(self, name: str) -> _Said | None:
+        wish = self.accelerate.wishes.get(name) if self.accelerate else None
+        return None if wish is None else _Said(wish.value, wish.where)
+
+    def agree(self, what: str, *said: _Said | None) -> _Said | None:
+        """The one value that all who speak agree on."""
+        speakers = [one for one in said if one is not None]
+        for other in speakers[1:]:
+            if other.value != speakers[0].value:
+                self.problems.append(
+                    Problem(
+                        f"{what} is {other.value} here, but {speakers[0].value} at {speakers[0].where}",
+                        other.where,
+                        "make the two agree, or keep one of them",
+                    )
+                )
+        return speakers[0] if speakers else None
+
+
+def demand(
+    run: Run, where: Callable[[str], str], family: Family | None = None, accelerate: AccelerateFile | None = None
+) -> Demand:
+    """Both sources as one. Raises every disagreement, and a layer class that the model does not have."""
+    sources = _Sources(run, where, accelerate)
+    nodes, gpus = _size(sources)
+    name = _name(sources)
+    reshard = sources.agree(
+        "reshard_after_forward", sources.file("layout.reshard_after_forward"), sources.wish("reshard_after_forward")
+    )
+    wrap = sources.agree("the wrapped layer", sources.file("layout.wrap"), sources.wish("wrap"))
+    if wrap and family and (problem := check_wrap(str(wrap.value), family, wrap.where)):
+        sources.problems.append(problem)
+    offload = sources.agree("offload", sources.file("layout.offload"), sources.wish("offload"))
+    shard = sources.agree("shard", sources.file("layout.shard"), sources.wish("shard"))
+    replicate = sources.agree("replicate", sources.file("layout.replicate"), sources.wish("replicate"))
+    experts = sources.file("layout.expert_parallel")
+    cpu = sources.wish("cpu")
+    found = Demand(
+        name=name.value,
+        where=name.where,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        shard=shard.value if shard else None,
+        replicate=replicate.value if replicate else None,
+        expert_parallel=experts.value if experts else None,
+        reshard_after_forward=reshard.value if reshard else None,
+        offload=bool(offload.value) if offload else bool(sources.default("layout.offload", False)),
+        activation_checkpointing=_checkpointing(sources),
+        precision=_precision(sources),
+        wrap=family.layer if family else str(wrap.value) if wrap else "",
+        cpu=bool(cpu and cpu.value),
+    )
+    raise_all(sources.problems)
+    return found
+
+
+def _size(sources: _Sources) -> tuple[int, int]:
+    """Nodes, and GPUs on each."""
+    nodes = sources.agree("the number of nodes", sources.file("cluster.nodes"), sources.wish("nodes"))
+    count = int(nodes.value) if nodes else int(sources.default("cluster.nodes", 1))
+    gpus = sources.file("cluster.gpus_per_node")
+    per_node = int(gpus.value) if gpus else int(sources.default("cluster.gpus_per_node", 1))
+    given = sources.wish("ranks")
+    for said, least in ((nodes, 1), (given, 1)):
+        if said and int(said.value) < least:
+            sources.problems.append(Problem(f"{said.value} is too few", said.where, "give 1 or more"))
+            return max(count, 1), max(per_node, 1)
+    if given and given.value % count:
+        sources.problems.append(
+            Problem(
+                f"{given.value} ranks do not spread evenly over {count} nodes",
+                given.where,
+                f"{nodes.where} says the nodes; give a multiple of {count}" if nodes else f"give a multiple of {count}",
+            )
+        )
+    elif given and gpus and given.value != count * per_node:
+        by = f"{nodes.where} x {gpus.where}" if nodes else gpus.where
+        sources.problems.append(
+            Problem(
+                f"the number of ranks is {given.value} here, but {count} x {per_node} = {count * per_node} by {by}",
+                given.where,
+                "make the two agree, or keep one of them",
+            )
+        )
+    elif given:
+        per_node = given.value // count
+    asked = sources.file("layout.ranks")
+    if asked and asked.value != count * per_node:
+        sources.problems.append(
+            Problem(
+                f"layout.ranks is {asked.value}, but {count} nodes x {per_node} GPUs are {count * per_node}",
+                asked.where,
+                "leave layout.ranks out, or change cluster.nodes and cluster.gpus_per_node",
+            )
+        )
+    return count, per_node
+
+
+def _name(sources: _Sources) -> _Said:
+    """Which layout is asked for, if any. The run file speaks first; an FSDP file is never `auto`."""
+    mine = sources.file("layout.name")
+    theirs = _accelerate_name(sources)
+    if mine is None:
+        return theirs or _Said(AUTO, "")
+    reshard = sources.wish("reshard_after_forward")
+    explicit = sources.wish("name") or (reshard and _Said(_by_reshard(bool(reshard.value)), reshard.where))
+    if explicit and mine.value != explicit.value and explicit.value not in ALONGSIDE.get(mine.value, ()):
+        sources.agree("the layout", mine, explicit)
+    return mine
+
+
+def _accelerate_name(sources: _Sources) -> _Said | None:
+    name, reshard = sources.wish("name"), sources.wish("reshard_after_forward")
+    replicate, sharded = sources.wish("replicate"), sources.wish("sharded")
+    if sharded is None or not sharded.value:
+        return None
+    if replicate and int(replicate.value) > 1:
+        return _Said("hybrid", replicate.where)
+    if name and (name.value != "full-shard" or reshard is None):
+        return name
+    if reshard:
+        return _Said(_by_reshard(bool(reshard.value)), reshard.where)
+    return _Said("full-shard", sharded.where)
+
+
+def _by_reshard(reshard: bool) -> str:
+    return "full-shard" if reshard else "no-reshard"
+
+
+def _checkpointing(sources: _Sources) -> bool:
+    said = sources.agree(
+        "activation checkpointing",
+        sources.file("train.gradient_checkpointing"),
+        sources.file("layout.activation_checkpointing"),
+        sources.wish("activation_checkpointing"),
+    )
+    if said:
+        return bool(said.value)
+    return bool(
+        sources.default("layout.activation_checkpointing", False)
+        or sources.default("train.gradient_checkpointing", False)
+    )
+
+
+def _precision(sources: _Sources) -> str:
+    written = [
+        _Said(kind, said.where)
+        for kind in ("bf16", "fp16")
+        if (said := sources.file(f"train.{kind}")) is not None and said.value
+    ]
+    off = sources.file("train.bf16")
+    if not written and off is not None and not sources.default("train.fp16", False):
+        written = [_Said("no", off.where)]  # train.bf16: false, and no fp16 either
+    said = sources.agree("precision", *written, sources.wish("precision"))
+    if said:
+        return str(said.value)
+    kinds = [kind for kind in ("bf16", "fp16") if sources.default(f"train.{kind}", kind == "bf16")]
+    return kinds[0] if kinds else "no"
+
+
+# --- to one Layout --------------------------------------------------------------------------------------------------
+
+
+def settle(wanted: Demand, experts: int) -> Layout:
+    """The Layout that a demand names (not `auto`). `experts`: routed experts per layer, 0 for a dense model."""
+    problems: list[Problem] = []
+    shard, replicate = _sizes(wanted, problems)
+    parallel = _expert_parallel(wanted, experts, shard, problems)
+    raise_all(problems)
+    reshard = wanted.reshard_after_forward
+    return Layout(
+        name=wanted.name,
+        reason=f"demanded by {wanted.where}",
+        nodes=wanted.nodes,
+        gpus_per_node=wanted.gpus_per_node,
+        shard=shard,
+        replicate=replicate,
+        expert_parallel=parallel,
+        reshard_after_forward=wanted.name not in ("no-reshard", "resident") if reshard is None else reshard,
+        offload=wanted.offload and wanted.name != "resident",
+        activation_checkpointing=wanted.activation_checkpointing,
+        precision=wanted.precision,
+        wrap=wanted.wrap,
+        state_dict=wanted.state_dict,
+    )
+
+
+def _sizes(wanted: Demand, problems: list[Problem]) -> tuple[int, int]:
+    """shard and replicate, whose product is the number of ranks."""
+    ranks = wanted.ranks
+    if wanted.name not in LAYOUTS:
+        problems.append(Problem(f"no such layout: {wanted.name}", wanted.where, f"one of {', '.join(LAYOUTS)}"))
+        return ranks, 1
+    usual = {"hybrid": wanted.nodes, "resident": ranks}.get(wanted.name, 1)
+    replicate = wanted.replicate or (ranks // wanted.shard if wanted.shard and ranks % wanted.shard == 0 else usual)
+    shard = wanted.shard or max(1, ranks // replicate)
+    if shard * replicate != ranks:
+        problems.append(
+            Problem(
+                f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {ranks} ranks",
+                wanted.where,
+                "leave one of the two out: it is derived",
+            )
+        )
+    if wanted.name == "hybrid" and (shard == 1 or replicate == 1):
+        equal = "resident" if shard == 1 else "full-shard"
+        problems.append(
+            Problem(
+                f"hybrid on {wanted.nodes} x {wanted.gpus_per_node} GPUs would shard over {shard} and replicate "
+                f"{replicate} times: that is {equal}",
+                wanted.where,
+                f"write layout: {equal}, or give layout.shard and layout.replicate",
+            )
+        )
+    if wanted.name == "resident" and shard != 1:
+        problems.append(Problem(f"resident with shard {shard}", wanted.where, "leave layout.shard out"))
+    if wanted.name == "resident" and wanted.offload:
+        problems.append(
+            Problem("resident with offload: nothing would be resident", wanted.where, "write layout: full-shard")
+        )
+    return shard, replicate
+
+
+def _expert_parallel(wanted: Demand, experts: int, shard: int, problems: list[Problem]) -> int:
+    if wanted.name != "expert-parallel":
+        if (wanted.expert_parallel or 1) > 1:
+            problems.append(
+                Problem(
+                    f"expert_parallel {wanted.expert_parallel} with layout {wanted.name}",
+                    wanted.where,
+                    "write layout: {name: expert-parallel, …}",
+                )
+            )
+        return 1
+    parallel = wanted.expert_parallel or shard
+    why = why_not_expert_parallel(experts, parallel, shard)
+    if why:
+        fitting = [n for n in range(2, shard + 1) if not why_not_expert_parallel(experts, n, shard)]
+        hint = f"expert_parallel may be {', '.join(map(str, fitting))}" if fitting else "take another layout"
+        if not fitting and experts:
+            hint += f", or a number of ranks that divides {experts} experts"
+        problems.append(Problem(why, wanted.where, hint))
+    return parallel
+
+
+def why_not_expert_parallel(experts: int, parallel: int, shard: int) -> str:
+    """Why experts cannot be split so; empty where they can."""
+    if not experts:
+        return "the model has no routed experts to split"
+    if parallel < 2:
+        return "one rank alone has nothing to split experts over"
+    if experts % parallel:
+        return f"{experts} experts do not split evenly over {parallel} ranks, and the engine refuses uneven splits"
+    if shard % parallel:
+        return f"{parallel} does not divide the {shard} ranks that share one copy of the dense weights"
+    return ""
