@@ -1,4 +1,4 @@
-"""Layout and shapes -> bytes per GPU and host, bytes on the wire, seconds per step. Pure arithmetic."""
+"""What the arithmetic is given, and what it answers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ class Batch:
     accumulation: int
     length: int  # tokens per sequence
 
+    @property
+    def tokens(self) -> int:
+        """Tokens per GPU and micro-batch."""
+        return self.micro * self.length
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -28,6 +33,9 @@ class Work:
     machine: Machine
     optim: str  # transformers' name: adamw_torch
     base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
+    dropout: float = 0.0  # lora.lora_dropout
+    expert_path: str = "split"  # how expert adapters are computed: beside the experts (split) or merged first (merged)
+    full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +77,9 @@ class Cost:
     tokens_per_second: float  # of the whole job
     mfu: float
     wire_gb_per_step: float  # per GPU
+    memory_seconds: float = 0.0  # per micro-batch: weights through the GPU's own memory
+    wire_seconds: float = 0.0  # per micro-batch
+    host_seconds: float = 0.0  # per micro-batch: between host and GPU memory
+    bound: str = ""  # what the step waits for: compute, memory, wire or host
+    peak: str = ""  # the moment of the step when the GPU holds most
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,146 @@
+"""What the forward keeps for the backward, per layer, and what the backward needs on top of it.
+
+Every figure follows from which tensors autograd saves in transformers' layers with a frozen base: a frozen linear
+keeps nothing but its (already held) weight; only norms, activation functions, attention, routing and the adapters keep
+inputs. The benchmark of the memory model prints these against torch's own tracker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.cost.shape import Layer, Lora, Shape
+from windlass.cost.work import Work
+
+INDEX = 8  # bytes of an int64 index
+FLOAT = 4
+# TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
+# Ranks do not receive equal shares of tokens: the fullest one's surplus over the mean, an assumption.
+IMBALANCE = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a byte count per layer depends on besides the layer."""
+
+    count: int  # per GPU and micro-batch
+    width: int  # bytes of a value in compute
+    cast: bool  # adapters in a wider dtype than compute: autocast makes each module its own copy of its input
+    mask: float  # bytes that dropout keeps per input value
+    r: int
+    adapter_bytes: int
+    heads: int
+    top_k: int
+    surplus: float  # of tokens at the fullest rank's experts
+    merged: bool  # expert adapters are merged into a copy of the weights
+
+
+def tokens(work: Work, shape: Shape) -> Tokens:
+    width = 2 if work.layout.precision in ("bf16", "fp16") else max(work.base_bytes, 2)
+    on_cpu = work.machine.gpu.name == "cpu"
+    return Tokens(
+        count=work.batch.tokens,
+        width=width,
+        cast=work.adapter.dtype_bytes > width,
+        mask=0.0 if not work.dropout else (FLOAT if on_cpu else 1.0),
+        r=work.adapter.r,
+        adapter_bytes=work.adapter.dtype_bytes,
+        heads=shape.heads,
+        top_k=shape.top_k,
+        surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
+        merged=work.expert_path == "merged",
+    )
+
+
+def layer_bytes(layer: Layer, t: Tokens) -> float:
+    """All that one layer keeps until its backward."""
+    per_token = _norms(layer) + _attention(layer, t) + 3 * layer.mlp * t.width + _adapters(layer, t)
+    if layer.expert:
+        per_token += _experts(layer, t)
+    return t.count * per_token + _adapter_casts(layer, t) + _merged(layer, t)
+
+
+def _norms(layer: Layer) -> float:
+    """Each norm keeps its input in float32, and one reciprocal a token."""
+    return FLOAT * layer.norms + 2 * FLOAT
+
+
+def _attention(layer: Layer, t: Tokens) -> float:
+    """Query, key, value and result, and the log-sum-exp of each head. No score matrix: the kernels are fused."""
+    return (layer.query + layer.key + layer.value + layer.attended) * t.width + FLOAT * t.heads
+
+
+def _experts(layer: Layer, t: Tokens) -> float:
+    """Per token: router's scores, indices, and for each chosen expert gate, up, activated gate and result."""
+    routing = layer.experts * FLOAT + t.top_k * 5 * INDEX
+    hidden = next(p.shape[1] for p in layer.parameters if p.part == "experts" and "down_proj" in p.name)
+    return routing + t.top_k * t.surplus * (3 * layer.expert + hidden) * t.width
+
+
+def _adapters(layer: Layer, t: Tokens) -> float:
+    """Inputs of the adapted modules: their own copies where they are cast or dropped out, else what is there anyway."""
+    plain = [lora for lora in layer.lora if not lora.experts]
+    kept = sum((t.width + t.mask) * lora.inputs for lora in plain) if t.cast or t.mask else _shared(plain, t)
+    small = sum(t.r * t.width for _ in plain)
+    return kept + small + sum(_expert_adapter(lora, t) for lora in layer.lora if lora.experts)
+
+
+def _shared(plain: list[Lora], t: Tokens) -> float:
+    """Modules that read the same tensor keep it once; o_proj's input is the attention's result, kept already."""
+    return sum(width * t.width for _, width in {(lora.part, lora.inputs) for lora in plain if lora.leaf != "o_proj"})
+
+
+def _expert_adapter(lora: Lora, t: Tokens) -> float:
+    """Input rows in expert order, and the low-rank rows. The merged path keeps the rows too: its weight needs them."""
+    return t.top_k * t.surplus * (lora.inputs + (0 if t.merged else t.r)) * t.width
+
+
+def _adapter_casts(layer: Layer, t: Tokens) -> float:
+    return sum(lora.parameters(t.r) for lora in layer.lora) * t.width if t.cast else 0.0
+
+
+def _merged(layer: Layer, t: Tokens) -> float:
+    """The merged path holds W + s B A of every expert until the backward."""
+    if not t.merged:
+        return 0.0
+    return sum(lora.inputs * lora.outputs * lora.experts for lora in layer.lora if lora.experts) * t.width
+
+
+def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
+    """What the deepest moment of a layer's backward holds on top of what the forward kept."""
+    stream = t.count * hidden * 2 * t.width  # gradient of the residual stream and of the branch
+    options = [_dense_backward(layer, hidden, t)]
+    if layer.expert:
+        rows = t.count * t.top_k * t.surplus * hidden
+        # gradient of the weighted rows in float32, the product with the weights, and with the rows (for the router)
+        options.append(rows * 3 * FLOAT)
+    return stream + max(options)
+
+
+def _dense_backward(layer: Layer, hidden: int, t: Tokens) -> float:
+    """The widest linear: gradient of its input from the base and from the adapter, the latter also in float32."""
+    adapted = [lora.inputs for lora in layer.lora if not lora.experts]
+    widest = max([*adapted, layer.mlp, hidden], default=hidden)
+    return t.count * widest * (2 * t.width + (FLOAT if t.cast else 0))
+
+
+def merged_backward_bytes(layer: Layer, t: Tokens) -> float:
+    """The merged path's backward forms the gradient of every expert's weight before it projects it."""
+    if not t.merged:
+        return 0.0
+    sizes = [lora.inputs * lora.outputs * lora.experts for lora in layer.lora if lora.experts]
+    return 2 * max(sizes, default=0) * t.width
+
+
+def loss_bytes(shape: Shape, t: Tokens, full_logits: bool) -> tuple[float, str]:
+    """What the loss needs at its worst, and how that comes about."""
+    if full_logits:
+        total = 3.0 * t.count * shape.vocab * FLOAT
+        return total, f"all logits: 3 x {t.count} tokens x {shape.vocab} vocabulary x 4"
+    tile = min(t.count, TILE_TOKENS) * min(shape.vocab, TILE_VOCABULARY) * t.width
+    gradient = t.count * shape.hidden * (FLOAT + 2 * t.width)
+    return tile + gradient, (
+        f"fused head: a tile of {min(t.count, TILE_TOKENS)} x {min(shape.vocab, TILE_VOCABULARY)} x {t.width} "
+        f"+ hidden states and their gradient {t.count} x {shape.hidden} x {FLOAT + 2 * t.width}"
+    )

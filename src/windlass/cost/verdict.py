@@ -1,0 +1,202 @@
+"""All of it together: does it fit, what would make it fit, how long is a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from windlass.cost import memory, shape, traffic
+from windlass.cost.flops import flops
+from windlass.cost.shape import Shape
+from windlass.cost.work import Cost, Flow, Work
+
+GIB = memory.GIB
+# Dense models keep matrix units busier than mixtures do: two fifths of the peak (torchtitan's published Llama runs).
+DENSE_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Per micro-batch, and what happens once per optimizer step."""
+
+    compute: float
+    reads: float  # weights out of the GPU's own memory, beside which compute can run
+    copies: float  # gathered or dequantised weights written and read once more
+    wire: float
+    host: float
+    once: float
+
+
+def cost(work: Work) -> Cost:
+    """Memory, traffic and time of this run. Pure: the same work costs the same."""
+    model = shape.read(work.checkpoint, work.adapter)
+    table, peak = memory.rows(work, model)
+    gpu_gib, host_gib = memory.total(table, "gpu") / GIB, memory.total(table, "host") / GIB
+    fits = _fits(work, gpu_gib, host_gib)
+    moved = traffic.flows(work, model)
+    operations = flops(work, model)
+    seconds = _seconds(work, model, moved)
+    step, serial = _step(work, seconds)
+    tokens = work.batch.tokens * work.batch.accumulation * work.layout.ranks
+    peak_flops = work.machine.gpu.bf16_tflops * 1e12 * work.layout.ranks
+    wire = sum(f.bytes * f.per_step for f in moved if f.kind != "host transfer")
+    return Cost(
+        rows=table,
+        flows=moved,
+        gpu_gib=gpu_gib,
+        host_gib=host_gib,
+        fits=fits,
+        remedy="" if fits else _remedy(work, gpu_gib, host_gib),
+        flops_per_token=operations.model,
+        recompute_flops_per_token=operations.again,
+        compute_seconds=seconds.compute,
+        step_seconds=step,
+        step_seconds_serial=serial,
+        tokens_per_second=tokens / step,
+        mfu=operations.model * tokens / step / peak_flops,
+        wire_gb_per_step=wire / 1e9,
+        memory_seconds=seconds.reads + seconds.copies,
+        wire_seconds=seconds.wire,
+        host_seconds=seconds.host,
+        bound=_bound(seconds),
+        peak=peak,
+    )
+
+
+def _seconds(work: Work, model: Shape, moved: tuple[Flow, ...]) -> Seconds:
+    accumulation = work.batch.accumulation
+    wires = [f for f in moved if f.kind not in ("host transfer", "adapter all-reduce")]
+    operations = flops(work, model)
+    gpu = work.machine.gpu
+    rate = (gpu.achieved_tflops if model.experts else gpu.bf16_tflops * DENSE_SHARE) * 1e12
+    compute = (work.batch.tokens * (operations.model + operations.again) + operations.fixed) / rate
+    reads, copies = _memory(work, model)
+    return Seconds(
+        compute=compute,
+        reads=reads,
+        copies=copies,
+        wire=sum(f.seconds * f.per_step for f in wires) / accumulation,
+        host=sum(f.seconds * f.per_step for f in moved if f.kind == "host transfer") / accumulation,
+        once=sum(f.seconds for f in moved if f.kind == "adapter all-reduce"),
+    )
+
+
+def _memory(work: Work, model: Shape) -> tuple[float, float]:
+    """Seconds that weights take through the GPU's memory: each pass reads those that its tokens need."""
+    layout, rate = work.layout, work.machine.gpu.memory_gb_per_second * 1e9
+    passes = 3 if layout.activation_checkpointing else 2
+    stay = 1 - (1 - model.top_k / max(model.layers[-1].experts, 1)) ** work.batch.tokens if model.experts else 1.0
+    experts = model.experts / layout.expert_parallel
+    dense = model.total - model.experts - sum(prod(p.shape) for p in model.outside if p.part == "embedding")
+    dense += model.head if model.tied else 0
+    touched = dense + experts * stay
+    width = max(work.base_bytes, 2)
+    reads = passes * touched * width
+    copies = 0.0
+    if work.base_bytes == 1:  # read in 8 bits and written in 16 before each pass
+        copies += passes * touched * 3
+    if layout.shard > 1:  # written by the gather, read and written by the copy out of its buffer
+        gathers = 2 if layout.reshard_after_forward else 1 / work.batch.accumulation
+        copies += gathers * 3 * work.base_bytes * (dense + experts)
+    return reads / rate, copies / rate
+
+
+def _step(work: Work, seconds: Seconds) -> tuple[float, float]:
+    """The best case, where everything overlaps, and the worst, where nothing does."""
+    busy = max(seconds.compute, seconds.reads)
+    longest = max(busy, seconds.reads + seconds.copies, seconds.wire, seconds.host)
+    serial = busy + seconds.copies + seconds.wire + seconds.host
+    return work.batch.accumulation * longest + seconds.once, work.batch.accumulation * serial + seconds.once
+
+
+def _bound(seconds: Seconds) -> str:
+    rates = {
+        "compute": seconds.compute,
+        "memory": seconds.reads + seconds.copies,
+        "wire": seconds.wire,
+        "host": seconds.host,
+    }
+    return max(rates, key=lambda name: rates[name])
+
+
+def _fits(work: Work, gpu_gib: float, host_gib: float) -> bool:
+    machine = work.machine
+    if machine.gpu.name == "cpu":
+        return gpu_gib * work.layout.gpus_per_node <= machine.gpu.memory_gib
+    return gpu_gib <= machine.gpu.memory_gib and (
+        machine.host_memory_gib is None or host_gib <= machine.host_memory_gib
+    )
+
+
+def _changes(work: Work) -> Iterator[tuple[str, Work]]:
+    """What a user could change, mildest first."""
+    layout, batch = work.layout, work.batch
+    checkpointed = replace(layout, activation_checkpointing=True)
+    if not layout.activation_checkpointing:
+        yield "train.gradient_checkpointing: true", replace(work, layout=checkpointed)
+    if batch.micro > 1:
+        smaller = replace(batch, micro=1, accumulation=batch.accumulation * batch.micro)
+        yield "train.per_device_train_batch_size: 1", replace(work, layout=checkpointed, batch=smaller)
+        work = replace(work, batch=smaller)
+    work = replace(work, layout=checkpointed)
+    if layout.shard == 1 and layout.ranks > 1:
+        sharded = replace(checkpointed, name="full-shard", shard=layout.ranks, replicate=1, reshard_after_forward=True)
+        yield "layout.name: full-shard", replace(work, layout=sharded)
+    if not layout.reshard_after_forward and layout.shard > 1:
+        resharded = replace(checkpointed, name="full-shard", reshard_after_forward=True)
+        yield "layout.reshard_after_forward: true", replace(work, layout=resharded)
+    if layout.replicate > 1 and layout.shard > 1:
+        flat = replace(checkpointed, name="full-shard", shard=layout.ranks, replicate=1)
+        yield "layout.name: full-shard over all ranks", replace(work, layout=flat)
+    if layout.offload:
+        yield "layout.offload: false", replace(work, layout=replace(checkpointed, offload=False))
+    elif layout.shard > 1:
+        yield "layout.offload: true", replace(work, layout=replace(checkpointed, offload=True))
+
+
+def _sizes(work: Work) -> tuple[float, float]:
+    table, _ = memory.rows(work, shape.read(work.checkpoint, work.adapter))
+    return memory.total(table, "gpu") / GIB, memory.total(table, "host") / GIB
+
+
+def _remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
+    """The mildest change that fits; else how many GPUs would do; else what is left over."""
+    have = work.machine.gpu.memory_gib
+    room = work.machine.host_memory_gib
+    short = f"{gpu_gib:.1f} GiB of {have:.1f} a GPU"
+    if room is not None and host_gib > room:
+        short = f"{host_gib:.1f} GiB of {room:.1f} a host"
+    tried: list[str] = []
+    for label, changed in _changes(work):
+        gpu, host = _sizes(changed)
+        tried.append(f"{label} ({gpu:.1f} GiB a GPU)")
+        if _fits(changed, gpu, host):
+            return (
+                f"needs {short}: with {', '.join(t.partition(' (')[0] for t in tried)} it needs {gpu:.1f} GiB and fits"
+            )
+    nodes = _nodes(work)
+    if nodes:
+        count = nodes * work.layout.gpus_per_node
+        return f"needs {short}: {nodes} nodes ({count} GPUs) fit, full-shard with checkpointing, one sequence at a time"
+    return f"needs {short}: " + ("; ".join(tried) or "no setting") + " is not enough: take GPUs with more memory"
+
+
+def _nodes(work: Work) -> int | None:
+    """The fewest nodes of this kind on which the base fits when it is split over all of them."""
+    per_node = work.layout.gpus_per_node
+    for nodes in range(work.layout.nodes + 1, 65):
+        layout = replace(
+            work.layout,
+            name="full-shard",
+            nodes=nodes,
+            shard=nodes * per_node,
+            replicate=1,
+            expert_parallel=1,
+            reshard_after_forward=True,
+            activation_checkpointing=True,
+        )
+        changed = replace(work, layout=layout, batch=replace(work.batch, micro=1))
+        if _fits(changed, *_sizes(changed)):
+            return nodes
+    return None
