@@ -82,10 +82,12 @@ def prepare(
     where: Where = str,
     vocabulary: int | None = None,
     say: Say = lambda _: None,
+    audited: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Prepared:
     """Tokenise, or take from the cache; audit; raise a UserError for data that can't be trained on.
 
-    Every rank calls this. Under a cache that ranks share, one of them tokenises and the others wait.
+    Every rank calls this. Under a cache that ranks share, one of them tokenises and the others wait. `vocabulary` is
+    the number of rows of the model's embedding; `audited` is given the audit before it is judged.
     """
     data, max_length = run.data, run.data.max_length or MAX_LENGTH
     chosen = choose(data, where, say)
@@ -108,6 +110,7 @@ def prepare(
     )
     audit["sampled_rows"] = STREAM_AUDIT_ROWS if data.streaming else None
     complete(audit, chosen, shape, key, max_length, bool(data.packing))
+    audited(audit)
     least = run.watch.min_supervised_fraction
     raise_all(auditing.problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
     validation = store.load(folder / "validation.arrow") if "validation" in audit["splits"] else None

@@ -51,10 +51,7 @@ def endless(
             if empty:
                 raise UserError("the stream has no row with a supervised token", "data", "see `windlass data`")
 
-    # A fingerprint of its own: the library would pickle the generator, tokenizer and all, to find one.
-    return IterableDataset.from_generator(
-        generate, features=Features({name: List(Value("int32")) for name in names}), fingerprint=f"windlass-{seed}"
-    )
+    return IterableDataset.from_generator(generate, features=Features({name: List(Value("int32")) for name in names}))
 
 
 def packed(
