@@ -1,0 +1,24 @@
+"""Measure a training run step by step: `LLMStepProfiler`, `print_hw_summary`, `nvml_gpu_stats`.
+
+Works in any script that uses transformers' Trainer or TRL. Importing this package imports no torch yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from windlass.meter.nvml import nvml_gpu_stats
+    from windlass.meter.profiler import LLMStepProfiler
+    from windlass.meter.summary import print_hw_summary
+
+__all__ = ["LLMStepProfiler", "nvml_gpu_stats", "print_hw_summary"]
+
+HOMES = {"LLMStepProfiler": "profiler", "nvml_gpu_stats": "nvml", "print_hw_summary": "summary"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)

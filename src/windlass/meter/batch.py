@@ -1,0 +1,38 @@
+"""What a batch holds, counted on the device so that nobody waits for the count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUMS = ("loss", "tokens", "padded_tokens", "supervised_tokens")
+IGNORED = -100  # the label that losses pass over
+
+
+def counts(inputs: Mapping[str, Any]) -> Tensor | None:
+    """tokens, padded, supervised of one micro-batch; None when there are no token ids in it."""
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor):
+        return None
+    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        tokens = mask.count_nonzero().double()
+    else:  # packed rows come without a mask: every position is a token
+        tokens = torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)
+    # Position i is learned through position i + 1's label: the first label of a row is never used.
+    supervised = (labels[..., 1:] != IGNORED).count_nonzero().double() if isinstance(labels, Tensor) else tokens
+    return torch.stack([tokens, ids.numel() - tokens, supervised])
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in whatever a model's forward returned."""
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple) and output:
+        loss = output[0]
+    else:
+        loss = getattr(output, "loss", None)
+    return loss.detach().double() if isinstance(loss, Tensor) and loss.numel() == 1 else None

@@ -1,0 +1,29 @@
+"""Asks for the report while the run goes on, in a process of its own: the report reads the run folder's files alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PATIENCE = 120  # seconds that the end of a run waits for its report
+
+
+class Page:
+    def __init__(self, folder: Path) -> None:
+        self.command = [sys.executable, "-m", "windlass.report", str(folder), "--quiet"]
+        self.writing: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """At a save: without waiting, and not while the one before is still at it."""
+        if self.writing is None or self.writing.poll() is not None:
+            self.writing = subprocess.Popen(self.command, stdin=subprocess.DEVNULL)
+
+    def finish(self) -> None:
+        """At the end of the run: the page that stays."""
+        try:
+            if self.writing is not None:
+                self.writing.wait(PATIENCE)
+            subprocess.run(self.command, stdin=subprocess.DEVNULL, timeout=PATIENCE, check=True)
+        except (subprocess.SubprocessError, OSError) as error:
+            print(f"the run is complete, its report is not: {error}", file=sys.stderr)

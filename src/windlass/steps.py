@@ -1,0 +1,88 @@
+"""The step files of a run folder: what a line holds, and how to read them while they still grow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step
+METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this rank
+EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
+ALARMS: Final = "alarms.jsonl"  # what the watch found: time, step, rank, kind, level, message
+
+# Where an optimizer step's wall time goes. Together they are step_seconds.
+PHASES: Final = ("data", "forward", "backward", "optimizer", "communication", "other")
+
+# name -> (unit, meaning). A field that was not measured in a step is absent; one that this machine can't measure
+# is absent throughout and named in meter-rank*.json under `unmeasured`.
+FIELDS: Final[dict[str, tuple[str, str]]] = {
+    "step": ("", "optimizer step, counted from 1"),
+    "time": ("s", "end of the step, seconds since 1970"),
+    "epoch": ("", "epochs trained so far, with the fraction"),
+    "loss": ("nats", "mean loss per supervised token of the step"),
+    "grad_norm": ("", "norm of the gradient before clipping"),
+    "learning_rate": ("", "rate that this step's update used, of the first parameter group"),
+    "skipped": ("", "true: the gradients were not finite and the update was left out"),
+    "step_seconds": ("s", "wall time, without the pause before the step"),
+    "data_seconds": ("s", "waiting for the data loader and moving the batch to the device"),
+    "forward_seconds": ("s", "model forward, without its waits for other ranks"),
+    "backward_seconds": ("s", "loss, backward and clipping, without waits for other ranks"),
+    "optimizer_seconds": ("s", "the optimizer's update"),
+    "communication_seconds": ("s", "waiting for collectives: what did not overlap with computing"),
+    "other_seconds": ("s", "the rest of the loop"),
+    "pause_seconds": ("s", "evaluating, saving and logging before this step; not in step_seconds"),
+    "meter_seconds": ("s", "what measuring this step cost"),
+    "micro_batches": ("", "forward and backward passes in the step"),
+    "sequences": ("", "rows of this rank's batches"),
+    "tokens": ("", "tokens of this rank that are not padding"),
+    "padded_tokens": ("", "padding that this rank computed on"),
+    "supervised_tokens": ("", "tokens of this rank that count in the loss"),
+    "masked_tokens": ("", "tokens of this rank that are read but not learned"),
+    "job_tokens": ("", "tokens of all ranks that are not padding, where the loop counts them"),
+    "tokens_per_second": ("1/s", "tokens / step_seconds of this rank"),
+    "model_tflops": ("TFLOP/s", "model arithmetic of this rank, recomputation not counted"),
+    "mfu": ("", "model_tflops as a share of the GPU's dense BF16 peak"),
+    "hfu": ("", "the same with recomputation counted"),
+    "gpu_allocated_gib": ("GiB", "tensors on the GPU at the end of the step"),
+    "gpu_reserved_gib": ("GiB", "held by the caching allocator at the end of the step"),
+    "gpu_peak_gib": ("GiB", "most that was allocated during the step"),
+    "gpu_fragmentation": ("", "share of the reserved memory that no tensor uses"),
+    "gpu_utilization": ("", "share of the last sample period in which a kernel ran (NVML)"),
+    "gpu_memory_utilization": ("", "share of it in which memory was read or written (NVML)"),
+    "gpu_power_watts": ("W", "power draw (NVML)"),
+    "gpu_temperature_celsius": ("°C", "temperature of the chip (NVML)"),
+    "gpu_sm_clock_mhz": ("MHz", "clock of the multiprocessors (NVML)"),
+    "gpu_memory_clock_mhz": ("MHz", "clock of the memory (NVML)"),
+    "gpu_throttle": ("", "reasons for which the clock is held down (NVML); empty: none"),
+    "pcie_sent_gb_per_second": ("GB/s", "GPU to host (NVML)"),
+    "pcie_received_gb_per_second": ("GB/s", "host to GPU (NVML)"),
+    "nvlink_sent_gb": ("GB", "over NVLink since the sample before (NVML)"),
+    "nvlink_received_gb": ("GB", "over NVLink since the sample before (NVML)"),
+    "infiniband_sent_gb": ("GB", "of this node, all ports, since the sample before"),
+    "infiniband_received_gb": ("GB", "of this node, all ports, since the sample before"),
+    "rss_gib": ("GiB", "resident memory of this rank's process"),
+    "page_faults": ("", "major page faults since the sample before: memory fetched from disk"),
+    "cpu_cores": ("cores", "processors this process kept busy since the sample before"),
+    "experts": ("", "per layer: `busiest` and `idlest` expert's share of the choices x experts, `unused` experts"),
+}
+
+
+def files(folder: Path) -> dict[int, Path]:
+    """The step files of a run folder by rank."""
+    named = ((re.fullmatch(r"steps-rank(\d+)\.jsonl", path.name), path) for path in folder.glob("steps-rank*.jsonl"))
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
+
+
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Each line's object. A last line cut short by a kill, or damage in between, is passed over."""
+    with path.open("rb") as handle:
+        for line in handle:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict):
+                yield value
