@@ -1,0 +1,61 @@
+"""Writes the pages that are generated: one per command from its help, and the published recipe's claims
+held against the plan. `make docs` writes them; a test fails when a committed page differs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ROOT / "docs" / "commands"
+
+
+def windlass(*arguments: str) -> str:
+    """What the command prints, at a fixed width and without colour."""
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+
+
+def commands() -> list[str]:
+    from windlass.cli import app
+
+    return sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
+
+
+def command_page(name: str) -> str:
+    return f"# windlass {name}\n\nGenerated from `windlass {name} --help` by `make docs`.\n\n```\n{windlass(name, '--help')}\n```\n"
+
+
+def index_page() -> str:
+    links = "".join(f"- [windlass {name}]({name}.md)\n" for name in commands())
+    return f"# Commands\n\n{links}\n```\n{windlass('--help')}\n```\n"
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page and its text."""
+    from claims import page
+
+    made = {COMMANDS / f"{name}.md": command_page(name) for name in commands()}
+    return {**made, COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
+
+
+def main() -> None:
+    COMMANDS.mkdir(parents=True, exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

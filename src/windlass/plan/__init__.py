@@ -1,0 +1,164 @@
+"""Run file + checkpoint headers -> Plan: all that can be known of the run before a GPU is held."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from windlass import adapter as adapters
+from windlass import hardware, source, weights
+from windlass.adapter import Adapter
+from windlass.cost import Batch, Cost, Work, cost
+from windlass.errors import UserError
+from windlass.hardware import Machine
+from windlass.layout import Demand, Layout, candidates, demand, read_accelerate, settle
+from windlass.plan.compare import Contender, chosen, contend
+from windlass.plan.schedule import Schedule, schedule
+from windlass.runfile import Cluster, Loaded, accumulation
+from windlass.weights import Checkpoint
+
+GIB = 2**30
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.
+BYTES_PER_TOKEN = 4.15
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole run, computed. `as_dict` is what scripts and later stages read."""
+
+    loaded: Loaded
+    checkpoint: Checkpoint
+    adapter: Adapter
+    machine: Machine
+    layout: Layout
+    batch: Batch
+    schedule: Schedule
+    cost: Cost  # memory when rows are full, time when they are as long as they are known to be
+    contenders: tuple[Contender, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def by_part(self) -> Mapping[str, int]:
+        count: Counter[str] = Counter()
+        for parameter in self.checkpoint.parameters:
+            count[parameter.part] += parameter.count
+        return count
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_part.values())
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Bytes of the tensors that the run reads; None where no weights are at hand."""
+        if self.checkpoint.path is None:
+            return None
+        return sum(piece.stored.end - piece.stored.start for p in self.checkpoint.parameters for piece in p.pieces)
+
+    @property
+    def hours(self) -> float | None:
+        steps = self.schedule.steps
+        return None if steps is None else steps * self.cost.step_seconds / 3600
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.hours is None else self.hours * self.layout.ranks
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON of `windlass plan --json`; its keys are an interface and stay."""
+        from windlass.plan.record import record
+
+        return record(self)
+
+    def write(self, out: Path | None = None) -> Path | None:
+        """plan.json into `out`, or into the run folder where that exists already."""
+        folder = out or Path(self.loaded.run.train.output_dir)
+        if out is not None:
+            _make(out)
+        if not folder.is_dir():
+            return None
+        path = folder / "plan.json"
+        try:
+            path.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"the plan cannot be written: {error.strerror}", str(path), "give another --out DIR") from None
+        return path
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the folder cannot be made: {error.strerror}", str(folder), "give another --out DIR") from None
+
+
+def make(loaded: Loaded, accelerate: Path | None = None) -> Plan:
+    """Everything that is wrong with the run file against the model and the machine is an error here."""
+    run, where = loaded.run, loaded.where
+    checkpoint = weights.find(run.model.model_name_or_path, where("model.model_name_or_path"))
+    adapter = adapters.resolve(run.lora, checkpoint, where)
+    file = read_accelerate(accelerate) if accelerate else None
+    wanted = demand(run, where, checkpoint.family, file)
+    machine = machine_of(run.cluster, loaded)
+    rows = source.count_rows(run.data, run.data.train_split, where)
+    batch = Batch(
+        run.train.per_device_train_batch_size, accumulation(run.train, wanted.ranks, where), run.data.max_length
+    )
+    full = Work(
+        checkpoint=checkpoint,
+        adapter=adapter,
+        layout=_first_layout(wanted),
+        batch=batch,
+        machine=machine,
+        optim=run.train.optim,
+        base_bytes=BYTES[run.model.torch_dtype],
+        dropout=run.lora.lora_dropout,
+        expert_path="merged",
+    )
+
+    def lasting(layout: Layout, cost: Cost) -> float | None:
+        steps = schedule(run.train, batch, layout.ranks, adapter, rows.count, rows.how).steps
+        return None if steps is None else steps * cost.step_seconds * layout.ranks / 3600
+
+    experts = checkpoint.dims.get("experts", 0)
+    contenders = contend(full, candidates(wanted, experts, checkpoint.quantization is not None), lasting)
+    layout = chosen(contenders) if wanted.name == "auto" else settle(wanted, experts)
+    if layout is None:
+        raise UserError("no layout is possible", where("layout"), "give cluster.nodes and cluster.gpus_per_node")
+    notes = (*loaded.notes, *checkpoint.notes, *adapter.notes, *(file.notes if file else ()))
+    return Plan(
+        loaded=loaded,
+        checkpoint=checkpoint,
+        adapter=adapter,
+        machine=machine,
+        layout=layout,
+        batch=batch,
+        schedule=schedule(run.train, batch, layout.ranks, adapter, rows.count, rows.how),
+        cost=cost(replace(full, layout=layout)),
+        contenders=contenders,
+        notes=notes,
+    )
+
+
+def _first_layout(wanted: Demand) -> Layout:
+    """A stand-in until one is chosen: the costs of every candidate are computed with its own."""
+    return Layout("resident", "", wanted.nodes, wanted.gpus_per_node, shard=1, replicate=wanted.ranks)
+
+
+def machine_of(cluster: Cluster, loaded: Loaded) -> Machine:
+    """The run file's names looked up in the hardware table."""
+    where = loaded.where
+    gpu = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.model_dump()
+    return Machine(
+        gpu=hardware.gpu(gpu, where("cluster.gpu")),
+        link=hardware.fabric(cluster.link, where("cluster.link")),
+        network=hardware.fabric(cluster.network, where("cluster.network")),
+        host_link=hardware.fabric("pcie5", where("cluster.gpu")),
+        nics_per_node=cluster.nics_per_node,
+        host_memory_gib=cluster.host_memory_gib,
+    )

@@ -1,0 +1,212 @@
+"""The plan as tables, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from windlass.plan import Plan
+from windlass.plan.compare import Contender
+
+GIB = 2**30
+
+
+def show(plan: Plan, *, formulas: bool = False) -> None:
+    """Print it all to stdout, the verdict last, where the eye rests."""
+    console = Console(highlight=False, emoji=False, markup=False)
+    console.print(_header(plan))
+    for table in _tables(plan, formulas):
+        console.print(table)
+    for note in plan.notes:
+        console.print(Text("note: ", style="cyan") + Text(note))
+    console.print()
+    console.print(_verdict(plan))
+
+
+def _tables(plan: Plan, formulas: bool) -> Iterable[Table]:
+    yield _parameters(plan)
+    yield _adapter(plan)
+    yield _memory(plan, formulas)
+    if plan.cost.flows:
+        yield _traffic(plan, formulas)
+    yield _time(plan, formulas)
+    if plan.contenders:
+        yield _contenders(plan.contenders)
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Column names that begin with `>` are right-aligned."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def _header(plan: Plan) -> Text:
+    layout, batch, length = plan.layout, plan.batch, plan.schedule
+    gpus = f"{layout.nodes} node{'s' * (layout.nodes != 1)} x {layout.gpus_per_node} {plan.machine.gpu.name}"
+    lines = [
+        ("model", f"{plan.checkpoint.name}: {plan.checkpoint.family.causal_lm}"),
+        ("machine", f"{gpus}; {plan.machine.network.name} between nodes, {plan.machine.link.name} inside"),
+        ("layout", f"{layout.name}: {layout.reason}"),
+        (
+            "batch",
+            f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = {length.global_sequences}"
+            f" sequences, {length.tokens_per_step:,} tokens a step when rows are full",
+        ),
+        ("length", _length(plan)),
+    ]
+    text = Text()
+    for name, value in lines:
+        text.append(f"{name:8}", style="bold").append(f" {value}\n")
+    return text
+
+
+def _length(plan: Plan) -> str:
+    s = plan.schedule
+    if s.steps is None:
+        return f"unknown: {s.rows_reason}"
+    rows = f"{s.rows:,} rows ({s.rows_reason}), " if s.rows is not None else ""
+    saved = f", {s.checkpoints} checkpoints of {size(s.checkpoint_bytes)}" if s.checkpoints else ""
+    kept = f" ({s.checkpoints_kept} kept)" if s.checkpoints_kept != s.checkpoints else ""
+    return f"{rows}{s.steps:,} steps, {s.warmup_steps:,} of warm-up, {s.evaluations} evaluations{saved}{kept}"
+
+
+def _parameters(plan: Plan) -> Table:
+    table = _table("Parameters", "part", ">parameters", ">share")
+    total = plan.total
+    for part, count in sorted(plan.by_part.items(), key=lambda item: -item[1]):
+        table.add_row(part, f"{count:,}", f"{count / total:.2%}")
+    table.add_row("total", f"{total:,}", f"{plan.disk}", style="bold")
+    return table
+
+
+def _adapter(plan: Plan) -> Table:
+    table = _table("Adapter", "pattern", "matches", "part", ">modules", ">trainable")
+    for target in plan.adapter.targets:
+        table.add_row(
+            target.pattern, ", ".join(target.names), target.part, f"{len(target.modules):,}", f"{target.parameters:,}"
+        )
+    share = plan.adapter.trainable / plan.total
+    table.add_row("total", f"{share:.3%} of the model", "", "", f"{plan.adapter.trainable:,}", style="bold")
+    return table
+
+
+def _memory(plan: Plan, formulas: bool) -> Table:
+    columns = ("phase", "where", "what", ">GiB") + (("formula",) if formulas else ())
+    table = _table("Memory", *columns)
+    before = None
+    for row in plan.cost.rows:
+        phase = (row.phase, row.place)
+        cells = (*(("", "") if phase == before else phase), row.item, f"{row.bytes / GIB:,.2f}")
+        table.add_row(*cells, *((row.formula,) if formulas else ()))
+        before = phase
+    return table
+
+
+def _traffic(plan: Plan, formulas: bool) -> Table:
+    columns = ("what", "over", ">each", ">times a step", ">a step", ">seconds a step")
+    table = _table("Traffic, sent by each GPU", *columns, *(("formula",) if formulas else ()))
+    for flow in plan.cost.flows:
+        table.add_row(
+            flow.kind,
+            flow.fabric,
+            size(flow.bytes),
+            str(flow.per_step),
+            size(flow.bytes * flow.per_step),
+            f"{flow.seconds * flow.per_step:,.3f}",
+            *((flow.formula,) if formulas else ()),
+        )
+    return table
+
+
+def _time(plan: Plan, formulas: bool) -> Table:
+    cost, work = plan.cost, plan.batch
+    table = _table("Time (estimate)", "what", ">value", *(("how",) if formulas else ()))
+    tflops = plan.machine.gpu.achieved_tflops
+    rows = [
+        (
+            "FLOPs a token",
+            f"{cost.flops_per_token / 1e9:,.2f} G + {cost.recompute_flops_per_token / 1e9:,.2f} G recomputed",
+            "forward + activation gradients of active parameters, attention, adapter",
+        ),
+        (
+            "compute a micro-batch",
+            f"{cost.compute_seconds:,.3f} s",
+            f"{work.micro * work.length:,} tokens at {tflops:,.0f} TFLOP/s sustained",
+        ),
+        (
+            "optimizer step",
+            f"{cost.step_seconds:,.2f} s (to {cost.step_seconds_serial:,.2f} s if nothing overlaps)",
+            "the slowest of compute, memory, wire and host link; the bracket is their sum",
+        ),
+        (
+            "throughput",
+            f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.1%}",
+            f"of {plan.machine.gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU",
+        ),
+    ]
+    if plan.hours is not None:
+        rows.append(
+            (
+                "the run",
+                f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours",
+                "steps x seconds a step; loading, evaluation and saving apart",
+            )
+        )
+    for what, value, how in rows:
+        table.add_row(what, value, *((how,) if formulas else ()))
+    return table
+
+
+def _contenders(contenders: Iterable[Contender]) -> Table:
+    table = _table(
+        "The same run under other layouts, best on top",
+        "layout",
+        ">ranks",
+        "fits",
+        ">GiB a GPU",
+        ">wire GB a step",
+        ">s a step",
+        ">tokens/s",
+        ">GPU-hours",
+        "why not",
+    )
+    for c in contenders:
+        if c.cost is None:
+            table.add_row(c.name, str(c.ranks), "-", *("",) * 5, c.why_not, style="dim")
+            continue
+        hours = "" if c.gpu_hours is None else f"{c.gpu_hours:,.1f}"
+        cost = c.cost
+        table.add_row(
+            c.name,
+            str(c.ranks),
+            "yes" if cost.fits else "no",
+            f"{cost.gpu_gib:,.1f}",
+            f"{cost.wire_gb_per_step:,.1f}",
+            f"{cost.step_seconds:,.2f}",
+            f"{cost.tokens_per_second:,.0f}",
+            hours,
+            c.why_not,
+        )
+    return table
+
+
+def _verdict(plan: Plan) -> Text:
+    cost = plan.cost
+    place = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a GPU, {cost.host_gib:,.1f} GiB of host memory a node"
+    if cost.fits:
+        return Text("fits: ", style="bold green") + Text(place)
+    return Text("does not fit: ", style="bold red") + Text(f"{place}\n\nhint: {cost.remedy}")
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that reads best, decimal as networks and disks are sold."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:,.1f} {unit}"
+    return f"{count:,.0f} B"

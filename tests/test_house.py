@@ -1,0 +1,63 @@
+"""The rules of the house, as tests: sizes, light imports, help pages that match the docs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
+HEAVY = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "numpy", "pandas")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400, f"{path} has {len(text.splitlines())} lines: split it by its nouns"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 50, f"{path}:{node.lineno}: {node.name} has {length} lines"
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The heavy packages that a command really imports, read from the interpreter itself."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "windlass", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    return {name for name in names if name.split(".")[0] in HEAVY}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("--help",),
+        ("init",),
+        ("schema",),
+        ("explain", "fsdp_use_orig_params"),
+        ("plan", "examples/mistral-small-4/train.yaml", "--json"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_login_node_commands_import_no_torch(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert imported_by(*command) == set()
+
+
+def test_the_import_guard_sees_torch() -> None:
+    """The guard above must be able to fail."""
+    script = "import torch"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
