@@ -331,5 +331,5 @@ class LLMStepProfiler(TrainerCallback):  # type: ignore[misc]
 
 
 def _short(value: Any) -> Any:
-    """Floats to nine digits: more is noise, and half of the file."""
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+    """Measured floats to nine digits: more is noise, and half of the file. Dates need theirs."""
+    return float(f"{value:.9g}") if isinstance(value, float) and abs(value) < 1e6 else value
