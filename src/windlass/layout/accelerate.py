@@ -30,6 +30,11 @@ class Entry:
     where: str  # fsdp.yaml:12: fsdp_config.fsdp_version
     fate: Fate
 
+    @property
+    def path(self) -> str:
+        """The key as it was written there."""
+        return self.where.rpartition(" ")[2].removeprefix("--")
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -58,24 +63,30 @@ class _Item:
     children: tuple[_Item, ...] | None
 
 
-def read_accelerate(path: Path, options: Sequence[tuple[str, str]] = ()) -> AccelerateFile:
-    """The file, and what the launcher's command line said besides: `("num_machines", "2")`."""
-    return _judge(path, _items(path), options)
+def read_accelerate(path: Path, options: Sequence[tuple[str, str]] = (), *, refuse: bool = True) -> AccelerateFile:
+    """The file, and what the launcher's command line said besides: `("num_machines", "2")`.
+
+    `refuse=False` keeps refused keys as entries, to be explained.
+    """
+    return _judge(path, _items(path), options, refuse)
 
 
 def read_options(options: Sequence[tuple[str, str]]) -> AccelerateFile:
     """A launcher that was given no file, only options."""
-    return _judge(None, (), options)
+    return _judge(None, (), options, True)
 
 
-def _judge(path: Path | None, items: tuple[_Item, ...], options: Sequence[tuple[str, str]]) -> AccelerateFile:
+def _judge(
+    path: Path | None, items: tuple[_Item, ...], options: Sequence[tuple[str, str]], refuse: bool
+) -> AccelerateFile:
     problems: list[Problem] = []
     entries: list[Entry] = []
     for item in items:
         _enter(item, "", entries, problems)
     for name, text in options:
         _option(name, text, entries, problems)
-    _refuse(entries, problems)
+    if refuse:
+        _refuse(entries, problems)
     wishes = _wishes(entries, problems)
     if path is not None and not problems and "distributed_type" not in {entry.key.name for entry in entries}:
         problems.append(

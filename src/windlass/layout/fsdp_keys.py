@@ -83,8 +83,9 @@ FSDP_KEYS: tuple[Key, ...] = (
         "bool",
         {
             "TRUE": honoured(
-                "*parameters* rest in host memory, and their gradients and optimizer with them; not the optimizer "
-                "states alone. Each layer crosses PCIe in every forward and backward",
+                "parameters rest in host memory, those that are trained with their gradients and optimizer; it is not "
+                "the optimizer states alone. Each layer of the frozen base crosses PCIe in every forward and "
+                "backward; the adapter stays on the GPU",
                 offload=True,
             ),
             "FALSE": honoured("shards stay on the GPU", offload=False),

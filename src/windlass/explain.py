@@ -1,0 +1,171 @@
+"""What one setting does here: an Accelerate key, a whole Accelerate file, a run-file key, an environment variable."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import UserError
+from windlass.layout import FATES, LAYOUTS, read_accelerate
+from windlass.layout.accelerate import Entry
+from windlass.layout.fate import ANY, Key
+from windlass.layout.keys import find
+from windlass.variables import VARIABLES
+
+__all__ = ["Row", "file", "show", "topic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of an explanation. `verdict` is empty where there is nothing to judge."""
+
+    kind: str  # accelerate, run file, environment, layout
+    name: str
+    value: str  # the value that the line is about; empty: any
+    verdict: str
+    text: str
+    where: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def topic(name: str) -> tuple[Row, ...]:
+    """Everything that goes by that name."""
+    wanted = name.strip()
+    rows = [*_accelerate(wanted), *_run_file(wanted), *_variable(wanted), *_layout(wanted)]
+    if not rows:
+        near = nearest(wanted)
+        raise UserError(
+            f"nothing is called {wanted!r}",
+            "windlass explain",
+            f"did you mean {', '.join(near)}?"
+            if near
+            else "give an Accelerate key, a run-file key such as lora.r, "
+            "an environment variable such as NCCL_DEBUG, or a layout such as full-shard",
+        )
+    return tuple(rows)
+
+
+def file(path: Path) -> tuple[Row, ...]:
+    """Every key of an Accelerate file, in its order, with its fate. Refused keys are rows too; misspelt ones errors."""
+    return tuple(_entry(entry) for entry in read_accelerate(path, refuse=False).entries)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """A table on stdout."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("setting", "value", "verdict", "why"):
+        table.add_column(heading, no_wrap=heading in ("setting", "verdict"), overflow="fold")
+    last = ""
+    for row in rows:
+        # The section is told by the order of the rows, a name is told once.
+        setting = "" if row.name == last else row.name.rpartition(".")[2] if row.kind == "accelerate" else row.name
+        last = row.name
+        verdict = Text(row.verdict, style=STYLES.get(row.verdict, ""))
+        table.add_row(Text(setting), Text(row.value), verdict, Text(row.text))  # no markup in what a user wrote
+    Console(soft_wrap=False).print(table)
+
+
+STYLES = {"honoured": "green", "translated": "cyan", "no effect": "yellow", "refused": "red", "does not exist": "red"}
+
+
+def nearest(name: str) -> list[str]:
+    """What was probably meant, over all kinds, best first."""
+    known = {known.lower(): known for known in _names()}
+    close = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
+    inside = [known[low] for low in known if len(name) > 2 and name.lower() in low]
+    return list(dict.fromkeys([*(known[low] for low in close), *inside]))[:4]
+
+
+def _names() -> list[str]:
+    keys = [spelling for names in FATES.values() for spelling in names]
+    return [*dict.fromkeys(keys), *_run_file_names(), *VARIABLES, *LAYOUTS]
+
+
+# --- Accelerate -----------------------------------------------------------------------------------------------------
+
+
+def _accelerate(name: str) -> list[Row]:
+    """A key by its name, by another spelling, or with its section: fsdp_config.fsdp_version."""
+    section, _, last = name.rpartition(".")
+    sections = [section] if section else list(FATES)
+    found = {key.path: key for home in sections if (key := find(home, last))}
+    return [row for key in found.values() for row in _key(key)]
+
+
+def _key(key: Key) -> list[Row]:
+    """One row per fate, with all values that share it."""
+    shared: dict[int, list[str]] = {}
+    for value, fate in key.fates.items():
+        shared.setdefault(id(fate), []).append(value)
+    rows = []
+    for fate in {id(fate): fate for fate in key.fates.values()}.values():
+        values = ", ".join("any other" if value == ANY and len(key.fates) > 1 else value for value in shared[id(fate)])
+        text = f"{fate.because}. {fate.hint}" if fate.hint else fate.because
+        rows.append(Row("accelerate", key.path, _value(values), fate.verdict, _to(fate.verdict, text)))
+    about = Row("accelerate", key.path, "", "", f"asks for: {key.about}")
+    return [about, *rows]
+
+
+def _value(values: str) -> str:
+    return {ANY: "", "TRUE": "true", "FALSE": "false"}.get(values, values)
+
+
+def _entry(entry: Entry) -> Row:
+    text = _to(entry.fate.verdict, entry.fate.because)
+    return Row("accelerate", entry.path, _written(entry), entry.fate.verdict, text, entry.where)
+
+
+def _written(entry: Entry) -> str:
+    """The value as YAML spells it."""
+    if entry.key.kind == "section":
+        return ""
+    if isinstance(entry.value, bool):
+        return str(entry.value).lower()
+    return "null" if entry.value is None else str(entry.value)
+
+
+def _to(verdict: str, text: str) -> str:
+    return f"to {text}" if verdict == "translated" else text
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def _run_file_names() -> list[str]:
+    return []
+
+
+def _run_file(name: str) -> list[Row]:
+    return []
+
+
+def _variable(name: str) -> list[Row]:
+    variable = VARIABLES.get(name) or VARIABLES.get(name.upper())
+    if variable is None:
+        return []
+    rows = [Row("environment", variable.name, variable.value, _existing(variable.exists), variable.about)]
+    rows.append(Row("environment", variable.name, variable.value, "", variable.windlass))
+    if variable.published:
+        text = f"in the published recipe: {variable.verdict}"
+        rows.append(Row("environment", variable.name, variable.published, "", text))
+    elif variable.verdict:
+        rows.append(Row("environment", variable.name, "", "", variable.verdict))
+    return rows
+
+
+def _existing(exists: bool) -> str:
+    return "" if exists else "does not exist"
+
+
+def _layout(name: str) -> list[Row]:
+    return [Row("layout", name, "", "", LAYOUTS[name])] if name in LAYOUTS else []
