@@ -6,6 +6,7 @@ trainer_state.json (position in the data, log), and manifest.json with the SHA-2
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -18,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from peft import PeftModel, set_peft_model_state_dict
-from safetensors.torch import load_file
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 
 from windlass.errors import RunError
 
@@ -59,12 +60,19 @@ def save(
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """PEFT's own format; plain PEFT opens it. One rank calls this.
+    """PEFT's own format; plain PEFT opens it. One rank calls this, so it touches nothing that ranks hold in parts.
 
-    `save_embedding_layers` is off because PEFT would otherwise ask the hub whether the vocabulary has grown.
+    (`save_pretrained` asks for the whole model's state, which under FSDP2 is a collective, and asks the hub whether
+    the vocabulary has grown.)
     """
-    model.save_pretrained(str(folder), save_embedding_layers=False, safe_serialization=True)
-    (folder / "README.md").unlink(missing_ok=True)  # a template full of blanks
+    folder.mkdir(parents=True, exist_ok=True)
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    state = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+    whole = {name: tensor.to("cpu").contiguous() for name, tensor in state.items()}
+    save_file(whole, folder / ADAPTER, metadata={"format": "pt"})
+    described = copy.copy(model.peft_config[model.active_adapter])
+    described.inference_mode = True
+    described.save_pretrained(str(folder))
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:

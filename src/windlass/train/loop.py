@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 from trl import SFTTrainer
 
+from windlass import checkpoint
 from windlass.errors import RunError
 from windlass.model.liveness import Liveness
 from windlass.model.sync import Replicas
@@ -26,7 +31,8 @@ class Step:
     loss: float
     grad_norm: float
     learning_rate: float
-    tokens: int  # padding not counted
+    tokens: int  # of this rank; padding not counted
+    job_tokens: int  # of all ranks
     supervised_tokens: int
     skipped: bool = False
     as_dict = asdict
@@ -45,20 +51,41 @@ class Micro:
 class Loop(SFTTrainer):  # type: ignore[misc]
     """One optimizer step = micro-batches, one all-reduce of the adapter's gradients, checks, clip, update."""
 
-    def __init__(self, *, replicas: Replicas, liveness: Liveness, non_finite: str, **trainer: Any) -> None:
+    def __init__(
+        self,
+        *,
+        replicas: Replicas,
+        liveness: Liveness,
+        order: Order | None,
+        non_finite: str,
+        facts: dict[str, Any],
+        **trainer: Any,
+    ) -> None:
         super().__init__(**trainer)
         self.data_collator = Rows(self.data_collator)  # type: ignore[has-type]
         self.replicas = replicas
         self.liveness = liveness
+        self.order = order
         self.non_finite = non_finite
+        self.facts = facts  # for the manifest of every checkpoint
         self.micro = Micro()
-        self.finite = True
+        self.culprits: list[int] = []  # ranks with something non-finite in this step
         self.latest: Step | None = None
+        self.interrupted: Callable[[], bool] = lambda: False  # whether a signal has reached this rank
+        self.signalled = False  # whether all ranks have agreed to save and stop
+
+    # --- data ---
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """Rows in the run's own order, the same for every number of ranks."""
+        return self.order if self.order is not None else super()._get_train_sampler(train_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         if ROW not in self._signature_columns:
             self._signature_columns.append(ROW)
+
+    # --- one step ---
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Replaces a broadcast (the replicas are equal, and proven so) and a hook that reduces tensor by tensor."""
@@ -83,16 +110,18 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else torch.zeros(1, device=device)
         healthy = torch.isfinite(torch.as_tensor(micro.loss)) & torch.isfinite(largest).all()
         bad[dist.get_rank() if world > 1 else 0] = (~healthy).float()
-        said = [torch.as_tensor(value, device=device).float() for value in (micro.loss, micro.tokens)]
-        sums = torch.cat([torch.stack(said), bad])
-        total = self.replicas.average(torch.nan_to_num(sums)).tolist()
-        self.culprits = [rank for rank, flag in enumerate(total[2:]) if flag]
+        own = (micro.loss, micro.tokens, self.interrupted())
+        sums = torch.cat([torch.stack([torch.as_tensor(value, device=device).float() for value in own]), bad])
+        loss, tokens, interrupted, *flags = self.replicas.average(torch.nan_to_num(sums)).tolist()
+        self.culprits = [rank for rank, flag in enumerate(flags) if flag]
+        self.signalled = self.signalled or interrupted > 0
         self.latest = Step(
             step=self.state.global_step + 1,
-            loss=total[0] / world if not self.culprits else math.nan,
+            loss=loss / world if not self.culprits else math.nan,
             grad_norm=math.nan,
             learning_rate=self._get_learning_rate(),
-            tokens=int(total[1]),
+            tokens=int(micro.tokens),
+            job_tokens=int(tokens),
             supervised_tokens=int(micro.supervised),
         )
 
@@ -127,6 +156,65 @@ class Loop(SFTTrainer):  # type: ignore[misc]
                 "or set watch.non_finite: skip to leave such steps out",
             )
         step.skipped = True
+
+    # --- checkpoints: the Trainer has none for a model sharded at load time ---
+
+    def _save_checkpoint(self, *_: Any) -> None:
+        self._require_equal_replicas()
+        folder = Path(self.args.output_dir) / "checkpoints"
+        best = folder / f"step-{self.state.best_global_step}" if self.state.best_global_step else None
+        if best is not None:
+            self.state.best_model_checkpoint = str(best)
+        checkpoint.save(
+            folder / f"step-{self.state.global_step}",
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            trainer_state=json.dumps(asdict(self.state), indent=2, sort_keys=True),
+            manifest={**self.facts, "step": self.state.global_step, "ranks": self.replicas.world},
+        )
+        checkpoint.prune(folder, self.args.save_total_limit, best)
+
+    def _require_equal_replicas(self) -> None:
+        if differing := self.replicas.differing():
+            raise RunError(
+                f"{len(differing)} adapter tensors differ between ranks, the first is {differing[0]}",
+                "train",
+                "nothing was saved; a rank with faulty memory or other library versions does this",
+            )
+
+    def _load_from_checkpoint(self, from_checkpoint: str, *_: Any) -> None:
+        checkpoint.load_adapter(self.model, Path(from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, from_checkpoint: str | None) -> None:
+        if from_checkpoint is not None:
+            checkpoint.load_optimizer(self.optimizer, self.lr_scheduler, Path(from_checkpoint))
+
+    def _load_rng_state(self, from_checkpoint: str | None) -> None:
+        if from_checkpoint is not None:
+            checkpoint.load_random(Path(from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        if not self.signalled:
+            checkpoint.load_adapter(self.model, Path(self.state.best_model_checkpoint))
+
+
+class Order(Sampler[int]):
+    """The rows of an epoch as `rows(epoch)` gives them."""
+
+    def __init__(self, rows: Callable[[int], Any]) -> None:
+        self.rows = rows
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows(self.epoch).tolist())
+
+    def __len__(self) -> int:
+        rows: Sized = self.rows(0)
+        return len(rows)
 
 
 class Rows:

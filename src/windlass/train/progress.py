@@ -1,0 +1,137 @@
+"""What is seen and written while it trains: one live line, or plain lines, and `steps-rank0.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from transformers import TrainerCallback
+
+from windlass.train.ranks import Place
+
+if TYPE_CHECKING:
+    from windlass.train.loop import Loop, Step
+
+STEPS = "steps-rank0.jsonl"
+WINDOW = 20  # steps that the speed and the time left are averaged over
+
+
+class Progress(TrainerCallback):  # type: ignore[misc]
+    """Told by the Trainer what happens; rank 0 writes and shows it, every rank notes its phase and ends its step."""
+
+    def __init__(self, here: Place, folder: Path, console: Console) -> None:
+        self.here = here
+        self.path = folder / STEPS
+        self.console = console
+        self.loop: Loop | None = None
+        self.live: Live | None = None
+        self.seconds: deque[float] = deque(maxlen=WINDOW)
+        self.tokens: deque[int] = deque(maxlen=WINDOW)
+        self.began = 0.0
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if self.here.rank:
+            return
+        forget_after(self.path, state.global_step)
+        if self.console.is_terminal:
+            self.live = Live(Text("first step …"), console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
+
+    def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Accelerate tells the sampler its epoch too, but not through the wrapper that skips batches on resume."""
+        if self.loop is not None and self.loop.order is not None:
+            self.loop.order.set_epoch(int(state.epoch or 0))
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self.here.phase(f"training step {state.global_step + 1}")
+        self.began = time.monotonic()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        assert self.loop is not None
+        assert self.loop.latest is not None
+        self.loop.liveness.after_update(self.loop.latest.learning_rate)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self.loop is not None
+        assert self.loop.latest is not None
+        if self.loop.signalled:
+            control.should_save = control.should_training_stop = True
+        if self.here.rank:
+            return
+        step, seconds = self.loop.latest, time.monotonic() - self.began
+        self.seconds.append(seconds)
+        self.tokens.append(step.job_tokens)
+        self._write(step, seconds, state)
+        line = self._line(step, state)
+        if self.live is not None:
+            self.live.update(line)
+        if step.skipped:
+            self.console.print(Text(f"step {step.step}: non-finite, left out", style="yellow"))
+        if step.step == 1 or step.step % max(1, int(args.logging_steps)) == 0 or step.step == state.max_steps:
+            self.console.print(line)
+
+    def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: dict[str, float], **_: Any) -> None:
+        if self.here.rank == 0:
+            self.console.print(f"step {state.global_step:>5}  evaluation loss {metrics.get('eval_loss', math.nan):.4f}")
+
+    def on_save(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if self.here.rank == 0:
+            self.console.print(f"step {state.global_step:>5}  saved checkpoints/step-{state.global_step}")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _write(self, step: Step, seconds: float, state: Any) -> None:
+        row: dict[str, Any] = {
+            **step.as_dict(),
+            "epoch": state.epoch,
+            "step_seconds": seconds,
+            "tokens_per_second": step.tokens / seconds,
+            "memory_gib": memory_gib(),
+        }
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(finite) + "\n")
+
+    def _line(self, step: Step, state: Any) -> Text:
+        left = (state.max_steps - step.step) * sum(self.seconds) / len(self.seconds)
+        speed = sum(self.tokens) / sum(self.seconds)
+        return Text(
+            f"step {step.step:>5}/{state.max_steps}  loss {step.loss:.4f}  grad norm {step.grad_norm:.3f}"
+            f"  lr {step.learning_rate:.2e}  {speed:,.0f} tokens/s  {memory_gib():.1f} GiB  {clock(left)} left"
+        )
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop what an interrupted run wrote beyond the step that this one goes on from."""
+    if path.exists():
+        rows = [line for line in path.read_text().splitlines() if line.strip() and json.loads(line)["step"] <= step]
+        path.write_text("".join(line + "\n" for line in rows))
+
+
+def memory_gib() -> float:
+    """Most that this rank held: of the GPU, or resident in the host where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

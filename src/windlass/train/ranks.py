@@ -1,0 +1,251 @@
+"""The ranks of this machine: started, signalled, waited for, and their end told in one message. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from windlass.errors import Problem, RunError, UserError
+
+SAVED = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start again with --resume
+USER_INPUT = 2
+RANK_USER_INPUT = 13  # what a rank says for 2: schedulers are told not to retry on it
+PATIENCE_SECONDS = 20.0  # for the other ranks to end by themselves once one has failed
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+DESK = "WINDLASS_DESK"  # a folder of this machine where ranks leave word for whoever started them
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the ranks. `desk` is None where others started them."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+    desk: Path | None = None
+
+    def note(self, name: str, text: str) -> None:
+        """Leave word, whole or not at all."""
+        if self.desk is not None:
+            with suppress(OSError):  # word of a failure must not become a failure
+                part = self.desk / f".{name}-{self.rank}"
+                part.write_text(text)
+                part.replace(self.desk / f"{name}-{self.rank}")
+
+    def phase(self, name: str) -> None:
+        """What this rank is doing, for the message should it be killed."""
+        self.note("phase", name)
+
+
+def place(environ: Mapping[str, str]) -> Place | None:
+    """Where torchrun, `accelerate launch`, a job's operator or `start` put this process; None: nobody started ranks."""
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    world, local = int(environ["WORLD_SIZE"]), environ.get("LOCAL_RANK")
+    per_node = int(environ.get("PET_NPROC_PER_NODE", "1") if environ.get("PET_NPROC_PER_NODE", "1").isdigit() else 1)
+    if local is None and per_node > 1:
+        return None  # an operator's pod: RANK is the pod's number, its ranks are still to be started
+    return Place(int(environ["RANK"]), int(local or 0), world, Path(environ[DESK]) if DESK in environ else None)
+
+
+class Interruption:
+    """SIGTERM and SIGUSR1 in a rank. While it trains, asked for at the end of a step; else there is nothing to save."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+        self.training = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._received)
+
+    def __call__(self) -> bool:
+        return self.at is not None
+
+    def _received(self, _number: int, _frame: FrameType | None) -> None:
+        if self.at is not None and time.monotonic() - self.at > 1.0:  # not the same signal, sent to the group as well
+            os._exit(SAVED)
+        self.at = self.at or time.monotonic()
+        if not self.training:
+            sys.exit(SAVED)
+
+
+def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], None]) -> int:
+    """Run one rank's work and turn its end into an exit code, told to whoever started it or printed."""
+    try:
+        return work()
+    except UserError as error:
+        code = 1 if isinstance(error, RunError) else RANK_USER_INPUT
+        told = {"problems": [problem.as_dict() for problem in error.problems], "code": code}
+        if here.desk is None and (here.rank == 0 or isinstance(error, RunError)):
+            say(error)
+    except Exception:
+        code = 1
+        told = {"traceback": traceback.format_exc(), "code": code}
+        if here.desk is None:
+            print(f"rank {here.rank} failed:\n{told['traceback']}", file=sys.stderr, flush=True)
+    here.note("error", json.dumps({**told, "time": time.time()}))
+    return code
+
+
+def start(arguments: Sequence[str], ranks: int, environ: Mapping[str, str], *, grace_seconds: float = 120.0) -> int:
+    """Start `python -m windlass ARGUMENTS` once per rank, forward signals, wait, and say why it ended if it failed.
+
+    Plain processes rather than torchrun: it would turn every exit code into 1, kill the ranks 30 s after SIGTERM
+    whether they have saved or not, and leave them orphaned on SIGUSR1.
+    """
+    with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
+        desk = Path(folder)
+        crew = [
+            _start(arguments, variables, desk / f"output-{rank}" if rank else None)
+            for rank, variables in enumerate(_environments(ranks, environ, desk))
+        ]
+        first = _wait(crew, grace_seconds)
+        return _verdict([process.returncode for process in crew], first, desk)
+
+
+def _environments(ranks: int, environ: Mapping[str, str], desk: Path) -> list[dict[str, str]]:
+    """One environment per rank. In an operator's pod the other nodes' ranks are counted in."""
+    nodes = int(environ.get("PET_NNODES", "1"))
+    node = int(environ.get("PET_NODE_RANK", environ.get("RANK", "0"))) if nodes > 1 else 0
+    inherited = without_accelerate(dict(environ))
+    inherited.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads deadlock after a fork
+    shared = {
+        "WORLD_SIZE": str(nodes * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": environ.get("PET_MASTER_ADDR", "localhost") if nodes > 1 else "localhost",
+        "MASTER_PORT": environ.get("PET_MASTER_PORT", "29500") if nodes > 1 else str(_free_port()),
+        DESK: str(desk),
+    }
+    return [
+        {**inherited, **shared, "RANK": str(node * ranks + local), "LOCAL_RANK": str(local)} for local in range(ranks)
+    ]
+
+
+def without_accelerate(environ: dict[str, str]) -> dict[str, str]:
+    """Without the settings by which Accelerate and the Trainer would shard the model a second time."""
+    return {key: value for key, value in environ.items() if not _accelerates(key)}
+
+
+def clear_accelerate(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Take those settings out of this process's environment and return them."""
+    return {key: environ.pop(key) for key in list(environ) if _accelerates(key)}
+
+
+def _accelerates(key: str) -> bool:
+    return key.startswith("FSDP_") or key in (
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_MIXED_PRECISION",  # the run file's bf16 and fp16 decide
+        "ACCELERATE_DYNAMO_BACKEND",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start(arguments: Sequence[str], environ: dict[str, str], output: Path | None) -> subprocess.Popen[bytes]:
+    """Rank 0 shares this terminal. The others write to a file that is read only when they fail.
+
+    Each in a session of its own: a Ctrl-C reaches it once, through the signals forwarded below.
+    """
+    command = [sys.executable, "-m", "windlass", *arguments]
+    if output is None:
+        return subprocess.Popen(command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL)
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+
+
+def _wait(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int | None:
+    """Until all have ended; returns the first that failed, if any.
+
+    One failed: the others get a bounded time. A signal: they save. A second signal: at once.
+    """
+    received: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        _signal(crew, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
+    first: int | None = None
+    deadline: float | None = None
+    asked = False
+    try:
+        while None in (codes := [process.poll() for process in crew]):
+            if first is None:
+                first = next((rank for rank, code in enumerate(codes) if code), None)
+            if deadline is None and (first is not None or received):
+                deadline = time.monotonic() + (grace_seconds if received else PATIENCE_SECONDS)
+            if deadline is not None and time.monotonic() > deadline:
+                _signal(crew, signal.SIGKILL if asked else signal.SIGTERM)
+                asked, deadline = True, time.monotonic() + 5.0
+            time.sleep(0.05)
+    finally:
+        _signal(crew, signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return next((rank for rank, process in enumerate(crew) if process.returncode), None) if first is None else first
+
+
+def _signal(crew: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in crew:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+
+def _verdict(codes: Sequence[int], first: int | None, desk: Path) -> int:
+    """The exit code; for a failure its root. Ranks that only lost their peer come later than the one that it was."""
+    if first is None:
+        return 0
+    if codes[first] == SAVED:  # the others saved too, or only lost this one
+        return SAVED
+    errors = {rank: error for rank in range(len(codes)) if (error := _read(desk, f"error-{rank}"))}
+    stated = {rank: error for rank, error in errors.items() if "problems" in error}
+    if stated:
+        error = stated[min(stated, key=lambda rank: (stated[rank]["time"], rank))]
+        kind = UserError if error["code"] == RANK_USER_INPUT else RunError
+        raise kind.of([Problem(**problem) for problem in error["problems"]])
+    if codes[first] < 0:
+        raise RunError(
+            f"rank {first} was killed by {signal.Signals(-codes[first]).name}"
+            f" while {_text(desk, f'phase-{first}') or 'starting'}",
+            "windlass train",
+            "a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); "
+            "go on from the last checkpoint with --resume",
+        )
+    if errors:
+        rank = min(errors, key=lambda rank: (errors[rank]["time"], rank))
+        print(f"rank {rank} failed:\n{errors[rank]['traceback']}", file=sys.stderr, flush=True)
+        return 1
+    output = _text(desk, f"output-{first}")[-4000:]
+    print(f"rank {first} ended with {codes[first]}:\n{output}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _read(desk: Path, name: str) -> dict[str, Any]:
+    text = _text(desk, name)
+    return json.loads(text) if text else {}
+
+
+def _text(desk: Path, name: str) -> str:
+    path = desk / name
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -1,0 +1,151 @@
+"""The training run, as every rank runs it: read `run` from top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback
+
+from windlass import checkpoint as checkpoints
+from windlass.data import Prepared, prepare
+from windlass.model.liveness import Liveness
+from windlass.model.load import load
+from windlass.model.lora import attach
+from windlass.model.shard import assert_sharded
+from windlass.model.sync import Replicas
+from windlass.train import folder as folders
+from windlass.train.loop import ROW, Loop, Order
+from windlass.train.progress import Progress
+from windlass.train.ranks import SAVED, Interruption, Place, clear_accelerate
+from windlass.train.screen import header, quiet
+from windlass.train.settings import settings
+
+if TYPE_CHECKING:
+    from windlass.plan import Plan
+
+
+def run(plan: Plan, here: Place, *, resume: bool = False) -> int:
+    """One rank's part of the run. Returns the exit code: 0, or 75 when a signal stopped it and all is saved."""
+    job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
+
+    # 1. Meet the other ranks; from here on only rank 0 speaks.
+    console, interruption = quiet(here), Interruption()
+    join(here, job.train.ddp_timeout)
+
+    # 2. Take the run folder: a new one, or an unfinished one to go on with. A finished one is never touched.
+    from_checkpoint = folders.take(folder, plan, resume=resume)
+    header(console, plan)
+
+    # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
+    here.phase("preparing the data")
+    tokenizer = tokenizer_of(plan)
+    data = prepare(job, tokenizer, where=plan.loaded.where, vocabulary=plan.checkpoint.dims["vocab"], say=console.print)
+
+    # 4. The base model: each rank reads its own shard, and proves against the files what it holds.
+    here.phase("loading the model")
+    model, certificate = load(plan.checkpoint, plan.layout, dtype=job.model.torch_dtype)
+    folders.write(folder, "load.json", certificate)
+
+    # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
+    here.phase("attaching the adapter")
+    model = attach(model, job.lora, plan.adapter, job.train.seed)
+    assert_sharded(model, plan.layout)
+
+    # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
+    progress = Progress(here, folder, console)
+    loop = loop_of(plan, model, data, tokenizer, progress)
+
+    # 7. Train. The first steps prove that every part of the adapter lives.
+    here.phase("starting to train")
+    loop.interrupted, interruption.training = interruption, True
+    with contextlib.closing(progress):
+        loop.train(resume_from_checkpoint=str(from_checkpoint) if from_checkpoint else None)
+    if loop.signalled:
+        folders.note(folder, state=folders.STOPPED)
+        return SAVED
+
+    # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
+    here.phase("saving the adapter")
+    save_final(folder / "final", model, tokenizer)
+    folders.note(folder, state=folders.FINISHED, steps=loop.state.global_step)
+    console.print(f"adapter written to {folder / 'final'}")
+    dist.destroy_process_group()
+    return 0
+
+
+def join(here: Place, timeout_seconds: float) -> None:
+    """The process group: NCCL between GPUs, gloo between CPUs and for what is said in Python objects."""
+    clear_accelerate(os.environ)
+    os.environ |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank), "WORLD_SIZE": str(here.world)}
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(here.local_rank)
+    here.phase("waiting for the other ranks")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds or 600)
+    )
+
+
+def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(
+        plan.checkpoint.path, trust_remote_code=plan.loaded.run.model.trust_remote_code
+    )
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def loop_of(
+    plan: Plan, model: PeftModel, data: Prepared, tokenizer: PreTrainedTokenizerBase, progress: Progress
+) -> Loop:
+    """Everything above, handed to the loop."""
+    job = plan.loaded.run
+    replicas = Replicas(model)
+    loop = Loop(
+        model=model,
+        args=settings(plan, data.arguments, cpu=not torch.cuda.is_available()),
+        train_dataset=numbered(data.train),
+        eval_dataset=data.validation if job.train.eval_strategy != "no" else None,
+        processing_class=tokenizer,
+        callbacks=[progress],
+        replicas=replicas,
+        liveness=Liveness(model, replicas),
+        order=order_of(plan, data),
+        facts={"run": job.model_dump(mode="json"), "data": data.fingerprint},
+        non_finite=job.watch.non_finite,
+    )
+    loop.remove_callback(PrinterCallback)
+    progress.loop = loop
+    return loop
+
+
+def order_of(plan: Plan, data: Prepared) -> Order | None:
+    """Rows by seed and epoch alone; a stream has its own order."""
+    if data.lengths is None:
+        return None
+    sequences = plan.batch.micro * plan.batch.accumulation * plan.layout.ranks
+    seed = plan.loaded.run.train.seed
+    return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences))
+
+
+def numbered(rows: Any) -> Any:
+    """With a column of row numbers, so that a message about a batch can name its rows."""
+    if hasattr(rows, "add_column"):
+        with contextlib.suppress(TypeError):  # a stream has no length, and numbers as it goes
+            return rows.add_column(ROW, range(len(rows)))
+    return rows.map(lambda _, number: {ROW: number}, with_indices=True)
+
+
+def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    if checkpoints.rank() == 0:
+        checkpoints.save_adapter(model, folder)
+        tokenizer.save_pretrained(folder)
+        checkpoints.flush(folder)
+    checkpoints.barrier()
