@@ -1,0 +1,268 @@
+"""Proof that the model in memory is the one on disk: every parameter accounted for, values read again another way.
+
+The second reading goes another way than the first: which rows are this rank's comes from transformers' own
+shard-on-read, the bytes from safetensors, the scale from the key's name, the product is taken in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.distributed.sharding_utils import DtensorShardOperation
+
+from windlass.errors import RunError, UserError
+from windlass.model.reading import BLOCK, Box, intersection, piece_box
+from windlass.weights import Checkpoint, Parameter, Piece
+
+ROW = 4096  # elements compared of a sampled row
+ROWS = 8  # rows sampled of a matrix
+SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What load.json holds."""
+
+    checkpoint: str
+    layout: str
+    parameters: list[dict[str, Any]]  # name, shape, part, and the stored tensors it came from
+    loaded: int  # parameters filled
+    missing: list[str]
+    unread: list[dict[str, Any]]  # stored tensors that the language model does not need, and why
+    checked: dict[str, int]  # parameters, slices and elements compared over all ranks
+    ranks: list[dict[str, Any]]  # rank, bytes_read, peak_rss_bytes, seconds
+
+    def write(self, directory: Path) -> Path:
+        """load.json in the run folder."""
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / "load.json"
+        file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+        return file
+
+
+def parameter_record(parameter: Parameter, dtype: torch.dtype) -> dict[str, Any]:
+    """Where a parameter's values came from. Experts stored one by one have one source each."""
+    return {
+        "name": parameter.name,
+        "shape": list(parameter.shape),
+        "part": parameter.part,
+        "dtype": str(dtype).removeprefix("torch."),
+        "sources": [
+            {
+                "file": piece.stored.file.name,
+                "key": piece.stored.key,
+                "dtype": piece.stored.dtype,
+                "scale": piece.scale.key if piece.scale else None,
+            }
+            for piece in parameter.pieces
+        ],
+    }
+
+
+def unread_records(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Stored tensors that were not read. What a scale or weight of the language model is can't be among them."""
+    return [
+        {
+            "key": stored.key,
+            "file": stored.file.name,
+            "bytes": stored.end - stored.start,
+            "why": _why_unread(stored.key),
+        }
+        for stored in checkpoint.unread
+    ]
+
+
+def _why_unread(key: str) -> str:
+    if key.endswith("activation_scale"):
+        return "scale of activations: weights are converted, activations are not quantised"
+    if "vision" in key or "projector" in key or "patch_merger" in key:
+        return "vision part"
+    return "not a parameter of the language model"
+
+
+def agree(problems: Sequence[str], what: str, error: type[UserError] = RunError) -> None:
+    """Raise on every rank when any rank found something wrong: nobody is left waiting for the others."""
+    gathered: list[list[str]] = [list(problems)]
+    if dist.is_initialized():
+        gathered = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, list(problems))
+    found: dict[str, list[int]] = {}
+    for rank, said in enumerate(gathered):
+        for problem in said:
+            found.setdefault(problem, []).append(rank)
+    if not found:
+        return
+    lines = [
+        problem if len(ranks) == len(gathered) else f"{problem} (rank {', '.join(map(str, ranks))})"
+        for problem, ranks in found.items()
+    ]
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    raise error(
+        f"{'; '.join(lines[:SHOWN])}{more}",
+        what,
+        "nothing was trained; compare the files with their publisher's checksums, or fetch them again",
+    )
+
+
+def check(targets: Mapping[str, Tensor], checkpoint: Checkpoint, rank: int) -> tuple[list[str], dict[str, int]]:
+    """Compare sampled rows of every parameter with the disk. Returns what differs, and how much was compared."""
+    block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
+    files = {source.file for source in checkpoint.unread}
+    for parameter in checkpoint.parameters:
+        for piece in parameter.pieces:
+            files |= {piece.stored.file, *([piece.scale.file] if piece.scale else [])}
+    where = {key: file for file in sorted(files) for key in _keys(file)}
+    counts = {"parameters": 0, "slices": 0, "elements": 0}
+    wrong: list[str] = []
+    for parameter in checkpoint.parameters:
+        differs, slices, elements = _check_one(parameter, targets[parameter.name], Disk(where, block), rank)
+        counts = {
+            "parameters": counts["parameters"] + 1,
+            "slices": counts["slices"] + slices,
+            "elements": counts["elements"] + elements,
+        }
+        wrong.extend(differs)
+    return wrong, counts
+
+
+def _check_one(parameter: Parameter, tensor: Tensor, disk: Disk, rank: int) -> tuple[list[str], int, int]:
+    """One parameter's sampled rows: the first that differs is enough to say so."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    intervals = own_intervals(tensor)
+    slices = elements = 0
+    for box in sampled(tuple(local.shape), f"{parameter.name}:{rank}"):
+        place, box = global_box(box, intervals)
+        got = local[tuple(slice(*extent) for extent in box)].detach().cpu()
+        for piece in parameter.pieces:
+            shared = intersection(place, piece_box(piece))
+            if shared is None:
+                continue
+            expected, source = disk.values(piece, shared)
+            part = got[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, place, strict=True))]
+            slices, elements = slices + 1, elements + part.numel()
+            if not torch.equal(part, expected.to(part.dtype).reshape(part.shape)):
+                return [f"{parameter.name} is not what {source} holds"], slices, elements
+    return [], slices, elements
+
+
+def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
+    """Boxes to compare: rows (the last dimension) at the ends and between; of a stack of experts, two rows of each.
+
+    An expert's two rows lie in its two halves: gate and up are stacked so, and each expert has its own scale.
+    """
+    if 0 in shape:
+        return
+    dice = random.Random(seed)
+    if len(shape) < 2:
+        rows: list[tuple[int, ...]] = [()]
+    elif len(shape) == 2:
+        rows = [(row,) for row in sorted({0, shape[0] - 1, *(dice.randrange(shape[0]) for _ in range(ROWS - 2))})]
+    else:
+        half = (shape[1] + 1) // 2
+        rows = [
+            (expert, min(shape[1] - 1, first + dice.randrange(half)))
+            for expert in range(shape[0])
+            for first in (0, half)
+        ]
+    for row in rows:
+        width = min(shape[-1], ROW)
+        first = dice.randrange(shape[-1] - width + 1)
+        yield (*((i, i + 1) for i in row), (first, first + width))
+
+
+def own_intervals(tensor: Tensor) -> list[list[tuple[int, int]]]:
+    """Which ranges of each dimension of the whole parameter are this rank's, in the order they lie in its part.
+
+    Answered by what transformers' shard-on-read would fetch, not by the offsets that the loader computed.
+    """
+    probe = Probe(list(tensor.shape))
+    if isinstance(tensor, DTensor):
+        DtensorShardOperation(tensor).shard_tensor(probe)
+    asked = probe.asked or [tuple(slice(0, size) for size in tensor.shape)]
+    return [list(dict.fromkeys((part[axis].start, part[axis].stop) for part in asked)) for axis in range(tensor.ndim)]
+
+
+class Probe:
+    """Stands where a stored tensor would be and notes which slices are asked of it."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+        self.asked: list[tuple[slice, ...]] = []
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, tuple):  # an Ellipsis asks for everything
+            self.asked.append(index)
+        return torch.empty(0)
+
+
+def global_box(box: Box, intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, Box]:
+    """A box of the local part in the whole parameter's coordinates, and the box cut to where it is contiguous."""
+    place, cut = [], []
+    for (start, stop), own in zip(box, intervals, strict=True):
+        before = 0
+        for first, last in own:
+            if start < before + last - first:
+                stop = min(stop, before + last - first)
+                place.append((first + start - before, first + stop - before))
+                cut.append((start, stop))
+                break
+            before += last - first
+        else:
+            raise IndexError(f"row {start} of a part that has {before}")
+    return tuple(place), tuple(cut)
+
+
+class Disk:
+    """Stored values through safetensors' own reader. One per parameter: the pages that it mapped go with it."""
+
+    def __init__(self, where: Mapping[str, Path], block: Sequence[int]) -> None:
+        self.where, self.block = where, block
+        self.open: dict[Path, Any] = {}
+
+    def handle(self, key: str) -> Any:
+        file = self.where[key]
+        if file not in self.open:
+            self.open[file] = safe_open(file, framework="pt")
+        return self.open[file]
+
+    def values(self, piece: Piece, box: Box) -> tuple[Tensor, str]:
+        """True values of a box of the parameter that this piece fills, and what to call their source."""
+        key = piece.stored.key
+        outer = len(piece.offset) - len(piece.stored.shape)
+        there = [slice(a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True)][outer:]
+        stored = self.handle(key).get_slice(key)
+        codes = stored[tuple(there)] if there else self.handle(key).get_tensor(key)
+        name = f"{key}_scale_inv"
+        if name not in self.where:
+            return codes, f"{key!r} of {self.where[key].name}"
+        scale = self.handle(name).get_tensor(name).double()
+        if scale.numel() > 1:
+            axes = [self._scale_index(i, scale.shape[i], stored.get_shape(), span) for i, span in enumerate(there)]
+            scale = scale[torch.meshgrid(*axes, indexing="ij")]
+        # e4m3 x bf16 is exact in float64; rounded to float32, then to the model's dtype, as the loader has to.
+        return (codes.double() * scale).float(), f"{key!r} x {name!r} of {self.where[key].name}"
+
+    def _scale_index(self, axis: int, count: int, shape: Sequence[int], span: slice) -> Tensor:
+        """Which scale each index along an axis has."""
+        index = torch.arange(span.start, span.stop)
+        if count == 1:
+            return torch.zeros_like(index)
+        return index if count == shape[axis] else index.div(self.block[axis - len(shape)], rounding_mode="floor")
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
