@@ -102,9 +102,11 @@ def _judge(
 def _items(path: Path) -> tuple[_Item, ...]:
     where = str(path)
     try:
-        if path.stat().st_size > LIMIT_BYTES:
+        with path.open("rb") as stream:
+            content = stream.read(LIMIT_BYTES + 1)  # not the size: a device or a pipe has none
+        if len(content) > LIMIT_BYTES:
             raise UserError(f"larger than {LIMIT_BYTES // 1024} kB: not an Accelerate file", where, "give fsdp.yaml")
-        text = path.read_bytes().decode("utf-8")
+        text = content.decode("utf-8")
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where, "give the path of an Accelerate YAML") from None
     except UnicodeDecodeError:
@@ -187,7 +189,7 @@ def _enter(item: _Item, section: str, entries: list[Entry], problems: list[Probl
 
 
 def _settle(key: Key, raw: object, where: str, entries: list[Entry], problems: list[Problem]) -> None:
-    value, wrong = _typed(raw, key.kind)
+    value, wrong = _typed(raw, key)
     fate = None if wrong else key.fate(value)
     if wrong:
         problems.append(Problem(f"is {raw!r}, not {wrong}", where, f"{key.name}: {key.about}"))
@@ -200,22 +202,22 @@ def _settle(key: Key, raw: object, where: str, entries: list[Entry], problems: l
         entries.append(Entry(key, value, where, fate))
 
 
-def _typed(value: object, kind: str) -> tuple[object, str]:
+def _typed(value: object, key: Key) -> tuple[object, str]:
     """The value as its key means it, or what it should have been."""
-    if value is None or kind == "any":
+    if value is None or key.kind == "any":
         return value, ""
-    if kind == "names" and isinstance(value, list):
+    if key.kind == "names" and isinstance(value, list):
         return ",".join(map(str, value)), ""
     if isinstance(value, list | dict):
         return value, "a single value"
     text = str(value).strip()
-    if kind == "bool":
+    if key.kind == "bool":
         word = text.lower()
         return (word in TRUE, "") if word in TRUE or word in FALSE else (value, "true or false")
-    if kind == "int":
+    if key.kind == "int":
         return (int(text), "") if re.fullmatch(r"-?\d{1,9}", text) else (value, "a whole number")
-    if kind == "word" and value is False:
-        return "NO", ""  # YAML 1.1 reads a bare `no` as false
+    if value is False and "NO" in key.fates:
+        return "no", ""  # YAML 1.1 reads a bare `no` as false
     return text, ""
 
 
