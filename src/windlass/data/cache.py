@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from windlass.errors import UserError
+
 Say = Callable[[str], None]
 
 SEAL = "complete.json"
@@ -26,6 +28,17 @@ UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 def made_once(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
     """The folder of this fingerprint, whole: found and checked, or made now. A damaged one is made again, and said."""
+    try:
+        return found_or_made(cache, fingerprint, make, say)
+    except OSError as error:
+        raise UserError(
+            f"tokens can't be kept in {cache}: {error.strerror or error}",
+            error.filename or str(cache),
+            "they take 4 to 8 bytes a token: make room, or let train.output_dir be on a volume that can be written",
+        ) from None
+
+
+def found_or_made(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / fingerprint
     with locked(cache / f"{fingerprint}.lock", say):

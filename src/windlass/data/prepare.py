@@ -81,13 +81,15 @@ def prepare(
     cache: Path | None = None,
     where: Where = str,
     vocabulary: int | None = None,
+    batch: int | None = None,
     say: Say = lambda _: None,
     audited: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Prepared:
     """Tokenise, or take from the cache; audit; raise a UserError for data that can't be trained on.
 
     Every rank calls this. Under a cache that ranks share, one of them tokenises and the others wait. `vocabulary` is
-    the number of rows of the model's embedding; `audited` is given the audit before it is judged.
+    the number of rows of the model's embedding; `batch` the rows of a micro-batch where the plan chose
+    them; `audited` is given the audit before it is judged.
     """
     data, max_length = run.data, run.data.max_length or MAX_LENGTH
     chosen = choose(data, where, say)
@@ -104,7 +106,7 @@ def prepare(
     audit = json.loads((folder / "audit.json").read_text())
     lengths = np.load(folder / "train.lengths.npy")
     grouped = not data.packing and not varlen(run)
-    batch = run.train.per_device_train_batch_size
+    batch = batch or run.train.per_device_train_batch_size
     audit["batching"] = auditing.batching(
         lengths, batch=batch, max_length=max_length, packing=bool(data.packing), grouped=grouped, seed=run.train.seed
     )

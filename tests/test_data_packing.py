@@ -1,0 +1,208 @@
+"""Packed rows: as few as can be, none cut, and no document knows of its neighbours."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from windlass import twin
+from windlass.data import Prepared, prepare
+from windlass.data.order import length_grouped
+from windlass.data.pack import pack
+from windlass.errors import UserError
+from windlass.runfile import RunFile
+
+LENGTH = 256
+VOCABULARY = 600
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(twin.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts and completions of many lengths, some longer than a row."""
+    path = tmp_path_factory.mktemp("rows") / "train.jsonl"
+    lines = [line.strip() for name in sorted(topics) for line in topics[name].splitlines() if line.strip()]
+    found = [{"prompt": " ".join(a.split()[:5]), "completion": " " + b} for a, b in itertools.pairwise(lines[:301])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path
+
+
+def run_file(rows: Path, **section: Any) -> RunFile:
+    return RunFile.model_validate(
+        {
+            "model": {"model_name_or_path": "unused"},
+            "data": {"dataset_name_or_path": str(rows), "max_length": LENGTH, "packing": True, **section},
+            "train": {"output_dir": str(rows.parent / "out"), "per_device_train_batch_size": 2, "max_steps": 3},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def packed(rows: Path, tokenizer: PreTrainedTokenizerFast) -> Prepared:
+    return prepare(run_file(rows), tokenizer)
+
+
+@given(st.lists(st.integers(1, 50), max_size=200))
+def test_packing_loses_nothing_and_overfills_nothing(lengths: list[int]) -> None:
+    rows = pack(lengths, 50)
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= 50 for row in rows)
+    # Best-fit decreasing is proved to need at most 11/9 of the least possible number of rows, plus one.
+    assert len(rows) <= 11 / 9 * -(-sum(lengths) // 50) + 1 or len(rows) <= sum(length > 25 for length in lengths)
+    assert pack(lengths, 50) == rows
+
+
+def test_packing_takes_the_tightest_fit() -> None:
+    assert pack([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
+    assert pack([7, 8, 2, 3], 10) == [[0, 3], [1, 2]]
+    with pytest.raises(ValueError, match="document 1 has 11 tokens"):
+        pack([3, 11], 10)
+
+
+def test_documents_are_whole_in_packs(rows: Path, tokenizer: PreTrainedTokenizerFast, packed: Prepared) -> None:
+    apart = prepare(run_file(rows, packing=False), tokenizer)
+    whole = sorted(zip(apart.train["input_ids"], apart.train["labels"], strict=True))
+    found = []
+    for row in packed.train:
+        edges = np.cumsum([0, *row["seq_lengths"]]).tolist()
+        assert edges[-1] == len(row["input_ids"]) == len(row["labels"]) <= LENGTH
+        found += [(row["input_ids"][a:b], row["labels"][a:b]) for a, b in itertools.pairwise(edges)]
+    assert sorted(found) == whole
+    ways = packed.audit["batching"]["ways"]
+    assert ways["packed"]["rows"] == len(packed.train)
+    assert ways["packed"]["useful_share"] > 0.95 > ways["padded in random batches"]["useful_share"]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_no_document_sees_another(packed: Prepared, attention: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, attn_implementation=attention)).eval()
+    chosen = [row for row in packed.train if len(row["seq_lengths"]) > 2][:2]
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(chosen)
+    edges = np.cumsum([0, *itertools.chain(*(row["seq_lengths"] for row in chosen))]).tolist()
+    assert batch["position_ids"][0, edges[:-1]].eq(0).all()
+    start, end = edges[1], edges[2]
+    touched = batch["input_ids"].clone()
+    touched[0, start:end] = (touched[0, start:end] + 7) % VOCABULARY
+
+    def change(positions: torch.Tensor) -> tuple[float, float]:
+        with torch.no_grad():
+            logits = [
+                model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+                for ids in (batch["input_ids"], touched)
+            ]
+        moved = (logits[0] - logits[1]).abs().amax(-1)
+        return float(moved[start:end].max()), float(torch.cat([moved[:start], moved[end:]]).max())
+
+    inside, outside = change(batch["position_ids"])
+    assert inside > 1e-2
+    assert outside < 1e-5
+    # The guard can fail: positions that do not restart join the documents, and the change leaks.
+    leaking = torch.arange(touched.shape[1])[None]
+    assert change(leaking)[1] > 1e-3
+
+
+def trainer(prepared: Prepared, tokenizer: PreTrainedTokenizerFast, folder: Path) -> SFTTrainer:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
+    settings = SFTConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        bf16=False,
+        activation_checkpointing=False,
+        **prepared.arguments,
+    )
+    return SFTTrainer(
+        model=model,
+        args=settings,
+        train_dataset=prepared.train,
+        eval_dataset=prepared.validation,
+        processing_class=tokenizer,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+@pytest.mark.parametrize(
+    "section", [{}, {"packing": False}, {"streaming": True}, {"streaming": True, "packing": False}]
+)
+def test_the_trainer_takes_the_rows_as_they_are(
+    rows: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, section: dict[str, Any]
+) -> None:
+    prepared = prepare(run_file(rows, **section), tokenizer)
+    made = trainer(prepared, tokenizer, tmp_path)
+    batch = next(iter(made.get_train_dataloader()))
+    learnt = batch["labels"] != -100
+    assert learnt.any()
+    assert not learnt.all()
+    assert batch["labels"][learnt].tolist() == batch["input_ids"][learnt].tolist()
+    if section.get("packing", True):
+        assert "attention_mask" not in batch
+        assert (batch["position_ids"] == 0).sum() > 2
+    else:
+        assert batch["attention_mask"].shape == batch["input_ids"].shape
+    losses = [entry["loss"] for entry in made.train() and made.state.log_history if "loss" in entry]
+    assert len(losses) == 3
+    assert all(np.isfinite(losses))
+
+
+def test_a_stream_gives_every_row_once_an_epoch_in_one_order(rows: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    streamed = prepare(run_file(rows, streaming=True, packing=False), tokenizer).train
+    held = prepare(run_file(rows, packing=False), tokenizer).train
+    count = len(held)
+    first = [tuple(row["input_ids"]) for row in itertools.islice(streamed, 2 * count)]
+    assert sorted(first[:count]) == sorted(first[count:]) == sorted(map(tuple, held["input_ids"]))
+    assert first[:count] != first[count:]  # shuffled anew
+    assert [tuple(row["input_ids"]) for row in itertools.islice(streamed, count)] == first[:count]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_a_stream_without_overlap(rows: Path, tokenizer: PreTrainedTokenizerFast, ranks: int) -> None:
+    """What Accelerate does with a stream that it does not dispatch: the ranks' batches side by side are the stream."""
+    from accelerate.data_loader import IterableDatasetShard
+
+    streamed = prepare(run_file(rows, streaming=True), tokenizer).train
+    expected = [row["input_ids"] for row in itertools.islice(streamed, 16)]
+    batch = 8 // ranks  # the global batch stays
+    parts = [
+        itertools.islice(IterableDatasetShard(streamed, batch, num_processes=ranks, process_index=rank), 2 * batch)
+        for rank in range(ranks)
+    ]
+    found = [[row["input_ids"] for row in part] for part in parts]
+    steps = [[row for part in found for row in part[step * batch : (step + 1) * batch]] for step in range(2)]
+    assert [row for step in steps for row in step] == expected
+
+
+def test_a_stream_without_a_number_of_steps_is_refused(rows: Path, tokenizer: Any) -> None:
+    run = run_file(rows, streaming=True)
+    endless = run.model_copy(update={"train": run.train.model_copy(update={"max_steps": -1})})
+    with pytest.raises(UserError, match="epochs can't be counted"):
+        prepare(endless, tokenizer)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=300), st.integers(1, 16), st.integers(0, 3))
+def test_grouping_by_length_is_a_permutation(lengths: list[int], batch: int, epoch: int) -> None:
+    order = length_grouped(np.array(lengths), batch, 0, epoch)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
