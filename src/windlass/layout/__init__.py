@@ -7,11 +7,12 @@ choose(figures)                          the best of them, and why
 """
 
 from windlass.layout.accelerate import AccelerateFile, Entry, Wish, read_accelerate
-from windlass.layout.choose import Candidate, Figures, candidates, choose
-from windlass.layout.demand import Demand, demand, settle
+from windlass.layout.compare import Candidate, Figures, candidates, choose
 from windlass.layout.keys import FATES, KEYS
 from windlass.layout.launcher import Launched, Process, accelerate_file, find_launcher_config, parents
 from windlass.layout.shape import LAYOUTS, Layout, check_wrap
+from windlass.layout.sizes import settle
+from windlass.layout.sources import Demand, demand
 
 __all__ = [
     "FATES",

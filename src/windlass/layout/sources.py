@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from windlass.errors import Problem, raise_all
 from windlass.family import Family
 from windlass.layout.accelerate import AccelerateFile
-from windlass.layout.shape import LAYOUTS, Layout, check_wrap
+from windlass.layout.shape import LAYOUTS, check_wrap
 
 AUTO = "auto"
+# PEFT's ways to start an adapter that read the base's weights.
+FROM_BASE_WEIGHTS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 # Layouts that the run file may name beside an FSDP file that names another: FSDP files know no experts,
 # and under expert parallelism the dense rest is sharded as they say.
 ALONGSIDE = {"expert-parallel": ("full-shard", "no-reshard", "hybrid")}
@@ -26,6 +28,8 @@ class Run(Protocol):
     def cluster(self) -> Any: ...
     @property
     def train(self) -> Any: ...
+    @property
+    def lora(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Demand:
     wrap: str = ""
     state_dict: str = "full"
     cpu: bool = False  # the Accelerate file said use_cpu
+    barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
 
     @property
     def ranks(self) -> int:
@@ -134,6 +139,7 @@ def demand(
         precision=_precision(sources),
         wrap=family.layer if family else str(wrap.value) if wrap else "",
         cpu=bool(cpu and cpu.value),
+        barred=_barred(run.lora) if nodes * gpus > 1 else {},
     )
     raise_all(sources.problems)
     return found
@@ -243,99 +249,16 @@ def _precision(sources: _Sources) -> str:
     return kinds[0] if kinds else "no"
 
 
-# --- to one Layout --------------------------------------------------------------------------------------------------
-
-
-def settle(wanted: Demand, experts: int) -> Layout:
-    """The Layout that a demand names (not `auto`). `experts`: routed experts per layer, 0 for a dense model."""
-    problems: list[Problem] = []
-    shard, replicate = _sizes(wanted, problems)
-    parallel = _expert_parallel(wanted, experts, shard, problems)
-    raise_all(problems)
-    reshard = wanted.reshard_after_forward
-    return Layout(
-        name=wanted.name,
-        reason=f"demanded by {wanted.where}",
-        nodes=wanted.nodes,
-        gpus_per_node=wanted.gpus_per_node,
-        shard=shard,
-        replicate=replicate,
-        expert_parallel=parallel,
-        reshard_after_forward=wanted.name not in ("no-reshard", "resident") if reshard is None else reshard,
-        offload=wanted.offload and wanted.name != "resident",
-        activation_checkpointing=wanted.activation_checkpointing,
-        precision=wanted.precision,
-        wrap=wanted.wrap,
-        state_dict=wanted.state_dict,
-    )
-
-
-def _sizes(wanted: Demand, problems: list[Problem]) -> tuple[int, int]:
-    """shard and replicate, whose product is the number of ranks."""
-    ranks = wanted.ranks
-    if wanted.name not in LAYOUTS:
-        problems.append(Problem(f"no such layout: {wanted.name}", wanted.where, f"one of {', '.join(LAYOUTS)}"))
-        return ranks, 1
-    usual = {"hybrid": wanted.nodes, "resident": ranks}.get(wanted.name, 1)
-    replicate = wanted.replicate or (ranks // wanted.shard if wanted.shard and ranks % wanted.shard == 0 else usual)
-    shard = wanted.shard or max(1, ranks // replicate)
-    if shard * replicate != ranks:
-        problems.append(
-            Problem(
-                f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {ranks} ranks",
-                wanted.where,
-                "leave one of the two out: it is derived",
-            )
-        )
-    if wanted.name == "hybrid" and (shard == 1 or replicate == 1):
-        equal = "resident" if shard == 1 else "full-shard"
-        problems.append(
-            Problem(
-                f"hybrid on {wanted.nodes} x {wanted.gpus_per_node} GPUs would shard over {shard} and replicate "
-                f"{replicate} times: that is {equal}",
-                wanted.where,
-                f"write layout: {equal}, or give layout.shard and layout.replicate",
-            )
-        )
-    if wanted.name == "resident" and shard != 1:
-        problems.append(Problem(f"resident with shard {shard}", wanted.where, "leave layout.shard out"))
-    if wanted.name == "resident" and wanted.offload:
-        problems.append(
-            Problem("resident with offload: nothing would be resident", wanted.where, "write layout: full-shard")
-        )
-    return shard, replicate
-
-
-def _expert_parallel(wanted: Demand, experts: int, shard: int, problems: list[Problem]) -> int:
-    if wanted.name != "expert-parallel":
-        if (wanted.expert_parallel or 1) > 1:
-            problems.append(
-                Problem(
-                    f"expert_parallel {wanted.expert_parallel} with layout {wanted.name}",
-                    wanted.where,
-                    "write layout: {name: expert-parallel, …}",
-                )
-            )
-        return 1
-    parallel = wanted.expert_parallel or shard
-    why = why_not_expert_parallel(experts, parallel, shard)
-    if why:
-        fitting = [n for n in range(2, shard + 1) if not why_not_expert_parallel(experts, n, shard)]
-        hint = f"expert_parallel may be {', '.join(map(str, fitting))}" if fitting else "take another layout"
-        if not fitting and experts:
-            hint += f", or a number of ranks that divides {experts} experts"
-        problems.append(Problem(why, wanted.where, hint))
-    return parallel
-
-
-def why_not_expert_parallel(experts: int, parallel: int, shard: int) -> str:
-    """Why experts cannot be split so; empty where they can."""
-    if not experts:
-        return "the model has no routed experts to split"
-    if parallel < 2:
-        return "one rank alone has nothing to split experts over"
-    if experts % parallel:
-        return f"{experts} experts do not split evenly over {parallel} ranks, and the engine refuses uneven splits"
-    if shard % parallel:
-        return f"{parallel} does not divide the {shard} ranks that share one copy of the dense weights"
-    return ""
+def _barred(lora: Any) -> dict[str, str]:
+    """What the adapter does not bear. Each goes when the engine learns it."""
+    init = str(lora.init_lora_weights).lower()
+    if lora.use_dora:
+        why = "lora.use_dora needs the norm of whole base weights, and a rank would hold a shard of them"
+    elif init.startswith(FROM_BASE_WEIGHTS):
+        why = f"lora.init_lora_weights: {init} needs whole base weights, and a rank would hold a shard of them"
+    else:
+        why = ""
+    barred = {name: why for name in LAYOUTS if name != "resident"} if why else {}
+    if lora.experts and not why:
+        barred["expert-parallel"] = "adapters on routed experts (lora.experts) do not work under expert parallelism yet"
+    return barred

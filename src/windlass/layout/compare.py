@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from windlass.layout.demand import Demand, settle, why_not_expert_parallel
 from windlass.layout.shape import Layout
+from windlass.layout.sizes import settle, why_not_expert_parallel
+from windlass.layout.sources import Demand
 
 FP8_RESIDENT = "training does not hold the base in FP8 yet: it is loaded in BF16"
 
@@ -42,18 +43,31 @@ def candidates(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candida
     `experts`: routed experts per layer, 0 for a dense model. `fp8`: the checkpoint is published in FP8.
     """
     free = replace(
-        wanted, where="", shard=None, replicate=None, expert_parallel=None, reshard_after_forward=None, offload=False
+        wanted,
+        where="",
+        shard=None,
+        replicate=None,
+        expert_parallel=None,
+        reshard_after_forward=None,
+        offload=False,
+        barred={},  # such layouts are still costed
     )
-    rows = _on(free, experts, fp8)
+    rows = [_bar(row, wanted) for row in _on(free, experts, fp8)]
     for nodes in _other_nodes(wanted.nodes):
         other = replace(free, nodes=nodes)
         suffix = f", on {nodes} node{'s' * (nodes > 1)}"
         rows += [
             replace(row, title=row.title + suffix, here=False)
-            for row in _on(other, experts, fp8=False)
+            for row in (_bar(row, wanted) for row in _on(other, experts, fp8=False))
             if row.possible and row.layout and not row.layout.offload and row.layout.name != "no-reshard"
         ]
     return tuple(rows)
+
+
+def _bar(row: Candidate, wanted: Demand) -> Candidate:
+    """Say of a layout that the rest of the run rules it out."""
+    why = wanted.barred.get(row.layout.name, "") if row.layout and row.layout.ranks > 1 else ""
+    return replace(row, why_not=row.why_not or why)
 
 
 def _other_nodes(nodes: int) -> list[int]:

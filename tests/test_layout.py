@@ -1,0 +1,496 @@
+"""Run file and Accelerate file become one layout; where they differ, both places are named; `auto` goes by figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.errors import UserError
+from windlass.family import Family
+from windlass.layout import (
+    LAYOUTS,
+    AccelerateFile,
+    Candidate,
+    Demand,
+    Figures,
+    candidates,
+    check_wrap,
+    choose,
+    demand,
+    read_accelerate,
+    settle,
+)
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "layout": {
+        "name": "auto",
+        "ranks": None,
+        "shard": None,
+        "replicate": None,
+        "expert_parallel": None,
+        "reshard_after_forward": None,
+        "offload": None,
+        "activation_checkpointing": None,
+        "wrap": None,
+        "state_dict": None,
+    },
+    "cluster": {"nodes": 1, "gpus_per_node": 1},
+    "train": {"bf16": True, "fp16": False, "gradient_checkpointing": False},
+    "lora": {"experts": None, "use_dora": False, "init_lora_weights": True},
+}
+
+
+class Job:
+    """A run file in which only some keys were written; each stands in the line of its turn."""
+
+    def __init__(self, **written: Any) -> None:
+        self.written = {key.replace("__", "."): value for key, value in written.items()}
+        for section, values in DEFAULTS.items():
+            mine = {key.partition(".")[2]: v for key, v in self.written.items() if key.startswith(section + ".")}
+            setattr(self, section, SimpleNamespace(**(values | mine)))
+
+    layout: Any
+    cluster: Any
+    train: Any
+    lora: Any
+
+    def where(self, path: str) -> str:
+        if path not in self.written:
+            return f"default: {path}"
+        return f"run.yaml:{list(self.written).index(path) + 1}: {path}"
+
+    def demand(self, accelerate: AccelerateFile | None = None, family: Family | None = None) -> Demand:
+        return demand(self, self.where, family, accelerate)
+
+
+def file(folder: Path, text: str) -> AccelerateFile:
+    path = folder / "fsdp.yaml"
+    path.write_text("distributed_type: FSDP\n" + text)
+    return read_accelerate(path)
+
+
+def problems(job: Job, accelerate: AccelerateFile | None = None) -> list[tuple[str, str]]:
+    with pytest.raises(UserError) as caught:
+        job.demand(accelerate)
+    assert all(problem.hint for problem in caught.value.problems)
+    return [(problem.where.rpartition("/")[2], problem.problem) for problem in caught.value.problems]
+
+
+# --- one demand from two sources ------------------------------------------------------------------------------------
+
+
+def test_a_run_file_that_says_nothing_asks_for_nothing() -> None:
+    wanted = Job().demand()
+    assert wanted == Demand("auto", "", 1, 1)
+
+
+def test_the_published_file_becomes_full_shard_with_offload() -> None:
+    wanted = Job().demand(read_accelerate(EXAMPLES / "fsdp.yaml"))
+    layout = settle(wanted, 128)
+    assert (layout.name, layout.nodes, layout.gpus_per_node, layout.shard) == ("full-shard", 3, 1, 3)
+    assert layout.offload
+    assert layout.reshard_after_forward
+    assert layout.reason.endswith("fsdp.yaml:27: fsdp_config.fsdp_reshard_after_forward")
+
+
+def test_the_fsdp1_file_becomes_full_shard_over_two() -> None:
+    layout = settle(Job().demand(read_accelerate(EXAMPLES / "config/fsdp_2xH200.yaml")), 128)
+    assert (layout.name, layout.nodes, layout.shard, layout.offload) == ("full-shard", 2, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ("full-shard", True)),
+        ("fsdp_config:\n  fsdp_reshard_after_forward: false\n", ("no-reshard", False)),
+        ("fsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n", ("no-reshard", False)),
+        ("fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n", ("hybrid", True)),
+        ("fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD_ZERO2\n", ("hybrid", False)),
+        ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n", ("resident", False)),
+        ("parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n", ("hybrid", True)),
+    ],
+)
+def test_what_a_file_asks_for_is_one_of_the_layouts(text: str, expected: tuple[str, bool], tmp_path: Path) -> None:
+    wanted = Job().demand(file(tmp_path, "num_machines: 2\nnum_processes: 8\n" + text))
+    layout = settle(wanted, 128)
+    assert (layout.name, layout.reshard_after_forward) == expected
+    if layout.name == "hybrid":
+        assert (layout.shard, layout.replicate) == (4, 2)
+
+
+def test_a_file_that_only_starts_ranks_leaves_the_layout_open(tmp_path: Path) -> None:
+    path = tmp_path / "ddp.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n")
+    wanted = Job().demand(read_accelerate(path))
+    assert (wanted.name, wanted.nodes, wanted.gpus_per_node) == ("auto", 2, 2)
+
+
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "nodes": ({"cluster__nodes": 2}, "num_machines: 3\n", "num_machines", "the number of nodes is 3 here, but 2 at"),
+    "ranks": (
+        {"cluster__nodes": 2, "cluster__gpus_per_node": 4},
+        "num_processes: 2\n",
+        "num_processes",
+        "the number of ranks is 2 here, but 2 x 4 = 8 by run.yaml:1: cluster.nodes x run.yaml:2: cluster.gpus_per_node",
+    ),
+    "uneven": (
+        {"cluster__nodes": 2},
+        "num_processes: 3\n",
+        "num_processes",
+        "3 ranks do not spread evenly over 2 nodes",
+    ),
+    "precision": (
+        {"train__bf16": True},
+        "mixed_precision: fp16\n",
+        "mixed_precision",
+        "precision is fp16 here, but bf16",
+    ),
+    "precision off": (
+        {"train__bf16": False},
+        "mixed_precision: bf16\n",
+        "mixed_precision",
+        "precision is bf16 here, but no at run.yaml:1: train.bf16",
+    ),
+    "reshard": (
+        {"layout__reshard_after_forward": False},
+        "fsdp_config:\n  fsdp_reshard_after_forward: true\n",
+        "fsdp_config.fsdp_reshard_after_forward",
+        "reshard_after_forward is True here, but False at run.yaml:1",
+    ),
+    "layout": (
+        {"layout__name": "no-reshard"},
+        "fsdp_config:\n  fsdp_reshard_after_forward: true\n",
+        "fsdp_config.fsdp_reshard_after_forward",
+        "the layout is full-shard here, but no-reshard at run.yaml:1",
+    ),
+    "strategy": (
+        {"layout__name": "resident"},
+        "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n",
+        "fsdp_config.fsdp_sharding_strategy",
+        "the layout is hybrid here, but resident at run.yaml:1",
+    ),
+    "offload": (
+        {"layout__offload": True},
+        "fsdp_config:\n  fsdp_offload_params: false\n",
+        "fsdp_config.fsdp_offload_params",
+        "offload is False here, but True at run.yaml:1",
+    ),
+    "checkpointing": (
+        {"train__gradient_checkpointing": False},
+        "fsdp_config:\n  fsdp_activation_checkpointing: true\n",
+        "fsdp_config.fsdp_activation_checkpointing",
+        "activation checkpointing is True here, but False at run.yaml:1",
+    ),
+    "wrap": (
+        {"layout__wrap": "A"},
+        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: B\n",
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+        "the wrapped layer is B here, but A at run.yaml:1",
+    ),
+    "replicate": (
+        {"layout__replicate": 4},
+        "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n",
+        "parallelism_config.parallelism_config_dp_replicate_size",
+        "replicate is 2 here, but 4 at run.yaml:1",
+    ),
+    "no node": ({}, "num_machines: 0\n", "num_machines", "0 is too few"),
+    "no rank": ({}, "num_processes: 0\n", "num_processes", "0 is too few"),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_two_sources_that_disagree_are_an_error_that_names_both(name: str, tmp_path: Path) -> None:
+    written, text, place, says = DISAGREEMENTS[name]
+    found = problems(Job(**written), file(tmp_path, text))
+    assert len(found) == 1
+    assert found[0][0].startswith("fsdp.yaml:")
+    assert found[0][0].endswith(f": {place}")
+    assert says in found[0][1]
+
+
+def test_all_disagreements_are_told_at_once(tmp_path: Path) -> None:
+    job = Job(cluster__nodes=2, train__fp16=True, layout__offload=True)
+    found = problems(
+        job, file(tmp_path, "num_machines: 3\nmixed_precision: bf16\nfsdp_config:\n  offload_params: no\n")
+    )
+    assert [where.rpartition(" ")[2] for where, _ in found] == [
+        "num_machines",
+        "fsdp_config.offload_params",
+        "mixed_precision",
+    ]
+
+
+def test_a_default_of_the_run_file_is_no_disagreement(tmp_path: Path) -> None:
+    """Only what the user wrote speaks: else every file for three nodes would quarrel with the default of one."""
+    wanted = Job().demand(
+        file(
+            tmp_path,
+            "num_machines: 3\nnum_processes: 6\nmixed_precision: fp16\n"
+            "fsdp_config:\n  activation_checkpointing: true\n",
+        )
+    )
+    assert (wanted.nodes, wanted.gpus_per_node, wanted.precision) == (3, 2, "fp16")
+    assert wanted.activation_checkpointing
+
+
+def test_agreeing_sources_are_fine_and_experts_may_be_split_beside_an_fsdp_file() -> None:
+    job = Job(cluster__nodes=2, cluster__gpus_per_node=1, train__bf16=True, layout__name="expert-parallel")
+    layout = settle(job.demand(read_accelerate(EXAMPLES / "config/fsdp_2xH200.yaml")), 128)
+    assert (layout.name, layout.shard, layout.expert_parallel) == ("expert-parallel", 2, 2)
+    assert layout.reason == "demanded by run.yaml:4: layout.name"
+
+
+def test_layout_ranks_is_held_against_the_cluster() -> None:
+    assert problems(Job(cluster__nodes=2, cluster__gpus_per_node=4, layout__ranks=4)) == [
+        ("run.yaml:3: layout.ranks", "layout.ranks is 4, but 2 nodes x 4 GPUs are 8")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "precision"),
+    [
+        ({}, "bf16"),
+        ({"train__bf16": False}, "no"),
+        ({"train__bf16": False, "train__fp16": True}, "fp16"),
+        ({"train__bf16": True}, "bf16"),
+    ],
+)
+def test_precision_of_the_run_file(written: dict[str, Any], precision: str) -> None:
+    assert Job(**written).demand().precision == precision
+
+
+# --- the layer that is wrapped --------------------------------------------------------------------------------------
+
+MISTRAL4 = Family("mistral4", "Mistral4ForCausalLM", "Mistral4DecoderLayer")
+
+
+def test_a_layer_class_that_the_model_lacks_is_an_error_that_names_its_own() -> None:
+    with pytest.raises(UserError) as caught:
+        Job().demand(read_accelerate(EXAMPLES / "fsdp-3xH200.yaml"), MISTRAL4)
+    (problem,) = caught.value.problems
+    assert "'MistralDecoderLayer'" in problem.problem
+    assert "'Mistral4DecoderLayer'" in problem.problem
+    assert problem.where.endswith("fsdp-3xH200.yaml:24: fsdp_config.fsdp_transformer_layer_cls_to_wrap")
+    assert Job().demand(read_accelerate(EXAMPLES / "fsdp.yaml"), MISTRAL4).wrap == "Mistral4DecoderLayer"
+
+
+@pytest.mark.parametrize(
+    ("name", "fine"),
+    [
+        ("Mistral4DecoderLayer", True),
+        ("Mistral4DecoderLayer, Mistral4DecoderLayer", True),
+        ("", True),
+        ("mistral4decoderlayer", False),
+        ("Mistral4DecoderLayer,Embedding", False),
+    ],
+)
+def test_check_wrap(name: str, fine: bool) -> None:
+    assert (check_wrap(name, MISTRAL4, "x") is None) == fine
+
+
+# --- a demand settled -----------------------------------------------------------------------------------------------
+
+
+def want(name: str, nodes: int, gpus: int, **more: Any) -> Demand:
+    return replace(Demand(name, "run.yaml:9: layout", nodes, gpus), **more)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "experts", "sizes"),
+    [
+        (want("full-shard", 3, 1), 128, (3, 1, 1)),
+        (want("no-reshard", 2, 8), 0, (16, 1, 1)),
+        (want("hybrid", 2, 8), 0, (8, 2, 1)),
+        (want("hybrid", 1, 8, replicate=4), 0, (2, 4, 1)),
+        (want("hybrid", 2, 2, shard=2), 0, (2, 2, 1)),
+        (want("expert-parallel", 2, 1), 128, (2, 1, 2)),
+        (want("expert-parallel", 2, 4, expert_parallel=4), 128, (8, 1, 4)),
+        (want("expert-parallel", 2, 4, replicate=2), 128, (4, 2, 4)),
+        (want("resident", 3, 1), 128, (1, 3, 1)),
+        (want("full-shard", 1, 1), 0, (1, 1, 1)),
+    ],
+)
+def test_sizes_are_derived(wanted: Demand, experts: int, sizes: tuple[int, int, int]) -> None:
+    layout = settle(wanted, experts)
+    assert (layout.shard, layout.replicate, layout.expert_parallel) == sizes
+    assert layout.shard * layout.replicate == layout.ranks
+
+
+@pytest.mark.parametrize(
+    ("wanted", "experts", "says"),
+    [
+        (want("expert-parallel", 3, 1), 128, "128 experts do not split evenly over 3 ranks"),
+        (want("expert-parallel", 3, 1), 0, "no routed experts"),
+        (want("expert-parallel", 1, 1), 128, "one rank alone"),
+        (want("expert-parallel", 2, 3, expert_parallel=4), 128, "4 does not divide the 6 ranks"),
+        (want("full-shard", 2, 2, expert_parallel=2), 128, "expert_parallel 2 with layout full-shard"),
+        (want("full-shard", 2, 2, shard=3), 128, "shard 3 x replicate 1 = 3, but there are 4 ranks"),
+        (want("hybrid", 2, 2, shard=2, replicate=3), 0, "shard 2 x replicate 3 = 6, but there are 4 ranks"),
+        (want("hybrid", 3, 1), 0, "that is resident"),
+        (want("hybrid", 1, 4), 0, "that is full-shard"),
+        (want("resident", 2, 1, shard=2), 0, "resident with shard 2"),
+        (want("resident", 2, 1, offload=True), 0, "resident with offload"),
+        (want("ful-shard", 2, 1), 0, "no such layout"),
+        (want("expert-parallel", 2, 1, barred={"expert-parallel": "not with these"}), 128, "not with these"),
+    ],
+)
+def test_a_layout_that_cannot_be_says_why(wanted: Demand, experts: int, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        settle(wanted, experts)
+    assert all(problem.where == "run.yaml:9: layout" and problem.hint for problem in caught.value.problems)
+
+
+def test_the_hint_lists_the_splits_that_would_do() -> None:
+    with pytest.raises(UserError) as caught:
+        settle(want("expert-parallel", 4, 3), 128)
+    assert caught.value.problems[0].hint == "expert_parallel may be 2, 4"
+
+
+@pytest.mark.parametrize(
+    ("written", "barred"),
+    [
+        ({}, set()),
+        ({"lora__experts": True}, {"expert-parallel"}),
+        ({"lora__use_dora": True}, set(LAYOUTS) - {"resident"}),
+        ({"lora__init_lora_weights": "pissa_niter_4"}, set(LAYOUTS) - {"resident"}),
+    ],
+)
+def test_what_an_adapter_does_not_bear(written: dict[str, Any], barred: set[str]) -> None:
+    wanted = Job(cluster__nodes=2, **written).demand()
+    assert set(wanted.barred) == barred
+    rows = {row.title: row for row in candidates(wanted, 128)}
+    assert {row.layout.name for row in rows.values() if row.layout and not row.possible} == barred - {"hybrid"}
+    assert Job(**written).demand().barred == {}  # one GPU holds everything
+
+
+# --- what is compared -----------------------------------------------------------------------------------------------
+
+
+def titles(nodes: int, gpus: int, experts: int, fp8: bool = False) -> dict[str, str]:
+    return {row.title: row.why_not for row in candidates(want("auto", nodes, gpus), experts, fp8) if row.here}
+
+
+def test_three_nodes_with_one_gpu_each_as_published() -> None:
+    assert titles(3, 1, 128, fp8=True) == {
+        "full-shard": "",
+        "full-shard, parameters offloaded": "",
+        "no-reshard": "",
+        "hybrid": "one GPU per node: there is nothing to shard over inside a node, it would be resident",
+        "expert-parallel 3": ("128 experts do not split evenly over 3 ranks, and the engine refuses uneven splits"),
+        "resident": "",
+        "resident, FP8": "training does not hold the base in FP8 yet: it is loaded in BF16",
+    }
+
+
+def test_two_nodes_with_eight_gpus_each() -> None:
+    rows = titles(2, 8, 128)
+    assert [title for title, why in rows.items() if not why] == [
+        "full-shard",
+        "full-shard, parameters offloaded",
+        "no-reshard",
+        "hybrid",
+        "expert-parallel 2",
+        "expert-parallel 4",
+        "expert-parallel 8",
+        "expert-parallel 16",
+        "expert-parallel 8, replicated across nodes",
+        "resident",
+    ]
+
+
+def test_a_dense_model_has_no_experts_to_split() -> None:
+    assert titles(2, 1, 0)["expert-parallel"] == "the model has no routed experts to split"
+
+
+def test_one_gpu_alone() -> None:
+    assert [title for title, why in titles(1, 1, 128).items() if not why] == ["one GPU"]
+
+
+def test_more_and_fewer_nodes_are_shown_and_never_chosen() -> None:
+    rows = [row for row in candidates(want("auto", 3, 1), 128) if not row.here]
+    assert {row.layout.nodes for row in rows if row.layout} == {1, 2, 4, 5, 6}
+    assert "expert-parallel 2, on 2 nodes" in {row.title for row in rows}
+    assert choose([Figures(row, True, 1.0, 1.0) for row in rows]) is None
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 4, 8, 60, 128]), st.booleans())
+def test_every_row_can_be_or_says_why(nodes: int, gpus: int, experts: int, fp8: bool) -> None:
+    rows = candidates(want("auto", nodes, gpus), experts, fp8)
+    assert len({row.title for row in rows}) == len(rows)
+    for row in rows:
+        assert row.possible == (row.why_not == "")
+        assert row.layout or row.why_not
+        if row.layout:
+            layout = row.layout
+            assert layout.shard * layout.replicate == layout.ranks
+            assert layout.shard % layout.expert_parallel == 0
+            assert layout.expert_parallel == 1 or experts % layout.expert_parallel == 0
+            assert layout.name in LAYOUTS
+            assert (layout.nodes == nodes) == row.here
+
+
+def test_the_rest_of_the_demand_goes_into_every_candidate() -> None:
+    wanted = want("full-shard", 2, 1, activation_checkpointing=True, precision="fp16", wrap="Layer", offload=True)
+    for row in candidates(wanted, 128):
+        if row.layout:
+            assert (row.layout.activation_checkpointing, row.layout.precision, row.layout.wrap) == (
+                True,
+                "fp16",
+                "Layer",
+            )
+            assert row.layout.offload == ("offloaded" in row.title)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def figures(*rows: tuple[str, bool, float, float]) -> list[Figures]:
+    known = {row.title: row for row in candidates(want("auto", 2, 2), 128, fp8=True)}
+    return [Figures(known[title], fits, gib, seconds) for title, fits, gib, seconds in rows]
+
+
+def test_the_fastest_that_fits_is_chosen_and_the_reason_says_so() -> None:
+    layout = choose(
+        figures(
+            ("full-shard", True, 60, 20.0),
+            ("hybrid", True, 100, 5.0),
+            ("expert-parallel 4", True, 70, 2.5),
+            ("resident", False, 238, 1.0),
+        )
+    )
+    assert layout is not None
+    assert (layout.name, layout.expert_parallel) == ("expert-parallel", 4)
+    assert layout.reason == (
+        "chosen: the fastest of the 3 layouts that fit, 2.5 s a step (hybrid 5 s, full-shard 20 s)"
+    )
+
+
+def test_what_training_cannot_run_is_never_chosen_however_fast() -> None:
+    layout = choose(figures(("full-shard", True, 60, 20.0), ("resident, FP8", True, 120, 1.0)))
+    assert layout is not None
+    assert (layout.name, layout.reason) == ("full-shard", "chosen: the only layout that is possible")
+
+
+def test_where_nothing_fits_the_smallest_is_taken_and_says_so() -> None:
+    layout = choose(figures(("full-shard", False, 300, 20.0), ("resident", False, 900, 1.0)))
+    assert layout is not None
+    assert layout.name == "full-shard"
+    assert layout.reason == "chosen: none of 2 layouts fits, and this one needs least, 300 GiB per GPU"
+
+
+def test_the_only_one_that_fits() -> None:
+    layout = choose(figures(("full-shard", True, 60, 20.0), ("resident", False, 900, 1.0)))
+    assert layout is not None
+    assert layout.reason == "chosen: the only one of 2 layouts that fits"
+
+
+def test_nothing_to_choose_from() -> None:
+    assert choose([]) is None
+    assert choose([Figures(Candidate("x", None, "no"), False, 0, 0)]) is None
