@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,24 +23,25 @@ from windlass.errors import Problem, RunError, UserError
 SAVED = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start again with --resume
 USER_INPUT = 2
 RANK_USER_INPUT = 13  # what a rank says for 2: schedulers are told not to retry on it
-PATIENCE_SECONDS = 20.0  # for the other ranks to end by themselves once one has failed
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-DESK = "WINDLASS_DESK"  # a folder of this machine where ranks leave word for whoever started them
+DESK = "WINDLASS_DESK"  # a folder of this machine where ranks leave word: exit code, error, what they are doing
+TELLER = "WINDLASS_TELLER"  # set: whoever started the ranks reads the desk and tells, so they print no errors
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among the ranks. `desk` is None where others started them."""
+    """This process among the ranks."""
 
     rank: int = 0
     local_rank: int = 0
     world: int = 1
     desk: Path | None = None
+    tells: bool = True  # this rank prints its own errors
 
     def note(self, name: str, text: str) -> None:
         """Leave word, whole or not at all."""
         if self.desk is not None:
-            with suppress(OSError):  # word of a failure must not become a failure
+            with contextlib.suppress(OSError):  # word of a failure must not become a failure
                 part = self.desk / f".{name}-{self.rank}"
                 part.write_text(text)
                 part.replace(self.desk / f"{name}-{self.rank}")
@@ -58,7 +59,8 @@ def place(environ: Mapping[str, str]) -> Place | None:
     per_node = int(environ.get("PET_NPROC_PER_NODE", "1") if environ.get("PET_NPROC_PER_NODE", "1").isdigit() else 1)
     if local is None and per_node > 1:
         return None  # an operator's pod: RANK is the pod's number, its ranks are still to be started
-    return Place(int(environ["RANK"]), int(local or 0), world, Path(environ[DESK]) if DESK in environ else None)
+    desk = Path(environ[DESK]) if DESK in environ else None
+    return Place(int(environ["RANK"]), int(local or 0), world, desk, tells=TELLER not in environ)
 
 
 class Interruption:
@@ -82,25 +84,41 @@ class Interruption:
 
 
 def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], None]) -> int:
-    """Run one rank's work and turn its end into an exit code, told to whoever started it or printed."""
+    """Run one rank's work and turn its end into an exit code, told to whoever started it or printed.
+
+    The code is also left on the desk: torchrun and `accelerate launch` turn every one of them into 1.
+    """
     try:
-        return work()
+        code = work()
     except UserError as error:
         code = 1 if isinstance(error, RunError) else RANK_USER_INPUT
-        told = {"problems": [problem.as_dict() for problem in error.problems], "code": code}
-        if here.desk is None and (here.rank == 0 or isinstance(error, RunError)):
+        problems = [problem.as_dict() for problem in error.problems]
+        here.note("error", json.dumps({"problems": problems, "code": code, "time": time.time()}))
+        if here.tells and (here.rank == 0 or code == 1):
             say(error)
+    except SystemExit as leaving:  # a signal while there was nothing to save
+        code = leaving.code if isinstance(leaving.code, int) else 1
     except Exception:
         code = 1
-        told = {"traceback": traceback.format_exc(), "code": code}
-        if here.desk is None:
-            print(f"rank {here.rank} failed:\n{told['traceback']}", file=sys.stderr, flush=True)
-    here.note("error", json.dumps({**told, "time": time.time()}))
+        trace = traceback.format_exc()
+        here.note("error", json.dumps({"traceback": trace, "time": time.time()}))
+        if here.tells:
+            print(f"rank {here.rank} failed:\n{trace}", file=sys.stderr, flush=True)
+    here.note("code", str(code))
     return code
 
 
-def start(arguments: Sequence[str], ranks: int, environ: Mapping[str, str], *, grace_seconds: float = 120.0) -> int:
-    """Start `python -m windlass ARGUMENTS` once per rank, forward signals, wait, and say why it ended if it failed.
+def start(
+    command: Sequence[str],
+    ranks: int,
+    environ: Mapping[str, str],
+    *,
+    grace_seconds: float = 120.0,
+    patience_seconds: float = 20.0,
+) -> int:
+    """Run `command` once per rank, forward signals, wait, and say why it ended if it failed. Returns the exit code.
+
+    grace_seconds: what ranks get to save in after a signal. patience_seconds: what the others get once one failed.
 
     Plain processes rather than torchrun: it would turn every exit code into 1, kill the ranks 30 s after SIGTERM
     whether they have saved or not, and leave them orphaned on SIGUSR1.
@@ -108,10 +126,10 @@ def start(arguments: Sequence[str], ranks: int, environ: Mapping[str, str], *, g
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         desk = Path(folder)
         crew = [
-            _start(arguments, variables, desk / f"output-{rank}" if rank else None)
+            _start(command, variables, desk / f"output-{rank}" if rank else None)
             for rank, variables in enumerate(_environments(ranks, environ, desk))
         ]
-        first = _wait(crew, grace_seconds)
+        first = _wait(crew, grace_seconds, patience_seconds)
         return _verdict([process.returncode for process in crew], first, desk)
 
 
@@ -128,6 +146,7 @@ def _environments(ranks: int, environ: Mapping[str, str], desk: Path) -> list[di
         "MASTER_ADDR": environ.get("PET_MASTER_ADDR", "localhost") if nodes > 1 else "localhost",
         "MASTER_PORT": environ.get("PET_MASTER_PORT", "29500") if nodes > 1 else str(_free_port()),
         DESK: str(desk),
+        TELLER: "windlass",
     }
     return [
         {**inherited, **shared, "RANK": str(node * ranks + local), "LOCAL_RANK": str(local)} for local in range(ranks)
@@ -159,21 +178,19 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start(arguments: Sequence[str], environ: dict[str, str], output: Path | None) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environ: dict[str, str], output: Path | None) -> subprocess.Popen[bytes]:
     """Rank 0 shares this terminal. The others write to a file that is read only when they fail.
 
     Each in a session of its own: a Ctrl-C reaches it once, through the signals forwarded below.
     """
-    command = [sys.executable, "-m", "windlass", *arguments]
-    if output is None:
-        return subprocess.Popen(command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL)
-    with output.open("wb") as file:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(output.open("wb")) if output else None
         return subprocess.Popen(
-            command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            list(command), env=environ, start_new_session=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file
         )
 
 
-def _wait(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int | None:
+def _wait(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float, patience_seconds: float) -> int | None:
     """Until all have ended; returns the first that failed, if any.
 
     One failed: the others get a bounded time. A signal: they save. A second signal: at once.
@@ -193,7 +210,7 @@ def _wait(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int 
             if first is None:
                 first = next((rank for rank, code in enumerate(codes) if code), None)
             if deadline is None and (first is not None or received):
-                deadline = time.monotonic() + (grace_seconds if received else PATIENCE_SECONDS)
+                deadline = time.monotonic() + (grace_seconds if received else patience_seconds)
             if deadline is not None and time.monotonic() > deadline:
                 _signal(crew, signal.SIGKILL if asked else signal.SIGTERM)
                 asked, deadline = True, time.monotonic() + 5.0
@@ -208,7 +225,7 @@ def _wait(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> int 
 def _signal(crew: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in crew:
         if process.poll() is None:
-            with suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,13 @@ def run(plan: Plan, here: Place, *, resume: bool = False) -> int:
 
     # 4. The base model: each rank reads its own shard, and proves against the files what it holds.
     here.phase("loading the model")
-    model, certificate = load(plan.checkpoint, plan.layout, dtype=job.model.torch_dtype)
-    folders.write(folder, "load.json", certificate)
+    model, certificate = load(
+        plan.checkpoint,
+        plan.layout,
+        dtype=getattr(torch, job.model.torch_dtype),
+        attn_implementation=job.model.attn_implementation or "sdpa",
+    )
+    folders.write(folder, "load.json", asdict(certificate))
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
     here.phase("attaching the adapter")
@@ -77,7 +83,6 @@ def run(plan: Plan, here: Place, *, resume: bool = False) -> int:
     save_final(folder / "final", model, tokenizer)
     folders.note(folder, state=folders.FINISHED, steps=loop.state.global_step)
     console.print(f"adapter written to {folder / 'final'}")
-    dist.destroy_process_group()
     return 0
 
 
@@ -89,9 +94,10 @@ def join(here: Place, timeout_seconds: float) -> None:
     if gpu:
         torch.cuda.set_device(here.local_rank)
     here.phase("waiting for the other ranks")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds or 600)
-    )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
+        )
 
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
@@ -108,6 +114,8 @@ def loop_of(
     """Everything above, handed to the loop."""
     job = plan.loaded.run
     replicas = Replicas(model)
+    # Also where nothing is sharded: it keeps Accelerate from wrapping the model in DDP, whose part `replicas` plays.
+    model.get_base_model()._is_distributed_loading_by_transformers = True
     loop = Loop(
         model=model,
         args=settings(plan, data.arguments, cpu=not torch.cuda.is_available()),
