@@ -278,6 +278,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -> Non
         ("a.json", b'[{"text": "a"}, 3]', "element 1 is a int"),
         ("a.txt", b"caf\xe9\n", "not UTF-8"),
         ("a.csv", b"text\na,b\n", "more fields than the header"),
+        ("a.jsonl", b'{"text": "\\ud800 x"}\n', "half a surrogate pair"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "not Parquet"),
     ],
 )
@@ -302,7 +303,7 @@ def test_a_tokenizer_without_offsets_keeps_the_edge(tmp_path: Path, tokenizer: P
 
     rows = [{"prompt": "What is a list?", "completion": " A sequence."}]
     path = json_lines(tmp_path / "a.jsonl", rows)
-    slow = prepare(run_file(tmp_path, path), Slow())  # type: ignore[arg-type]
+    slow = prepare(run_file(tmp_path, path), Slow())
     quick = prepare(run_file(tmp_path, path), tokenizer)
     assert slow.fingerprint != quick.fingerprint
     assert slow.train[0] == quick.train[0]

@@ -24,9 +24,8 @@ def write(documents: Documents, path: Path, *, capacity: int | None) -> None:
 
     `labels` is written only where something is not learnt: without it the collator takes the ids themselves.
     """
-    rows = [[i] for i in range(len(documents.lengths))]
-    if capacity is not None:
-        rows = pack(documents.lengths.tolist(), capacity)
+    lengths = documents.lengths.tolist()
+    rows = [[i] for i in range(len(lengths))] if capacity is None else pack(lengths, capacity)
     partial = not documents.learnt.all()
     names = ["input_ids", *(["labels"] if partial else []), *(["seq_lengths"] if capacity is not None else [])]
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])

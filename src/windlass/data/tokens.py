@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,12 +17,14 @@ import numpy.typing as npt
 
 from windlass.data.read import BATCH, Row, batches
 from windlass.data.shapes import Rendered, Shape
+from windlass.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Ids = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
+Coded = tuple[list[int], Flags | None, bool]
 
 
 # A process with another id was forked from the one that imported this, perhaps after its threads had started.
@@ -41,7 +44,8 @@ class Documents:
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
-        starts: npt.NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
+        starts: npt.NDArray[np.int64] = np.cumsum(self.lengths, dtype=np.int64)
+        starts -= self.lengths
         return starts
 
     def take(self, which: npt.NDArray[np.int64]) -> Documents:
@@ -53,8 +57,9 @@ class Documents:
 def spread(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The indices of runs laid end to end: starts 5, 0 and lengths 2, 3 give 5 6 0 1 2."""
     ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+    index: npt.NDArray[np.int64] = np.arange(int(lengths.sum()), dtype=np.int64)
+    index += np.repeat(starts - (ends - lengths), lengths)
+    return index
 
 
 def tokenise(
@@ -62,83 +67,111 @@ def tokenise(
 ) -> Documents:
     """All rows that have something to learn. `counts` says what became of every row."""
     counts = dict.fromkeys(("rows", "empty", "unsupervised", "truncated", "tokens_cut", "straddling"), 0)
-    ids: list[Ids] = []
-    learnt: list[Flags] = []
-    hashes: list[int] = []
-    with rust_threads(threads):
-        for batch in batches(iter(rows), BATCH):
-            for one, flags, digest in documents(batch, shape, tokenizer, max_length, counts):
-                ids.append(one)
-                learnt.append(flags)
-                hashes.append(digest)
+    chunks: list[Documents] = []
+    with rust_threads(threads), ThreadPoolExecutor(1) as other:
+        pending: tuple[list[Rendered], Future[list[Coded]]] | None = None
+        for batch in itertools.chain(batches(iter(rows), BATCH), [[]]):  # the empty one collects the last
+            rendered = [one for one in map(shape.render, batch) if one is not None and one.text.strip()]
+            counts["rows"] += len(batch)
+            counts["empty"] += len(batch) - len(rendered)
+            # Rust encodes without holding Python's lock: meanwhile this thread reads, renders and collects.
+            coming = (rendered, other.submit(code, rendered, tokenizer)) if rendered else None
+            if pending is not None:
+                chunks.append(collect(pending[0], pending[1].result(), tokenizer.eos_token_id, max_length, counts))
+            pending = coming
+    return joined(chunks, counts)
+
+
+def joined(chunks: Sequence[Documents], counts: dict[str, int]) -> Documents:
+    empty = Documents(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.int64), np.zeros(0, np.uint64))
+    parts = chunks or [empty]
     return Documents(
-        np.concatenate(ids) if ids else np.zeros(0, np.int32),
-        np.concatenate(learnt) if learnt else np.zeros(0, np.bool_),
-        np.fromiter(map(len, ids), np.int64, len(ids)),
-        np.array(hashes, np.uint64),
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.learnt for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.hashes for part in parts]),
         counts,
     )
 
 
-def documents(
-    batch: Sequence[Row], shape: Shape, tokenizer: PreTrainedTokenizerBase, max_length: int, counts: dict[str, int]
-) -> Iterator[tuple[Ids, Flags, int]]:
-    """Ids, learnt flags and hash of each row of a batch that keeps any; the others are counted."""
-    found = [shape.render(row) for row in batch]
-    rendered = [one for one in found if one is not None and one.text.strip()]
-    counts["rows"] += len(batch)
-    counts["empty"] += len(batch) - len(rendered)
-    for one, (ids, flags, straddles) in zip(rendered, encode(rendered, tokenizer), strict=True):
+def collect(
+    rendered: Sequence[Rendered], coded: Sequence[Coded], eos: int | None, max_length: int, counts: dict[str, int]
+) -> Documents:
+    """A batch's documents with their end of sequence, cut to length; those with nothing to learn only counted."""
+    flat: list[int] = []
+    learnt = bytearray()
+    lengths: list[int] = []
+    hashes: list[int] = []
+    for one, (ids, flags, straddles) in zip(rendered, coded, strict=True):
         counts["straddling"] += straddles
+        if not one.closed and eos is not None:
+            flags = ended(one, ids, flags, eos)
         if len(ids) > max_length:
             counts["truncated"] += 1
             counts["tokens_cut"] += len(ids) - max_length
-            ids, flags = ids[:max_length], flags[:max_length]
+            ids = ids[:max_length]
+        row = b"\1" * len(ids) if flags is None else flags[: len(ids)].tobytes()
         # The first token of a document is never predicted: nothing comes before it.
-        if not flags[1:].any():
+        if 1 not in row[1:]:
             counts["unsupervised"] += 1
             continue
-        yield ids, flags, digest_of(one.text)
+        flat += ids
+        learnt += row
+        lengths.append(len(ids))
+        hashes.append(digest_of(one.text))
+    return Documents(
+        np.array(flat, np.int32),
+        np.frombuffer(learnt, np.bool_),
+        np.array(lengths, np.int64),
+        np.array(hashes, np.uint64),
+    )
+
+
+def ended(one: Rendered, ids: list[int], flags: Flags | None, eos: int) -> Flags | None:
+    """Adds the end of sequence unless it is there; it is learnt when what comes before it is."""
+    there = bool(ids) and ids[-1] == eos
+    if not there:
+        ids.append(eos)
+    if flags is None:
+        return None
+    last = any(end == len(one.text) for _, end in one.learnt or ())
+    return np.append(flags[:-1] if there else flags, last)
 
 
 def digest_of(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def encode(rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Ids, Flags, bool]]:
-    """Ids and learnt flags of each text, end of sequence added; whether a token lies across a learnt part's edge."""
-    eos = tokenizer.eos_token_id
-    coded = fast(rendered, tokenizer) if tokenizer.is_fast else (slow(one, tokenizer) for one in rendered)
-    for one, (ids, flags, straddles) in zip(rendered, coded, strict=True):
-        if not one.closed and eos is not None and (not len(ids) or ids[-1] != eos):
-            last = one.learnt is None or any(end == len(one.text) for _, end in one.learnt)
-            ids, flags = np.append(ids, np.int32(eos)), np.append(flags, last)
-        elif not one.closed and one.learnt is not None and len(ids) and ids[-1] == eos:
-            flags[-1] = any(end == len(one.text) for _, end in one.learnt)
-        yield ids, flags, straddles
+def code(rendered: Sequence[Rendered], tokenizer: Any) -> list[Coded]:
+    """Ids and learnt flags of each text, None for all; and whether a token lies across a learnt part's edge."""
+    for one in rendered:
+        try:
+            one.text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"a row holds half a surrogate pair, which is no text: {one.text[max(0, error.start - 20) :][:40]!r}",
+                "data",
+                "write it again as proper UTF-8",
+            ) from None
+    return fast(rendered, tokenizer) if tokenizer.is_fast else [slow(one, tokenizer) for one in rendered]
 
 
-def fast(rendered: Sequence[Rendered], tokenizer: Any) -> Iterator[tuple[Ids, Flags, bool]]:
+def fast(rendered: Sequence[Rendered], tokenizer: Any) -> list[Coded]:
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    coded: list[Any] = [None] * len(rendered)
-    for closed in (False, True):
-        for partial in (False, True):
-            chosen = [
-                i for i, one in enumerate(rendered) if one.closed == closed and (one.learnt is not None) == partial
-            ]
-            # Offsets cost time: they are only asked for where a part is learnt.
-            call = backend.encode_batch if partial else backend.encode_batch_fast
-            done = call([rendered[i].text for i in chosen], add_special_tokens=not closed) if chosen else []
-            for i, encoding in zip(chosen, done, strict=True):
-                coded[i] = encoding
-    for one, encoding in zip(rendered, coded, strict=True):
-        ids = np.array(encoding.ids, np.int32)
-        if one.learnt is None:
-            yield ids, np.ones(len(ids), np.bool_), False
-        else:
-            yield ids, *flags_of(encoding.offsets, one.learnt)
+    coded: list[Coded] = [([], None, False)] * len(rendered)
+    for closed, partial in itertools.product((False, True), repeat=2):
+        chosen = [i for i, one in enumerate(rendered) if (one.closed, one.learnt is not None) == (closed, partial)]
+        if not chosen:
+            continue
+        # Offsets cost time: they are only asked for where a part is learnt.
+        call = backend.encode_batch if partial else backend.encode_batch_fast
+        done = call([rendered[i].text for i in chosen], add_special_tokens=not closed)
+        for i, encoding in zip(chosen, done, strict=True):
+            flags, straddles = flags_of(encoding.offsets, rendered[i].learnt or ()) if partial else (None, False)
+            coded[i] = (encoding.ids, flags, straddles)
+    return coded
 
 
 def flags_of(offsets: Sequence[tuple[int, int]], learnt: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:
@@ -153,7 +186,7 @@ def flags_of(offsets: Sequence[tuple[int, int]], learnt: Sequence[tuple[int, int
     return flags, straddles
 
 
-def slow(one: Rendered, tokenizer: Any) -> tuple[Ids, Flags, bool]:
+def slow(one: Rendered, tokenizer: Any) -> Coded:
     """A tokenizer that can't tell offsets: each part by itself, which keeps the edges exact."""
     edges = sorted({0, len(one.text), *(edge for span in one.learnt or () for edge in span)})
     ids: list[int] = []
@@ -171,7 +204,7 @@ def slow(one: Rendered, tokenizer: Any) -> tuple[Ids, Flags, bool]:
         )
         head = [token for token in whole if token == tokenizer.bos_token_id]
         ids, flags = head + ids, [one.learnt is None] * len(head) + flags
-    return np.array(ids, np.int32), np.array(flags, np.bool_), False
+    return ids, np.array(flags, np.bool_), False
 
 
 @contextmanager

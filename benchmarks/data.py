@@ -1,0 +1,180 @@
+"""Tokenising and packing, rows a second: windlass beside `datasets.map` and TRL on the same file, in one run.
+
+    python benchmarks/data.py                       text that every Python carries, as JSON lines
+    python benchmarks/data.py --file rows.txt       another file
+    python benchmarks/data.py --json                one JSON object
+
+TRL is asked for what SFTTrainer does by itself: its own preparation of a dataset, from rows to packed labels. All start
+from the same file with nothing cached, in a process of its own, and every process is timed after its imports.
+The resulting rows are compared: the same documents, whole, whatever row they are packed into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+MAX_LENGTH = 1024
+
+
+def write_rows(path: Path, copies: int) -> None:
+    """Paragraphs of many lengths, each copy made different, some empty."""
+    from pydoc_data.topics import topics
+
+    with path.open("w") as file:
+        for copy in range(copies):
+            for name in sorted(topics):
+                for part in topics[name].split("\n\n"):
+                    file.write(json.dumps({"text": f"{part} {copy}" if part.strip() else ""}) + "\n")
+
+
+def windlass_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
+    from windlass.data import prepare
+    from windlass.runfile import RunFile
+
+    run = RunFile.model_validate(
+        {
+            "model": {"model_name_or_path": "unused"},
+            "data": {"dataset_name_or_path": str(rows), "max_length": MAX_LENGTH, "packing": packing},
+            "train": {"output_dir": str(folder), "max_steps": 1},
+        }
+    )
+    start = time.perf_counter()
+    found = prepare(run, tokenizer).train
+    return time.perf_counter() - start, found
+
+
+def trl_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
+    """SFTTrainer's preparation, without a model: the method reads nothing of the trainer but these names."""
+    from types import SimpleNamespace
+
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    settings = SFTConfig(
+        output_dir=str(folder), max_length=MAX_LENGTH, packing=packing, use_cpu=True, bf16=False, report_to=[]
+    )
+    trainer = SimpleNamespace(
+        _tokenizer=tokenizer, completion_only_loss=False, chat_template=None, _is_vision_dataset=False
+    )
+    start = time.perf_counter()
+    kind = "text" if rows.suffix == ".txt" else "json"
+    found = load_dataset(kind, data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
+    found = found.filter(lambda row: bool(row["text"].strip()))
+    found = SFTTrainer._prepare_dataset(trainer, found, tokenizer, settings, packing, None, "train")
+    return time.perf_counter() - start, found
+
+
+def map_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
+    """The batched `map` that a careful script would write; with TRL's packing."""
+    from datasets import load_dataset
+    from trl import pack_dataset
+
+    start = time.perf_counter()
+    kind = "text" if rows.suffix == ".txt" else "json"
+    found = load_dataset(kind, data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
+    found = found.filter(lambda row: bool(row["text"].strip()))
+
+    def tokenised(batch: dict[str, list[str]]) -> dict[str, Any]:
+        ids = tokenizer([text + tokenizer.eos_token for text in batch["text"]], return_attention_mask=False)[
+            "input_ids"
+        ]
+        return {"input_ids": [one[:MAX_LENGTH] for one in ids]}
+
+    found = found.map(tokenised, batched=True, remove_columns=["text"])
+    if packing:
+        found = pack_dataset(found, MAX_LENGTH, "bfd")
+    return time.perf_counter() - start, found
+
+
+WAYS: dict[str, Callable[[Path, Any, Path, bool], tuple[float, Any]]] = {
+    "windlass": windlass_way,
+    "datasets.map, batched": map_way,
+    "TRL SFTTrainer": trl_way,
+}
+
+
+def measure(way: str, rows: Path, tokenizer: Path, packing: bool) -> dict[str, Any]:
+    """One way, in this process, which does nothing else."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as folder:
+        kind = AutoTokenizer.from_pretrained(tokenizer)
+        WAYS[way](small(rows, Path(folder)), kind, Path(folder) / "warm", packing)  # imports and first calls
+        seconds, found = WAYS[way](rows, kind, Path(folder) / "out", packing)
+        tokens = sum(map(len, found["input_ids"]))
+        return {"way": way, "packing": packing, "seconds": seconds, "rows_out": len(found), "tokens": tokens}
+
+
+def small(rows: Path, folder: Path) -> Path:
+    with rows.open() as file:
+        head = [next(file, "") for _ in range(50)]
+    path = folder / f"small{rows.suffix}"
+    path.write_text("".join(head))
+    return path
+
+
+def apart(way: str, rows: Path, tokenizer: Path, packing: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", way, "--file", str(rows), "--tokenizer", str(tokenizer)]
+    done = subprocess.run([*command, *(["--packing"] if packing else [])], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, help="JSON lines with `text`, or text of a row a line")
+    parser.add_argument("--copies", type=int, default=20, help="of the built-in text")
+    parser.add_argument("--tokenizer", type=Path, help="a folder; else one is trained")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--packing", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        print(json.dumps(measure(asked.one, asked.file, asked.tokenizer, asked.packing)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        from windlass import twin
+
+        rows = asked.file or Path(folder) / "rows.jsonl"
+        if not asked.file:
+            write_rows(rows, asked.copies)
+        tokenizer = asked.tokenizer or twin.write_tokenizer(Path(folder) / "tokenizer", vocab=4096)
+        with rows.open("rb") as file:
+            count = sum(1 for _ in file)
+        found = [apart(way, rows, tokenizer, packing) for packing in (False, True) for way in WAYS]
+    report(found, count, as_json=asked.json)
+
+
+def report(found: list[dict[str, Any]], rows: int, *, as_json: bool) -> None:
+    machine = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("datasets", "tokenizers", "trl", "transformers")},
+        "rows": rows,
+    }
+    if as_json:
+        print(json.dumps({**machine, "results": found}))
+        return
+    print(machine)
+    print(f"{'':24} {'packing':8} {'seconds':>8} {'rows/s':>10} {'tokens/s':>12} {'rows out':>9}")
+    for one in found:
+        rates = f"{rows / one['seconds']:10,.0f} {one['tokens'] / one['seconds']:12,.0f}"
+        print(f"{one['way']:24} {one['packing']!s:8} {one['seconds']:8.2f} {rates} {one['rows_out']:9,}")
+
+
+if __name__ == "__main__":
+    main()
