@@ -132,6 +132,42 @@ def test_a_file_that_only_starts_ranks_leaves_the_layout_open(tmp_path: Path) ->
     assert (wanted.name, wanted.nodes, wanted.gpus_per_node) == ("auto", 2, 2)
 
 
+def test_what_such_a_file_says_about_fsdp_has_no_effect(tmp_path: Path) -> None:
+    """As for Accelerate; but here the fate says so."""
+    path = tmp_path / "ddp.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_offload_params: true\n")
+    file = read_accelerate(path)
+    assert "offload" not in file.wishes
+    assert file.entries[-1].fate.because == "read only with distributed_type: FSDP, and it is MULTI_GPU"
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ({"layout__expert_parallel": 2}, "expert-parallel"),
+        ({"layout__replicate": 2}, "hybrid"),
+        ({"layout__reshard_after_forward": False}, "no-reshard"),
+        ({"layout__reshard_after_forward": True}, "full-shard"),
+        ({"layout__offload": True}, "full-shard"),
+        ({"layout__name": "auto", "layout__offload": True}, "full-shard"),
+        ({"layout__shard": 4}, "full-shard"),
+        ({"layout__offload": False}, "auto"),
+        ({"layout__expert_parallel": 1}, "auto"),
+        ({"layout__wrap": ["A"]}, "auto"),
+    ],
+)
+def test_keys_of_layout_without_a_name_mean_the_layout_that_has_them(written: dict[str, Any], name: str) -> None:
+    wanted = Job(cluster__nodes=2, cluster__gpus_per_node=2, **written).demand()
+    assert wanted.name == name
+    if name != "auto":
+        assert "layout." in wanted.where
+        assert settle(wanted, 128).name == name
+
+
+def test_a_sharded_state_dict_is_refused() -> None:
+    assert "one file holds all of it" in problems(Job(layout__state_dict="sharded"))[0][1]
+
+
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "nodes": ({"cluster__nodes": 2}, "num_machines: 3\n", "num_machines", "the number of nodes is 3 here, but 2 at"),
     "ranks": (
@@ -193,6 +229,12 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: B\n",
         "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
         "the wrapped layer is B here, but A at run.yaml:1",
+    ),
+    "wrap in a list": (
+        {"layout__wrap": ["A", "B"]},
+        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: A\n",
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+        "the wrapped layer is A here, but A,B at run.yaml:1",
     ),
     "replicate": (
         {"layout__replicate": 4},
@@ -337,6 +379,9 @@ def test_sizes_are_derived(wanted: Demand, experts: int, sizes: tuple[int, int, 
         (want("hybrid", 1, 4), 0, "that is full-shard"),
         (want("resident", 2, 1, shard=2), 0, "resident with shard 2"),
         (want("resident", 2, 1, offload=True), 0, "resident with offload"),
+        (want("no-reshard", 2, 1, reshard_after_forward=True), 0, "no-reshard with reshard_after_forward true"),
+        (want("full-shard", 2, 1, reshard_after_forward=False), 0, "full-shard with reshard_after_forward false"),
+        (want("resident", 2, 1, reshard_after_forward=True), 0, "resident with reshard_after_forward true"),
         (want("ful-shard", 2, 1), 0, "no such layout"),
         (want("expert-parallel", 2, 1, barred={"expert-parallel": "not with these"}), 128, "not with these"),
     ],

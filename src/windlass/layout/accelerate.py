@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.layout.fate import ANY, AS_READ, REFUSED, Fate, Key
+from windlass.layout.fate import ANY, AS_READ, REFUSED, Fate, Key, no_effect
 from windlass.layout.keys import FATES, find
 
 LIMIT_BYTES = 256 * 1024  # such files have about 1 kB; a parser in Python needs a second for a quarter of a MB
@@ -85,6 +85,7 @@ def _judge(
         _enter(item, "", entries, problems)
     for name, text in options:
         _option(name, text, entries, problems)
+    entries = _idle(entries)
     if refuse:
         _refuse(entries, problems)
     wishes = _wishes(entries, problems)
@@ -248,6 +249,18 @@ def _option(name: str, text: str, entries: list[Entry], problems: list[Problem])
     key = next((names[name] for names in FATES.values() if name in names and names[name].name == name), None)
     if key is not None and key.kind != "section":
         _settle(key, text, where, entries, problems)
+
+
+def _idle(entries: list[Entry]) -> list[Entry]:
+    """Where the file does not say FSDP, Accelerate never looks at what it says about FSDP."""
+    kind = next((str(entry.value).upper() for entry in entries if entry.key.name == "distributed_type"), "FSDP")
+    if kind == "FSDP":
+        return entries
+    idle = no_effect(f"read only with distributed_type: FSDP, and it is {kind}")
+    return [
+        replace(entry, fate=idle) if entry.key.section in ("fsdp_config", "parallelism_config") else entry
+        for entry in entries
+    ]
 
 
 def _refuse(entries: Sequence[Entry], problems: list[Problem]) -> None:

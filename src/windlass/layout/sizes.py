@@ -6,6 +6,13 @@ from windlass.errors import Problem, raise_all
 from windlass.layout.shape import LAYOUTS, Layout
 from windlass.layout.sources import Demand
 
+# What a name and reshard_after_forward say against each other, and the layout that the latter means.
+CONTRADICTIONS = {
+    ("no-reshard", True): "full-shard",
+    ("full-shard", False): "no-reshard",
+    ("resident", True): "full-shard",
+}
+
 
 def settle(wanted: Demand, experts: int) -> Layout:
     """The Layout that a demand names (not `auto`). `experts`: routed experts per layer, 0 for a dense model."""
@@ -13,10 +20,14 @@ def settle(wanted: Demand, experts: int) -> Layout:
     if wanted.name in wanted.barred:
         fine = [name for name in LAYOUTS if name not in wanted.barred]
         problems.append(Problem(wanted.barred[wanted.name], wanted.where, f"layout may be {', '.join(fine)}"))
+    reshard = wanted.reshard_after_forward
+    if reshard is not None and (wanted.name, reshard) in CONTRADICTIONS:
+        equal = CONTRADICTIONS[wanted.name, reshard]
+        text = f"layout {wanted.name} with reshard_after_forward {str(reshard).lower()}"
+        problems.append(Problem(text, wanted.where, f"leave reshard_after_forward out, or take {equal}"))
     shard, replicate = _sizes(wanted, problems)
     parallel = _expert_parallel(wanted, experts, shard, problems)
     raise_all(problems)
-    reshard = wanted.reshard_after_forward
     return Layout(
         name=wanted.name,
         reason=f"demanded by {wanted.where}",

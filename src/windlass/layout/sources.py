@@ -17,6 +17,10 @@ FROM_BASE_WEIGHTS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 # Layouts that the run file may name beside an FSDP file that names another: FSDP files know no experts,
 # and under expert parallelism the dense rest is sharded as they say.
 ALONGSIDE = {"expert-parallel": ("full-shard", "no-reshard", "hybrid")}
+# What a key of `layout` means where no layout is named. The first kind is as good as a name; the second goes with
+# what an FSDP file names, and means a layout only where nobody names one.
+IMPLIED = {"expert_parallel": "expert-parallel", "replicate": "hybrid"}
+WEAKLY = {"reshard_after_forward": "full-shard", "shard": "full-shard", "offload": "full-shard"}
 
 
 class Run(Protocol):
@@ -117,7 +121,7 @@ def demand(
     reshard = sources.agree(
         "reshard_after_forward", sources.file("layout.reshard_after_forward"), sources.wish("reshard_after_forward")
     )
-    wrap = sources.agree("the wrapped layer", sources.file("layout.wrap"), sources.wish("wrap"))
+    wrap = sources.agree("the wrapped layer", _joined(sources.file("layout.wrap")), sources.wish("wrap"))
     if wrap and family and (problem := check_wrap(str(wrap.value), family, wrap.where)):
         sources.problems.append(problem)
     offload = sources.agree("offload", sources.file("layout.offload"), sources.wish("offload"))
@@ -125,6 +129,10 @@ def demand(
     replicate = sources.agree("replicate", sources.file("layout.replicate"), sources.wish("replicate"))
     experts = sources.file("layout.expert_parallel")
     cpu = sources.wish("cpu")
+    state_dict = sources.file("layout.state_dict")
+    if state_dict and state_dict.value == "sharded":
+        why = "the adapter is whole on every rank, so one file holds all of it"
+        sources.problems.append(Problem(f"state_dict: sharded: {why}", state_dict.where, "write full, or leave it out"))
     found = Demand(
         name=name.value,
         where=name.where,
@@ -143,6 +151,11 @@ def demand(
     )
     raise_all(sources.problems)
     return found
+
+
+def _joined(said: _Said | None) -> _Said | None:
+    """A list of layer classes as Accelerate writes it."""
+    return _Said(",".join(said.value), said.where) if said and isinstance(said.value, list | tuple) else said
 
 
 def _size(sources: _Sources) -> tuple[int, int]:
@@ -189,15 +202,25 @@ def _size(sources: _Sources) -> tuple[int, int]:
 
 def _name(sources: _Sources) -> _Said:
     """Which layout is asked for, if any. The run file speaks first; an FSDP file is never `auto`."""
-    mine = sources.file("layout.name")
-    theirs = _accelerate_name(sources)
+    mine = sources.file("layout.name") or _implied(sources, IMPLIED)
     if mine is None:
-        return theirs or _Said(AUTO, "")
+        return _accelerate_name(sources) or _implied(sources, WEAKLY) or _Said(AUTO, "")
     reshard = sources.wish("reshard_after_forward")
     explicit = sources.wish("name") or (reshard and _Said(_by_reshard(bool(reshard.value)), reshard.where))
     if explicit and mine.value != explicit.value and explicit.value not in ALONGSIDE.get(mine.value, ()):
         sources.agree("the layout", mine, explicit)
     return mine
+
+
+def _implied(sources: _Sources, meanings: Mapping[str, str]) -> _Said | None:
+    """The layout that the run file's other keys mean when it names none: no key is left without effect."""
+    for key, name in meanings.items():
+        said = sources.file(f"layout.{key}")
+        if said and key == "reshard_after_forward":
+            return _Said(_by_reshard(bool(said.value)), said.where)
+        if said and (said.value is True or int(said.value) > 1):
+            return _Said(name, said.where)
+    return None
 
 
 def _accelerate_name(sources: _Sources) -> _Said | None:
