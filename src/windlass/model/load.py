@@ -1,13 +1,14 @@
 """The certified loader: every rank reads its own part of every weight, exactly, and proves it before step 1.
 
-Why not `from_pretrained(distributed_config=...)` (transformers 5.23), which also reads by shards:
-- wrapper checkpoints: the causal LM class finds none of the `language_model.` keys and leaves every weight random;
-- FP8 with per-expert scales (`gate_up_proj_scale_inv`) drops those scales and keeps the raw codes;
-- with a key mapping, the linears' scales are dropped too;
-- all three are lines in a log, not errors.
-What it does right is used: the model on the meta device, the sharding (shard.py), its order of tying and computing
-buffers, and its shard-on-read arithmetic as the second opinion of the certificate. Once upstream converts FP8 experts
-under `distributed_config` exactly and can be made to fail on missing keys, reading.py can go.
+Why not `from_pretrained(distributed_config=...)`, which also reads by shards. With transformers 5.23:
+- the causal LM class finds none of a wrapper's `language_model.` keys: every weight random, a line in a log;
+- with a `key_mapping` for them, FP8 weights stay raw codes, because the scales' keys are not mapped along;
+- through the wrapper class the linears come out right, but the fused experts' `*_scale_inv` are dropped;
+- block scales are taken to divide a matrix evenly: wrong where its sides are no multiples of 128.
+Unquantised checkpoints load exactly, but nothing stops a run whose keys are missing.
+What is right is used: the model on the meta device, the sharding (shard.py), the order of tying and of computing
+buffers, and the shard-on-read arithmetic as second opinion of the certificate. When upstream converts FP8 experts
+exactly under `distributed_config` and can be made to fail on missing keys, reading.py can go.
 """
 
 from __future__ import annotations

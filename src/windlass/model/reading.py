@@ -102,9 +102,20 @@ def _fill_box(
         return
     values = values.to(region.device)
     if scale is not None:
-        values = values.float()
+        values = decode(values)
         values *= spread(scale, piece.stored.shape, there, block)
     region.copy_(values)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """Stored values in float32. On the CPU torch converts FP8 one by one; a table of all 256 codes is 7 times as fast.
+
+    Measured on one core, torch 2.13: 8.6 ms a million by `float()`, 1.1 ms by table (benchmarks/load.py).
+    """
+    if codes.element_size() != 1 or codes.device.type != "cpu":
+        return codes.float()
+    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+    return table.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
 
 
 def whole(stored: Stored, files: Files) -> Tensor:

@@ -1,0 +1,216 @@
+"""What tests/test_load.py runs in every rank: many cases in one start of the processes, results as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from windlass import twin
+from windlass.errors import UserError
+from windlass.layout import Layout
+from windlass.model import certificate, shard
+from windlass.model.load import load, unique_tensors
+from windlass.weights import read_checkpoint
+
+PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
+TOKENS = torch.arange(24)[None] % 200
+
+# Every layout in which such a model comes. Sizes that no number of ranks divides are there on purpose.
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "published": {"decoys": True},
+    "blocks": {"quantization": "block128", "hidden": 256, "moe_intermediate": 160, "files": 3},
+    "tied": {"files": 2, "tied": True, "dtype": "float32", "quantization": "none"},
+    "uneven": {"family": "mistral", "vocab": 515, "hidden": 60, "heads": 3, "intermediate": 130, "wrapper": True},
+    "llama": {"family": "llama", "tied": True},
+    "mixtral": {"family": "mixtral", "quantization": "tensor", "experts": 12},
+    "qwen3_moe": {"family": "qwen3_moe", "quantization": "block128", "hidden": 192},
+}
+FOUR = ("published", "uneven", "mixtral")  # what four ranks are tried on
+DTYPE = {"tied": torch.float32}
+
+
+def layouts(ranks: int, experts: bool) -> dict[str, Layout]:
+    def layout(name: str, **rest: Any) -> Layout:
+        return Layout(name=name, reason="test", nodes=1, gpus_per_node=ranks, precision="no", **rest)
+
+    named = {
+        "full-shard": layout("full-shard", shard=ranks),
+        "no-reshard": layout("no-reshard", shard=ranks, reshard_after_forward=False),
+        "hybrid": layout("hybrid", shard=ranks // 2, replicate=2),
+        "resident": layout("resident", shard=1, replicate=ranks),
+    }
+    if experts:
+        named["expert-parallel"] = layout("expert-parallel", shard=ranks, expert_parallel=2)
+        if ranks == 4:
+            named["expert-parallel-hybrid"] = layout("expert-parallel", shard=2, replicate=2, expert_parallel=2)
+            named["expert-parallel-whole"] = layout("expert-parallel", shard=4, expert_parallel=4)
+    return named
+
+
+def dequantise(directory: Path, target: Path, dtype: torch.dtype) -> Path:
+    """The same checkpoint without FP8, by arithmetic of this file's own: what the true weights are."""
+    stored: dict[str, Tensor] = {}
+    for file in directory.glob("model*.safetensors"):
+        stored.update(load_file(file))
+    true: dict[str, Tensor] = {}
+    for key, weight in stored.items():
+        if key.endswith(("_scale_inv", "activation_scale")) or "vision" in key or "multi_modal" in key:
+            continue
+        scale = stored.get(f"{key}_scale_inv")
+        wide = weight.float()
+        if scale is not None and scale.shape[-1:] == (1,) and scale.ndim == 3:
+            wide = torch.stack([one * float(s) for one, s in zip(wide, scale.flatten(), strict=True)])
+        elif scale is not None and scale.ndim == 0:
+            wide = wide * float(scale)
+        elif scale is not None:
+            rows, columns = weight.shape[-2:]
+            for i in range(math.ceil(rows / 128)):
+                for j in range(math.ceil(columns / 128)):
+                    square = wide[..., i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
+                    square *= scale[..., i, j].float()[..., None, None]
+        true[key] = wide.to(dtype)
+    target.mkdir(parents=True)
+    save_file(true, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    text = config.get("text_config", config)
+    text.pop("quantization_config", None)
+    (target / "config.json").write_text(json.dumps(text))
+    return target
+
+
+def truth(directory: Path, dtype: torch.dtype) -> Any:
+    """The true model, loaded by transformers alone, whole."""
+    family = json.loads((directory / "config.json").read_text())["model_type"]
+    model_class = getattr(transformers, f"{twin.CLASSES[family]}ForCausalLM")
+    model, info = model_class.from_pretrained(directory, dtype=dtype, key_mapping=PREFIXES, output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def equality(root: Path, name: str, layout: Layout) -> dict[str, Any]:
+    """One checkpoint under one layout against the truth, bit for bit."""
+    dtype = DTYPE.get(name, torch.bfloat16)
+    model, made = load(read_checkpoint(root / name), layout, dtype=dtype)
+    reference = truth(root / f"{name}-true", dtype)
+    shard.assert_sharded(model, layout)
+    true = dict(reference.named_parameters())
+    mine = dict(model.named_parameters())
+    return {
+        "names": mine.keys() == true.keys(),
+        "differ": [key for key in true if not torch.equal(whole(mine[key]), true[key])],
+        "plain": [key for key, tensor in mine.items() if not isinstance(tensor, DTensor)],
+        "trainable": [key for key, tensor in mine.items() if tensor.requires_grad],
+        "logits": float((model(TOKENS).logits - reference(TOKENS).logits).abs().max()),
+        "again": float((model(TOKENS).logits - reference(TOKENS).logits).abs().max()),
+        "bytes_read": [each["bytes_read"] for each in made.ranks],
+        "checked": made.checked,
+    }
+
+
+def swapped(root: Path, name: str, ranks: int) -> str:
+    """Ranks hold each other's part of one tensor: the certificate has to name it, on every rank."""
+    checkpoint = read_checkpoint(root / name)
+    model, _ = load(checkpoint, layouts(ranks, False)["full-shard"])
+    targets = unique_tensors(model)
+    victim = "model.layers.1.mlp.experts.down_proj"
+    part = targets[victim]
+    assert isinstance(part, DTensor)
+    parts = [torch.empty_like(part.to_local()) for _ in range(ranks)]
+    dist.all_gather(parts, part.to_local().contiguous())
+    part.to_local().copy_(parts[(dist.get_rank() + 1) % ranks])
+    return verdict(targets, checkpoint)
+
+
+def one_wrong(root: Path, name: str, ranks: int) -> str:
+    """One rank's part of one tensor is off by a little: all ranks have to stop."""
+    checkpoint = read_checkpoint(root / name)
+    model, _ = load(checkpoint, layouts(ranks, False)["full-shard"])
+    targets = unique_tensors(model)
+    if dist.get_rank() == 1:
+        part = targets["model.layers.0.self_attn.o_proj.weight"]
+        assert isinstance(part, DTensor)
+        part.to_local().mul_(1.0078125)  # one unit in the last place of BF16
+    return verdict(targets, checkpoint)
+
+
+def verdict(targets: dict[str, Tensor], checkpoint: Any) -> str:
+    wrong, _ = certificate.check(targets, checkpoint, dist.get_rank())
+    try:
+        certificate.agree(wrong, "check")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def unsharded(root: Path, name: str, ranks: int) -> str:
+    """A run that claims to be sharded and is not."""
+    model, _ = load(read_checkpoint(root / name), layouts(ranks, False)["resident"])
+    try:
+        shard.assert_sharded(model, layouts(ranks, False)["full-shard"])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def bounds(root: Path, ranks: int) -> list[dict[str, Any]]:
+    """A model large enough for its bytes and memory to be told from everything else's."""
+    checkpoint = read_checkpoint(root / "large")
+    _, made = load(checkpoint, layouts(ranks, False)["full-shard"])
+    stored = sum(each.end - each.start for p in checkpoint.parameters for piece in p.pieces for each in [piece.stored])
+    elements = [math.prod(parameter.shape) for parameter in checkpoint.parameters]
+    return [{**each, "stored": stored, "bytes": 2 * sum(elements), "largest": 2 * max(elements)} for each in made.ranks]
+
+
+def refused(root: Path, ranks: int) -> list[str]:
+    """What a Layout may ask for and the engine can't do."""
+    said = []
+    for name, wrong in {
+        "published": Layout("expert-parallel", "", 1, ranks, shard=ranks, expert_parallel=3),
+        "llama": Layout("expert-parallel", "", 1, ranks, shard=ranks, expert_parallel=2),
+        "mixtral": Layout("full-shard", "", 1, ranks + 1, shard=ranks + 1),
+    }.items():
+        try:
+            load(read_checkpoint(root / name), wrong)
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def main(root: Path, out: Path) -> None:
+    dist.init_process_group("gloo")
+    transformers.utils.logging.disable_progress_bar()
+    ranks = dist.get_world_size()
+    results: dict[str, Any] = {}
+    if ranks == 2:
+        results["bounds"] = bounds(root, ranks)
+    for name in CHECKPOINTS if ranks == 2 else FOUR:
+        experts = CHECKPOINTS[name].get("family", "mistral4") in ("mistral4", "mixtral", "qwen3_moe")
+        for which, layout in layouts(ranks, experts).items():
+            results[f"{name}/{which}"] = equality(root, name, layout)
+    results["swapped"] = swapped(root, "published", ranks)
+    results["one_wrong"] = one_wrong(root, "published", ranks)
+    results["unsharded"] = unsharded(root, "published", ranks)
+    results["refused"] = refused(root, ranks)
+    (out / f"{ranks}-{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
