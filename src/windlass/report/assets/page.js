@@ -1,0 +1,211 @@
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const plots = new Map(); // figure -> {u, spec, prefix}
+  let zooming = false;
+
+  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const shade = (name, percent) => `color-mix(in srgb, ${colour(name)} ${percent}%, transparent)`;
+
+  const number = (v) => {
+    if (v === null || v === undefined) return "–";
+    const size = Math.abs(v);
+    if (size >= 1e6) return (v / 1e6).toPrecision(3) + " M";
+    if (size >= 1e4) return (v / 1e3).toPrecision(3) + " k";
+    if (size >= 100) return v.toFixed(0);
+    if (size >= 1e-3 || v === 0) return String(Number(v.toPrecision(4)));
+    return v.toExponential(1);
+  };
+
+  // Scheme: the system's, unless the reader chooses; paper is always light.
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const choices = ["auto", "light", "dark"];
+  let choice = 0;
+  let printing = false;
+  const paint = () => {
+    const is = printing || choice === 1 ? "light" : choice === 2 ? "dark" : dark.matches ? "dark" : "light";
+    root.dataset.scheme = is;
+    for (const { u } of plots.values()) u.redraw(false);
+  };
+  const button = document.getElementById("scheme");
+  button.addEventListener("click", () => {
+    choice = (choice + 1) % choices.length;
+    button.textContent = `colours: ${choices[choice]}`;
+    paint();
+  });
+  dark.addEventListener("change", paint);
+  addEventListener("beforeprint", () => {
+    printing = true;
+    for (const details of document.querySelectorAll("details.one")) details.open = true;
+    for (const figure of document.querySelectorAll("figure[data-chart]")) draw(figure);
+    paint();
+  });
+  addEventListener("afterprint", () => { printing = false; paint(); });
+
+  // Curves of a chart -> columns for uPlot. A stacked chart is summed from the top down, over what is switched on.
+  const columns = (spec, on) => {
+    const values = spec.series.map((s) => s.values);
+    if (!spec.stacked) {
+      return [spec.x, ...values, ...spec.series.flatMap((s) => (s.least ? [s.least, s.most] : []))];
+    }
+    const sum = new Array(spec.x.length).fill(0);
+    const stacked = values.map((column, i) =>
+      column.map((v, at) => (on[i] ? (sum[at] += v || 0) : null)));
+    return [spec.x, ...stacked];
+  };
+
+  const zoomed = (u) => {
+    const reset = document.getElementById("reset");
+    const x = u.data[0];
+    reset.disabled = u.scales.x.min <= x[0] && u.scales.x.max >= x[x.length - 1];
+  };
+
+  const everywhere = (from, min, max) => {
+    if (zooming) return;
+    zooming = true;
+    for (const { u } of plots.values()) {
+      const x = u.data[0];
+      const first = x[0], last = x[x.length - 1];
+      const whole = min === null;
+      if (u !== from || whole) u.setScale("x", { min: whole ? first : Math.max(min, first), max: whole ? last : Math.min(max, last) });
+    }
+    zooming = false;
+    zoomed(from);
+  };
+
+  const marks = (prefix) => (u) => {
+    const { ctx, bbox } = u;
+    for (const mark of data.marks[prefix] || []) {
+      if (mark.step < u.scales.x.min || mark.step > u.scales.x.max) continue;
+      const at = Math.round(u.valToPos(mark.step, "x", true));
+      ctx.save();
+      ctx.strokeStyle = colour("--bad");
+      ctx.lineWidth = devicePixelRatio;
+      ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+      ctx.beginPath();
+      ctx.moveTo(at, bbox.top);
+      ctx.lineTo(at, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.restore();
+    }
+  };
+
+  const options = (figure, spec, prefix, on, size) => {
+    const count = spec.series.length;
+    const lines = spec.series.map((s, i) => {
+      const name = `--s${i % 8}`;
+      return {
+        label: s.label,
+        stroke: () => (s.faint ? shade(name, 55) : colour(name)),
+        width: s.faint ? 1 : 1.75,
+        fill: spec.stacked ? () => shade(name, 78) : undefined,
+        points: { show: s.dots ? true : spec.x.length < 2, size: s.dots ? 7 : 5, fill: () => colour(name), stroke: () => colour("--paper") },
+        spanGaps: true,
+      };
+    });
+    const bands = [];
+    const edges = [];
+    spec.series.forEach((s, i) => {
+      if (!s.least || spec.stacked) return;
+      const low = 1 + count + edges.length;
+      edges.push({ stroke: "transparent", width: 0, points: { show: false }, spanGaps: true });
+      edges.push({ stroke: "transparent", width: 0, points: { show: false }, spanGaps: true });
+      bands.push({ series: [low + 1, low], fill: () => (on[i] ? shade(`--s${i % 8}`, 15) : "transparent") });
+    });
+    if (spec.stacked) for (let i = count; i > 1; i--) bands.push({ series: [i, i - 1], fill: () => shade(`--s${(i - 1) % 8}`, 78) });
+    const axis = {
+      stroke: () => colour("--soft"), font: "11px system-ui, sans-serif",
+      grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false },
+    };
+    return {
+      ...size, legend: { show: false }, series: [{}, ...lines, ...edges], bands,
+      scales: { x: { time: false, range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },
+        y: { range: (u, min, max) => {
+          if (min === null || max === null) return [0, 1];
+          if (spec.stacked || (min >= 0 && (spec.unit || min < max * 0.4))) return [0, max * 1.06 || 1];
+          const pad = (max - min) * 0.08 || Math.abs(max) * 0.05 || 1;
+          return [min - pad, max + pad];
+        } } },
+      axes: [
+        { ...axis, size: 26, space: 70, values: (u, all) => all.map((v) => (Number.isInteger(v) ? number(v) : "")) },
+        { ...axis, size: 46, gap: 4, space: 34, values: (u, all) => all.map(number) },
+      ],
+      cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false }, y: false,
+        points: { size: 7, fill: (u, i) => u.series[i].stroke(), show: (u, i) => (i <= count ? undefined : false) } },
+      hooks: {
+        draw: [marks(prefix)],
+        setScale: [(u, key) => { if (key === "x") everywhere(u, u.scales.x.min, u.scales.x.max); }],
+        setCursor: [(u) => read(figure, spec, on, u.cursor.idx)],
+      },
+    };
+  };
+
+  const read = (figure, spec, on, at) => {
+    const none = at === null || at === undefined;
+    figure.querySelector(".at").textContent = none ? "" : `step ${spec.x[at].toLocaleString("en")}`;
+    figure.querySelectorAll(".keys button").forEach((key, i) => {
+      key.querySelector("output").textContent = none || !on[i] ? "" : number(spec.series[i].values[at]);
+    });
+  };
+
+  const keyboard = (u, event) => {
+    const x = u.data[0], last = x.length - 1;
+    const { min, max } = u.scales.x;
+    const step = event.shiftKey ? Math.max(1, Math.round(last / 20)) : 1;
+    let at = u.cursor.idx === null || u.cursor.idx === undefined ? last : u.cursor.idx;
+    const key = event.key;
+    if (key === "ArrowLeft" || key === "ArrowRight") {
+      at = Math.min(last, Math.max(0, at + (key === "ArrowLeft" ? -step : step)));
+      u.setCursor({ left: u.valToPos(x[at], "x"), top: 10 });
+    } else if (key === "+" || key === "=" || key === "-") {
+      const half = ((max - min) / 2) * (key === "-" ? 2 : 0.5);
+      const middle = Math.min(Math.max(x[at], min), max);
+      u.setScale("x", { min: Math.max(x[0], middle - half), max: Math.min(x[last], middle + half) });
+    } else if (key === "0" || key === "Escape") {
+      everywhere(u, null, null);
+    } else {
+      return;
+    }
+    event.preventDefault();
+  };
+
+  const draw = (figure) => {
+    const area = figure.querySelector(".plot");
+    if (plots.has(figure) || !area.clientWidth) return;
+    const spec = data.charts[figure.dataset.chart];
+    const prefix = figure.dataset.chart.slice(0, figure.dataset.chart.indexOf("-") + 1);
+    const on = spec.series.map(() => true);
+    const size = { width: area.clientWidth, height: area.clientHeight };
+    const u = new uPlot(options(figure, spec, prefix, on, size), columns(spec, on), area);
+    plots.set(figure, { u });
+    figure.querySelectorAll(".keys button").forEach((key, i) => {
+      key.addEventListener("click", () => {
+        on[i] = !on[i];
+        key.setAttribute("aria-pressed", String(on[i]));
+        u.setSeries(i + 1, { show: on[i] });
+        if (spec.stacked) u.setData(columns(spec, on), false);
+        u.redraw();
+      });
+    });
+    area.addEventListener("keydown", (event) => keyboard(u, event));
+    area.addEventListener("pointermove", (event) => {
+      if (event.pointerType !== "touch") return;
+      const box = u.over.getBoundingClientRect();
+      u.setCursor({ left: event.clientX - box.left, top: event.clientY - box.top });
+    });
+    new ResizeObserver(() => {
+      if (area.clientWidth && area.clientWidth !== u.width) u.setSize({ width: area.clientWidth, height: area.clientHeight });
+    }).observe(area);
+  };
+
+  document.getElementById("reset").addEventListener("click", () => {
+    const first = plots.values().next().value;
+    if (first) everywhere(first.u, null, null);
+  });
+  paint();
+  for (const figure of document.querySelectorAll("figure[data-chart]")) draw(figure);
+  for (const details of document.querySelectorAll("details.one")) {
+    details.addEventListener("toggle", () => details.querySelectorAll("figure[data-chart]").forEach(draw));
+  }
+})();
