@@ -16,6 +16,9 @@ INDEX = 8  # bytes of an int64 index
 FLOAT = 4
 # TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
+# Families whose router hands its weights on in the width of compute; elsewhere softmax leaves them in float32, and the
+# experts' weighted rows with them.
+NARROW_ROUTING = {"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "ernie4_5_moe", "hunyuan_v1_moe"}
 # Ranks do not receive equal shares of tokens: the fullest one's surplus over the mean, an assumption.
 IMBALANCE = 1.2
 
@@ -32,6 +35,7 @@ class Tokens:
     adapter_bytes: int
     heads: int
     top_k: int
+    routed: int  # bytes of a weighted value on its way from the experts
     surplus: float  # of tokens at the fullest rank's experts
     merged: bool  # expert adapters are merged into a copy of the weights
 
@@ -48,6 +52,7 @@ def tokens(work: Work, shape: Shape) -> Tokens:
         adapter_bytes=work.adapter.dtype_bytes,
         heads=shape.heads,
         top_k=shape.top_k,
+        routed=width if work.checkpoint.family.model_type in NARROW_ROUTING else FLOAT,
         surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
         merged=work.expert_path == "merged",
     )
@@ -113,9 +118,18 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     options = [_dense_backward(layer, hidden, t)]
     if layer.expert:
         rows = t.count * t.top_k * t.surplus * hidden
-        # gradient of the weighted rows in float32, the product with the weights, and with the rows (for the router)
-        options.append(rows * 3 * FLOAT)
+        # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
+        # shared expert, which ran last, is done
+        options.append(rows * 3 * t.routed - _shared_expert(layer, t))
+        options.append(merged_backward_bytes(layer, t))
     return stream + max(options)
+
+
+def _shared_expert(layer: Layer, t: Tokens) -> float:
+    """What a shared expert and its adapters keep."""
+    adapted = [lora for lora in layer.lora if lora.part == "shared_experts"]
+    copies = sum((t.width + t.mask) * lora.inputs for lora in adapted) if t.cast or t.mask else _shared(adapted, t)
+    return t.count * (3 * layer.mlp * t.width + copies)
 
 
 def _dense_backward(layer: Layer, hidden: int, t: Tokens) -> float:
@@ -126,21 +140,18 @@ def _dense_backward(layer: Layer, hidden: int, t: Tokens) -> float:
 
 
 def merged_backward_bytes(layer: Layer, t: Tokens) -> float:
-    """The merged path's backward forms the gradient of every expert's weight before it projects it."""
+    """The merged path's backward forms each stack's whole gradient; the smaller stacks' copies are gone by then."""
     if not t.merged:
         return 0.0
     sizes = [lora.inputs * lora.outputs * lora.experts for lora in layer.lora if lora.experts]
-    return 2 * max(sizes, default=0) * t.width
+    return (2 * max(sizes, default=0) - sum(sizes)) * t.width
 
 
 def loss_bytes(shape: Shape, t: Tokens, full_logits: bool) -> tuple[float, str]:
-    """What the loss needs at its worst, and how that comes about."""
+    """What the loss needs on top of the hidden states, forward; its backward adds the states' gradient."""
     if full_logits:
         total = 3.0 * t.count * shape.vocab * FLOAT
         return total, f"all logits: 3 x {t.count} tokens x {shape.vocab} vocabulary x 4"
-    tile = min(t.count, TILE_TOKENS) * min(shape.vocab, TILE_VOCABULARY) * t.width
-    gradient = t.count * shape.hidden * (FLOAT + 2 * t.width)
-    return tile + gradient, (
-        f"fused head: a tile of {min(t.count, TILE_TOKENS)} x {min(shape.vocab, TILE_VOCABULARY)} x {t.width} "
-        f"+ hidden states and their gradient {t.count} x {shape.hidden} x {FLOAT + 2 * t.width}"
-    )
+    tile = min(t.count, TILE_TOKENS) * TILE_VOCABULARY * t.width
+    words = f"fused head: a tile of {min(t.count, TILE_TOKENS)} tokens x {TILE_VOCABULARY} x {t.width}, and its input"
+    return tile + t.count * shape.hidden * t.width, words

@@ -20,7 +20,7 @@ class Flops:
 def flops(work: Work, shape: Shape) -> Flops:
     """4 per active frozen parameter, 6 per active adapter parameter, attention; recomputation apart."""
     adapter, fixed = _adapter(work, shape)
-    attention = _attention(shape, work.batch.length)
+    attention = causal_attention(shape, work.batch.length)
     model = 4 * shape.active + 6 * adapter + 3 * attention
     again = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:
@@ -29,8 +29,8 @@ def flops(work: Work, shape: Shape) -> Flops:
     return Flops(model, again, fixed)
 
 
-def _attention(shape: Shape, length: int) -> float:
-    """Scores and their product with the values, over the half of the square that is not masked."""
+def causal_attention(shape: Shape, length: int) -> float:
+    """Of one forward, per token: scores and their product with the values, over the unmasked half of the square."""
     return float(sum((layer.query + layer.attended) * length for layer in shape.layers))
 
 

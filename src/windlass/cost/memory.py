@@ -122,17 +122,41 @@ def _moments(work: Work, shape: Shape) -> dict[str, list[Item]]:
     saved = Item("activations", kept, words)
     loss, loss_words = activations.loss_bytes(shape, t, work.full_logits)
     head, whole = _tail(work, shape), _whole(work, shape)
-    tail = [Item("head and final norm, gathered", head, "kept whole from the end of the forward to the backward")]
     layers, layer_words = _gathered_layers(work, shape)
+    last, last_words = _last_gather(work, shape)
+    first, first_words = _first_backward(work, shape)
     worst, inside = _backward(work, shape, t)
     mine, _ = adapter_share(work, shape)
+    tail = Item("head and final norm, gathered", head, "kept whole from the end of the forward to the backward")
+    states = t.count * shape.hidden * (activations.FLOAT + t.width)
+    early = kept * (len(shape.layers) - 1) / len(shape.layers)
     moments = {
-        "head is gathered": [saved, *whole, *tail, Item("all-gather buffer", head, "as large as what is gathered")],
-        "loss": [saved, *whole, *tail, Item("loss", loss, loss_words)],
+        "last layer's gather": [Item("activations", early, words), *whole, Item("gathered layers", last, last_words)],
+        "head's gather": [
+            saved,
+            *whole,
+            tail,
+            Item("all-gather buffers", head + last / 3, "the head's own and the last layer's"),
+        ],
+        "loss": [saved, *whole, tail, Item("all-gather buffers", head, "the head's"), Item("loss", loss, loss_words)],
+        "loss's backward": [
+            saved,
+            *whole,
+            tail,
+            Item(
+                "loss", loss + states, f"{loss_words}; gradient of {t.count} x {shape.hidden} in float32 and {t.width}"
+            ),
+        ],
         "backward of a layer": [
             saved,
             *whole,
             Item("gathered layers", layers, layer_words),
+            Item("backward of a layer", worst, inside),
+        ],
+        "backward of the first layer": [
+            Item("activations", kept / len(shape.layers), words),
+            *whole,
+            Item("gathered layers", first, first_words),
             Item("backward of a layer", worst, inside),
         ],
         "optimizer": [Item("optimizer's temporaries", mine * 4.0, "one float32 copy of the adapter")],
@@ -160,9 +184,7 @@ def _kept(work: Work, shape: Shape, t: activations.Tokens) -> tuple[float, str]:
 def _backward(work: Work, shape: Shape, t: activations.Tokens) -> tuple[float, str]:
     again = work.layout.activation_checkpointing
     worst = max(
-        activations.backward_bytes(layer, shape.hidden, t)
-        + activations.merged_backward_bytes(layer, t)
-        + (activations.layer_bytes(layer, t) if again else 0)
+        activations.backward_bytes(layer, shape.hidden, t) + (activations.layer_bytes(layer, t) if again else 0)
         for layer in shape.layers
     )
     words = "gradients within the widest layer" + (", and all that its forward keeps, computed again" if again else "")
@@ -185,6 +207,27 @@ def _gathered_layers(work: Work, shape: Shape) -> tuple[float, str]:
         total_bytes += copies * buffers * size
         words += f"; the rank's own experts of a layer, copied by FSDP2 even when they do not travel: {copies} x {size}"
     return total_bytes, words
+
+
+def _last_gather(work: Work, shape: Shape) -> tuple[float, str]:
+    """In the forward FSDP2 holds the previous layer's buffer until the next is copied out: three layers at once."""
+    if work.layout.shard == 1:
+        return 0.0, ""
+    split = work.layout.expert_parallel > 1
+    sizes = [layer.count(experts=False if split else None) for layer in shape.layers]
+    before, now = sizes[-2] if len(sizes) > 1 else 0, sizes[-1]
+    words = f"the layer's {now} parameters x {work.base_bytes}, its buffer, and the previous layer's"
+    return float(before + 2 * now) * work.base_bytes, words
+
+
+def _first_backward(work: Work, shape: Shape) -> tuple[float, str]:
+    """With checkpointing the embedding's output asks for a gradient, so its weights are fetched once more."""
+    if not work.layout.activation_checkpointing or work.layout.shard == 1 or not work.layout.reshard_after_forward:
+        return 0.0, ""
+    split = work.layout.expert_parallel > 1
+    layer = shape.layers[0].count(experts=False if split else None)
+    embedding = sum(prod(p.shape) for p in shape.outside if p.part == "embedding")
+    return float(layer + embedding) * work.base_bytes, f"a layer of {layer} parameters and the embedding's {embedding}"
 
 
 def _whole(work: Work, shape: Shape) -> list[Item]:

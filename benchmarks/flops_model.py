@@ -1,0 +1,86 @@
+"""Predicted against counted operations: windlass.cost beside torch's FlopCounterMode, with PEFT adapters.
+
+    python benchmarks/flops_model.py [--json]
+
+The models run on fake tensors. Attention is counted as torch does, over the whole square, where the plan counts the
+half that causal kernels compute: the table doubles the plan's attention to compare like with like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.memory_model import Case, adapt, build, checkpoint, work  # noqa: E402
+from windlass.cost import cost  # noqa: E402
+from windlass.cost.flops import causal_attention  # noqa: E402
+from windlass.cost.shape import read  # noqa: E402
+
+CASES = [
+    Case("llama", length=512),
+    Case("llama", length=512, checkpointing=True),
+    Case("llama", length=2048, targets="attention"),
+    Case("mistral4", length=512),
+    Case("mistral4", length=512, checkpointing=True),
+    Case("mixtral", length=512),
+]
+
+
+def grouped(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Rows x inner x columns, twice; between two matrices (a weight's gradient) the rows are the inner dimension."""
+    return int(2 * a[0] * a[1] * b[-1])
+
+
+def count(case: Case) -> tuple[int, float, float]:
+    """Operations that torch counts in a forward and backward, the plan's, and its recomputation's."""
+    model = build(case)
+    model.set_attn_implementation("eager")
+    found = checkpoint(model)
+    peft, adapter = adapt(case, model)
+    planned = replace(work(case, found, adapter), full_logits=True)
+    predicted = cost(planned)
+    square = causal_attention(read(found, adapter), case.length)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        peft.to_empty(device="cpu")
+        peft.train()
+        if case.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        embedded = torch.zeros(case.micro, case.length, model.config.hidden_size, dtype=torch.bfloat16)
+        with counter, torch.autocast("cpu", torch.bfloat16):
+            peft(inputs_embeds=embedded.requires_grad_(), use_cache=False).logits.sum().backward()
+    passes = 4 if case.checkpointing else 3
+    expected = predicted.flops_per_token + predicted.recompute_flops_per_token + passes * square
+    return counter.get_total_flops(), expected * case.micro * case.length, predicted.recompute_flops_per_token
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    worst = 0.0
+    for case in CASES:
+        counted, expected, _ = count(case)
+        worst = max(worst, abs(expected / counted - 1))
+        row = {"case": str(case), "predicted": expected, "counted": counted, "ratio": expected / counted}
+        line = f"{expected / 1e9:10.2f} {counted / 1e9:10.2f} GFLOP  {expected / counted:.4f}  {case}"
+        print(json.dumps(row) if options.json else line, flush=True)
+    sys.exit(worst > 0.02)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Predicted against measured peaks: windlass.cost beside torch's own FSDP2 memory tracker on fake tensors.
+
+    python benchmarks/memory_model.py            the whole table
+    python benchmarks/memory_model.py --quick    the rows that the tests check
+    python benchmarks/memory_model.py --json     one JSON object a line
+
+Nothing is allocated: the model, its PEFT adapter, FSDP2's gathers, autograd and AdamW run on fake tensors in a fake
+process group, at full width if asked. What a GPU does otherwise than a CPU is put in its place: softmax under autocast
+gives float32 as on CUDA, and the fused head's kernels work in their tile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+import transformers
+import trl.kernels.chunked_logprob as fused_head
+from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModMemStats, _FSDPRefType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trl.trainer.utils import add_fused_lm_head
+
+from windlass.adapter import Adapter
+from windlass.cost import Batch, Work, cost
+from windlass.family import Family
+from windlass.hardware import Machine, fabric, gpu
+from windlass.layout import Layout
+from windlass.weights import Checkpoint, Parameter
+
+GIB, MIB = 2**30, 2**20
+RANK = 16
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+LLAMA = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+}
+MISTRAL4 = {
+    "hidden_size": 1024,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "vocab_size": 8192,
+}
+MIXTRAL = {
+    "hidden_size": 1024,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 8192,
+}
+QWEN3_MOE = {
+    "hidden_size": 1024,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 8192,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "mistral4": ("Mistral4", MISTRAL4),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    ranks: int = 3
+    micro: int = 1
+    length: int = 1024
+    checkpointing: bool = False
+    reshard: bool = True
+    targets: str = "all"  # all, attention
+    experts: bool = False  # PEFT's expert adapters
+    adapter_bytes: int = 4
+    sizes: dict[str, Any] = field(default_factory=dict)
+    quick: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.family:9} {self.ranks} ranks {self.micro}x{self.length}"]
+        words += ["no reshard"] * (not self.reshard) + ["checkpointing"] * self.checkpointing
+        words += ["attention only"] * (self.targets == "attention") + ["expert adapters (PEFT)"] * self.experts
+        words += ["bf16 adapter"] * (self.adapter_bytes == 2) + [f"{k}={v}" for k, v in self.sizes.items()]
+        return ", ".join(words)
+
+
+FULL_WIDTH = {
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "n_routed_experts": 128,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "vocab_size": 131072,
+}
+CASES = [
+    Case("llama", quick=True),
+    Case("llama", checkpointing=True, micro=4, quick=True),
+    Case("llama", ranks=8, reshard=False, micro=2, length=512, quick=True),
+    Case("llama", ranks=2, targets="attention", micro=4, quick=True),
+    Case("llama", ranks=2, adapter_bytes=2, micro=4),
+    Case("llama", ranks=2, micro=2, length=2048, sizes={"hidden_size": 2048, "intermediate_size": 5632}),
+    Case("llama", ranks=8, checkpointing=True, micro=8, sizes={"vocab_size": 128256}),
+    Case("llama", ranks=3, checkpointing=True, reshard=False, micro=8),
+    Case("mistral4", quick=True),
+    Case("mistral4", checkpointing=True, micro=4, quick=True),
+    Case("mistral4", ranks=8, micro=4, reshard=False, quick=True),
+    Case("mistral4", ranks=2, checkpointing=True, targets="attention", micro=2, quick=True),
+    Case("mistral4", ranks=8, micro=4),
+    Case("mistral4", ranks=8, checkpointing=True, micro=16),
+    Case("mistral4", ranks=2, micro=1, length=256),
+    Case("mistral4", checkpointing=True, sizes=FULL_WIDTH, quick=True),
+    Case("mistral4", checkpointing=True, micro=16, sizes=FULL_WIDTH),
+    Case("mistral4", micro=4, sizes=FULL_WIDTH),
+    Case("mistral4", ranks=2, experts=True, checkpointing=True),
+    Case("mistral4", ranks=2, experts=True),
+    Case("mixtral", ranks=2, micro=4),
+    Case("mixtral", ranks=8, micro=4, checkpointing=True),
+    Case("mixtral", ranks=3, micro=2, reshard=False),
+    Case("qwen3_moe", ranks=2, micro=4),
+    Case("qwen3_moe", ranks=8, micro=4, checkpointing=True),
+]
+
+
+def part(name: str, shape: tuple[int, ...]) -> str:
+    for key, value in (("shared_expert", "shared_experts"), (".experts.", "experts"), ("norm", "norm")):
+        if key in name:
+            return value
+    for key, value in (
+        ("embed", "embedding"),
+        ("lm_head", "head"),
+        ("self_attn", "attention"),
+        ("mlp.gate.", "router"),
+    ):
+        if key in name:
+            return value
+    return "mlp" if len(shape) > 1 else "norm"
+
+
+def checkpoint(model: Any) -> Checkpoint:
+    """What the headers would say of this model."""
+    config = model.config
+    dims = {"heads": config.num_attention_heads, "top_k": getattr(config, "num_experts_per_tok", None) or 0}
+    family = Family(config.model_type, type(model).__name__, "")
+    parameters = tuple(
+        Parameter(name, tuple(p.shape), part(name, tuple(p.shape))) for name, p in model.named_parameters()
+    )
+    return Checkpoint(config.model_type, None, family, {}, dims, parameters)
+
+
+def build(case: Case) -> Any:
+    """The causal language model, on the meta device."""
+    prefix, sizes = FAMILIES[case.family]
+    config = getattr(transformers, f"{prefix}Config")(**{**sizes, **case.sizes})
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(torch.bfloat16)
+    if case.family != "llama":
+        model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def adapt(case: Case, model: Any) -> tuple[Any, Adapter]:
+    wanted = ATTENTION if case.targets == "attention" else ATTENTION | MLP
+    modules = tuple(
+        name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name.split(".")[-1] in wanted
+    )
+    stacks = tuple(name for name, p in model.named_parameters() if case.experts and p.ndim == 3)
+    config = LoraConfig(r=RANK, target_modules=list(modules), target_parameters=list(stacks) or None)
+    with torch.device("meta"):
+        peft = get_peft_model(model, config, autocast_adapter_dtype=False)
+    dtype = torch.float32 if case.adapter_bytes == 4 else torch.bfloat16
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    trainable = sum(p.numel() for p in peft.parameters() if p.requires_grad)
+    return peft, Adapter(RANK, RANK, (), modules, stacks, trainable, case.adapter_bytes)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """CUDA's autocast runs softmax in float32; TRL's Triton kernels need no memory beside their tile."""
+    softmax = torch.Tensor.softmax
+    functional: Callable[..., Any] = torch.nn.functional.softmax
+
+    def wide(self: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
+        return softmax(self, dim, dtype=torch.float32 if torch.is_autocast_enabled("cpu") else dtype)
+
+    def wide_functional(x: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        return functional(x, dim=dim, dtype=torch.float32 if torch.is_autocast_enabled("cpu") else dtype)
+
+    names = ("_forward_tile", "_backward_tile", "_addmm_fp32")
+    kept = {name: getattr(fused_head, name) for name in names}
+    torch.Tensor.softmax, torch.nn.functional.softmax = wide, wide_functional  # type: ignore[method-assign,assignment]
+    for name in names:
+        setattr(fused_head, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        torch.Tensor.softmax, torch.nn.functional.softmax = softmax, functional  # type: ignore[method-assign]
+        for name, value in kept.items():
+            setattr(fused_head, name, value)
+
+
+def shard(case: Case, model: Any, trained: set[torch.nn.Parameter], mesh: Any) -> None:
+    """As transformers' plan has it: embedding and layers one by one, final norm and head together and kept whole."""
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": trained}
+    for module in (model.model.embed_tokens, *model.model.layers):
+        fully_shard(module, reshard_after_forward=case.reshard, **options)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+
+
+def measure(case: Case, model: Any, peft: Any) -> float:
+    """Peak bytes on rank 0 of the second optimizer step's second micro-batch."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    try:
+        mesh = init_device_mesh("cpu", (case.ranks,))
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
+            return _peak(case, model, peft, mesh)
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
+    peft.to_empty(device="cpu")
+    trained = {p for p in peft.parameters() if p.requires_grad}
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    peft.train()
+    shard(case, model, trained, mesh)
+    optimizer = torch.optim.AdamW(list(trained), lr=1e-3, foreach=True)
+    ids = torch.zeros(case.micro, case.length, dtype=torch.long)
+    _pass(peft, ids)
+    optimizer.step()
+    optimizer.zero_grad()
+    _pass(peft, ids)  # the first of two micro-batches leaves gradients
+    gc.collect()
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs((ids,))
+    for parameter in trained:  # plain tensors beside the sharded base, which the tracker does not look for
+        for tensor in (parameter, parameter.grad):
+            tracker._update_and_maybe_create_winfos(tensor, _FSDPRefType.SHARDED_PARAM)
+    # The head's module is never called, the fused loss reads its weight: its group hooks in by the final norm.
+    tracker.memory_tracking[model.lm_head] = _FSDPModMemStats("lm_head")
+    with tracker:
+        _pass(peft, ids)
+        optimizer.step()
+    return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def _pass(peft: Any, ids: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = peft(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).loss
+    loss.backward()
+
+
+def work(case: Case, found: Checkpoint, adapter: Adapter) -> Work:
+    h200 = gpu("h200")
+    layout = Layout(
+        "full-shard" if case.reshard else "no-reshard",
+        "given",
+        1,
+        case.ranks,
+        case.ranks,
+        reshard_after_forward=case.reshard,
+        activation_checkpointing=case.checkpointing,
+    )
+    machine = Machine(h200, fabric("nvlink4"), fabric("infiniband-400"), fabric("pcie5"), 1, None)
+    batch = Batch(case.micro, 2, case.length)
+    return Work(found, adapter, layout, batch, machine, "adamw_torch", 2, expert_path="merged")
+
+
+ASSUMED = {"reserve", "fragmentation"}  # what only a real device has
+
+
+def run(case: Case) -> dict[str, Any]:
+    started = time.perf_counter()
+    model = build(case)
+    found = checkpoint(model)
+    peft, adapter = adapt(case, model)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    predicted = cost(work(case, found, adapter))
+    rows = {r.item: r.bytes for r in predicted.rows if (r.phase, r.place) == ("step", "gpu") and r.item not in ASSUMED}
+    total, measured = sum(rows.values()), measure(case, model, peft)
+    return {
+        "case": str(case),
+        "settings": {k: v for k, v in asdict(case).items() if k != "quick"},
+        "predicted_mib": total / MIB,
+        "measured_mib": measured / MIB,
+        "ratio": total / measured,
+        "peak": predicted.peak,
+        "rows_mib": {item: size / MIB for item, size in rows.items()},
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="only the rows that the tests check")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, with the rows of each prediction")
+    parser.add_argument("--only", default="", help="only cases whose words contain this")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    chosen = [c for c in CASES if (c.quick or not options.quick) and options.only in str(c)]
+    worst = 0.0
+    if not options.json:
+        print(f"torch {torch.__version__}, transformers {transformers.__version__}; MiB at the peak of one rank")
+        print(f"{'predicted':>10} {'measured':>10}  ratio  case")
+    for case in chosen:
+        row = run(case)
+        worst = max(worst, abs(row["ratio"] - 1))
+        if options.json:
+            print(json.dumps(row), flush=True)
+        else:
+            print(
+                f"{row['predicted_mib']:10.1f} {row['measured_mib']:10.1f}  {row['ratio']:.3f}  {row['case']}",
+                flush=True,
+            )
+    if not options.json:
+        print(f"worst: {worst:.1%} off over {len(chosen)} cases")
+        sys.exit(worst > 0.1)
+
+
+if __name__ == "__main__":
+    main()
