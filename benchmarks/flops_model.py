@@ -23,10 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.memory_model import Case, adapt, build, checkpoint, work  # noqa: E402
-from windlass.cost import cost  # noqa: E402
-from windlass.cost.flops import causal_attention  # noqa: E402
-from windlass.cost.shape import read  # noqa: E402
+from benchmarks.memory_model import Case, adapt, build, checkpoint, work
+from windlass.cost import cost
+from windlass.cost.flops import causal_attention
+from windlass.cost.shape import read
 
 CASES = [
     Case("llama", length=512),
@@ -38,7 +38,7 @@ CASES = [
 ]
 
 
-def grouped(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
     """Rows x inner x columns, twice; between two matrices (a weight's gradient) the rows are the inner dimension."""
     return int(2 * a[0] * a[1] * b[-1])
 
