@@ -134,7 +134,6 @@ def test_an_adapter_that_is_not_the_plans_is_refused(fault: str) -> None:
 
 
 REFUSED = {
-    "whole weights": (section(init_lora_weights="pissa"), False, {"sharded": True}, "lora.init_lora_weights"),
     "norms": (section(use_dora=True), False, {"sharded": True}, "lora.use_dora"),
     "split experts": (section(experts=True), True, {"expert_parallel": True}, "lora.experts"),
     "dropout on experts": (section(experts=True, lora_dropout=0.1), True, {}, "lora.lora_dropout"),

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 NAME = "default"  # PEFT's name of the one adapter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# These start from the values of the base weights, which a rank that holds a shard does not have.
-FROM_BASE_WEIGHTS = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 
 
 def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftModel:
@@ -72,13 +70,6 @@ def config(lora: Lora, adapter: Adapter) -> LoraConfig:
 
 def refusals(lora: Lora, adapter: Adapter, *, sharded: bool, expert_parallel: bool) -> Iterator[Problem]:
     """What PEFT can't do here, before it fails in the middle of it."""
-    init = str(lora.init_lora_weights)
-    if sharded and init.startswith(FROM_BASE_WEIGHTS):
-        yield Problem(
-            f"'{init}' computes the adapter from whole base weights, and every rank holds only a shard of them",
-            "lora.init_lora_weights",
-            "use true, gaussian or orthogonal, or layout: {name: resident}",
-        )
     if sharded and lora.use_dora:
         yield Problem(
             "DoRA needs the norm of whole base weights, and every rank holds only a shard of them",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Sampler
+from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from windlass import checkpoint
@@ -73,6 +74,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         self.latest: Step | None = None
         self.interrupted: Callable[[], bool] = lambda: False  # whether a signal has reached this rank
         self.signalled = False  # whether all ranks have agreed to save and stop
+        self.add_callback(Between(self))
 
     # --- data ---
 
@@ -197,6 +199,26 @@ class Loop(SFTTrainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         if not self.signalled:
             checkpoint.load_adapter(self.model, Path(self.state.best_model_checkpoint))
+
+
+class Between(TrainerCallback):  # type: ignore[misc]
+    """The loop's work at moments for which the Trainer has no method to override."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+
+    def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Accelerate tells the sampler its epoch too, but not through the wrapper that skips batches on resume."""
+        if self.loop.order is not None:
+            self.loop.order.set_epoch(int(state.epoch or 0))
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        assert self.loop.latest is not None
+        self.loop.liveness.after_update(self.loop.latest.learning_rate)
+
+    def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
+        if self.loop.signalled:
+            control.should_save = control.should_training_stop = True
 
 
 class Order(Sampler[int]):

@@ -25,7 +25,7 @@ WINDOW = 20  # steps that the speed and the time left are averaged over
 
 
 class Progress(TrainerCallback):  # type: ignore[misc]
-    """Told by the Trainer what happens; rank 0 writes and shows it, every rank notes its phase and ends its step."""
+    """Told by the Trainer what happens; rank 0 writes and shows it, every rank notes what it is doing."""
 
     def __init__(self, here: Place, folder: Path, console: Console) -> None:
         self.here = here
@@ -45,25 +45,13 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             self.live = Live(Text("first step …"), console=self.console, refresh_per_second=4, transient=True)
             self.live.start()
 
-    def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Accelerate tells the sampler its epoch too, but not through the wrapper that skips batches on resume."""
-        if self.loop is not None and self.loop.order is not None:
-            self.loop.order.set_epoch(int(state.epoch or 0))
-
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self.here.phase(f"training step {state.global_step + 1}")
         self.began = time.monotonic()
 
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         assert self.loop is not None
         assert self.loop.latest is not None
-        self.loop.liveness.after_update(self.loop.latest.learning_rate)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        assert self.loop is not None
-        assert self.loop.latest is not None
-        if self.loop.signalled:
-            control.should_save = control.should_training_stop = True
         if self.here.rank:
             return
         step, seconds = self.loop.latest, time.monotonic() - self.began

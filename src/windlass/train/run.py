@@ -42,7 +42,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False) -> int:
     join(here, job.train.ddp_timeout)
 
     # 2. Take the run folder: a new one, or an unfinished one to go on with. A finished one is never touched.
-    from_checkpoint = folders.take(folder, plan, resume=resume)
+    from_checkpoint = folders.take(folder, plan, resume=resume or job.train.resume == "auto")
     header(console, plan)
 
     # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
@@ -139,7 +139,8 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
     if data.lengths is None:
         return None
     sequences = plan.batch.micro * plan.batch.accumulation * plan.layout.ranks
-    seed = plan.loaded.run.train.seed
+    train = plan.loaded.run.train
+    seed = train.seed if train.data_seed is None else train.data_seed
     return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences))
 
 

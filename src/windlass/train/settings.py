@@ -19,7 +19,11 @@ SAME = (
     "optim",
     "learning_rate",
     "lr_scheduler_type",
+    "lr_scheduler_kwargs",
     "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
     "max_grad_norm",
     "bf16",
     "fp16",
@@ -34,8 +38,8 @@ SAME = (
     "seed",
     "ddp_timeout",
     "dataloader_num_workers",
+    "dataloader_pin_memory",
     "run_name",
-    "torch_compile",
 )
 
 # Keys that are ours: where each is used instead.
@@ -47,8 +51,10 @@ OURS = {
     "gradient_checkpointing": "activation_checkpointing, its present name, or the layout asks for it",
     "warmup_ratio": "warmup_steps below 1, as SFTConfig spells a share now",
     "warmup_steps": "takes precedence over warmup_ratio",
+    "data_seed": "the order of the rows, which is ours",
+    "torch_compile": "refused when the run file is read",
     "ddp_find_unused_parameters": "every rank reduces the same tensors whatever its batch used",
-    "resume": "`windlass train --resume`",
+    "resume": "whether the run folder is gone on with",
 }
 
 
@@ -77,5 +83,5 @@ ALWAYS: dict[str, Any] = {
 
 
 def warmup(train: Train) -> float:
-    """Steps, or below 1 a share of all steps."""
-    return float(train.warmup_steps or train.warmup_ratio or 0.0)
+    """Steps, or below 1 a share of all steps: SFTConfig takes both here, and 1 is a step, so a share stays below."""
+    return float(train.warmup_steps) if train.warmup_steps is not None else min(train.warmup_ratio, 1 - 1e-9)

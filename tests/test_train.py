@@ -1,0 +1,371 @@
+"""The whole run, with real processes over gloo: equal to plain TRL + PEFT, and stopped by every planted fault."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from windlass import checkpoint, twin
+from windlass.train import ranks
+
+STEPS = 20
+TOLERANCE = 1e-5
+WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
+
+RUN = """
+model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
+lora: {{r: 4, lora_alpha: 8, lora_dropout: 0, target_modules: all-linear}}
+data: {{dataset_name_or_path: {folder}/data, text_field: text, val_split: null, max_length: 48}}
+train:
+  output_dir: {folder}/out
+  max_steps: {steps}
+  per_device_eval_batch_size: 1
+  learning_rate: 0.005
+  warmup_ratio: 0.1
+  lr_scheduler_type: cosine
+  weight_decay: 0.01
+  bf16: false
+  gradient_checkpointing: false
+  logging_steps: 5
+  eval_strategy: "no"
+  save_strategy: "no"
+  report_to: none
+  seed: 3
+  ddp_timeout: 60
+"""
+
+
+def case(
+    world: int, *, micro: int = 0, accumulation: int = 1, layout: str = "full-shard", **rest: Any
+) -> dict[str, Any]:
+    """A run of 8 sequences a step, spread as asked."""
+    micro = micro or 8 // world // accumulation
+    overrides = {
+        "layout.name": layout if world > 1 else "resident",
+        "layout.ranks": world,
+        "train.per_device_train_batch_size": micro,
+        "train.gradient_accumulation_steps": accumulation,
+        **{key.replace("__", "."): value for key, value in rest.items() if "__" in key},
+    }
+    return {
+        "overrides": [f"{key}={json.dumps(value)}" for key, value in overrides.items()],
+        **{key: value for key, value in rest.items() if "__" not in key},
+    }
+
+
+EXPERTS = {"lora__experts": {"r": 2, "lora_alpha": 4}}
+PACKED = {"data__packing": True, "micro": 0}
+SAVING = {
+    "train__save_strategy": "steps",
+    "train__save_steps": 5,
+    "train__eval_strategy": "steps",
+    "train__eval_steps": 5,
+}
+HELD_OUT = {"data__val_fraction": 0.05}
+
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "plain": case(1, plain=True),
+        "plain packed": case(1, plain=True, **PACKED),
+        "plain experts": case(1, plain=True, **EXPERTS),
+        "alone": case(1),
+        "accumulated": case(1, accumulation=4),
+        "packed": case(1, **PACKED),
+        "packed accumulated": case(1, accumulation=4, **PACKED),
+        "checkpointing": case(1, train__gradient_checkpointing=True),
+        "experts": case(1, **EXPERTS),
+    },
+    2: {
+        "trainers own": case(2, plain=True),
+        "full-shard": case(2),
+        "no-reshard": case(2, layout="no-reshard"),
+        "hybrid": case(2, layout="hybrid", layout__shard=1, layout__replicate=2),
+        "resident": case(2, layout="resident"),
+        "expert-parallel": case(2, layout="expert-parallel", layout__expert_parallel=2),
+        "offload": case(2, layout__offload=True),
+        "accumulated": case(2, accumulation=4),
+        "packed": case(2, **PACKED),
+        "packed accumulated": case(2, accumulation=2, **PACKED),
+        "checkpointing": case(2, train__gradient_checkpointing=True),
+        "checkpointing expert-parallel": case(
+            2, layout="expert-parallel", layout__expert_parallel=2, train__gradient_checkpointing=True
+        ),
+        "experts": case(2, **EXPERTS),
+        "experts split": case(2, layout="expert-parallel", layout__expert_parallel=2, **EXPERTS),
+        "uneven": case(2, micro=3, data__train_split="train[:13]", train__max_steps=6, **SAVING, **HELD_OUT),
+        "nan": case(2, faults=["nan"], **SAVING, **HELD_OUT),
+        "nan left out": case(2, faults=["nan"], watch__non_finite="skip"),
+        "drift": case(2, faults=["drift"], **SAVING, **HELD_OUT),
+        "dead": case(2, faults=["detach 0", "detach 1"]),
+        "whole": case(2, **SAVING, **HELD_OUT),
+        "interrupted": case(2, faults=["terminate"], train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
+        "resumed": case(2, resume=True, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
+        "again": case(2, resume=True, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
+        "over a finished one": case(2, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
+        "over an unfinished one": case(2, train__output_dir="{out}/nan"),
+        "resumed with another adapter": case(
+            2, resume=True, train__output_dir="{out}/nan", lora__r=8, **SAVING, **HELD_OUT
+        ),
+    },
+    4: {
+        "full-shard": case(4),
+        "hybrid": case(4, layout="hybrid", layout__shard=2, layout__replicate=2),
+        "expert-parallel": case(4, layout="expert-parallel", layout__expert_parallel=4),
+        "expert-parallel pairs": case(4, layout="expert-parallel", layout__expert_parallel=2),
+        "packed": case(4, **PACKED),
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in the published layout (wrapper, FP8), rows of very different lengths, and the run file."""
+    folder = tmp_path_factory.mktemp("train")
+    twin.write(folder / "model", experts=4)
+    (folder / "data").mkdir()
+    chance = random.Random(0)
+    rows = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12))) for _ in range(240)]
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(RUN.format(folder=folder, steps=STEPS))
+    return folder
+
+
+def launched(material: Path, world: int) -> Outcomes:
+    """All cases of this number of ranks, one after the other in the same processes."""
+    out = material / f"of {world}"
+    out.mkdir()
+    cases = {}
+    for name, each in CASES[world].items():
+        said = [text.replace("{out}", str(out)) for text in each["overrides"]]
+        if not any(text.startswith("train.output_dir") for text in said):
+            said.append(f"train.output_dir={json.dumps(str(out / name))}")
+        cases[name] = {**each, "overrides": said}
+    (out / "cases.json").write_text(json.dumps(cases))
+    script = Path(__file__).with_name("train_ranks.py")
+    command = [sys.executable, str(script), str(material / "run.yaml"), str(out / "cases.json"), str(out / "outcome")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    program = (
+        "import json, sys; from windlass.train import ranks; import os;"
+        f"sys.exit(ranks.start(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(command)], env=environ, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Outcomes(out, [json.loads((out / f"outcome-{rank}").read_text()) for rank in range(world)], done.stderr)
+
+
+class Outcomes:
+    """What the ranks of one start reported, and the run folders that they left."""
+
+    def __init__(self, folder: Path, ranks: list[dict[str, Any]], said: str) -> None:
+        self.folder, self.ranks, self.said = folder, ranks, said
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        outcome: dict[str, Any] = self.ranks[0][name]
+        return outcome
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        if "steps" in self[name]:
+            found: list[dict[str, Any]] = self[name]["steps"]
+            return found
+        return [json.loads(line) for line in (self.folder / name / "steps-rank0.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def alone(material: Path) -> Outcomes:
+    return launched(material, 1)
+
+
+@pytest.fixture(scope="session")
+def two(material: Path) -> Outcomes:
+    return launched(material, 2)
+
+
+@pytest.fixture(scope="session")
+def four(material: Path) -> Outcomes:
+    return launched(material, 4)
+
+
+def assert_equal(steps: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    assert len(steps) == len(reference) == STEPS
+    for step, expected in zip(steps, reference, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert step[key] == pytest.approx(expected[key], rel=TOLERANCE), (step, expected)
+
+
+def reference(name: str) -> str:
+    return next((f"plain {kind}" for kind in ("packed", "experts") if name.startswith(kind)), "plain")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES[1] if not name.startswith("plain")])
+def test_one_rank_equals_plain_trl(alone: Outcomes, name: str) -> None:
+    assert alone[name]["code"] == 0
+    assert_equal(alone.steps(name), alone.steps(reference(name)))
+
+
+EQUAL = list(CASES[2])[: list(CASES[2]).index("experts") + 1]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_ranks_equal_plain_trl(alone: Outcomes, two: Outcomes, name: str) -> None:
+    assert two[name].get("error") is None
+    assert_equal(two.steps(name), alone.steps(reference(name)))
+
+
+@pytest.mark.parametrize("name", CASES[4])
+def test_four_ranks_equal_plain_trl(alone: Outcomes, four: Outcomes, name: str) -> None:
+    assert_equal(four.steps(name), alone.steps(reference(name)))
+
+
+def test_the_references_differ_from_one_another(alone: Outcomes) -> None:
+    losses = {name: alone.steps(name)[-1]["loss"] for name in ("plain", "plain packed", "plain experts")}
+    assert len({f"{loss:.4f}" for loss in losses.values()}) == 3
+    first, last = alone.steps("plain")[0]["loss"], alone.steps("plain")[-1]["loss"]
+    assert last < first - 0.5
+
+
+def test_sharded_is_sharded_and_the_adapter_is_whole(alone: Outcomes, two: Outcomes) -> None:
+    for name in ("full-shard", "no-reshard", "hybrid", "expert-parallel", "offload"):
+        found = two[name]["placements"]
+        assert found["whole"] == 0, name
+        assert found["sharded"] == alone["alone"]["placements"]["whole"]
+        assert found["adapter sharded"] == 0
+    assert two["resident"]["placements"]["sharded"] == 0
+
+
+# --- what the run leaves behind ---
+
+
+def test_the_step_file_has_what_it_promises(two: Outcomes) -> None:
+    steps = two.steps("full-shard")
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    promised = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens"}
+    assert all(promised <= step.keys() for step in steps)
+    assert steps[0]["learning_rate"] == 0
+    assert max(step["learning_rate"] for step in steps) == pytest.approx(0.005)
+    assert all(0 < step["supervised_tokens"] <= step["job_tokens"] for step in steps)
+
+
+def test_the_run_folder_tells_what_the_run_was(two: Outcomes) -> None:
+    folder = two.folder / "whole"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["state"] == "finished"
+    assert manifest["steps"] == STEPS
+    assert manifest["run"]["lora"]["r"] == 4
+    assert {"torch", "transformers", "trl", "peft", "windlass"} <= manifest["versions"].keys()
+    assert json.loads((folder / "load.json").read_text())["missing"] == []
+    assert json.loads((folder / "plan.json").read_text())
+
+
+def test_the_final_adapter_is_the_last_checkpoints_and_opens_in_plain_peft(two: Outcomes, material: Path) -> None:
+    from peft import PeftConfig
+
+    folder = two.folder / "whole"
+    final = load_file(folder / "final" / checkpoint.ADAPTER)
+    last = load_file(folder / "checkpoints" / f"step-{STEPS}" / checkpoint.ADAPTER)
+    assert final.keys() == last.keys()
+    assert all(torch.equal(final[key], last[key]) for key in final)
+    assert PeftConfig.from_pretrained(str(folder / "final")).r == 4
+    assert (folder / "final" / "tokenizer.json").exists()
+    assert [path.name for path in checkpoint.saved(folder / "checkpoints")] == [
+        "step-5",
+        "step-10",
+        "step-15",
+        "step-20",
+    ]
+
+
+def test_uneven_batches_and_evaluation_sets_end(two: Outcomes) -> None:
+    assert two["uneven"]["code"] == 0
+    assert len(two.steps("uneven")) == 6
+
+
+def test_other_ranks_are_silent_and_rank_0_speaks_in_plain_lines(two: Outcomes) -> None:
+    said = two.said.split("--- whole\n")[1].split("--- ")[0]
+    lines = said.splitlines()
+    assert sum(line.startswith(f"step    20/{STEPS}  loss ") for line in lines) == 1
+    assert sum("evaluation loss" in line for line in lines) == 4
+    assert "Traceback" not in said
+    assert "Warning" not in said
+    assert "\x1b" not in said
+
+
+# --- faults ---
+
+
+def test_adapters_on_split_experts_are_refused_with_the_key(two: Outcomes) -> None:
+    assert two["experts split"]["kind"] == "UserError"
+    assert "experts" in two["experts split"]["where"]
+
+
+def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None:
+    for outcome in (ranks_outcome["nan"] for ranks_outcome in two.ranks):
+        assert outcome["kind"] == "RunError"
+        assert "non-finite loss or gradient at step 5: rank 1, rows " in outcome["error"]
+    rows = two["nan"]["error"].split("rank 1, rows ")[1].split("\n")[0]
+    assert len([int(row) for row in rows.split(", ")]) == 4
+    folder = two.folder / "nan"
+    assert checkpoint.saved(folder / "checkpoints") == []
+    assert not (folder / "final").exists()
+    assert [step["step"] for step in two.steps("nan")] == [1, 2, 3, 4]
+
+
+def test_a_nan_can_be_left_out_and_the_rest_goes_on(two: Outcomes) -> None:
+    steps = two.steps("nan left out")
+    assert [step["step"] for step in steps if step["skipped"]] == [5]
+    assert steps[4]["loss"] is None
+    assert all(math.isfinite(step["loss"]) for step in steps if not step["skipped"])
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    final = load_file(two.folder / "nan left out" / "final" / checkpoint.ADAPTER)
+    assert all(tensor.isfinite().all() for tensor in final.values())
+
+
+def test_replicas_that_drift_apart_are_never_saved(two: Outcomes) -> None:
+    assert "1 adapter tensors differ between ranks" in two["drift"]["error"]
+    assert [path.name for path in checkpoint.saved(two.folder / "drift" / "checkpoints")] == ["step-5"]
+
+
+def test_an_adapter_cut_off_from_the_loss_stops_the_first_step(two: Outcomes) -> None:
+    assert two["dead"]["kind"] == "RunError"
+    assert "layers.0.mlp.shared_experts" in two["dead"]["error"]
+    assert not (two.folder / "dead" / "steps-rank0.jsonl").exists()
+
+
+# --- going on ---
+
+
+def test_a_signal_at_one_rank_saves_on_all_and_resuming_equals_never_having_stopped(two: Outcomes) -> None:
+    assert [outcome["interrupted"]["code"] for outcome in two.ranks] == [ranks.SAVED] * 2
+    assert two["resumed"]["code"] == 0
+    whole, parts = two.folder / "whole", two.folder / "in two parts"
+    final, again = (load_file(folder / "final" / checkpoint.ADAPTER) for folder in (whole, parts))
+    assert all(torch.equal(final[key], again[key]) for key in final)
+    keys = ("step", "loss", "grad_norm", "learning_rate")
+    assert [[step[key] for key in keys] for step in two.steps("in two parts")] == [
+        [step[key] for key in keys] for step in two.steps("whole")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("again", "holds a finished run"),
+        ("over a finished one", "holds a finished run"),
+        ("over an unfinished one", "holds an unfinished run"),
+        ("resumed with another adapter", "was 4 when this run began, is 8 now"),
+    ],
+)
+def test_a_run_folder_is_never_silently_used_twice(two: Outcomes, name: str, message: str) -> None:
+    assert two[name]["kind"] == "UserError"
+    assert message in two[name]["error"]

@@ -1,0 +1,165 @@
+"""What tests/test_train.py runs in every rank: many runs in one start of the processes, outcomes as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from windlass import plan as planning
+from windlass import runfile
+from windlass.data import prepare
+from windlass.errors import RunError, UserError
+from windlass.model.load import load
+from windlass.model.lora import attach
+from windlass.train import ranks, run
+from windlass.train.loop import Loop
+from windlass.train.ranks import Place
+from windlass.train.settings import settings
+
+
+class At(TrainerCallback):  # type: ignore[misc]
+    """Do something to the loop before a step, on one rank: the faults that the run has to notice."""
+
+    def __init__(self, step: int, rank: int, act: Callable[[Loop], None]) -> None:
+        self.step, self.rank, self.act = step, rank, act
+        self.loop: Any = None
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self.step and self.loop.replicas.world > self.rank == rank():
+            self.act(self.loop)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def not_a_number(loop: Loop) -> None:
+    """Once, in the next forward pass of this rank."""
+    head = loop.model.get_base_model().model.norm
+
+    def poison(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return output * float("nan")
+
+    handle = head.register_forward_hook(poison)
+
+
+def drift(loop: Loop) -> None:
+    loop.replicas.parameters[3].data[0, 0] += 1e-7
+
+
+def terminate(_loop: Loop) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def detach(loop: Loop) -> None:
+    """A frozen path: layer 0's shared expert no longer reaches the loss."""
+    module = loop.model.get_base_model().model.layers[0].mlp.shared_experts
+    module.register_forward_hook(lambda _module, _args, output: output.detach())
+
+
+FAULTS = {
+    "nan": At(5, 1, not_a_number),
+    "drift": At(7, 1, drift),
+    "terminate": At(8, 1, terminate),
+    "detach 0": At(1, 0, detach),
+    "detach 1": At(1, 1, detach),
+}
+
+
+def placements(model: nn.Module) -> dict[str, int]:
+    """How many parameters of each kind there are."""
+    base = [p for name, p in model.named_parameters() if "lora_" not in name]
+    adapter = [p for name, p in model.named_parameters() if "lora_" in name]
+    return {
+        "sharded": sum(isinstance(p, DTensor) for p in base),
+        "whole": sum(not isinstance(p, DTensor) for p in base),
+        "adapter sharded": sum(isinstance(p, DTensor) for p in adapter),
+    }
+
+
+def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
+    """One run, through the door that `windlass train` uses, with a fault planted where the case says so."""
+    seen: dict[str, Any] = {}
+
+    def loop_of(*arguments: Any) -> Loop:
+        seen["placements"] = placements(arguments[1])
+        loop = original(*arguments)
+        for name in case.get("faults", []):
+            FAULTS[name].loop = loop
+            loop.add_callback(FAULTS[name])
+        return loop
+
+    original, run.loop_of = run.loop_of, loop_of
+    began = time.perf_counter()
+    try:
+        plan = planning.make(runfile.read(file, case["overrides"]))
+        seen["code"] = run.run(plan, here, resume=case.get("resume", False))
+    except UserError as error:
+        seen["error"] = str(error)
+        seen["kind"] = type(error).__name__
+        seen["where"] = error.problems[0].where
+    finally:
+        run.loop_of = original
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    seen["seconds"] = time.perf_counter() - began
+    return seen
+
+
+class Plain(SFTTrainer):  # type: ignore[misc]
+    """TRL as it is, but for the order of the rows."""
+
+    rows: Any = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.rows
+
+
+def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
+    """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
+    plan = planning.make(runfile.read(file, case["overrides"]))
+    job = plan.loaded.run
+    model, _ = load(plan.checkpoint, plan.layout, dtype=torch.float32)
+    model = attach(model, job.lora, plan.adapter, job.train.seed)
+    tokenizer = run.tokenizer_of(plan)
+    data = prepare(job, tokenizer)
+    arguments = settings(plan, data.arguments, cpu=True)
+    arguments.logging_steps, arguments.eval_strategy = 1, "no"
+    trainer = Plain(model=model, args=arguments, train_dataset=data.train, processing_class=tokenizer)
+    trainer.rows = run.order_of(plan, data)
+    trainer.save_model = trainer._save_checkpoint = lambda *_, **__: None
+    trainer.train()
+    steps = [line for line in trainer.state.log_history if "loss" in line]
+    return {"steps": [{"loss": line["loss"], "grad_norm": line["grad_norm"]} for line in steps]}
+
+
+def main() -> None:
+    file, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    here = ranks.place(os.environ)
+    assert here is not None
+    torch.set_num_threads(1)
+    outcomes = {}
+    for name, case in cases.items():
+        print(f"--- {name}", file=sys.stderr, flush=True)
+        outcomes[name] = plain(case, file) if case.get("plain") else ours(case, file, here)
+    out.with_name(f"{out.name}-{here.rank}").write_text(json.dumps(outcomes))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RunError as error:
+        sys.exit(str(error))
