@@ -41,7 +41,7 @@ def made_once(cache: Path, fingerprint: str, make: Callable[[Path], None], say: 
 def found_or_made(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / fingerprint
-    with locked(cache / f"{fingerprint}.lock", say):
+    with locked(cache / f"{fingerprint}.lock", say, f"waiting for another process that is tokenising into {folder}"):
         fault = damage(folder) if folder.exists() else "absent"
         if fault is None:
             return folder
@@ -79,18 +79,21 @@ def settle(temporary: Path, folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, say: Say) -> Iterator[None]:
-    """One process at a time. The kernel holds the lock, so it falls with its owner, however that one ends."""
+def locked(path: Path, say: Say, waiting: str) -> Iterator[None]:
+    """One process at a time; `waiting` is said where another is at it.
+
+    The kernel holds the lock, so it falls with its owner, however that one ends.
+    """
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another process that is tokenising into {path.with_suffix('')}")
+            say(waiting)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in UNLOCKABLE:
                 raise
-            say(f"{path.parent} takes no locks: every process tokenises for itself, the first to finish is kept")
+            say(f"{path.parent} takes no locks: every process works for itself, the first to finish is kept")
             yield
             return
         try:

@@ -106,9 +106,10 @@ def prepare(
     audit = json.loads((folder / "audit.json").read_text())
     lengths = np.load(folder / "train.lengths.npy")
     grouped = not data.packing and not varlen(run)
+    seed = run.train.seed if run.train.data_seed is None else run.train.data_seed
     batch = batch or run.train.per_device_train_batch_size
     audit["batching"] = auditing.batching(
-        lengths, batch=batch, max_length=max_length, packing=bool(data.packing), grouped=grouped, seed=run.train.seed
+        lengths, batch=batch, max_length=max_length, packing=bool(data.packing), grouped=grouped, seed=seed
     )
     audit["sampled_rows"] = STREAM_AUDIT_ROWS if data.streaming else None
     complete(audit, chosen, shape, key, max_length, bool(data.packing))
@@ -118,9 +119,7 @@ def prepare(
     validation = store.load(folder / "validation.arrow") if "validation" in audit["splits"] else None
     if data.streaming:
         packed_to = max_length if data.packing else None
-        stream = endless(
-            lambda: rows(chosen.source, chosen.train), shape, tokenizer, max_length, packed_to, run.train.seed
-        )
+        stream = endless(lambda: rows(chosen.source, chosen.train), shape, tokenizer, max_length, packed_to, seed)
         return Prepared(stream, validation, audit, key, arguments(run))
     train = store.load(folder / "train.arrow")
     per_row = np.array([sum(row) for row in train["seq_lengths"]]) if data.packing else lengths

@@ -1,0 +1,225 @@
+"""Fetching from a hub on this machine: once whatever the number of processes, going on after a cut, offline said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+SHA = "a" * 40
+CARD = "---\nconfigs:\n- config_name: small\n  data_files: [{split: train, path: small/*}]\n---\n"
+FILES = {
+    "datasets/org/set": {
+        "README.md": CARD.encode(),
+        "small/train.jsonl": b'{"text": "one"}\n{"text": "two"}\n',
+        "large/train.jsonl": b'{"text": "not asked for"}\n',
+    },
+    "org/model": {
+        "config.json": b"{}",
+        "model.safetensors": bytes(range(256)) * 100_000,  # the client writes what it has in blocks of 10 MB
+        "consolidated.safetensors": b"a second time",
+    },
+}
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the hub's interface as its client asks for. The file `cut` breaks off in the middle from its start."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.gets: Counter[str] = Counter()
+        self.ranges: list[str] = []
+        self.cut = ""
+        self.delay = 0.0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        path = urlsplit(self.path).path.lstrip("/")
+        if path.startswith("api/"):
+            self.send_api(path.removeprefix("api/").removeprefix("models/"))
+            return
+        repository, _, rest = path.partition("/resolve/")
+        name = rest.partition("/")[2]
+        content = FILES.get(repository, {}).get(name)
+        if content is None:
+            self.send(404, {"X-Error-Code": "EntryNotFound"}, b"")
+            return
+        head = {"ETag": f'"{name}-1"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+        if not body:
+            self.send(200, {**head, "Content-Length": str(len(content))}, None)
+            return
+        self.server.gets[name] += 1
+        time.sleep(self.server.delay)
+        wanted = self.headers.get("Range")
+        start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
+        if wanted:
+            self.server.ranges.append(wanted)
+            head["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if self.server.cut == name and not start:
+            self.send_response(200)
+            for key, value in {**head, "Content-Length": str(len(content))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            self.wfile.flush()
+            time.sleep(0.2)
+            self.close_connection = True
+            return
+        self.send(206 if wanted else 200, head, content[start:])
+
+    def send_api(self, path: str) -> None:
+        repository, _, revision = path.partition("/tree/")
+        repository = repository.partition("/revision/")[0]
+        if repository not in FILES:
+            self.send(404, {"X-Error-Code": "RepoNotFound"}, b"{}")
+            return
+        files = FILES[repository]
+        if revision:
+            found: Any = [
+                {"type": "file", "path": name, "size": len(content), "oid": f"{name}-1"}
+                for name, content in files.items()
+            ]
+        else:
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+            found = {"id": repository, "sha": SHA, "siblings": siblings, "private": False, "tags": []}
+        self.send(200, {"Content-Type": "application/json"}, json.dumps(found).encode())
+
+    def send(self, status: int, head: dict[str, str], body: bytes | None) -> None:
+        self.send_response(status)
+        for key, value in head.items():
+            self.send_header(key, value)
+        if body is not None:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+SCRIPT = """
+import json, sys
+from windlass.errors import UserError
+from windlass.fetch import fetched
+from windlass.runfile import RunFile
+run = RunFile.model_validate(json.loads(sys.argv[1]))
+try:
+    found = fetched(run, lambda key: f"run.yaml:1: {key}", lambda said: print(said, file=sys.stderr, flush=True))
+except UserError as error:
+    sys.exit(f"USER {error}")
+print(json.dumps({part: str(folder) for part, folder in found.items()}))
+"""
+
+
+def fetch(hub: Hub, folder: Path, *, model: str = "org/model", data: str = "org/set", **more: str) -> Any:
+    run = {
+        "model": {"model_name_or_path": model},
+        "data": {"dataset_name_or_path": data, "dataset_config_name": "small"},
+        "train": {"output_dir": str(folder / "out")},
+    }
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1"}
+    environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, json.dumps(run)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def result(process: Any) -> tuple[dict[str, Path], str]:
+    out, err = process.communicate(timeout=100)
+    return ({part: Path(path) for part, path in json.loads(out).items()} if process.returncode == 0 else {}), err
+
+
+def test_several_processes_fetch_once_and_only_what_the_run_reads(hub: Hub, tmp_path: Path) -> None:
+    hub.delay = 0.5
+    processes = [fetch(hub, tmp_path) for _ in range(3)]
+    found = [result(process) for process in processes]
+    assert all(folders for folders, _ in found), found[0][1]
+    assert set(hub.gets) == {"README.md", "small/train.jsonl", "config.json", "model.safetensors"}
+    assert set(hub.gets.values()) == {1}
+    folders = found[0][0]
+    assert (folders["model"] / "model.safetensors").read_bytes() == FILES["org/model"]["model.safetensors"]
+    assert not (folders["model"] / "consolidated.safetensors").exists()
+    assert sum("waiting for another process" in said for _, said in found) >= 1
+    # Afterwards no network is needed.
+    offline, said = result(fetch(hub, tmp_path, HF_HUB_OFFLINE="1"))
+    assert offline == folders, said
+
+
+def test_a_cut_transfer_goes_on_where_it_stopped(hub: Hub, tmp_path: Path) -> None:
+    hub.cut = "model.safetensors"
+    folders, said = result(fetch(hub, tmp_path))
+    if not folders:  # the client gave up: the next run goes on
+        hub.cut = ""
+        folders, said = result(fetch(hub, tmp_path))
+    assert folders, said
+    assert (folders["model"] / "model.safetensors").read_bytes() == FILES["org/model"]["model.safetensors"]
+    assert hub.ranges
+    assert hub.gets["small/train.jsonl"] == 1
+
+
+@pytest.mark.parametrize("how", ["offline", "unreachable"])
+def test_offline_is_said_at_once(hub: Hub, tmp_path: Path, how: str) -> None:
+    more = {"HF_HUB_OFFLINE": "1"} if how == "offline" else {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    start = time.monotonic()
+    folders, said = result(fetch(hub, tmp_path, **more))
+    assert not folders
+    assert "USER run.yaml:1: model.model_name_or_path: org/model is not on this machine and the hub" in said
+    assert "hint: run `windlass fetch` where there is a network" in said
+    assert time.monotonic() - start < 30  # nearly all of it imports
+
+
+def test_an_unknown_name_and_a_local_folder(hub: Hub, tmp_path: Path) -> None:
+    assert "the hub has no model 'org/none'" in result(fetch(hub, tmp_path, model="org/none"))[1]
+    (tmp_path / "rows.txt").write_text("a\n")
+    folders, said = result(fetch(hub, tmp_path, data=str(tmp_path / "rows.txt")))
+    assert set(folders) == {"model"}
+    assert "nothing to fetch" in said
+
+
+def test_a_volume_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from windlass.data.hub import room
+    from windlass.errors import UserError
+
+    with pytest.raises(UserError, match=r"takes 8796093022208.0 GiB, .* GiB free"):
+        room(2**73, tmp_path, "org/model", "model")
+    room(1, tmp_path, "org/model", "model")
