@@ -14,6 +14,8 @@ from windlass.report.thin import edges, short, smooth, thin
 POINTS = 480  # of one curve: every second pixel of a wide chart; the rest is in the band around it
 BUDGET = 60_000  # points of all curves of a page together: what keeps it under a megabyte
 
+NAMES = {phase: "waiting for ranks" if phase == "communication" else phase for phase in steps.PHASES}
+
 Chart = dict[str, Any]
 
 
@@ -76,7 +78,7 @@ def _evaluations(run: Run, x: list[int]) -> dict[str, Any]:
 
 
 def _phases(run: Run, cuts: Sequence[int]) -> list[dict[str, Any]]:
-    return [_curve(phase, run.first[f"{phase}_seconds"], cuts, band=False) for phase in steps.PHASES]
+    return [_curve(NAMES[phase], run.first[f"{phase}_seconds"], cuts, band=False) for phase in steps.PHASES]
 
 
 def _across(run: Run, name: str, label: str, cuts: Sequence[int], scale: float = 1) -> list[dict[str, Any]]:

@@ -244,7 +244,7 @@ def planned(run: Run, made: Facts) -> list[Facts]:
             made["headline"]["tokens_per_second"],
         ),
         ("MFU", run.ask("plan.json", "estimate", "mfu"), made["headline"]["mfu"]),
-        (f"peak {made['memory']['place']} memory, GiB", made["memory"]["planned_gib"], measured_memory),
+        ("peak memory, GiB", made["memory"]["planned_gib"], measured_memory),
         ("steps", run.ask("plan.json", "batch", "steps"), made["headline"]["steps"]),
         ("hours", run.ask("plan.json", "estimate", "hours"), _hours(made["headline"]["seconds"])),
     )

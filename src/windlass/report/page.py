@@ -88,8 +88,12 @@ def _part(title: str, *children: Html | None) -> Html | None:
 
 def _about(facts: Facts) -> str:
     layout = facts["layout"] if isinstance(facts["layout"], dict) else {}
-    said = [facts["script_name"], facts["folder"], layout.get("name"), f"{facts['headline']['ranks']} ranks"]
+    said = [facts["script_name"], facts["folder"], layout.get("name"), _ranks(facts["headline"]["ranks"])]
     return " · ".join(str(part) for part in said if part)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def settings(facts: Facts) -> Html | None:

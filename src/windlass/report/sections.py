@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from windlass.report.charts import Chart
+from windlass.report.charts import NAMES, Chart
 from windlass.report.facts import Facts
 from windlass.report.html import Html, count, duration, figure, join, percent, table, tag
 from windlass.report.read import ask, number
 
-PHASES = {
-    "data": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "communication": "waiting for ranks",
-    "other": "other",
-}
 LEVELS = {"good": "All well", "warn": "Worth a look", "bad": "Something is wrong"}
+PLACES = {"gpu": "GPU", "host": "host"}
 MANY = 12  # ranks that are listed openly; more are folded away
 
 
@@ -37,8 +30,12 @@ def headline(facts: Facts) -> Html:
         ("throughput", figure(head["tokens_per_second"]), "tokens/s, whole job"),
         ("step", duration(head["step_seconds"]), "median"),
         ("MFU", percent(head["mfu"], 1), "model FLOPs of peak"),
-        ("peak memory", figure(peak or None, "GiB"), f"{memory['place']}, fullest rank"),
-        ("time", duration(head["seconds"]), f"{figure(head['gpu_hours'])} rank-hours"),
+        ("peak memory", figure(peak or None, "GiB"), f"{PLACES[memory['place']]}, fullest rank"),
+        (
+            "time",
+            duration(head["seconds"]),
+            f"{figure(head['gpu_hours'])} {'GPU' if memory['place'] == 'gpu' else 'rank'}-hours",
+        ),
     ]
     cells = [tag("div", tag("dt", name), tag("dd", value), tag("p", note)) for name, value, note in tiles]
     return tag("dl", *cells, class_="tiles")
@@ -83,13 +80,13 @@ def phases(facts: Facts) -> Html | None:
     time = facts["step_time"]
     if not time["shares"]:
         return None
-    order = [phase for phase in PHASES if phase in time["shares"]]
-    colour = {phase: f"--c:var(--s{i})" for i, phase in enumerate(PHASES)}
+    order = [phase for phase in NAMES if phase in time["shares"]]
+    colour = {phase: f"--c:var(--s{i})" for i, phase in enumerate(NAMES)}
     widths = {phase: f"width:{100 * time['shares'][phase]:.3f}%" for phase in order}
-    stretches = [tag("i", style=f"{widths[p]};{colour[p]}", title=PHASES[p]) for p in order]
+    stretches = [tag("i", style=f"{widths[p]};{colour[p]}", title=NAMES[p]) for p in order]
     bar = tag("div", *stretches, class_="stack", aria_hidden="true")
     rows = [
-        (join([dot(colour[p]), PHASES[p]]), duration(time["seconds"][p]), percent(time["shares"][p], 1)) for p in order
+        (join([dot(colour[p]), NAMES[p]]), duration(time["seconds"][p]), percent(time["shares"][p], 1)) for p in order
     ]
     note = tag("p", f"Measuring cost {percent(time['meter_share'], 2)} of the step time.", class_="note")
     return join([bar, table(("phase", "mean", "share"), rows), note if time["meter_share"] is not None else None])
@@ -117,17 +114,19 @@ def memory(facts: Facts) -> Html:
                 tag("span", figure(peak, "GiB"), class_="n"),
             )
         )
-    said = [f"Peak {found['place']} memory of each rank."]
-    said += [f"Planned: {figure(planned, 'GiB')} (line)."] if planned else ["The plan has no figure to compare with."]
-    said += [f"One GPU holds {figure(capacity, 'GiB')} (end)."] if capacity else []
+    said = [f"Peak {PLACES[found['place']]} memory of each rank."]
+    said += (
+        [f"Planned: {figure(planned, 'GiB')} (thin line)."] if planned else ["The plan has no figure to compare with."]
+    )
+    said += [f"One GPU holds {figure(capacity, 'GiB')} (red line)."] if capacity else []
     return join([tag("ul", *bars, class_="bars"), tag("p", " ".join(said), class_="note")])
 
 
 def tokens(facts: Facts) -> Html:
     found = facts["tokens"]
     parts = [
-        ("supervised", found["supervised"], 1),
-        ("read, not learned", found["masked"], 4),
+        ("supervised", found["supervised"], 0),
+        ("read, not learned", found["masked"], 1),
         ("padding", found["padded"], 5),
     ]
     total = sum(value or 0 for _, value, _ in parts) or 1

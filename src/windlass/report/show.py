@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.report import Report
+from windlass.report.charts import NAMES
 from windlass.report.compare import rows
 from windlass.report.html import duration, figure, percent
-from windlass.report.sections import PHASES
 
 STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 
@@ -28,7 +28,7 @@ def show(report: Report, console: Console | None = None) -> None:
         table.add_column(Text(facts["name"]), justify="right")
     for name, values in rows(report.runs):
         table.add_row(Text(name), *(Text(str(value)) for value in values))
-    for phase, label in PHASES.items():
+    for phase, label in NAMES.items():
         seconds = [facts["step_time"]["seconds"].get(phase) for facts in report.runs]
         shares = [facts["step_time"]["shares"].get(phase) for facts in report.runs]
         if any(share for share in shares):

@@ -3,7 +3,6 @@
   const root = document.documentElement;
   const data = JSON.parse(document.getElementById("data").textContent);
   const plots = new Map(); // figure -> {u, spec, prefix}
-  let zooming = false;
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const shade = (name, percent) => `color-mix(in srgb, ${colour(name)} ${percent}%, transparent)`;
@@ -55,23 +54,15 @@
     return [spec.x, ...stacked];
   };
 
-  const zoomed = (u) => {
-    const reset = document.getElementById("reset");
-    const x = u.data[0];
-    reset.disabled = u.scales.x.min <= x[0] && u.scales.x.max >= x[x.length - 1];
-  };
-
-  const everywhere = (from, min, max) => {
-    if (zooming) return;
-    zooming = true;
+  // One stretch of steps for every chart; null is all of them. Runs of other lengths show what they have of it.
+  const everywhere = (min, max) => {
     for (const { u } of plots.values()) {
       const x = u.data[0];
       const first = x[0], last = x[x.length - 1];
-      const whole = min === null;
-      if (u !== from || whole) u.setScale("x", { min: whole ? first : Math.max(min, first), max: whole ? last : Math.min(max, last) });
+      const low = min === null ? first : Math.max(min, first), high = max === null ? last : Math.min(max, last);
+      if (low < high || first === last) u.setScale("x", { min: low, max: high });
     }
-    zooming = false;
-    zoomed(from);
+    document.getElementById("reset").disabled = min === null;
   };
 
   const marks = (prefix) => (u) => {
@@ -109,8 +100,8 @@
     spec.series.forEach((s, i) => {
       if (!s.least || spec.stacked) return;
       const low = 1 + count + edges.length;
-      edges.push({ stroke: "transparent", width: 0, points: { show: false }, spanGaps: true });
-      edges.push({ stroke: "transparent", width: 0, points: { show: false }, spanGaps: true });
+      const edge = { stroke: () => (on[i] ? shade(`--s${i % 8}`, 32) : "transparent"), width: 1, points: { show: false }, spanGaps: true };
+      edges.push(edge, edge);
       bands.push({ series: [low + 1, low], fill: () => (on[i] ? shade(`--s${i % 8}`, 15) : "transparent") });
     });
     if (spec.stacked) for (let i = count; i > 1; i--) bands.push({ series: [i, i - 1], fill: () => shade(`--s${(i - 1) % 8}`, 78) });
@@ -131,11 +122,17 @@
         { ...axis, size: 26, space: 70, values: (u, all) => all.map((v) => (Number.isInteger(v) ? number(v) : "")) },
         { ...axis, size: 46, gap: 4, space: 34, values: (u, all) => all.map(number) },
       ],
-      cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false }, y: false,
+      cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false,
+        bind: { dblclick: () => () => { everywhere(null, null); return null; } },
         points: { size: 7, fill: (u, i) => u.series[i].stroke(), show: (u, i) => (i <= count ? undefined : false) } },
       hooks: {
         draw: [marks(prefix)],
-        setScale: [(u, key) => { if (key === "x") everywhere(u, u.scales.x.min, u.scales.x.max); }],
+        setSelect: [(u) => {
+          const { left, width } = u.select;
+          if (width < 4) return;
+          everywhere(u.posToVal(left, "x"), u.posToVal(left + width, "x"));
+          u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+        }],
         setCursor: [(u) => read(figure, spec, on, u.cursor.idx)],
       },
     };
@@ -161,9 +158,9 @@
     } else if (key === "+" || key === "=" || key === "-") {
       const half = ((max - min) / 2) * (key === "-" ? 2 : 0.5);
       const middle = Math.min(Math.max(x[at], min), max);
-      u.setScale("x", { min: Math.max(x[0], middle - half), max: Math.min(x[last], middle + half) });
+      everywhere(Math.max(x[0], middle - half), Math.min(x[last], middle + half));
     } else if (key === "0" || key === "Escape") {
-      everywhere(u, null, null);
+      everywhere(null, null);
     } else {
       return;
     }
@@ -200,8 +197,7 @@
   };
 
   document.getElementById("reset").addEventListener("click", () => {
-    const first = plots.values().next().value;
-    if (first) everywhere(first.u, null, null);
+    everywhere(null, null);
   });
   paint();
   for (const figure of document.querySelectorAll("figure[data-chart]")) draw(figure);
