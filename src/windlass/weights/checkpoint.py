@@ -1,8 +1,9 @@
-"""A model folder's config.json and safetensors headers: names, shapes, dtypes, bytes. No torch, no weights read."""
+"""What is known of a checkpoint from its headers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ class Parameter:
     part: str  # one of PARTS
     pieces: tuple[Piece, ...] = ()  # empty where no weights are at hand
 
-
-PARTS = ("embedding", "attention", "mlp", "shared_experts", "experts", "router", "norm", "head")
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,7 @@ class Checkpoint:
     unread: tuple[Stored, ...] = ()  # keys on a stated list that the language model does not need
     quantization: dict[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def total(self) -> int:
+        return sum(parameter.count for parameter in self.parameters)

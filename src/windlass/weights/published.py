@@ -1,0 +1,134 @@
+"""Configs of well-known models as their publishers have them: enough for a plan where no weights are at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MISTRAL_SMALL_4: dict[str, Any] = {
+    "model_type": "mistral4",
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 1024,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 11,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "attention_bias": False,
+    "rope_parameters": {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "max_position_embeddings": 1048576,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
+def _sizes(
+    model_type: str, hidden: int, layers: int, heads: tuple[int, int], intermediate: int, vocab: int, **rest: Any
+) -> dict[str, Any]:
+    """A config by its sizes. `heads`: of queries, of keys and values."""
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        **rest,
+    }
+
+
+def _mixtral(hidden: int, layers: int, heads: tuple[int, int], intermediate: int, vocab: int) -> dict[str, Any]:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return _sizes("mixtral", hidden, layers, heads, intermediate, vocab, **experts)
+
+
+def _qwen3_moe(
+    hidden: int, layers: int, heads: tuple[int, int], intermediate: int, expert_intermediate: int
+) -> dict[str, Any]:
+    experts = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": expert_intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    return _sizes("qwen3_moe", hidden, layers, heads, intermediate, 151936, head_dim=128, **experts)
+
+
+_FP8_STATIC: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "static",
+    "weight_block_size": None,
+    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+}
+_WRAPPED: dict[str, Any] = {
+    "model_type": "mistral3",
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "text_config": _MISTRAL_SMALL_4,
+    "quantization_config": _FP8_STATIC,
+}
+_MISTRAL_7B = _sizes("mistral", 4096, 32, (32, 8), 14336, 32000)
+_MISTRAL_7B_V3 = _sizes("mistral", 4096, 32, (32, 8), 14336, 32768)
+_MISTRAL_SMALL_3 = _sizes("mistral", 5120, 40, (32, 8), 32768, 131072, head_dim=128)
+_MIXTRAL_8X7B = _mixtral(4096, 32, (32, 8), 14336, 32000)
+_MIXTRAL_8X22B = _mixtral(6144, 56, (48, 8), 16384, 32768)
+_LLAMA_8B = _sizes("llama", 4096, 32, (32, 8), 14336, 128256)
+_LLAMA_70B = _sizes("llama", 8192, 80, (64, 8), 28672, 128256)
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Mistral-Small-4-119B-2603": _WRAPPED,
+    "Mistral-7B-v0.1": _MISTRAL_7B,
+    "Mistral-7B-Instruct-v0.1": _MISTRAL_7B,
+    "Mistral-7B-Instruct-v0.2": _MISTRAL_7B,
+    "Mistral-7B-v0.3": _MISTRAL_7B_V3,
+    "Mistral-7B-Instruct-v0.3": _MISTRAL_7B_V3,
+    "Mistral-Small-24B-Base-2501": _MISTRAL_SMALL_3,
+    "Mistral-Small-24B-Instruct-2501": _MISTRAL_SMALL_3,
+    "Mixtral-8x7B-v0.1": _MIXTRAL_8X7B,
+    "Mixtral-8x7B-Instruct-v0.1": _MIXTRAL_8X7B,
+    "Mixtral-8x22B-v0.1": _MIXTRAL_8X22B | {"vocab_size": 32000},
+    "Mixtral-8x22B-Instruct-v0.1": _MIXTRAL_8X22B,
+    "Llama-3.1-8B": _LLAMA_8B,
+    "Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "Llama-3.1-70B": _LLAMA_70B,
+    "Llama-3.1-70B-Instruct": _LLAMA_70B,
+    "Llama-3.3-70B-Instruct": _LLAMA_70B,
+    "Qwen2.5-7B": _sizes("qwen2", 3584, 28, (28, 4), 18944, 152064),
+    "Qwen2.5-7B-Instruct": _sizes("qwen2", 3584, 28, (28, 4), 18944, 152064),
+    "Qwen3-8B": _sizes("qwen3", 4096, 36, (32, 8), 12288, 151936, head_dim=128),
+    "Qwen3-30B-A3B": _qwen3_moe(2048, 48, (32, 4), 6144, 768),
+    "Qwen3-235B-A22B": _qwen3_moe(4096, 94, (64, 4), 12288, 1536),
+}
