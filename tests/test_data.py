@@ -159,6 +159,19 @@ def test_a_template_with_generation_marks_and_the_other_names_of_roles(tokenizer
     assert [text[slice(*span)] for span in spans] == ["b!"]
 
 
+def test_a_template_without_marks_learns_answers_and_their_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}"
+    asking = plain + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    text, spans = Chat(tokenizer, asking, "").render(CHATS)
+    assert [text[slice(*span)] for span in spans] == ["Hi.<end>\n", "Because.<end>\n"]
+    thinking = plain + "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
+    text, spans = Chat(tokenizer, thinking, "").render(CHATS)
+    assert [text[slice(*span)] for span in spans] == ["Hi.<end>\n", "Because.<end>\n"]
+    # A stop that only the very end has: where an answer in the middle ends can't be told.
+    with pytest.raises(UserError, match="earlier turns differently"):
+        Chat(tokenizer, plain + "{% if not add_generation_prompt %}<stop>{% endif %}", "").render(CHATS)
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     forgetful = Chat(tokenizer, "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}", "")
     with pytest.raises(UserError, match="earlier turns differently"):
@@ -278,6 +291,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -> Non
         ("a.json", b'[{"text": "a"}, 3]', "element 1 is a int"),
         ("a.txt", b"caf\xe9\n", "not UTF-8"),
         ("a.csv", b"text\na,b\n", "more fields than the header"),
+        ("a.csv", b'text\n"never closed\nb\n', "can't be read: unexpected end of data"),
         ("a.jsonl", b'{"text": "\\ud800 x"}\n', "half a surrogate pair"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "not Parquet"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,20 +41,30 @@ class Chat:
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> tuple[str, tuple[Span, ...]]:
         """The text, and the assistant's stretches of it among the messages from `first` on."""
         turns = [message_of(message) for message in messages]
+        tools = json.loads(tools) if isinstance(tools, str) else tools
         if GENERATION.search(self.template):
             return self.by_marks(turns, first, tools)
         text = self.text(turns, tools)
         spans = []
         for i, turn in enumerate(turns):
             if turn["role"] == "assistant" and i >= first:
-                head = self.text(turns[:i], tools, prompt=True) if i else ""
+                start = self.start_of_answer(turns[:i], text, tools) if i else 0
                 tail = self.text(turns[: i + 1], tools)
-                # A template may close the last turn otherwise than one in the middle (a stop token at the very end).
-                tail = tail if text.startswith(tail) else tail[: agreeing(text, tail)]
-                if not text.startswith(head) or len(tail) <= len(head):
-                    raise unstable(head, text)
-                spans.append((len(head), len(tail)))
+                if not text.startswith(tail) or len(tail) <= start:
+                    raise unstable(tail, text)
+                spans.append((start, len(tail)))
         return text, tuple(spans)
+
+    def start_of_answer(self, before: list[dict[str, Any]], text: str, tools: Any) -> int:
+        """Where the assistant's own words begin: behind the prompt that the template writes for it to answer."""
+        prompt = self.text(before, tools, prompt=True)
+        if text.startswith(prompt):
+            return len(prompt)
+        # Reasoning templates open a thought in the prompt which a finished answer may lack: behind what both have.
+        plain = self.text(before, tools)
+        if not text.startswith(plain):
+            raise unstable(plain, text)
+        return max(len(plain), agreeing(text, prompt))
 
     def by_marks(self, turns: list[dict[str, Any]], first: int, tools: Any) -> tuple[str, tuple[Span, ...]]:
         """The template itself says which part is the assistant's, with {% generation %}."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Where = Callable[[str], str]
 Say = Callable[[str], None]
 
-FORMAT = 1  # of the cached folder: raise it when what is written there changes
+FORMAT = 2  # of the cached folder: raise it when what is written there changes
 # Rows whose keys together make the columns: JSON lines need not all have the same.
 HEAD_ROWS = 100
 # Files up to so many bytes together are known by their content, larger ones by size, time of change and their ends.
@@ -122,8 +122,7 @@ def prepare(
         stream = endless(lambda: rows(chosen.source, chosen.train), shape, tokenizer, max_length, packed_to, seed)
         return Prepared(stream, validation, audit, key, arguments(run))
     train = store.load(folder / "train.arrow")
-    per_row = np.array([sum(row) for row in train["seq_lengths"]]) if data.packing else lengths
-    return Prepared(train, validation, audit, key, arguments(run), per_row)
+    return Prepared(train, validation, audit, key, arguments(run), np.load(folder / "train.rows.npy"))
 
 
 def streamable(run: RunFile, chosen: Chosen, where: Where) -> None:
@@ -211,7 +210,8 @@ def make(
         if documents is None:
             continue
         found["splits"][name] = auditing.of_split(documents, tokenizer.eos_token_id)
-        store.write(documents, into / f"{name}.arrow", capacity=max_length if data.packing else None)
+        per_row = store.write(documents, into / f"{name}.arrow", capacity=max_length if data.packing else None)
+        np.save(into / f"{name}.rows.npy", per_row)
         np.save(into / f"{name}.lengths.npy", documents.lengths)
     found["samples"] = auditing.samples(train, tokenizer, "train")
     if validation is not None:

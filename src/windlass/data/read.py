@@ -93,7 +93,7 @@ def json_file(path: Path) -> Iterator[Row]:
 def table(path: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     with opened(path) as raw:
-        reader = csv.DictReader(io.TextIOWrapper(raw, "utf-8-sig", newline=""), delimiter=delimiter)
+        reader = csv.DictReader(io.TextIOWrapper(raw, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
         for row in reader:
             if None in row:
                 raise UserError("more fields than the header names", f"{path}:{reader.line_num}", "quote the field")

@@ -19,8 +19,8 @@ ROWS_PER_BLOCK = 1000
 IGNORED = -100  # the label that cross entropy leaves out
 
 
-def write(documents: Documents, path: Path, *, capacity: int | None) -> None:
-    """One row per document, or per pack of documents when there is a capacity.
+def write(documents: Documents, path: Path, *, capacity: int | None) -> npt.NDArray[np.int64]:
+    """One row per document, or per pack of documents when there is a capacity. Gives the tokens of each row.
 
     `labels` is written only where something is not learnt: without it the collator takes the ids themselves.
     """
@@ -32,6 +32,7 @@ def write(documents: Documents, path: Path, *, capacity: int | None) -> None:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for start in range(0, len(rows), ROWS_PER_BLOCK):
             writer.write_batch(block(documents, rows[start : start + ROWS_PER_BLOCK], schema))
+    return np.array([sum(lengths[i] for i in row) for row in rows], np.int64)
 
 
 def block(documents: Documents, rows: list[list[int]], schema: pa.Schema) -> pa.RecordBatch:
