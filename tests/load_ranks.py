@@ -48,6 +48,7 @@ def layouts(ranks: int, experts: bool) -> dict[str, Layout]:
         "no-reshard": layout("no-reshard", shard=ranks, reshard_after_forward=False),
         "hybrid": layout("hybrid", shard=ranks // 2, replicate=2),
         "resident": layout("resident", shard=1, replicate=ranks),
+        "offload": layout("full-shard", shard=ranks, offload=True),
     }
     if experts:
         named["expert-parallel"] = layout("expert-parallel", shard=ranks, expert_parallel=2)
@@ -167,6 +168,18 @@ def unsharded(root: Path, name: str, ranks: int) -> str:
     return ""
 
 
+def kept(root: Path, name: str, ranks: int) -> list[bool]:
+    """Whether a layer's weights are whole after a backward: between micro-batches, and after the last one."""
+    model, _ = load(read_checkpoint(root / name), layouts(ranks, False)["no-reshard"])
+    said = []
+    for keep in (True, False):
+        shard.keep_gathered(model, keep)
+        embedded = torch.zeros(1, 4, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        model(inputs_embeds=embedded).logits.float().sum().backward()
+        said.append(not isinstance(model.model.layers[0].self_attn.o_proj.weight, DTensor))
+    return said
+
+
 def bounds(root: Path, ranks: int) -> list[dict[str, Any]]:
     """A model large enough for its bytes and memory to be told from everything else's."""
     checkpoint = read_checkpoint(root / "large")
@@ -206,6 +219,7 @@ def main(root: Path, out: Path) -> None:
     results["swapped"] = swapped(root, "published", ranks)
     results["one_wrong"] = one_wrong(root, "published", ranks)
     results["unsharded"] = unsharded(root, "published", ranks)
+    results["kept"] = kept(root, "published", ranks)
     results["refused"] = refused(root, ranks)
     (out / f"{ranks}-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()

@@ -6,10 +6,9 @@ shard-on-read, the bytes from safetensors, the scale from the key's name, the pr
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,6 @@ class Certificate:
     unread: list[dict[str, Any]]  # stored tensors that the language model does not need, and why
     checked: dict[str, int]  # parameters, slices and elements compared over all ranks
     ranks: list[dict[str, Any]]  # rank, bytes_read, peak_rss_bytes, seconds
-
-    def write(self, directory: Path) -> Path:
-        """load.json in the run folder."""
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / "load.json"
-        file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
-        return file
 
 
 def parameter_record(parameter: Parameter, dtype: torch.dtype) -> dict[str, Any]:

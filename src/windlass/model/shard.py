@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def distributed_config(layout: Layout, dtype: torch.dtype) -> DistributedConfig 
 def device_of_this_rank() -> torch.device:
     """Where parameters live while they compute."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
@@ -82,10 +81,14 @@ def build(
 
 def text_config(checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation: str) -> Any:
     """The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`."""
-    described = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-    described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False}
+    replaced = ("quantization_config", "dtype", "torch_dtype")
+    described = {key: value for key, value in checkpoint.config.items() if key not in replaced}
+    tied = all(parameter.name != "lm_head.weight" for parameter in checkpoint.parameters)  # a wrapper's config may rule
+    described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
     config_class = transformers.CONFIG_MAPPING[checkpoint.family.model_type]
-    return config_class.from_dict(described, attn_implementation=attn_implementation)
+    config = config_class.from_dict(described, attn_implementation=attn_implementation)
+    config.name_or_path = str(checkpoint.path or checkpoint.name)  # a saved adapter names its base by it
+    return config
 
 
 def refusals(checkpoint: Checkpoint, layout: Layout, config: Any) -> list[Problem]:
