@@ -4,7 +4,8 @@
 
 One process: the same model, rows and seed trained by TRL's SFTTrainer and by windlass's loop in turn, pair by pair
 in one process, on one thread and in processor time, which other work on the machine disturbs least. The overhead is
-the median of the pairs' ratios, with the interval of order statistics that covers the true median with 95 %. Two ranks: each engine in processes of its own, median step time and peak memory per rank.
+the median of the pairs' ratios, with the interval of order statistics that covers the true median with 95 %.
+Two ranks: each engine in processes of its own, median step time and peak memory per rank.
 """
 
 from __future__ import annotations

@@ -150,6 +150,7 @@ def main() -> None:
     here = ranks.place(os.environ)
     assert here is not None
     torch.set_num_threads(1)
+    run.join(here, 60)
     outcomes = {}
     for name, case in cases.items():
         print(f"--- {name}", file=sys.stderr, flush=True)

@@ -108,7 +108,8 @@ class ExpertTokens:
         self.handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if name.endswith(".experts") and hasattr(module, "parameter_name"):  # PEFT's wrapper, outermost of a nest
-                self.counts[name] = torch.zeros(int(module.num_experts), dtype=torch.int64)
+                device = next(p.device for p in module.parameters() if p.requires_grad)
+                self.counts[name] = torch.zeros(int(module.num_experts), dtype=torch.int64, device=device)
                 self.handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
 
     def _hook(self, name: str) -> Callable[..., None]:
@@ -117,8 +118,7 @@ class ExpertTokens:
 
             def count(gradient: Tensor) -> None:
                 useful = index[gradient.detach().ne(0).flatten(0, -2).any(dim=-1)].flatten()
-                counts = self.counts[name].to(useful.device)
-                self.counts[name] = counts + torch.bincount(useful, minlength=len(counts))
+                self.counts[name] += torch.bincount(useful, minlength=len(self.counts[name]))
 
             if output.requires_grad:
                 output.register_hook(count)  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class ExpertTokens:
             for name in names:
                 gradient = named[name].grad
                 if name.startswith(f"{place}.") and gradient is not None:
-                    dead = due & ~_by_expert(name, gradient, len(counts)).to(due.device)
+                    dead = due & ~_by_expert(name, gradient, len(counts))
                     found += [f"{name}[{i}]" for i in dead.nonzero().flatten().tolist()]
         return found
 

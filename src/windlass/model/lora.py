@@ -16,6 +16,7 @@ from transformers import set_seed
 
 from windlass.adapter import Adapter
 from windlass.errors import Problem, UserError, raise_all
+from windlass.model.shard import device_of_this_rank
 
 if TYPE_CHECKING:
     from windlass.runfile import Lora
@@ -39,7 +40,8 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
             peft_model = get_peft_model(model, config(lora, adapter), autocast_adapter_dtype=wide)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(DTYPES[lora.dtype])
+            # PEFT puts it where the base weight is; an offloaded base computes elsewhere than it lies.
+            parameter.data = parameter.data.to(device_of_this_rank(), DTYPES[lora.dtype])
     prove(peft_model, adapter)
     return peft_model
 

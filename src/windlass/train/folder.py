@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from windlass import __version__, checkpoint
+from windlass import __version__, checkpoint, steps
 from windlass.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -68,7 +68,16 @@ def _take(folder: Path, plan: Plan, *, resume: bool) -> str | None:
     write(folder, "plan.json", plan.as_dict())
     began = manifest.get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
     write(folder, MANIFEST, {"state": RUNNING, "began": began, **facts(plan)})
-    return _usable(folder / "checkpoints") if resume else None
+    usable = _usable(folder / "checkpoints") if resume else None
+    _forget_after(folder, checkpoint.step_of(Path(usable)) if usable else 0)
+    return usable
+
+
+def _forget_after(folder: Path, step: int) -> None:
+    """Drop what an interrupted run wrote of the steps that will be run again."""
+    for path in steps.files(folder).values():
+        kept = [line for line in steps.lines(path) if line.get("step", 0) <= step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 def _hold(folder: Path, where: str) -> None:

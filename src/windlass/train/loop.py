@@ -18,6 +18,7 @@ from trl import SFTTrainer
 
 from windlass import checkpoint
 from windlass.errors import RunError
+from windlass.meter import LLMStepProfiler
 from windlass.model.liveness import Liveness
 from windlass.model.sync import Replicas
 
@@ -26,17 +27,19 @@ ROW = "row"  # the column that carries each row's number in the data set into it
 
 @dataclass
 class Step:
-    """What one optimizer step did, summed over all ranks."""
+    """What one optimizer step did, over all ranks."""
 
     step: int
     loss: float
     grad_norm: float
     learning_rate: float
-    tokens: int  # of this rank; padding not counted
-    job_tokens: int  # of all ranks
-    supervised_tokens: int
+    job_tokens: int  # padding not counted
     skipped: bool = False
-    as_dict = asdict
+
+    def known(self) -> dict[str, Any]:
+        """What the meter's hooks can't know, by the names of its step file."""
+        named = {name: getattr(self, name) for name in ("loss", "grad_norm", "learning_rate", "job_tokens")}
+        return {**named, "skipped": True} if self.skipped else named
 
 
 @dataclass
@@ -45,7 +48,6 @@ class Micro:
 
     loss: float | Tensor = 0.0
     tokens: int | Tensor = 0
-    supervised: float | Tensor = 0.0
     rows: list[int] = field(default_factory=list)
 
 
@@ -60,6 +62,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         order: Order | None,
         non_finite: str,
         facts: dict[str, Any],
+        meter: LLMStepProfiler | None = None,
         **trainer: Any,
     ) -> None:
         super().__init__(**trainer)
@@ -69,6 +72,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         self.order = order
         self.non_finite = non_finite
         self.facts = facts  # for the manifest of every checkpoint
+        self.meter = meter
         self.micro = Micro()
         self.culprits: list[int] = []  # ranks with something non-finite in this step
         self.latest: Step | None = None
@@ -97,7 +101,6 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         self.micro.rows += inputs.pop(ROW, [])
         mask = inputs.get("attention_mask")
         self.micro.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()
-        self.micro.supervised = num_items_in_batch if num_items_in_batch is not None else 0.0
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.micro.loss += loss.detach()
         if self.accelerator.sync_gradients:
@@ -122,9 +125,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
             loss=loss / world if not self.culprits else math.nan,
             grad_norm=math.nan,
             learning_rate=self._get_learning_rate(),
-            tokens=int(micro.tokens),
             job_tokens=int(tokens),
-            supervised_tokens=int(micro.supervised),
         )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -138,6 +139,8 @@ class Loop(SFTTrainer):  # type: ignore[misc]
             model.zero_grad()  # to None: the optimizer passes over such parameters
         else:
             self.liveness.before_update(step.learning_rate)
+        if self.meter is not None:
+            self.meter.note(**step.known())
         self.micro = Micro()
         return norm
 

@@ -1,12 +1,10 @@
-"""What is seen and written while it trains: one live line, or plain lines, and `steps-rank0.jsonl`."""
+"""What is seen while it trains: one live line, or plain lines where nobody watches."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,16 +18,14 @@ from windlass.train.ranks import Place
 if TYPE_CHECKING:
     from windlass.train.loop import Loop, Step
 
-STEPS = "steps-rank0.jsonl"
 WINDOW = 20  # steps that the speed and the time left are averaged over
 
 
 class Progress(TrainerCallback):  # type: ignore[misc]
-    """Told by the Trainer what happens; rank 0 writes and shows it, every rank notes what it is doing."""
+    """Told by the Trainer what happens; rank 0 shows it, every rank notes what it is doing."""
 
-    def __init__(self, here: Place, folder: Path, console: Console) -> None:
+    def __init__(self, here: Place, console: Console) -> None:
         self.here = here
-        self.path = folder / STEPS
         self.console = console
         self.loop: Loop | None = None
         self.live: Live | None = None
@@ -37,11 +33,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         self.tokens: deque[int] = deque(maxlen=WINDOW)
         self.began = 0.0
 
-    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        if self.here.rank:
-            return
-        forget_after(self.path, state.global_step)
-        if self.console.is_terminal:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if self.here.rank == 0 and self.console.is_terminal:
             self.live = Live(Text("first step …"), console=self.console, refresh_per_second=4, transient=True)
             self.live.start()
 
@@ -57,7 +50,6 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         step, seconds = self.loop.latest, time.monotonic() - self.began
         self.seconds.append(seconds)
         self.tokens.append(step.job_tokens)
-        self._write(step, seconds, state)
         line = self._line(step, state)
         if self.live is not None:
             self.live.update(line)
@@ -82,18 +74,6 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             self.live.stop()
             self.live = None
 
-    def _write(self, step: Step, seconds: float, state: Any) -> None:
-        row: dict[str, Any] = {
-            **step.as_dict(),
-            "epoch": state.epoch,
-            "step_seconds": seconds,
-            "tokens_per_second": step.tokens / seconds,
-            "memory_gib": memory_gib(),
-        }
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(finite) + "\n")
-
     def _line(self, step: Step, state: Any) -> Text:
         left = (state.max_steps - step.step) * sum(self.seconds) / len(self.seconds)
         speed = sum(self.tokens) / sum(self.seconds)
@@ -101,13 +81,6 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             f"step {step.step:>5}/{state.max_steps}  loss {step.loss:.4f}  grad norm {step.grad_norm:.3f}"
             f"  lr {step.learning_rate:.2e}  {speed:,.0f} tokens/s  {memory_gib():.1f} GiB  {clock(left)} left"
         )
-
-
-def forget_after(path: Path, step: int) -> None:
-    """Drop what an interrupted run wrote beyond the step that this one goes on from."""
-    if path.exists():
-        rows = [line for line in path.read_text().splitlines() if line.strip() and json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in rows))
 
 
 def memory_gib() -> float:

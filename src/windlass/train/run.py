@@ -17,6 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from windlass import checkpoint as checkpoints
 from windlass.data import Prepared, prepare
+from windlass.meter import LLMStepProfiler
 from windlass.model.liveness import Liveness
 from windlass.model.load import load
 from windlass.model.lora import attach
@@ -66,13 +67,14 @@ def run(plan: Plan, here: Place, *, resume: bool = False) -> int:
     assert_sharded(model, plan.layout)
 
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
-    progress = Progress(here, folder, console)
-    loop = loop_of(plan, model, data, tokenizer, progress)
+    meter = LLMStepProfiler(job.train.logging_steps, output_dir=folder, script_name="windlass train")
+    progress = Progress(here, console)
+    loop = loop_of(plan, model, data, tokenizer, meter, progress)
 
     # 7. Train. The first steps prove that every part of the adapter lives.
     here.phase("starting to train")
     loop.interrupted, interruption.training = interruption, True
-    with contextlib.closing(progress):
+    with contextlib.closing(progress), contextlib.closing(meter):
         loop.train(resume_from_checkpoint=str(from_checkpoint) if from_checkpoint else None)
     if loop.signalled:
         folders.note(folder, state=folders.STOPPED)
@@ -109,7 +111,12 @@ def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
 
 
 def loop_of(
-    plan: Plan, model: PeftModel, data: Prepared, tokenizer: PreTrainedTokenizerBase, progress: Progress
+    plan: Plan,
+    model: PeftModel,
+    data: Prepared,
+    tokenizer: PreTrainedTokenizerBase,
+    meter: LLMStepProfiler,
+    progress: Progress,
 ) -> Loop:
     """Everything above, handed to the loop."""
     job = plan.loaded.run
@@ -122,7 +129,8 @@ def loop_of(
         train_dataset=numbered(data.train),
         eval_dataset=data.validation if job.train.eval_strategy != "no" else None,
         processing_class=tokenizer,
-        callbacks=[progress],
+        callbacks=[meter, progress],
+        meter=meter,
         replicas=replicas,
         liveness=Liveness(model, replicas),
         order=order_of(plan, data),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from windlass.meter.summary import hardware
 from windlass.train.folder import versions
 from windlass.train.ranks import Place
 
@@ -69,10 +69,10 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def machine() -> str:
-    """GPUs with their memory, or the CPU that stands in for them."""
+    """GPUs with their memory, driver and network, or the CPU that stands in for them."""
+    found = hardware()
     if not torch.cuda.is_available():
-        return f"CPU, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads a rank, gloo"
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    names = ", ".join(f"{found.name} ({found.total_memory / 2**30:.0f} GiB)" for found in properties)
-    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return f"{names}, CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl))}"
+        return f"{found['processor']}, {found['memory_gib']} GiB, {torch.get_num_threads()} threads a rank, gloo"
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])
+    network = ", ".join(found["infiniband"]) or "no InfiniBand"
+    return f"{gpus}, driver {found['driver']}, CUDA {found['cuda']}, {network}"
