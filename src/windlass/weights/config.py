@@ -47,7 +47,7 @@ def describe(config: Mapping[str, Any], where: str) -> Described:
         problems += found
     tied = text.get("tie_word_embeddings")
     if not isinstance(tied, bool | None):
-        problems.append(Problem(f"tie_word_embeddings is {tied!r}", place, "true or false"))
+        problems.append(Problem(f"tie_word_embeddings is {_shown(tied)}", place, "true or false"))
     raise_all(problems)
     dims |= {"dense_layers": dims["layers"] - len(routed), "moe_layers": len(routed)}
     outer = wrapper is not None and config.get("tie_word_embeddings") is True
@@ -102,11 +102,11 @@ def _family(text: Mapping[str, Any], place: str) -> Family:
         return FAMILIES[model_type]
     known = [*FAMILIES, *WRAPPERS]
     if not isinstance(model_type, str):
-        said = "has no model_type" if model_type is None else f"model_type is {model_type!r}"
+        said = "has no model_type" if model_type is None else f"model_type is {_shown(model_type)}"
         raise UserError(said, place, f"is this a model's config.json? Known model types: {', '.join(known)}")
     close = difflib.get_close_matches(model_type, known, 3, 0.5)
     hint = f"nearest known: {', '.join(close)}; " if close else ""
-    raise UserError(f"the model type {model_type!r} is not known", place, f"{hint}all known: {', '.join(known)}")
+    raise UserError(f"the model type {_shown(model_type)} is not known", place, f"{hint}all known: {', '.join(known)}")
 
 
 def _architecture(config: Mapping[str, Any], wrapper: Wrapper | None, family: Family, where: str) -> Iterator[Problem]:
@@ -117,7 +117,7 @@ def _architecture(config: Mapping[str, Any], wrapper: Wrapper | None, family: Fa
     if first is None or first == [] or (isinstance(first, str) and first.lower() == wanted.lower()):
         return
     yield Problem(
-        f"architectures says {first!r}, and windlass adapts {wanted}",
+        f"architectures says {_shown(first)}, and windlass adapts {wanted}",
         where,
         "give the folder of the causal language model itself",
     )
@@ -129,7 +129,7 @@ def _quantization(said: Any, where: str) -> Iterator[Problem]:
     method = said.get("quant_method") if isinstance(said, dict) else said
     if method != "fp8":
         yield Problem(
-            f"the weights are quantised by {method!r}",
+            f"the weights are quantised by {_shown(method)}",
             f"{where}: quantization_config",
             "windlass reads fp8 (one scale a tensor, an expert or a block) and 16- or 32-bit weights",
         )
@@ -138,7 +138,9 @@ def _quantization(said: Any, where: str) -> Iterator[Problem]:
     good = isinstance(block, list) and len(block) == 2 and all(_whole(side) and side > 0 for side in block)
     if block is not None and not good:
         yield Problem(
-            f"weight_block_size is {block!r}", f"{where}: quantization_config", "two positive whole numbers, or null"
+            f"weight_block_size is {_shown(block)}",
+            f"{where}: quantization_config",
+            "two positive whole numbers, or null",
         )
 
 
@@ -194,6 +196,8 @@ def _shown(value: Any) -> str:
     """Whatever stood there, in one line. A number of ten thousand digits can't be turned into text at all."""
     if _whole(value) and not -(10**20) < value < 10**20:
         return "a number of more than 20 digits"
+    if isinstance(value, dict | list):
+        return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)} entries"
     said = repr(value)
     return said if len(said) <= 60 else f"{said[:60]}…"
 

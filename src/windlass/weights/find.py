@@ -58,7 +58,7 @@ def find(model_name_or_path: str, where: str) -> Checkpoint:
             f"give the folder of the checkpoint; {_nearest(path.name)}",
         )
     note = (
-        f"no weights at {model_name_or_path}: planned from the published config of {known.name}; "
+        f"no weights at {model_name_or_path[:200]}: planned from the published config of {known.name}; "
         "check and train will refuse this path"
     )
     return replace(known, notes=(note, *known.notes))
