@@ -196,7 +196,7 @@ def _unmatched(pattern: str, linears: Sequence[Linear], checkpoint: Checkpoint, 
         )
     if pattern == "lm_head":
         return Problem(problem, place, "this model's head is its embedding, and has no weights of its own to adapt")
-    close = difflib.get_close_matches(pattern.rpartition(".")[2], leaves, 3, 0.5)
+    close = difflib.get_close_matches(pattern.rpartition(".")[2][:80], leaves, 3, 0.5)
     return Problem(problem, place, f"nearest: {', '.join(close)}" if close else f"known: {', '.join(leaves)}")
 
 

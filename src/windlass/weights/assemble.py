@@ -214,7 +214,7 @@ def _problems(
         (
             "weights have a dtype that is none of weights",
             found.odd_dtype,
-            "known: F64, F32, F16, BF16, F8_E4M3, F8_E5M2",
+            f"known: {known}",
         ),
         ("FP8 weights have no scale", found.no_scale, quantised),
         ("scales do not fit their weight", found.odd_scale, quantised),

@@ -104,7 +104,7 @@ def _family(text: Mapping[str, Any], place: str) -> Family:
     if not isinstance(model_type, str):
         said = "has no model_type" if model_type is None else f"model_type is {_shown(model_type)}"
         raise UserError(said, place, f"is this a model's config.json? Known model types: {', '.join(known)}")
-    close = difflib.get_close_matches(model_type, known, 3, 0.5)
+    close = difflib.get_close_matches(model_type[:80], known, 3, 0.5)
     hint = f"nearest known: {', '.join(close)}; " if close else ""
     raise UserError(f"the model type {_shown(model_type)} is not known", place, f"{hint}all known: {', '.join(known)}")
 

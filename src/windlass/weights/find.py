@@ -66,7 +66,7 @@ def find(model_name_or_path: str, where: str) -> Checkpoint:
 
 def _nearest(name: str) -> str:
     lower = {key.lower(): key for key in CONFIGS}
-    close = difflib.get_close_matches(name.lower(), lower, 3, 0.4)
+    close = difflib.get_close_matches(name.lower()[:120], lower, 3, 0.4)
     if close:
         return f"nearest published: {', '.join(lower[key] for key in close)}"
     return f"published configs are known of {', '.join(CONFIGS)}"
