@@ -205,7 +205,7 @@ def adapt(case: Case, model: Any) -> tuple[Any, Adapter]:
     )
     stacks = tuple(name for name, p in model.named_parameters() if case.experts and p.ndim == 3)
     config = LoraConfig(r=RANK, target_modules=list(modules), target_parameters=list(stacks) or None)
-    with torch.device("meta"):
+    with next(model.parameters()).device:
         peft = get_peft_model(model, config, autocast_adapter_dtype=False)
     dtype = torch.float32 if case.adapter_bytes == 4 else torch.bfloat16
     for parameter in peft.parameters():
