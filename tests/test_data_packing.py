@@ -13,7 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -90,11 +97,22 @@ def test_documents_are_whole_in_packs(rows: Path, tokenizer: PreTrainedTokenizer
     assert ways["packed"]["useful_share"] > 0.95 > ways["padded in random batches"]["useful_share"]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_no_document_sees_another(packed: Prepared, attention: str) -> None:
+def small_model(family: str, attention: str) -> Any:
+    """Plain attention, and Mistral Small 4's: latent attention under routed experts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, attn_implementation=attention)).eval()
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, attn_implementation=attention)).eval()
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
+    settings = Mistral4Config(vocab_size=VOCABULARY, **sizes, **latent, **routed, attn_implementation=attention)
+    return Mistral4ForCausalLM(settings).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral4"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_no_document_sees_another(packed: Prepared, family: str, attention: str) -> None:
+    model = small_model(family, attention)
     chosen = [row for row in packed.train if len(row["seq_lengths"]) > 2][:2]
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(chosen)
     edges = np.cumsum([0, *itertools.chain(*(row["seq_lengths"] for row in chosen))]).tolist()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +100,11 @@ def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[st
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
-    from huggingface_hub.utils import filter_repo_objects
 
     try:
         info = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=REACH_SECONDS)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        chosen = list(filter_repo_objects(sizes, allow_patterns=list(patterns), ignore_patterns=list(ignored)))
+        sizes = {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or []}
+        chosen = [file for file in sizes if matches(file, patterns) and not matches(file, ignored)]
         room(sum(sizes[file] for file in chosen), cache, name, place)
         return Path(
             snapshot_download(
@@ -133,6 +133,11 @@ def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[st
         ) from None
     except HfHubHTTPError as error:
         raise UserError(f"the hub refuses {name}: {error}", place, "run it again: what was fetched is kept") from None
+
+
+def matches(file: str, patterns: Sequence[str]) -> bool:
+    """As the hub's client matches: a star takes slashes too."""
+    return any(fnmatch(file, pattern) for pattern in patterns)
 
 
 def room(needed: int, cache: Path, name: str, place: str) -> None:
