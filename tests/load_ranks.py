@@ -103,11 +103,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def equality(root: Path, name: str, layout: Layout) -> dict[str, Any]:
+def equality(root: Path, name: str, layout: Layout, reference: Any, logits: Tensor) -> dict[str, Any]:
     """One checkpoint under one layout against the truth, bit for bit."""
-    dtype = DTYPE.get(name, torch.bfloat16)
-    model, made = load(read_checkpoint(root / name), layout, dtype=dtype)
-    reference = truth(root / f"{name}-true", dtype)
+    model, made = load(read_checkpoint(root / name), layout, dtype=reference.dtype)
     shard.assert_sharded(model, layout)
     true = dict(reference.named_parameters())
     mine = dict(model.named_parameters())
@@ -116,8 +114,8 @@ def equality(root: Path, name: str, layout: Layout) -> dict[str, Any]:
         "differ": [key for key in true if not torch.equal(whole(mine[key]), true[key])],
         "plain": [key for key, tensor in mine.items() if not isinstance(tensor, DTensor)],
         "trainable": [key for key, tensor in mine.items() if tensor.requires_grad],
-        "logits": float((model(TOKENS).logits - reference(TOKENS).logits).abs().max()),
-        "again": float((model(TOKENS).logits - reference(TOKENS).logits).abs().max()),
+        "logits": float((model(TOKENS).logits - logits).abs().max()),
+        "again": float((model(TOKENS).logits - logits).abs().max()),
         "bytes_read": [each["bytes_read"] for each in made.ranks],
         "checked": made.checked,
     }
@@ -213,9 +211,12 @@ def main(root: Path, out: Path) -> None:
     if ranks == 2:
         results["bounds"] = bounds(root, ranks)
     for name in CHECKPOINTS if ranks == 2 else FOUR:
+        reference = truth(root / f"{name}-true", DTYPE.get(name, torch.bfloat16))
+        with torch.no_grad():
+            logits = reference(TOKENS).logits
         experts = CHECKPOINTS[name].get("family", "mistral4") in ("mistral4", "mixtral", "qwen3_moe")
         for which, layout in layouts(ranks, experts).items():
-            results[f"{name}/{which}"] = equality(root, name, layout)
+            results[f"{name}/{which}"] = equality(root, name, layout, reference, logits)
     results["swapped"] = swapped(root, "published", ranks)
     results["one_wrong"] = one_wrong(root, "published", ranks)
     results["unsharded"] = unsharded(root, "published", ranks)
