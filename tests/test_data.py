@@ -337,6 +337,17 @@ def test_the_audit_is_shown(tmp_path: Path, tokenizer: Any) -> None:
     json.dumps(done.audit, allow_nan=False)
 
 
+def test_rows_lie_end_to_end_where_attention_is_per_document(tmp_path: Path, tokenizer: Any) -> None:
+    path = json_lines(tmp_path / "a.jsonl", [{"text": t} for t in PARAGRAPHS[:50]])
+    run = run_file(tmp_path, path)
+    assert prepare(run, tokenizer).arguments["padding_free"] is False
+    assert prepare(run, tokenizer).audit["batching"]["configured"] == "padded in batches of like length"
+    flash = run.model_copy(update={"model": run.model.model_copy(update={"attn_implementation": "flash_attention_2"})})
+    assert prepare(flash, tokenizer).arguments["padding_free"] is True
+    assert prepare(flash, tokenizer).audit["batching"]["configured"] == "padding-free"
+    assert prepare(flash, tokenizer, batch=1).arguments["padding_free"] is False  # nothing to lay end to end
+
+
 def test_the_order_is_the_same_for_any_number_of_ranks(tmp_path: Path, tokenizer: Any) -> None:
     path = json_lines(tmp_path / "a.jsonl", [{"text": t} for t in PARAGRAPHS[:400]])
     done = prepare(run_file(tmp_path, path), tokenizer)

@@ -180,6 +180,14 @@ def test_a_count_that_can_not_be_had_says_why(tmp_path: Path) -> None:
     assert "does not exist" in count_rows(data("/mnt/none/x.jsonl"), "train").how
 
 
+def test_what_is_too_large_is_not_read_to_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.source.count.COUNTED_BYTES", 3)
+    found = count_rows(data(lines(tmp_path / "a.txt", ["x", "y"])), "train")
+    assert (found.count, found.text_bytes) == (None, 4)
+    assert "not read to be counted" in found.how
+    assert count_rows(data(parquet(tmp_path / "h.parquet", 5)), "train").count == 5  # a footer costs nothing
+
+
 def test_the_published_wikitext_is_known_where_it_is_not_mounted() -> None:
     section = data("/data/input/Datasets/Salesforce/wikitext", dataset_config_name="wikitext-2-raw-v1")
     assert count_rows(section, "train").count == 36718

@@ -105,9 +105,10 @@ def prepare(
     )
     audit = json.loads((folder / "audit.json").read_text())
     lengths = np.load(folder / "train.lengths.npy")
-    grouped = not data.packing and not varlen(run)
     seed = run.train.seed if run.train.data_seed is None else run.train.data_seed
     batch = batch or run.train.per_device_train_batch_size
+    taken = arguments(run, batch)
+    grouped = not (taken["packing"] or taken["padding_free"])
     audit["batching"] = auditing.batching(
         lengths, batch=batch, max_length=max_length, packing=bool(data.packing), grouped=grouped, seed=seed
     )
@@ -120,9 +121,9 @@ def prepare(
     if data.streaming:
         packed_to = max_length if data.packing else None
         stream = endless(lambda: rows(chosen.source, chosen.train), shape, tokenizer, max_length, packed_to, seed)
-        return Prepared(stream, validation, audit, key, arguments(run))
+        return Prepared(stream, validation, audit, key, taken)
     train = store.load(folder / "train.arrow")
-    return Prepared(train, validation, audit, key, arguments(run), np.load(folder / "train.rows.npy"))
+    return Prepared(train, validation, audit, key, taken, np.load(folder / "train.rows.npy"))
 
 
 def streamable(run: RunFile, chosen: Chosen, where: Where) -> None:
@@ -147,22 +148,18 @@ def streamable(run: RunFile, chosen: Chosen, where: Where) -> None:
     raise_all(problems)
 
 
-def arguments(run: RunFile) -> dict[str, Any]:
-    """SFTConfig's part in this: take the rows as they are. `packing` is what makes its collator read seq_lengths."""
+def arguments(run: RunFile, batch: int) -> dict[str, Any]:
+    """SFTConfig's part in this: take the rows as they are. `packing` is what makes its collator read seq_lengths.
+
+    Rows may be laid end to end without it where attention is computed per document, not over a square mask.
+    """
     taken: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
     if run.data.streaming:
         # Each rank reads the stream and keeps its own batches of it. Accelerate's default for streams, one rank that
         # reads and sends, joins the ranks' batches first and fails where their lengths differ.
         taken["accelerator_config"] = {"dispatch_batches": False}
-    if run.data.packing:
-        return {**taken, "packing": True}
-    return {**taken, "packing": False, "padding_free": varlen(run)}
-
-
-def varlen(run: RunFile) -> bool:
-    """Whether rows may be laid end to end: where attention is computed per document and not over a square mask."""
-    attention = run.model.attn_implementation or ""
-    return "flash" in attention and run.train.per_device_train_batch_size > 1
+    flat = "flash" in (run.model.attn_implementation or "") and batch > 1
+    return {**taken, "packing": bool(run.data.packing), "padding_free": bool(run.data.packing) or flat}
 
 
 def choose(data: Data, where: Where, say: Say) -> Chosen:
