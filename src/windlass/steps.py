@@ -26,6 +26,7 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
     "grad_norm": ("", "norm of the gradient before clipping"),
     "learning_rate": ("", "rate that this step's update used, of the first parameter group"),
     "skipped": ("", "true: the gradients were not finite and the update was left out"),
+    "non_finite": ("", "names of those of `loss` and `grad_norm` that were no finite number; they are null then"),
     "step_seconds": ("s", "wall time, without the pause before the step"),
     "data_seconds": ("s", "waiting for the data loader and moving the batch to the device"),
     "forward_seconds": ("s", "model forward, without its waits for other ranks"),

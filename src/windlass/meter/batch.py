@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,3 +36,16 @@ def loss_of(output: Any) -> Tensor | None:
     else:
         loss = getattr(output, "loss", None)
     return loss.detach().double() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def step_loss(losses: Sequence[Tensor], counts: Tensor, *, summed: bool) -> Tensor:
+    """A step's loss from its micro-batches': `summed` ones are shares of it, others means over supervised tokens."""
+    if not losses:
+        return counts.new_zeros(())
+    each = torch.stack(list(losses)).to(counts.device)
+    if summed:
+        return each.sum()
+    weights = counts[:, 2]
+    if len(weights) != len(each):
+        return each.mean()
+    return (each * weights).sum() / weights.sum().clamp(min=1)

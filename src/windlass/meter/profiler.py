@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -37,6 +38,7 @@ class Pending:
     record: dict[str, Any]
     spans: Spans
     sums: Tensor | None  # as batch.SUMS names them
+    has_loss: bool  # a model that returns none: the loss is known from the loop or the log, or not at all
     log_follows: bool = False  # the Trainer is about to tell its loss and gradient norm
 
 
@@ -182,7 +184,7 @@ class LLMStepProfiler(TrainerCallback):  # type: ignore[misc]
             **self.noted,
             "longest": self.longest,
         }
-        self.pending.append(Pending(record, self.spans, self._sums(), bool(control.should_log)))
+        self.pending.append(Pending(record, self.spans, self._sums(), bool(self.losses), bool(control.should_log)))
         self._fresh()
         self.spans = Spans([("start", self.mark())])
         if self.debugging and self.device.type == "cuda":
@@ -294,10 +296,9 @@ class LLMStepProfiler(TrainerCallback):  # type: ignore[misc]
         """This step's counts in one small tensor on its way to the host."""
         if not self.counts:
             return None
-        loss = torch.zeros((), dtype=torch.float64, device=self.counts[0].device)
-        if self.losses:
-            loss = torch.stack(self.losses).sum() / (1 if self.summed else len(self.losses))
-        sums = torch.cat([loss.reshape(1), torch.stack(self.counts).sum(0)])
+        counts = torch.stack(self.counts)
+        loss = batch.step_loss(self.losses, counts, summed=self.summed)
+        sums = torch.cat([loss.reshape(1), counts.sum(0)])
         if sums.device.type != "cuda":
             return sums
         host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
@@ -321,11 +322,15 @@ class LLMStepProfiler(TrainerCallback):  # type: ignore[misc]
         record["pause_seconds"] = pause
         if done.sums is not None:
             for name, value in zip(batch.SUMS, done.sums.tolist(), strict=True):
-                record.setdefault(name, value if name == "loss" else int(value))
+                if name != "loss" or done.has_loss:
+                    record.setdefault(name, value if name == "loss" else int(value))
             record["masked_tokens"] = record["tokens"] - record["supervised_tokens"]
         record |= self.rates.of(record)
         record["meter_seconds"], self.cost = self.cost, 0.0
         self.latest = {name: _short(record[name]) for name in steps.FIELDS if record.get(name) is not None}
+        odd = [name for name in ("loss", "grad_norm") if not math.isfinite(record.get(name) or 0.0)]
+        if odd:  # JSON has no NaN
+            self.latest |= {"non_finite": odd, **dict.fromkeys(odd)}
         if self.steps is not None:
             self.steps.write(json.dumps(self.latest) + "\n")
 
