@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "examples" / "mistral-small-4"
 def test_every_accelerate_key_can_be_asked_for(key: Key) -> None:
     name = key.name.replace("*", "thing")
     for spelling in (name, f"{key.section}.{name}" if key.section else name, *key.spellings):
-        rows = [row for row in explain.topic(spelling) if row.name == key.path]
+        rows = [row for row in explain.topic(spelling) if (row.kind, row.name) == ("accelerate", key.path)]
         assert rows[0].text == f"asks for: {key.about}"
         assert len(rows) == 1 + len({id(fate) for fate in key.fates.values()})
         assert {row.verdict for row in rows[1:]} == {fate.verdict for fate in key.fates.values()}
@@ -44,6 +44,22 @@ def test_every_layout_can_be_asked_for(name: str) -> None:
     assert [row.text for row in explain.topic(name)] == [LAYOUTS[name]]
 
 
+def test_every_key_of_the_run_file_can_be_asked_for_by_its_path() -> None:
+    paths = list(explain._fields())
+    assert {"lora.r", "lora.experts.r", "train.learning_rate", "cluster.volumes.claim", "layout.name"} <= set(paths)
+    for path in paths:
+        (row,) = [row for row in explain.topic(path) if row.kind == "run file" and row.name == path]
+        assert row.text
+
+
+def test_a_key_of_the_run_file_goes_by_its_last_name_too() -> None:
+    (row,) = explain.topic("learning_rate")
+    assert (row.name, row.value) == ("train.learning_rate", "default 0.0001")
+    assert "auto" in next(row.text for row in explain.topic("layout.name"))
+    assert explain.topic("max_seq_length")[0].text == "to data.max_length, its name here"
+    assert explain.topic("load_in_4bit")[0].verdict == "refused"
+
+
 def test_offloading_is_told_as_it_is() -> None:
     """The published recipe says that the optimizer's states are offloaded."""
     (row,) = [row for row in explain.topic("fsdp_offload_params") if row.value == "true"]
@@ -61,6 +77,8 @@ def test_offloading_is_told_as_it_is() -> None:
         ("full_shard", "full-shard"),
         ("IFNAME", "NCCL_SOCKET_IFNAME"),
         ("zero_stge", "zero_stage"),
+        ("lora.rr", "lora.r"),
+        ("learning_rat", "train.learning_rate"),
     ],
 )
 def test_an_unknown_name_gets_the_nearest_over_all_kinds(name: str, near: str) -> None:
@@ -108,6 +126,18 @@ def test_the_table_shows_what_users_wrote_as_they_wrote_it(tmp_path: Path, capsy
     shown = capsys.readouterr().out
     assert "[red]10.0.0.1[/red]" in shown
     assert "null" in shown
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_one_setting_is_told_in_paragraphs_that_fit(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    explain.show(explain.topic("gradient_accumulation_steps"))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= int(columns)
+    assert re.sub(r"\s+", " ", shown).startswith("train.gradient_accumulation_steps (in the run file) default 16: ")
+    assert "(in an Accelerate file)" in re.sub(r"\s+", " ", shown)
 
 
 def test_explaining_needs_no_torch() -> None:

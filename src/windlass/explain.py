@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from windlass.errors import UserError
 from windlass.layout import FATES, LAYOUTS, read_accelerate
@@ -14,6 +14,12 @@ from windlass.layout.accelerate import Entry
 from windlass.layout.fate import ANY, Key
 from windlass.layout.keys import find
 from windlass.variables import VARIABLES
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+    from rich.console import RenderableType
+    from rich.text import Text
 
 __all__ = ["Row", "file", "show", "topic"]
 
@@ -36,7 +42,7 @@ class Row:
 def topic(name: str) -> tuple[Row, ...]:
     """Everything that goes by that name."""
     wanted = name.strip()
-    rows = [*_accelerate(wanted), *_run_file(wanted), *_variable(wanted), *_layout(wanted)]
+    rows = [*_run_file(wanted), *_accelerate(wanted), *_variable(wanted), *_layout(wanted)]
     if not rows:
         near = nearest(wanted)
         raise UserError(
@@ -56,25 +62,58 @@ def file(path: Path) -> tuple[Row, ...]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """A table on stdout."""
-    from rich.box import SIMPLE
+    """On stdout: a table for a file, whose rows are many and alike; paragraphs for one setting."""
     from rich.console import Console
+
+    Console().print(_table(rows) if any(row.where for row in rows) else _paragraphs(rows))
+
+
+def _table(rows: Sequence[Row]) -> RenderableType:
+    from rich.box import SIMPLE
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=SIMPLE, pad_edge=False)
     for heading in ("setting", "value", "verdict", "why"):
         table.add_column(heading, no_wrap=heading in ("setting", "verdict"), overflow="fold")
-    last = ""
+    for row in rows:  # the section that a key stands in is told by the order of the rows
+        table.add_row(_text(row.name.rpartition(".")[2]), _text(row.value), _verdict(row.verdict), _text(row.text))
+    return table
+
+
+def _paragraphs(rows: Sequence[Row]) -> RenderableType:
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    last = ("", "")
     for row in rows:
-        # The section is told by the order of the rows, a name is told once.
-        setting = "" if row.name == last else row.name.rpartition(".")[2] if row.kind == "accelerate" else row.name
-        last = row.name
-        verdict = Text(row.verdict, style=STYLES.get(row.verdict, ""))
-        table.add_row(Text(setting), Text(row.value), verdict, Text(row.text))  # no markup in what a user wrote
-    Console(soft_wrap=False).print(table)
+        if (row.kind, row.name) != last:
+            parts.append(Text.assemble("\n" if parts else "", (row.name, "bold"), f"  ({KINDS[row.kind]})"))
+            last = (row.kind, row.name)
+        head = [part for part in (_text(row.value), _verdict(row.verdict)) if part.plain]
+        parts.append(Padding(Text(": ").join([*head, _text(row.text)]), (0, 0, 0, 2)))
+    return Group(*parts)
 
 
+def _text(text: str) -> Text:
+    from rich.text import Text
+
+    return Text(text)  # never markup: it may be what a user wrote
+
+
+def _verdict(verdict: str) -> Text:
+    from rich.text import Text
+
+    return Text(verdict, style=STYLES.get(verdict, ""))
+
+
+KINDS = {
+    "accelerate": "in an Accelerate file",
+    "run file": "in the run file",
+    "environment": "environment variable",
+    "layout": "a layout",
+}
 STYLES = {"honoured": "green", "translated": "cyan", "no effect": "yellow", "refused": "red", "does not exist": "red"}
 
 
@@ -129,9 +168,7 @@ def _written(entry: Entry) -> str:
     """The value as YAML spells it."""
     if entry.key.kind == "section":
         return ""
-    if isinstance(entry.value, bool):
-        return str(entry.value).lower()
-    return "null" if entry.value is None else str(entry.value)
+    return _yaml(entry.value)
 
 
 def _to(verdict: str, text: str) -> str:
@@ -142,11 +179,64 @@ def _to(verdict: str, text: str) -> str:
 
 
 def _run_file_names() -> list[str]:
-    return []
+    from windlass.runfile.names import NOT_TAKEN, RENAMED
+
+    return [*_fields(), *(path.rpartition(".")[2] for path in (*_fields(), *RENAMED)), *NOT_TAKEN]
+
+
+def _fields() -> dict[str, FieldInfo]:
+    """Every key of the run file by its dotted path."""
+    from windlass.runfile.fields import RunFile
+
+    return dict(_walk(RunFile, ""))
+
+
+def _walk(section: type[BaseModel], above: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        yield above + name, field
+        for inner in _sections(field.annotation):
+            yield from _walk(inner, f"{above}{name}.")
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field may hold: in a union, in a list, or by itself."""
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
 
 
 def _run_file(name: str) -> list[Row]:
-    return []
+    """A key by its path, lora.r, or by its last name, learning_rate; older spellings, and what is not taken."""
+    from windlass.runfile.names import NOT_TAKEN, RENAMED
+
+    last = name.rpartition(".")[2]
+    rows = [
+        _field(path, field)
+        for path, field in _fields().items()
+        if path == name or (last == name and path.endswith(f".{name}"))
+    ]
+    for old, new in RENAMED.items():
+        if name in (old, old.rpartition(".")[2]):
+            rows.append(Row("run file", old, "", "translated", f"to {new}, its name here"))
+    if last in NOT_TAKEN and not rows:
+        rows.append(Row("run file", last, "", "refused", NOT_TAKEN[last]))
+    return rows
+
+
+def _field(path: str, field: FieldInfo) -> Row:
+    default = field.default
+    inner = get_args(field.annotation)
+    shown = "" if field.default_factory or field.is_required() else f"default {_yaml(default)}"
+    words = [str(word) for word in inner if isinstance(word, str)]  # a Literal's
+    text = (field.description or "").replace("\n", " ")
+    return Row("run file", path, shown, "", f"{text} One of {', '.join(words)}." if words else text)
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _variable(name: str) -> list[Row]:
