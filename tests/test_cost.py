@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from windlass import weights
 from windlass.adapter import Adapter
 from windlass.cost import Batch, Cost, Work, cost
 from windlass.cost.memory import optimizer
@@ -56,6 +57,7 @@ def mistral4() -> Checkpoint:
 
 
 CHECKPOINT = mistral4()
+PUBLISHED = weights.published("Mistral-Small-4-119B-2603") or CHECKPOINT
 
 
 def lora(r: int = 16, experts: bool = False) -> Adapter:
@@ -99,6 +101,12 @@ def test_the_fixture_is_the_published_model() -> None:
     assert lora().trainable == 27_463_680
     assert lora(experts=True).trainable == 1_084_428_288
     assert item(cost(work(1, 1, shard=1)), "base weights") == 2 * TOTAL
+
+
+def test_the_published_config_costs_the_same_as_the_shapes_written_here() -> None:
+    assert PUBLISHED is not CHECKPOINT
+    for given, *_ in ROOFLINE.values():
+        assert cost(replace(given, checkpoint=PUBLISHED)) == cost(given)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -224,6 +232,13 @@ def test_what_does_not_fit_says_what_would() -> None:
     unchecked = cost(replace(work(3, 1, 16), layout=replace(work(3, 1).layout, activation_checkpointing=False)))
     assert not unchecked.fits
     assert "gradient_checkpointing: true" in unchecked.remedy
+    resident = cost(replace(work(2, 1, shard=1, replicate=2, name="resident"), checkpoint=PUBLISHED))
+    assert "full-shard" in resident.remedy
+    hopper = replace(work(1, 4), machine=machine("h100"), checkpoint=PUBLISHED)
+    crowded_layers = cost(
+        replace(hopper, layout=replace(hopper.layout, name="no-reshard", reshard_after_forward=False))
+    )
+    assert "expert-parallel" in crowded_layers.remedy
     tiny = cost(replace(work(1, 1, shard=1), machine=machine("l4"), batch=Batch(1, 1, 1024)))
     assert "GiB of 22.5 a GPU" in tiny.remedy
     crowded = cost(replace(work(3, 1, offload=True), machine=machine(host=64)))

@@ -35,7 +35,7 @@ def operations() -> Rows:
 
 
 def test_predicted_peaks_are_within_a_tenth_of_what_torch_tracks(memory: Rows) -> None:
-    assert len(memory) >= 8
+    assert len(memory) >= 7
     off = {row["case"]: round(row["ratio"], 3) for row in memory if not 0.9 < row["ratio"] < 1.1}
     assert not off
 

@@ -14,6 +14,7 @@ from windlass.cost.work import Cost, Flow, Work
 GIB = memory.GIB
 # Dense models keep matrix units busier than mixtures do: two fifths of the peak (torchtitan's published Llama runs).
 DENSE_SHARE = 0.4
+MOST_NODES = 64  # where the search for enough of them ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,11 @@ def _changes(work: Work) -> Iterator[tuple[str, Work]]:
     if layout.shard == 1 and layout.ranks > 1:
         sharded = replace(checkpointed, name="full-shard", shard=layout.ranks, replicate=1, reshard_after_forward=True)
         yield "layout.name: full-shard", replace(work, layout=sharded)
+    experts = work.checkpoint.dims.get("experts", 0)
+    if experts and layout.expert_parallel == 1 and layout.ranks > 1 and experts % layout.ranks == 0:
+        split = replace(checkpointed, name="expert-parallel", shard=layout.ranks, replicate=1)
+        split = replace(split, expert_parallel=layout.ranks, reshard_after_forward=True, offload=False)
+        yield "layout.name: expert-parallel", replace(work, layout=split)
     if not layout.reshard_after_forward and layout.shard > 1:
         resharded = replace(checkpointed, name="full-shard", reshard_after_forward=True)
         yield "layout.reshard_after_forward: true", replace(work, layout=resharded)
@@ -179,13 +185,14 @@ def _remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
     if nodes:
         count = nodes * work.layout.gpus_per_node
         return f"needs {short}: {nodes} nodes ({count} GPUs) fit, full-shard with checkpointing, one sequence at a time"
-    return f"needs {short}: " + ("; ".join(tried) or "no setting") + " is not enough: take GPUs with more memory"
+    enough = f"{'; '.join(tried)} do not suffice: " if tried else ""
+    return f"needs {short}: {enough}no number of such nodes up to {MOST_NODES} holds it, take GPUs with more memory"
 
 
 def _nodes(work: Work) -> int | None:
     """The fewest nodes of this kind on which the base fits when it is split over all of them."""
     per_node = work.layout.gpus_per_node
-    for nodes in range(work.layout.nodes + 1, 65):
+    for nodes in range(work.layout.nodes + 1, MOST_NODES + 1):
         layout = replace(
             work.layout,
             name="full-shard",
