@@ -14,6 +14,8 @@ WIDE = 5  # columns from which a table takes the whole width
 # Control characters, and those that turn the direction of writing.
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
+IN_SCRIPT = re.compile(f"[<>&\u2028\u2029]|{HIDDEN.pattern}")
+
 
 class Html(str):
     """Text that is markup already. Everything else is escaped where it is put in."""
@@ -55,10 +57,9 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], *, left: int = 1) 
 
 
 def script_json(value: Any) -> Html:
-    """JSON that can stand inside <script>: no tag can begin in it."""
+    """JSON that can stand inside <script>: no tag can begin in it, and nothing hides in it."""
     dumped = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        dumped = dumped.replace(character, f"\\u{ord(character):04x}")
+    dumped = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", dumped)
     return Html(dumped)
 
 
