@@ -1,0 +1,35 @@
+"""The run file: one YAML file, typed, with the place of every value."""
+
+from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, Watch
+from windlass.runfile.machines import Cluster, FabricFigures, GpuFigures, LayoutSection, Secret, User, Volume
+from windlass.runfile.read import Loaded, read
+from windlass.runfile.reference import describe, keys, schema
+from windlass.runfile.rules import accumulation, contradictions
+from windlass.runfile.starts import init, presets
+from windlass.runfile.training import Train
+
+__all__ = [
+    "Cluster",
+    "Data",
+    "ExpertLora",
+    "FabricFigures",
+    "GpuFigures",
+    "LayoutSection",
+    "Loaded",
+    "Lora",
+    "Model",
+    "RunFile",
+    "Secret",
+    "Train",
+    "User",
+    "Volume",
+    "Watch",
+    "accumulation",
+    "contradictions",
+    "describe",
+    "init",
+    "keys",
+    "presets",
+    "read",
+    "schema",
+]

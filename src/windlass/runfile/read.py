@@ -1,0 +1,154 @@
+"""A YAML file and overrides -> a typed run, or every problem at once; and where each value was said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from windlass.errors import Problem, UserError, raise_all
+from windlass.runfile import overrides as overriding
+from windlass.runfile.complaints import complaints
+from windlass.runfile.document import Document, Steps, dotted, load
+from windlass.runfile.fields import RunFile
+from windlass.runfile.names import RENAMED
+from windlass.runfile.rules import contradictions, remarks
+
+_SECTIONS = ("model", "lora", "data", "train", "layout", "cluster", "watch")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A run file that was read, and the place of every value."""
+
+    path: Path
+    run: RunFile
+    notes: tuple[str, ...]
+    places: dict[str, str]
+
+    def where(self, path: str) -> str:
+        """Where a value comes from: `run.yaml:12: lora.r`, `--override lora.r=32`, or `default: lora.r`."""
+        return _where(self.places, path)
+
+    def given(self, path: str) -> bool:
+        """Whether somebody said it: in the file or as an override."""
+        return not self.where(path).startswith("default: ")
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The run of a run file. Raises UserError with all that is wrong, each with its place and a hint."""
+    document = load(Path(path))
+    tree = _mapping(document)
+    places = {dotted(steps): document.place(line, steps) for steps, line in document.lines.items() if steps}
+    problems = list(document.problems)
+    notes = _renamed(tree, places, problems)
+    for text in overrides:
+        done = overriding.apply(tree, text)
+        if isinstance(done, Problem):
+            problems.append(done)
+        else:
+            _overridden(places, dotted(done), text)
+    tree = {key: {} if value is None and key in _SECTIONS else value for key, value in tree.items()}
+    run, wrong = _validated(tree, lambda steps: _place(places, steps, document.file), problems)
+
+    def where(path: str) -> str:
+        return _where(places, path)
+
+    def sound(path: str) -> bool:
+        return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
+
+    problems += contradictions(run, where, sound=sound)
+    raise_all(problems)
+    return Loaded(Path(path), run, (*notes, *remarks(run, where)), places)
+
+
+def _mapping(document: Document) -> dict[str, Any]:
+    if not isinstance(document.value, dict):
+        kind = "a list" if isinstance(document.value, list) else "plain text or a single value"
+        hint = "it begins with sections such as `model:`, `data:`, `train:`; `windlass init` writes one"
+        raise_all([*document.problems, Problem(f"holds {kind}, not sections", document.file, hint)])
+    if not document.value:
+        raise UserError("is empty", document.file, "`windlass init > run.yaml` writes a commented one to start from")
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in document.value.items()}
+
+
+def _renamed(tree: dict[str, Any], places: dict[str, str], problems: list[Problem]) -> list[str]:
+    """Move old spellings to where they belong, values and places alike."""
+    notes: list[str] = []
+    for old, new in RENAMED.items():
+        (old_section, _, old_key), (new_section, _, new_key) = old.partition("."), new.partition(".")
+        if not isinstance(tree.get(old_section), dict) or old_key not in tree[old_section]:
+            continue
+        if tree.get(new_section) is None:
+            tree[new_section] = {}
+        target = tree[new_section]
+        value = tree[old_section].pop(old_key)
+        if not isinstance(target, dict):
+            continue  # reported as a section that is none
+        if new_key in target:
+            what = f"is another spelling of {new}, which is there too ({places.get(new, new)})"
+            problems.append(Problem(what, places.get(old, old), "keep one of them"))
+            continue
+        target[new_key] = value
+        places[new] = places.get(old, old)
+        notes.append(f"{places[new]} is read as {new}")
+    return notes
+
+
+def _overridden(places: dict[str, str], path: str, text: str) -> None:
+    for known in [known for known in places if known.startswith((f"{path}.", f"{path}["))]:
+        del places[known]
+    places[path] = f"--override {text}"
+
+
+def _place(places: dict[str, str], steps: Steps, file: str) -> str:
+    """Where to look for what stands, or should stand, at this path."""
+    for length in range(len(steps), 0, -1):
+        found = places.get(dotted(steps[:length]))
+        if found is not None:
+            return found if length == len(steps) or found.startswith("--") else _inside(found, steps, length)
+    return f"{file}: {dotted(steps)}" if steps else file
+
+
+def _inside(found: str, steps: Steps, length: int) -> str:
+    return found.removesuffix(dotted(steps[:length])) + dotted(steps)
+
+
+def _where(places: dict[str, str], path: str) -> str:
+    if path in places:
+        return places[path]
+    parent = path
+    while parent:
+        parent = parent.rpartition(".")[0] if "." in parent else ""
+        if places.get(parent, "").startswith("--override"):
+            return places[parent]
+    return f"default: {path}"
+
+
+def _validated(
+    tree: dict[str, Any], where: Callable[[Steps], str], problems: list[Problem]
+) -> tuple[RunFile, list[str]]:
+    """The run; where values are wrong they are reported and taken out, so that contradictions among the others show."""
+    wrong: list[str] = []
+    for _ in range(8):
+        try:
+            return RunFile.model_validate(tree), wrong
+        except ValidationError as error:
+            found, paths = complaints(error, tree, where)
+            problems += found
+            wrong += [dotted(steps) for steps in paths]
+            for steps in paths:
+                tree = _without(tree, steps)
+    return RunFile(), list(_SECTIONS)
+
+
+def _without(tree: dict[str, Any], steps: Steps) -> dict[str, Any]:
+    """The tree without the key that holds this path: a list or free mapping goes as a whole."""
+    section, key = steps[0] if steps else "", steps[1] if len(steps) > 1 else None
+    kept = {name: value for name, value in tree.items() if name != section}
+    if key is not None and isinstance(tree.get(str(section)), dict):
+        kept[str(section)] = {name: value for name, value in tree[str(section)].items() if name != key}
+    return kept
