@@ -110,8 +110,14 @@ def resolve(lora: Lora, checkpoint: Checkpoint, where: Callable[[str], str]) -> 
 def _linears(checkpoint: Checkpoint) -> Iterator[Linear]:
     for parameter in checkpoint.parameters:
         module, _, leaf = parameter.name.rpartition(".")
-        if leaf == "weight" and parameter.part in LINEAR_PARTS:
+        if leaf == "weight" and parameter.part in LINEAR_PARTS and not _out_of_reach(parameter, checkpoint):
             yield Linear(module, parameter)
+
+
+def _out_of_reach(parameter: Parameter, checkpoint: Checkpoint) -> bool:
+    """A dense feed-forward whose name PEFT takes for that of routed experts."""
+    leaf = parameter.name.removesuffix(".weight").rpartition(".")[2]
+    return parameter.part == "mlp" and leaf in checkpoint.family.taken_for_experts
 
 
 Match = tuple[str, tuple[str, ...], str, Sequence[Linear]]  # pattern, names it stands for, note, modules
@@ -188,6 +194,8 @@ def _unmatched(pattern: str, linears: Sequence[Linear], checkpoint: Checkpoint, 
         return Problem(problem, place, f"write target_modules: {pattern}, without a list")
     if "experts" in checkpoint.dims and (pattern in FUSED or pattern in FUSED.values()):
         reason = "every feed-forward is a set of routed experts" if pattern in FUSED else "it is a fused parameter"
+        if any(_out_of_reach(p, checkpoint) for p in checkpoint.parameters):
+            reason = "PEFT takes this name for routed experts and can't adapt the dense layers"
         return Problem(problem, place, f"{reason}: leave it out, or adapt them with lora.experts: true")
     parts = {p.part for p in checkpoint.parameters if f".{p.name}".removesuffix(".weight").endswith(f".{pattern}")}
     if parts:
@@ -282,6 +290,8 @@ def _notes(
     ranks = {target.part: target.r for target in targets if target.parameters}
     if len(set(ranks.values())) > 1:
         yield "rank by part: " + ", ".join(f"{part} {r}" for part, r in ranks.items())
+    if isinstance(lora.target_modules, str) and any(_out_of_reach(p, checkpoint) for p in checkpoint.parameters):
+        yield "the feed-forward of dense layers is not adapted: PEFT takes its names for those of routed experts"
     yield from _too_high(checkpoint, targets)
     if any(module.endswith(".kv_b_proj") for target in targets for module in target.modules):
         yield (

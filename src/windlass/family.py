@@ -94,6 +94,9 @@ class Family:
     spellings: tuple[tuple[str, str], ...] = ()  # parts of names on disk -> in the model
     experts_on_disk: Mapping[str, tuple[str, int]] = field(default_factory=dict, compare=False, repr=False)
     usual: Mapping[str, Usual] = field(default_factory=dict, compare=False, repr=False)
+    # Module names that PEFT 0.21 takes for routed experts in this family, whatever else has that name
+    # (peft.utils.transformers_weight_conversion): it can't adapt a dense layer of them.
+    taken_for_experts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +311,7 @@ FAMILIES: dict[str, Family] = {
                 "up_proj": ("gate_up_proj", 1),
                 "down_proj": ("down_proj", 0),
             },
+            taken_for_experts=("gate_proj", "up_proj", "down_proj"),
         ),
     )
 }
