@@ -248,6 +248,16 @@ def test_held_out_rows_are_the_same_every_time_and_no_duplicate_crosses(tmp_path
     assert one.audit["splits"]["train"]["duplicates"] > 0
 
 
+def test_evaluation_without_validation_rows(tmp_path: Path, tokenizer: Any) -> None:
+    run = run_file(tmp_path, json_lines(tmp_path / "a.jsonl", [{"text": "one two"}]))
+    done = prepare(run, tokenizer)
+    assert done.arguments["eval_strategy"] == "no"  # the default is switched off, and said
+    assert any("nothing is evaluated" in note for note in done.audit["notes"])
+    asked = type(run.train)(**run.train.model_dump(exclude_unset=True), eval_steps=5)
+    with pytest.raises(UserError, match=r"train.eval_steps wants evaluation, .* their splits: train"):
+        prepare(run.model_copy(update={"train": asked}), tokenizer)
+
+
 def test_overlap_and_duplicates_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     json_lines(tmp_path / "train.jsonl", [{"text": t} for t in ("one two", "one two", "three four", "five six")])
     json_lines(tmp_path / "validation.jsonl", [{"text": t} for t in ("three four", "seven eight")])

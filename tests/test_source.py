@@ -40,7 +40,7 @@ def parquet(path: Path, rows: int, columns: int = 1) -> Path:
 
 
 def test_imports_nothing_heavy() -> None:
-    heavy = "torch transformers datasets numpy pandas pyarrow trl peft".split()
+    heavy = ["torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "trl", "peft"]
     code = f"import sys, windlass.source; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
@@ -75,9 +75,20 @@ def test_published_layout_with_configs(tmp_path: Path) -> None:
     assert set(found.splits) == {"train", "validation", "test"}
     assert all(path.parent.name == "wikitext-2-raw-v1" for files in found.splits.values() for path in files)
     with pytest.raises(UserError, match="wikitext-103-raw-v1, wikitext-2-raw-v1"):
-        resolve(data(root))
+        resolve(data(root, dataset_config_name=None))
     with pytest.raises(UserError, match=r"no config 'wikitext-2'.*wikitext-103-raw-v1"):
         resolve(data(root, dataset_config_name="wikitext-2"))
+
+
+def test_the_default_config_belongs_to_its_own_set(tmp_path: Path) -> None:
+    for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
+        parquet(tmp_path / "wikitext" / config / "train.parquet", 3)
+    assert Data().dataset_config_name == "wikitext-2-raw-v1"
+    assert resolve(data(tmp_path / "wikitext")).config == "wikitext-2-raw-v1"
+    lines(tmp_path / "mine" / "train.jsonl", ["{}"])
+    assert resolve(data(tmp_path / "mine")).config is None
+    with pytest.raises(UserError, match="no config 'wikitext-2-raw-v1'"):
+        resolve(data(tmp_path / "mine", dataset_config_name="wikitext-2-raw-v1"))
 
 
 def test_the_card_says_where_a_config_lies_and_how_many_rows_it_has(tmp_path: Path) -> None:
@@ -86,7 +97,8 @@ def test_the_card_says_where_a_config_lies_and_how_many_rows_it_has(tmp_path: Pa
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n- config_name: tiny\n  data_files:\n  - {split: train, path: deep/a.parquet}\n"
         "  - {split: held, path: deep/b*}\n"
-        "dataset_info:\n- config_name: tiny\n  splits:\n  - {name: train, num_examples: 11, num_bytes: 99}\n---\n# A set\n"
+        "dataset_info:\n- config_name: tiny\n  splits:\n  - {name: train, num_examples: 11, num_bytes: 99}\n"
+        "---\n# A set\n"
     )
     source = resolve(data(tmp_path))
     assert {split: [p.name for p in files] for split, files in source.splits.items()} == {

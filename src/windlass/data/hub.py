@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.data.cache import locked
 from windlass.errors import UserError
 from windlass.source import Source, resolve
-from windlass.source.files import FORMATS, card_configs, read_card
+from windlass.source.files import FORMATS, card_configs, config_of, read_card
 
 if TYPE_CHECKING:
     from windlass.runfile import Data
@@ -27,14 +27,16 @@ ELSEWHERE = "run `windlass fetch` where there is a network and share its cache (
 def fetched(data: Data, where: Callable[[str], str], say: Say) -> Source:
     """A set's files in the hub cache, as the local source that they are."""
     folder = fetch_set(data, where, say)
-    return resolve(data.model_copy(update={"dataset_name_or_path": str(folder)}), where)
+    return resolve(
+        data.model_copy(update={"dataset_name_or_path": str(folder), "dataset_config_name": config_of(data)}), where
+    )
 
 
 def fetch_set(data: Data, where: Callable[[str], str], say: Say) -> Path:
     """The card first: it says which files belong to the config."""
     name, place = data.dataset_name_or_path, where("data.dataset_name_or_path")
     card = fetch(name, "dataset", ["README.md"], place, say)
-    return fetch(name, "dataset", ["README.md", *patterns_of(card, data.dataset_config_name)], place, say)
+    return fetch(name, "dataset", ["README.md", *patterns_of(card, config_of(data))], place, say)
 
 
 def patterns_of(card: Path, config: str | None) -> list[str]:

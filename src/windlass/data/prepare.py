@@ -94,8 +94,7 @@ def prepare(
     data, max_length = run.data, run.data.max_length or MAX_LENGTH
     chosen = choose(data, where, say)
     shape = recognise(data, chosen.columns, tokenizer, where)
-    if data.streaming:
-        streamable(run, chosen, where)
+    raise_all([*streamable(run, chosen, where), *unvalidated(run, chosen, where)])
     key = fingerprint(data, chosen, shape, tokenizer, max_length)
     folder = made_once(
         cache if cache is not None else Path(run.train.output_dir) / "tokens",
@@ -107,7 +106,7 @@ def prepare(
     lengths = np.load(folder / "train.lengths.npy")
     seed = run.train.seed if run.train.data_seed is None else run.train.data_seed
     batch = batch or run.train.per_device_train_batch_size
-    taken = arguments(run, batch)
+    taken = arguments(run, batch, bool(chosen.validation or chosen.fraction))
     grouped = not (taken["packing"] or taken["padding_free"])
     audit["batching"] = auditing.batching(
         lengths, batch=batch, max_length=max_length, packing=bool(data.packing), grouped=grouped, seed=seed
@@ -126,8 +125,28 @@ def prepare(
     return Prepared(train, validation, audit, key, taken, np.load(folder / "train.rows.npy"))
 
 
-def streamable(run: RunFile, chosen: Chosen, where: Where) -> None:
+def unvalidated(run: RunFile, chosen: Chosen, where: Where) -> list[Problem]:
+    """Evaluation that was asked for, and nothing to evaluate on. What only stands by default is switched off."""
+    if chosen.validation or chosen.fraction:
+        return []
+    train = run.train
+    asked = [key for key in ("eval_strategy", "eval_steps", "load_best_model_at_end") if key in train.model_fields_set]
+    if train.eval_strategy == "no" or not asked:
+        return []
+    return [
+        Problem(
+            f"train.{asked[0]} wants evaluation, and the data have no validation rows; "
+            f"their splits: {', '.join(chosen.source.splits)}",
+            where(f"train.{asked[0]}"),
+            "hold some out with data.val_fraction: 0.05, name data.val_split, or set train.eval_strategy: no",
+        )
+    ]
+
+
+def streamable(run: RunFile, chosen: Chosen, where: Where) -> list[Problem]:
     """A stream has no end to count epochs by and none to hold rows out of."""
+    if not run.data.streaming:
+        return []
     problems = []
     if (run.train.max_steps or 0) < 1:
         problems.append(
@@ -145,15 +164,17 @@ def streamable(run: RunFile, chosen: Chosen, where: Where) -> None:
                 "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]",
             )
         )
-    raise_all(problems)
+    return problems
 
 
-def arguments(run: RunFile, batch: int) -> dict[str, Any]:
+def arguments(run: RunFile, batch: int, validated: bool) -> dict[str, Any]:
     """SFTConfig's part in this: take the rows as they are. `packing` is what makes its collator read seq_lengths.
 
     Rows may be laid end to end without it where attention is computed per document, not over a square mask.
     """
     taken: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+    if not validated:
+        taken["eval_strategy"] = "no"
     if run.data.streaming:
         # Each rank reads the stream and keeps its own batches of it. Accelerate's default for streams, one rank that
         # reads and sends, joins the ranks' batches first and fails where their lengths differ.
@@ -240,6 +261,8 @@ def complete(audit: dict[str, Any], chosen: Chosen, shape: Shape, key: str, max_
         "held_out": chosen.fraction,
     }
     audit["notes"] = [*shape.notes, *auditing.warnings(audit)]
+    if not (chosen.validation or chosen.fraction):
+        audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
 
 
 def fingerprint(data: Data, chosen: Chosen, shape: Shape, tokenizer: PreTrainedTokenizerBase, max_length: int) -> str:

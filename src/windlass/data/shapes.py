@@ -50,24 +50,46 @@ class Shape:
 def recognise(data: Data, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: Where = str) -> Shape:
     """The shape of these columns: the one that the run file asks for by name, else the one they have."""
     asked = data.model_fields_set
+    one_shape(data, where)
     if data.prompt_template:
-        return template(data.prompt_template, columns, where)
+        return template(data, columns, where)
     if "messages_field" in asked and data.messages_field:
         need(data.messages_field, columns, where("data.messages_field"))
-        return chat(data.messages_field, tokenizer, where)
+        return chat(data.messages_field, data, tokenizer, where)
     if {"prompt_field", "completion_field"} & asked and (data.prompt_field or data.completion_field):
         return pair(data, columns, tokenizer, where)
     if "text_field" in asked and data.text_field:
         need(data.text_field, columns, where("data.text_field"))
-        return plain(data.text_field)
+        return plain(data.text_field, data, where)
     for name in (data.messages_field, "messages", "conversations"):
         if name and name in columns:
-            return chat(name, tokenizer, where)
+            return chat(name, data, tokenizer, where)
     if (data.prompt_field or "prompt") in columns and (data.completion_field or "completion") in columns:
         return pair(data, columns, tokenizer, where)
     field = data.text_field or "text"
     need(field, columns, where("data.text_field"))
-    return plain(field)
+    return plain(field, data, where)
+
+
+def one_shape(data: Data, where: Where) -> None:
+    """Two shapes asked for at once: one of them would be passed over in silence. `text_field` is every run file's."""
+    asked = [key for key in ("prompt_template", "messages_field", "prompt_field") if getattr(data, key)]
+    if len(asked) > 1:
+        raise UserError(
+            f"data.{asked[0]} and data.{asked[1]} are two answers to one question",
+            where(f"data.{asked[1]}"),
+            "keep one",
+        )
+
+
+def marked_part(data: Data, where: Where, shape: str) -> None:
+    """`completion_only_loss: true` where nothing tells the completion."""
+    if data.completion_only_loss:
+        raise UserError(
+            f"{shape} has no part that is the completion",
+            where("data.completion_only_loss"),
+            "mark it with [[ ]] in data.prompt_template, or name data.prompt_field and data.completion_field",
+        )
 
 
 def need(column: str, columns: Sequence[str], place: str) -> None:
@@ -81,7 +103,9 @@ def need(column: str, columns: Sequence[str], place: str) -> None:
     )
 
 
-def plain(field: str) -> Shape:
+def plain(field: str, data: Data, where: Where) -> Shape:
+    marked_part(data, where, "plain text")
+
     def render(row: Row) -> Rendered | None:
         text = written(row.get(field), field)
         return Rendered(text) if text.strip() else None
@@ -136,8 +160,9 @@ def pair(data: Data, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase,
     )
 
 
-def chat(field: str, tokenizer: PreTrainedTokenizerBase, where: Where) -> Shape:
+def chat(field: str, data: Data, tokenizer: PreTrainedTokenizerBase, where: Where) -> Shape:
     talk = conversation(tokenizer)
+    everything = data.completion_only_loss is False
 
     def render(row: Row) -> Rendered | None:
         messages = row.get(field)
@@ -151,13 +176,13 @@ def chat(field: str, tokenizer: PreTrainedTokenizerBase, where: Where) -> Shape:
         if not messages:
             return None
         text, spans = talk.render(messages, tools=row.get("tools"))
-        return Rendered(text, spans, closed=True)
+        return Rendered(text, None if everything else spans, closed=True)
 
     return Shape(
         "chat",
-        f"conversations in {field!r} through {talk.said}, assistant turns learnt",
+        f"conversations in {field!r} through {talk.said}, {'every token' if everything else 'assistant turns'} learnt",
         (field,),
-        f"chat:{field}:{talk.template}",
+        f"chat:{field}:{everything}:{talk.template}",
         render,
         notes=talk.notes,
     )
@@ -203,16 +228,18 @@ def pieces_of(text: str, place: str) -> list[Piece]:
     return [piece for piece in pieces if piece.literal or piece.field is not None]
 
 
-def template(text: str, columns: Sequence[str], where: Where) -> Shape:
+def template(data: Data, columns: Sequence[str], where: Where) -> Shape:
     """`Question: {q}\\nAnswer: [[{a}]]`: text over columns, the part inside [[ ]] learnt; all of it when none is."""
-    place = where("data.prompt_template")
+    place, text = where("data.prompt_template"), data.prompt_template or ""
     pieces = pieces_of(text, place)
     fields = [column_of(piece.field) for piece in pieces if piece.field is not None]
     if not fields:
         raise UserError("the template names no column", place, f"write {{column}}; there are {', '.join(columns)}")
     for field in fields:
         need(field, columns, place)
-    marked = any(piece.learnt for piece in pieces)
+    marked = any(piece.learnt for piece in pieces) and data.completion_only_loss is not False
+    if not any(piece.learnt for piece in pieces):
+        marked_part(data, where, "a template without [[ ]]")
     learnt_fields = {column_of(p.field) for p in pieces if p.field is not None and (p.learnt or not marked)}
 
     def render(row: Row) -> Rendered | None:
@@ -229,8 +256,10 @@ def template(text: str, columns: Sequence[str], where: Where) -> Shape:
             return None  # nothing from the row is in what would be learnt
         return Rendered("".join(out), tuple(spans) if marked else None)
 
-    said = "the part in [[ ]] learnt" if marked else "every token learnt: it marks no part with [[ ]]"
-    return Shape("template", f"data.prompt_template, {said}", tuple(dict.fromkeys(fields)), f"template:{text}", render)
+    said = "the part in [[ ]] learnt" if marked else "every token learnt"
+    return Shape(
+        "template", f"data.prompt_template, {said}", tuple(dict.fromkeys(fields)), f"template:{marked}:{text}", render
+    )
 
 
 def column_of(field: str | None) -> str:

@@ -71,7 +71,7 @@ def count_rows(data: Data, split: str, where: Callable[[str], str] = str) -> Row
 def known_rows(data: Data) -> dict[str, Rows]:
     """The figures of a well-known published set, by the last part of its name and its config."""
     name = data.dataset_name_or_path.rstrip("/").split("/")[-1]
-    table = KNOWN.get((name, data.dataset_config_name or ""), {})
+    table = KNOWN.get((name, data.dataset_config_name or ""), {})  # asked for, or the default of this very set
     return {split: Rows(count, f"as published: {name}", size) for split, (count, size) in table.items()}
 
 

@@ -52,24 +52,48 @@ class Source:
 
 def resolve(data: Data, where: Callable[[str], str] = str) -> Source:
     """The files behind `data.dataset_name_or_path`, or a hub name; UserError when it is neither."""
-    name, config = data.dataset_name_or_path, data.dataset_config_name
+    name = data.dataset_name_or_path
+    config = config_of(data)
     place = where("data.dataset_name_or_path")
     if any(character in name for character in "*?["):
         # Path.glob takes no absolute pattern.
         paths = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if Path(path).is_file()]  # noqa: PTH207
         if not paths:
             raise UserError(f"no file matches {name!r}", place, "** matches folders at any depth")
+        no_config(name, config, where)
         return of_files(name, paths, place)
     path = Path(name).expanduser()
     if path.is_file():
+        no_config(name, config, where)
         return of_files(name, [path], place)
     if path.is_dir():
-        return of_folder(snapshot(path), name, config, where)
+        path = snapshot(path)
+        meant = data.dataset_config_name
+        if config is None and meant and (meant in card_configs(read_card(path)) or (path / meant).is_dir()):
+            config = meant
+        return of_folder(path, name, config, where)
     if HUB_NAME.fullmatch(name) and not path.parent.is_dir() | name.startswith((".", "~", "/")):
         return Source(name, config, "hub", f"{name!r} is no path here: the name of a set on the hub")
     if HUB_NAME.fullmatch(name) and path.suffix not in FORMATS and path.parent == Path():
         return Source(name, config, "hub", f"{name!r} is no path here: the name of a set on the hub")
     raise UserError(f"{name} does not exist", place, nearest(path))
+
+
+def config_of(data: Data) -> str | None:
+    """The config that is asked for. The one that stands by default belongs to the set that does, not to others."""
+    asked = data.model_fields_set
+    if "dataset_config_name" in asked or "dataset_name_or_path" not in asked:
+        return data.dataset_config_name
+    return None
+
+
+def no_config(name: str, config: str | None, where: Callable[[str], str]) -> None:
+    if config is not None:
+        raise UserError(
+            f"{name} is a file and has no config {config!r}",
+            where("data.dataset_config_name"),
+            "leave data.dataset_config_name out",
+        )
 
 
 def nearest(path: Path) -> str:
