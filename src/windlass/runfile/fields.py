@@ -129,7 +129,7 @@ class Data(Section):
     max_length: Count = 1024
     """Longest sequence in tokens; what is longer is cut, and counted. Also written `max_seq_length`."""
     prompt_template: Text | None = None
-    """A format string over columns with the learnt part marked, instead of `text_field`."""
+    """A format string over columns, the learnt part in [[ ]], instead of `text_field`: "{question} [[{answer}]]"."""
     packing: bool = False
     """Fill each sequence with several documents, kept apart (best fit). Usually several times faster on short texts."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -278,11 +278,6 @@ def remarks(run: RunFile, where: Where) -> list[str]:
             "constant knows no warm-up: it is left out; constant_with_warmup has one",
             train.lr_scheduler_type == "constant" and bool(train.warmup_ratio or train.warmup_steps),
         ),
-        "lora.bias": (
-            f"{run.lora.bias}: the base's bias vectors are trained and saved with the adapter; "
-            "switched off, the adapter no longer gives the base model back",
-            run.lora.bias != "none",
-        ),
         "layout.activation_checkpointing": (
             "train.gradient_checkpointing asks for the same; it is done once",
             run.layout.activation_checkpointing and train.gradient_checkpointing,
