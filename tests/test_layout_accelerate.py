@@ -288,7 +288,7 @@ def test_a_bare_no_is_the_word_although_yaml_reads_false(tmp_path: Path) -> None
         ),
         ("fsdp_config:\n  offload_params: true\n  fsdp_offload_params: false\n", ("fsdp.yaml:3: ", "fsdp.yaml:4: ")),
         ("mixed_precision: bf16\nfp16: true\n", ("fsdp.yaml:2: ", "fsdp.yaml:3: ")),
-        ("num_machines: 2\nnum_machines: 3\n", ("line 2", "fsdp.yaml:3: ")),
+        ("num_machines: 2\nnum_machines: 3\n", ("fsdp.yaml:2", "fsdp.yaml:3: ")),
     ],
 )
 def test_a_file_that_contradicts_itself_names_both_lines(text: str, both: tuple[str, str], tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ BAD = {
     "control characters": (b"distributed_type: FSDP\n\x01\x02: 1\n", "is not YAML"),
     "broken": (b"distributed_type: FSDP\nfsdp_config: {a: [\n", "is not YAML"),
     "tabs": (b"fsdp_config:\n\tfsdp_version: 2\n", "is not YAML"),
-    "deep": (b"a: " + b"[" * 5000 + b"]" * 5000, "is not YAML"),
+    "deep": (b"a: " + b"[" * 5000 + b"]" * 5000, "nested more than"),
     "large": (b"#" * (300 * 1024), "larger than"),
-    "two documents": (b"distributed_type: FSDP\n---\ndistributed_type: FSDP\n", "is not YAML"),
+    "two documents": (b"distributed_type: FSDP\n---\ndistributed_type: FSDP\n", "a second document"),
     "no type": (b"num_machines: 2\n", "distributed_type is missing"),
     "a section that is a word": (b"distributed_type: FSDP\nfsdp_config: full\n", "not keys and values"),
     "a section that is a list": (b"distributed_type: FSDP\nfsdp_config: [a]\n", "not keys and values"),
@@ -46,9 +46,8 @@ BAD = {
     "a fraction": (b"distributed_type: FSDP\nnum_machines: 2.5\n", "not a whole number"),
     "a boolean that is none": (b"distributed_type: FSDP\nuse_cpu: perhaps\n", "not true or false"),
     "a mapping as a value": (b"distributed_type: FSDP\nnum_machines: {a: 1}\n", "not a single value"),
-    "a date that is none": (b"distributed_type: FSDP\nmain_process_ip: 2026-99-99\n", "cannot be read"),
     "a nested mapping": (b"distributed_type: FSDP\nfsdp_config:\n  fsdp_version:\n    a: 1\n", "not a single value"),
-    "a key that is a list": (b"distributed_type: FSDP\n? [a, b]\n: 1\n", "no such key"),
+    "a key that is a list": (b"distributed_type: FSDP\n? [a, b]\n: 1\n", "must be plain text"),
 }
 
 
@@ -65,8 +64,7 @@ def test_a_bad_file_is_a_clear_error(name: str, tmp_path: Path) -> None:
 def test_a_bomb_of_aliases_costs_nothing(tmp_path: Path) -> None:
     lines = ["distributed_type: FSDP", "a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    error = refusal(tmp_path, "\n".join(lines))
-    assert len(error.problems) == 12
+    assert "holds more than" in str(refusal(tmp_path, "\n".join(lines)))
 
 
 @pytest.mark.parametrize("content", ["fsdp_config: &f {a: *f}\ndistributed_type: FSDP\n", "&a [*a]\n"])

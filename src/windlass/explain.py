@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
 from windlass.layout import FATES, LAYOUTS, read_accelerate
@@ -16,8 +16,6 @@ from windlass.layout.keys import find
 from windlass.variables import VARIABLES
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
     from rich.console import RenderableType
     from rich.text import Text
 
@@ -179,60 +177,26 @@ def _to(verdict: str, text: str) -> str:
 
 
 def _run_file_names() -> list[str]:
+    from windlass.runfile import keys
     from windlass.runfile.names import NOT_TAKEN, RENAMED
 
-    return [*_fields(), *(path.rpartition(".")[2] for path in (*_fields(), *RENAMED)), *NOT_TAKEN]
-
-
-def _fields() -> dict[str, FieldInfo]:
-    """Every key of the run file by its dotted path."""
-    from windlass.runfile.fields import RunFile
-
-    return dict(_walk(RunFile, ""))
-
-
-def _walk(section: type[BaseModel], above: str) -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in section.model_fields.items():
-        yield above + name, field
-        for inner in _sections(field.annotation):
-            yield from _walk(inner, f"{above}{name}.")
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field may hold: in a union, in a list, or by itself."""
-    from pydantic import BaseModel
-
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _sections(inner)
+    return [*keys(), *(path.rpartition(".")[2] for path in (*keys(), *RENAMED)), *NOT_TAKEN]
 
 
 def _run_file(name: str) -> list[Row]:
     """A key by its path, lora.r, or by its last name, learning_rate; older spellings, and what is not taken."""
-    from windlass.runfile.names import NOT_TAKEN, RENAMED
+    from windlass.runfile import describe
+    from windlass.runfile.names import NOT_TAKEN
 
-    last = name.rpartition(".")[2]
-    rows = [
-        _field(path, field)
-        for path, field in _fields().items()
-        if path == name or (last == name and path.endswith(f".{name}"))
-    ]
-    for old, new in RENAMED.items():
-        if name in (old, old.rpartition(".")[2]):
-            rows.append(Row("run file", old, "", "translated", f"to {new}, its name here"))
-    if last in NOT_TAKEN and not rows:
-        rows.append(Row("run file", last, "", "refused", NOT_TAKEN[last]))
+    rows = []
+    for block in (describe(name) or "").split("\n\n"):
+        path, *lines = block.split("\n")
+        if not lines and path:  # `old` is another spelling of `new`
+            rows.append(Row("run file", name, "", "translated", f"to {path.rpartition(' ')[2]}, its name here"))
+        rows += [Row("run file", path, "", "", line.strip()) for line in lines]
+    if name in NOT_TAKEN and not rows:
+        rows.append(Row("run file", name, "", "refused", NOT_TAKEN[name]))
     return rows
-
-
-def _field(path: str, field: FieldInfo) -> Row:
-    default = field.default
-    inner = get_args(field.annotation)
-    shown = "" if field.default_factory or field.is_required() else f"default {_yaml(default)}"
-    words = [str(word) for word in inner if isinstance(word, str)]  # a Literal's
-    text = (field.description or "").replace("\n", " ")
-    return Row("run file", path, shown, "", f"{text} One of {', '.join(words)}." if words else text)
 
 
 def _yaml(value: object) -> str:

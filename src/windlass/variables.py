@@ -48,7 +48,7 @@ _NCCL = (
     _nccl("NCCL_DEBUG_FILE", "file that NCCL's messages go to; %h is the host, %p the process"),
     _nccl(
         "NCCL_SOCKET_IFNAME",
-        "network interfaces for NCCL's sockets: a list of prefixes, `=net1` for exactly that one, `^docker` for the rest",
+        "network interfaces for NCCL's sockets: prefixes, `=net1` for exactly that one, `^docker` for all but those",
         SITE,
         published="net1",
         verdict="with InfiniBand only the ranks' first contact goes over it, and it does not choose the card "

@@ -10,11 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from windlass.errors import Problem, UserError, raise_all
 from windlass.layout.fate import ANY, AS_READ, REFUSED, Fate, Key, no_effect
 from windlass.layout.keys import FATES, find
+from windlass.runfile.document import Document, parse
 
 LIMIT_BYTES = 256 * 1024  # such files have about 1 kB; a parser in Python needs a second for a quarter of a MB
 TRUE = ("true", "yes", "y", "t", "on", "1")  # Accelerate's own lists
@@ -60,7 +59,7 @@ class _Item:
     name: str
     where: str
     value: object
-    children: tuple[_Item, ...] | None
+    children: tuple[_Item, ...] = ()
 
 
 def read_accelerate(path: Path, options: Sequence[tuple[str, str]] = (), *, refuse: bool = True) -> AccelerateFile:
@@ -68,18 +67,19 @@ def read_accelerate(path: Path, options: Sequence[tuple[str, str]] = (), *, refu
 
     `refuse=False` keeps refused keys as entries, to be explained.
     """
-    return _judge(path, _items(path), options, refuse)
+    document = _document(path)
+    return _judge(path, _items(document), options, refuse, document.problems)
 
 
 def read_options(options: Sequence[tuple[str, str]]) -> AccelerateFile:
     """A launcher that was given no file, only options."""
-    return _judge(None, (), options, True)
+    return _judge(None, (), options, True, [])
 
 
 def _judge(
-    path: Path | None, items: tuple[_Item, ...], options: Sequence[tuple[str, str]], refuse: bool
+    path: Path | None, items: tuple[_Item, ...], options: Sequence[tuple[str, str]], refuse: bool, form: list[Problem]
 ) -> AccelerateFile:
-    problems: list[Problem] = []
+    problems = [*form]
     entries: list[Entry] = []
     for item in items:
         _enter(item, "", entries, problems)
@@ -100,7 +100,7 @@ def _judge(
 # --- the file as keys with lines ------------------------------------------------------------------------------------
 
 
-def _items(path: Path) -> tuple[_Item, ...]:
+def _document(path: Path) -> Document:
     where = str(path)
     try:
         with path.open("rb") as stream:
@@ -112,62 +112,27 @@ def _items(path: Path) -> tuple[_Item, ...]:
         raise UserError(f"cannot be read: {error.strerror}", where, "give the path of an Accelerate YAML") from None
     except UnicodeDecodeError:
         raise UserError("is not text", where, "give the path of an Accelerate YAML") from None
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"is not YAML: {_short(error)}", _at(where, error), "check the indentation there") from None
-    if node is None:
+    if not re.search(r"^\s*[^#\s]", text, re.MULTILINE):
         raise UserError("is empty", where, "`accelerate config` writes such a file")
-    if not isinstance(node, yaml.MappingNode):
-        raise UserError("is not a mapping of keys to values", f"{where}:{node.start_mark.line + 1}", "write key: value")
-    problems: list[Problem] = []
-    items = _mapping(where, "", node, problems)
-    raise_all(problems)
-    return items
+    document = parse(text, where)
+    if not isinstance(document.value, dict):
+        raise_all(document.problems)
+        raise UserError("is not a mapping of keys to values", f"{where}:1", "write key: value")
+    return document
 
 
-def _mapping(file: str, above: str, node: yaml.MappingNode, problems: list[Problem]) -> tuple[_Item, ...]:
-    items: list[_Item] = []
-    seen: dict[str, int] = {}
-    for name_node, value_node in node.value:
-        line = name_node.start_mark.line + 1
-        name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
-        dotted = f"{above}.{name}" if above else name
-        where = f"{file}:{line}: {dotted}"
-        if name in seen:
-            problems.append(Problem(f"stands twice, in line {seen[name]} too", where, "keep one of them"))
-            continue
-        seen[name] = line
-        children = None
-        value: object = None
-        if isinstance(value_node, yaml.MappingNode):
-            # Two levels are all that Accelerate knows; what lies deeper is a value of the wrong kind.
-            children = () if above else _mapping(file, name, value_node, problems)
-            value = {} if above else {child.name: child.value for child in children}
-        else:
-            value = _value(value_node, where, problems)
-        items.append(_Item(name, where, value, children))
+def _items(document: Document) -> tuple[_Item, ...]:
+    """Two levels are all that Accelerate knows; what lies deeper is a value of the wrong kind."""
+    items = []
+    for name, value in document.value.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        children = tuple(_Item(key, document.place(_line(document, name, key), (name, key)), v) for key, v in inner)
+        items.append(_Item(name, document.place(_line(document, name), (name,)), value, children))
     return tuple(items)
 
 
-def _value(node: yaml.Node, where: str, problems: list[Problem]) -> object:
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(child, where, problems) if isinstance(child, yaml.ScalarNode) else "?" for child in node.value]
-    constructor = yaml.constructor.SafeConstructor()
-    try:
-        return constructor.construct_object(node)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        problems.append(Problem(f"cannot be read: {_short(error)}", where, "put the value in quotes"))
-        return None
-
-
-def _short(error: Exception) -> str:
-    return str(getattr(error, "problem", None) or error).splitlines()[0][:200] if str(error) else "nested too deeply"
-
-
-def _at(where: str, error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return where if mark is None else f"{where}:{mark.line + 1}"
+def _line(document: Document, *steps: str) -> int:
+    return document.lines.get(steps, 1)
 
 
 # --- keys to fates --------------------------------------------------------------------------------------------------
@@ -179,11 +144,11 @@ def _enter(item: _Item, section: str, entries: list[Entry], problems: list[Probl
         problems.append(_unknown(item.name, section, item.where))
         return
     if key.kind == "section":
-        if item.children is None and item.value is not None:
+        if item.value is not None and not isinstance(item.value, dict):
             problems.append(Problem(f"is {item.value!r}, not keys and values", item.where, "indent its keys below it"))
             return
         entries.append(Entry(key, None, item.where, key.fates[ANY]))
-        for child in item.children or ():
+        for child in item.children:
             _enter(child, key.name, entries, problems)
         return
     _settle(key, item.value, item.where, entries, problems)

@@ -79,6 +79,8 @@ class _Sources:
     def file(self, path: str) -> _Said | None:
         """The run file's value, where the user wrote one."""
         place = self.where(path)
+        if path == "layout.name" and place.startswith("default"):
+            place = self.where("layout")  # written short, `layout: hybrid`
         if place.startswith("default"):
             return None
         value: Any = self.run
