@@ -149,7 +149,7 @@ print(json.dumps({part: str(folder) for part, folder in found.items()}))
 def fetch(hub: Hub, folder: Path, *, model: str = "org/model", data: str = "org/set", **more: str) -> Any:
     run = {
         "model": {"model_name_or_path": model},
-        "data": {"dataset_name_or_path": data, "dataset_config_name": "small"},
+        "data": {"dataset_name_or_path": data, "dataset_config_name": "small" if data == "org/set" else None},
         "train": {"output_dir": str(folder / "out")},
     }
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
