@@ -175,6 +175,13 @@ def test_the_fastest_that_fits_is_chosen_and_the_reason_says_so() -> None:
     )
 
 
+def test_a_tie_is_told_as_one() -> None:
+    layout = choose(figures(("full-shard", True, 60, 20.0), ("full-shard, parameters offloaded", True, 50, 20.0)))
+    assert layout is not None
+    assert not layout.offload
+    assert layout.reason.endswith("20 s a step (full-shard, parameters offloaded 20 s)")
+
+
 def test_what_training_cannot_run_is_never_chosen_however_fast() -> None:
     layout = choose(figures(("full-shard", True, 60, 20.0), ("resident, FP8", True, 120, 1.0)))
     assert layout is not None

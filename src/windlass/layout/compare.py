@@ -149,8 +149,8 @@ def choose(figures: Sequence[Figures]) -> Layout | None:
 def _praise(best: Figures, fitting: Sequence[Figures], able: int) -> str:
     if len(fitting) == 1:
         return f"the only one of {able} layouts that fits" if able > 1 else "the only layout that is possible"
-    second, slowest = sorted(fitting, key=lambda f: f.step_seconds)[1], max(fitting, key=lambda f: f.step_seconds)
     text = f"the fastest of the {len(fitting)} layouts that fit, {best.step_seconds:.3g} s a step"
-    rivals = [second] if slowest is second else [second, slowest]
+    others = sorted((f for f in fitting if f is not best), key=lambda f: f.step_seconds)
+    rivals = others[:1] + others[1:][-1:]  # the next and the slowest
     told = [f"{rival.candidate.title} {rival.step_seconds:.3g} s" for rival in rivals]
     return f"{text} ({', '.join(told)})"
