@@ -125,8 +125,7 @@ def trainer_of(kind: str, model: Any, folder: Path, sizes: argparse.Namespace, n
 
     from windlass.model.liveness import Liveness
     from windlass.model.sync import Replicas
-    from windlass.train.loop import Loop
-    from windlass.train.run import numbered
+    from windlass.train.loop import Loop, numbered
 
     clock = Clock(now)
     data = rows(4 * sizes.micro * sizes.accumulation * (sizes.steps + 1), sizes.length)

@@ -24,7 +24,7 @@ from windlass.errors import RunError, UserError
 from windlass.model.load import load
 from windlass.model.lora import attach
 from windlass.train import ranks, run
-from windlass.train.loop import Loop
+from windlass.train.loop import Loop, Order
 from windlass.train.ranks import Place
 from windlass.train.settings import settings
 
@@ -138,7 +138,9 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     arguments = settings(plan, data.arguments, cpu=True)
     arguments.logging_steps, arguments.eval_strategy = 1, "no"
     trainer = Plain(model=model, args=arguments, train_dataset=data.train, processing_class=tokenizer)
-    trainer.rows = run.order_of(plan, data)
+    ordered = run.order_of(plan, data)
+    assert ordered is not None
+    trainer.rows = Order(ordered.rows, ordered.count, 1)  # a short last step stays short
     trainer.save_model = trainer._save_checkpoint = lambda *_, **__: None
     trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +32,12 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     raise_all(list(refusals(lora, adapter, sharded=sharded, expert_parallel=expert_parallel(model))))
     set_seed(seed)  # PEFT draws A on the CPU: the same seed gives every rank the same adapter
     wide = lora.dtype == "float32"
-    if lora.adapter:
-        peft_model = PeftModel.from_pretrained(model, lora.adapter, is_trainable=True, autocast_adapter_dtype=wide)
-    else:
-        with warnings.catch_warnings():
-            # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
-            warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+    with whole_shapes(), warnings.catch_warnings():
+        # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
+        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+        if lora.adapter:
+            peft_model = PeftModel.from_pretrained(model, lora.adapter, is_trainable=True, autocast_adapter_dtype=wide)
+        else:
             peft_model = get_peft_model(model, config(lora, adapter), autocast_adapter_dtype=wide)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
@@ -44,6 +45,28 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
             parameter.data = parameter.data.to(device_of_this_rank(), DTYPES[lora.dtype])
     prove(peft_model, adapter)
     return peft_model
+
+
+@contextlib.contextmanager
+def whole_shapes() -> Iterator[None]:
+    """Make PEFT size adapters by a linear layer's whole weight.
+
+    PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh but one named "fsdp" for tensor
+    parallel and sizes the adapter by the rank's part: under hybrid sharding, a mesh of (dp_replicate, fsdp), too
+    small. windlass has no tensor parallelism. To go when PEFT asks for the "tp" dimension of the mesh instead.
+    """
+    original = LoraLayer._get_in_out_features
+
+    def sizes(self: LoraLayer, module: nn.Module) -> Any:
+        if isinstance(module, nn.Linear):
+            return module.in_features, module.out_features
+        return original(self, module)
+
+    LoraLayer._get_in_out_features = sizes
+    try:
+        yield
+    finally:
+        LoraLayer._get_in_out_features = original
 
 
 def config(lora: Lora, adapter: Adapter) -> LoraConfig:

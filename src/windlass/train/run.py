@@ -7,7 +7,7 @@ import datetime
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from windlass.model.lora import attach
 from windlass.model.shard import assert_sharded
 from windlass.model.sync import Replicas
 from windlass.train import folder as folders
-from windlass.train.loop import ROW, Loop, Order
+from windlass.train.loop import Loop, Order, numbered
 from windlass.train.progress import Progress
 from windlass.train.ranks import SAVED, Interruption, Place, clear_accelerate
 from windlass.train.screen import header, quiet
@@ -149,15 +149,7 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
     sequences = plan.batch.micro * plan.batch.accumulation * plan.layout.ranks
     train = plan.loaded.run.train
     seed = train.seed if train.data_seed is None else train.data_seed
-    return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences))
-
-
-def numbered(rows: Any) -> Any:
-    """With a column of row numbers, so that a message about a batch can name its rows."""
-    if hasattr(rows, "add_column"):
-        with contextlib.suppress(TypeError):  # a stream has no length, and numbers as it goes
-            return rows.add_column(ROW, range(len(rows)))
-    return rows.map(lambda _, number: {ROW: number}, with_indices=True)
+    return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences), len(data.lengths), sequences)
 
 
 def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
