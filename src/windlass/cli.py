@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass import __version__
-from windlass.errors import UserError
+from windlass.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
-USER_INPUT = 2  # exit code: the user's input is wrong; 1 is a failed check or run
+FAILED, USER_INPUT = 1, 2  # exit codes: a check or run that failed; input that is wrong
 
 app = typer.Typer(
     name="windlass",
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments))
     except UserError as error:
         print_error(error)
-        sys.exit(USER_INPUT)
+        sys.exit(FAILED if isinstance(error, RunError) else USER_INPUT)
     except BrokenPipeError:  # `windlass plan … | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -112,7 +112,8 @@ def init(
 
 
 @app.command(
-    epilog="**Example**\n\n`windlass schema > windlass.schema.json`, then at the top of run.yaml:\n\n`# yaml-language-server: $schema=windlass.schema.json`"
+    epilog="**Example**\n\n`windlass schema > windlass.schema.json`, "
+    "then at the top of run.yaml:\n\n`# yaml-language-server: $schema=windlass.schema.json`"
 )
 def schema() -> None:
     """Print the run file's JSON Schema: editors complete and check from it."""
@@ -145,14 +146,14 @@ def plan(
     Reads the run file, config.json and the safetensors headers; no weights and no torch.
     Exits with 1 when the run does not fit in memory.
     """
-    made = make_plan(run, override, accelerate, compare=compare)
+    made = make_plan(run, override, accelerate)
     written = made.write(out)
     if as_json:
         write_json(made.as_dict())
     else:
         from windlass.plan.show import show
 
-        show(made, formulas=explain)
+        show(made, formulas=explain, compare=compare)
     if written:
         print(f"plan written to {written}", file=sys.stderr)
     raise typer.Exit(0 if made.cost.fits else 1)
@@ -191,12 +192,106 @@ def explain(
         explaining.show(rows)
 
 
-def make_plan(run: Path, override: list[str] | None, accelerate: Path | None, *, compare: bool = False) -> Plan:
-    from windlass import plan as planning
+@app.command(
+    epilog="**Examples**\n\n"
+    "`windlass train run.yaml`\n\n"
+    "`windlass train run.yaml --ranks 2 --override train.max_steps=20`\n\n"
+    "`accelerate launch --config_file fsdp.yaml -m windlass train run.yaml`"
+)
+def train(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", metavar="N", min=1, help="So many ranks on this machine alone.", show_default=False),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in the run folder.")] = False,
+) -> None:
+    """Train: start this machine's ranks, or be one of those that a launcher started.
+
+    Exits with 0 when finished, 1 when the run failed, 2 when the input is wrong (13 from a rank),
+    and 75 when a signal stopped it and everything is saved.
+    """
+    from windlass import train as training
+
+    overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
+
+    def planned() -> Plan:
+        from windlass import plan as planning
+        from windlass.layout import accelerate_file, parents
+        from windlass.runfile import read
+
+        return planning.make(read(run, overrides), accelerate_file(accelerate, os.environ, parents()))
+
+    arguments = ["train", str(run), *(word for option in overrides for word in ("--override", option))]
+    arguments += [*(["--accelerate", str(accelerate)] if accelerate else []), *(["--resume"] if resume else [])]
+    code = training.train(planned, arguments=arguments, environ=os.environ, resume=resume, say=print_error)
+    raise typer.Exit(code)
+
+
+@app.command(epilog="**Example**\n\n`windlass demo --dir demo-run`, then `windlass report demo-run/run`")
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where to make it.")] = Path("demo-run"),
+    make_only: Annotated[bool, typer.Option("--make-only", help="Make model, data and run file, and stop.")] = False,
+) -> None:
+    """Train a tiny Mistral 4, made on the spot in its published layout, on two ranks of this machine's CPU."""
+    from windlass import demo as demonstration
+
+    run = demonstration.make(directory)
+    print(f"made {directory / 'model'}, {directory / 'data'} and {run}", file=sys.stderr)
+    if not make_only:
+        train(run)
+
+
+@app.command(epilog="**Example**\n\n`windlass data run.yaml --override data.packing=true`")
+def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
+    """Look at the data as training will see it: rows, tokens, what is learnt, what is cut, what packing gains."""
+    from windlass import data as datas
+    from windlass.data.show import show
     from windlass.runfile import read
 
-    return planning.make(read(run, override or ()), accelerate=accelerate, compare=compare)
+    audit = datas.audit(read(run, override or ()), say=lambda text: print(text, file=sys.stderr))
+    if as_json:
+        write_json(audit)
+    else:
+        show(audit)
 
 
-if __name__ == "__main__":
-    main()
+@app.command(epilog="**Example**\n\n`windlass fetch run.yaml`")
+def fetch(run: Run, override: Overrides = None) -> None:
+    """Bring a model and data set named by hub id to this machine's shared folder, once; resumable."""
+    from windlass import fetch as fetching
+    from windlass.runfile import read
+
+    loaded = read(run, override or ())
+    for name, folder in fetching.fetched(loaded.run, loaded.where, lambda text: print(text, file=sys.stderr)).items():
+        print(f"{name}\t{folder}")
+
+
+@app.command(epilog="**Examples**\n\n`windlass report run`\n\n`windlass report run-a run-b --out compared`")
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN_DIR…", help="One run folder, or several to compare.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where to write the report.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a run's page: report.html and report.json beside it, and a summary here."""
+    from windlass import report as reporting
+
+    made = reporting.make(folders, out)
+    if as_json:
+        write_json(made.as_dict())
+        return
+    from windlass.report.show import show
+
+    show(made)
+
+
+def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> Plan:
+    from windlass import plan as planning
+    from windlass.layout import read_accelerate
+    from windlass.runfile import read
+
+    return planning.make(read(run, override or ()), read_accelerate(accelerate) if accelerate else None)

@@ -151,6 +151,7 @@ FABRIC_ALIASES: dict[str, str] = {
     "ethernet": "ethernet-25",
 }
 FIGURES = ("name", "memory_gib", "bf16_tflops", "memory_gb_per_second")
+SUSTAINED = "achieved_tflops"  # may be given besides
 
 
 def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
@@ -170,8 +171,16 @@ def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
     )
 
 
-def fabric(name: str, where: str = "cluster.network") -> Fabric:
-    """The table's row by name or alias."""
+def this_gpu() -> str:
+    """The first GPU of this machine by name, or `cpu` where there is none."""
+    cards, _ = _cards()
+    return cards[0].name if cards else "cpu"
+
+
+def fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fabric:
+    """The table's row by name or alias, or one built from given figures."""
+    if isinstance(name, Mapping):
+        return Fabric(str(name["name"]), float(name["gb_per_second"]), "given in the run file")
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     key = FABRIC_ALIASES.get(key, key)
     if key in FABRICS:
@@ -180,7 +189,8 @@ def fabric(name: str, where: str = "cluster.network") -> Fabric:
     raise UserError(
         f"no rate is known for the fabric {name!r}",
         where,
-        f"{'nearest' if close else 'known'}: {', '.join(close or FABRICS)}",
+        f"{'nearest' if close else 'known'}: {', '.join(close or FABRICS)}; "
+        "or give its figures: {name: …, gb_per_second: …}",
     )
 
 
@@ -193,7 +203,7 @@ def _given(figures: Mapping[str, Any], where: str) -> Gpu:
     problems = [
         Problem(f"{key!r} is not a figure of a GPU", f"{where}.{key}", f"known: {', '.join(FIGURES)}")
         for key in figures
-        if key not in FIGURES
+        if key not in (*FIGURES, SUSTAINED)
     ]
     values: dict[str, float] = {}
     for key in FIGURES[1:]:
@@ -209,8 +219,9 @@ def _given(figures: Mapping[str, Any], where: str) -> Gpu:
         problems.append(Problem("name is missing", f"{where}.name", "what to call this GPU in the plan"))
     raise_all(problems)
     peak, rate = values["bf16_tflops"], values["memory_gb_per_second"] * MEMORY_SHARE
-    source = f"given in the run file; sustained: {ACHIEVED_SHARE:.0%} of the peak, {MEMORY_SHARE:.0%} of the rate"
-    return Gpu(str(name), values["memory_gib"], peak, peak * ACHIEVED_SHARE, rate, source)
+    sustained = figures.get(SUSTAINED) or peak * ACHIEVED_SHARE
+    source = f"given in the run file; sustained: {sustained:,.0f} TFLOP/s, {MEMORY_SHARE:.0%} of the memory rate"
+    return Gpu(str(name), values["memory_gib"], peak, float(sustained), rate, source)
 
 
 @dataclass(frozen=True, slots=True)

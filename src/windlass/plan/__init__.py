@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from windlass import adapter as adapters
 from windlass import hardware, source, weights
 from windlass.adapter import Adapter
-from windlass.cost import Batch, Cost, Work, cost
+from windlass.cost import Batch, Cost, Work
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.layout import Demand, Layout, candidates, demand, read_accelerate, settle
-from windlass.plan.compare import Contender, chosen, contend
+from windlass.layout import AccelerateFile, Demand, Layout, candidates, demand, settle
+from windlass.plan.compare import Contender, chosen, contend, weigh
 from windlass.plan.schedule import Schedule, schedule
 from windlass.runfile import Cluster, Loaded, accumulation
+from windlass.source import Rows
 from windlass.weights import Checkpoint
 
-GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.
 BYTES_PER_TOKEN = 4.15
@@ -46,7 +49,7 @@ class Plan:
     def by_part(self) -> Mapping[str, int]:
         count: Counter[str] = Counter()
         for parameter in self.checkpoint.parameters:
-            count[parameter.part] += parameter.count
+            count[parameter.part] += math.prod(parameter.shape)
         return count
 
     @property
@@ -86,7 +89,9 @@ class Plan:
         try:
             path.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"the plan cannot be written: {error.strerror}", str(path), "give another --out DIR") from None
+            raise UserError(
+                f"the plan cannot be written: {error.strerror}", str(path), "give another --out DIR"
+            ) from None
         return path
 
 
@@ -97,14 +102,13 @@ def _make(folder: Path) -> None:
         raise UserError(f"the folder cannot be made: {error.strerror}", str(folder), "give another --out DIR") from None
 
 
-def make(loaded: Loaded, accelerate: Path | None = None) -> Plan:
+def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     """Everything that is wrong with the run file against the model and the machine is an error here."""
     run, where = loaded.run, loaded.where
     checkpoint = weights.find(run.model.model_name_or_path, where("model.model_name_or_path"))
     adapter = adapters.resolve(run.lora, checkpoint, where)
-    file = read_accelerate(accelerate) if accelerate else None
-    wanted = demand(run, where, checkpoint.family, file)
-    machine = machine_of(run.cluster, loaded)
+    wanted = demand(run, where, checkpoint.family, accelerate)
+    machine = machine_of(run.cluster, where)
     rows = source.count_rows(run.data, run.data.train_split, where)
     batch = Batch(
         run.train.per_device_train_batch_size, accumulation(run.train, wanted.ranks, where), run.data.max_length
@@ -121,16 +125,21 @@ def make(loaded: Loaded, accelerate: Path | None = None) -> Plan:
         expert_path="merged",
     )
 
-    def lasting(layout: Layout, cost: Cost) -> float | None:
-        steps = schedule(run.train, batch, layout.ranks, adapter, rows.count, rows.how).steps
+    sequences, length, told = rows_as_sequences(rows, batch.length, packing=run.data.packing)
+
+    def scheduled(ranks: int) -> Schedule:
+        return schedule(run.train, batch, ranks, adapter, sequences, rows.how)
+
+    def gpu_hours(layout: Layout, cost: Cost) -> float | None:
+        steps = scheduled(layout.ranks).steps
         return None if steps is None else steps * cost.step_seconds * layout.ranks / 3600
 
     experts = checkpoint.dims.get("experts", 0)
-    contenders = contend(full, candidates(wanted, experts, checkpoint.quantization is not None), lasting)
+    table = candidates(wanted, experts, checkpoint.quantization is not None)
+    contenders = contend(full, length, table, gpu_hours)
     layout = chosen(contenders) if wanted.name == "auto" else settle(wanted, experts)
     if layout is None:
         raise UserError("no layout is possible", where("layout"), "give cluster.nodes and cluster.gpus_per_node")
-    notes = (*loaded.notes, *checkpoint.notes, *adapter.notes, *(file.notes if file else ()))
     return Plan(
         loaded=loaded,
         checkpoint=checkpoint,
@@ -138,10 +147,31 @@ def make(loaded: Loaded, accelerate: Path | None = None) -> Plan:
         machine=machine,
         layout=layout,
         batch=batch,
-        schedule=schedule(run.train, batch, layout.ranks, adapter, rows.count, rows.how),
-        cost=cost(replace(full, layout=layout)),
+        schedule=scheduled(layout.ranks),
+        cost=weigh(replace(full, layout=layout), length),
         contenders=contenders,
-        notes=notes,
+        notes=(*loaded.notes, *checkpoint.notes, *adapter.notes, *told),
+    )
+
+
+def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:
+    """How many sequences the rows make, their usual length, and what to say about it."""
+    if not rows.count or not rows.text_bytes:
+        return rows.count, limit, ()
+    mean = min(limit, math.ceil(rows.text_bytes / rows.count / BYTES_PER_TOKEN))
+    if packing:
+        packed = math.ceil(rows.count * mean / limit)
+        return packed, limit, (f"packing: {rows.count:,} rows of about {mean} tokens make {packed:,} full sequences",)
+    if mean > limit // 2:
+        return rows.count, mean, ()
+    return (
+        rows.count,
+        mean,
+        (
+            f"rows have about {mean} tokens ({rows.how}, {BYTES_PER_TOKEN} bytes a token), so a sequence of {limit} is"
+            f" {mean / limit:.0%} full and time is estimated for that; data.packing: true would put about"
+            f" {limit / mean:.1f} rows into each",
+        ),
     )
 
 
@@ -150,15 +180,24 @@ def _first_layout(wanted: Demand) -> Layout:
     return Layout("resident", "", wanted.nodes, wanted.gpus_per_node, shard=1, replicate=wanted.ranks)
 
 
-def machine_of(cluster: Cluster, loaded: Loaded) -> Machine:
-    """The run file's names looked up in the hardware table."""
-    where = loaded.where
-    gpu = cluster.gpu if isinstance(cluster.gpu, str) else cluster.gpu.model_dump()
+def machine_of(cluster: Cluster, where: Callable[[str], str]) -> Machine:
+    """The run file's names looked up in the hardware table; what it leaves out is what this machine has."""
+    if cluster.nodes > 1 and cluster.network is None:
+        raise UserError(
+            f"{cluster.nodes} nodes, and nothing said of the network between them",
+            where("cluster.nodes"),
+            f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}",
+        )
+    gpu = hardware.gpu(_given(cluster.gpu) or hardware.this_gpu(), where("cluster.gpu"))
     return Machine(
-        gpu=hardware.gpu(gpu, where("cluster.gpu")),
-        link=hardware.fabric(cluster.link, where("cluster.link")),
-        network=hardware.fabric(cluster.network, where("cluster.network")),
-        host_link=hardware.fabric("pcie5", where("cluster.gpu")),
+        gpu=gpu,
+        link=hardware.fabric(_given(cluster.link) or gpu.link, where("cluster.link")),
+        network=hardware.fabric(_given(cluster.network) or gpu.link, where("cluster.network")),
+        host_link=hardware.fabric(gpu.host_link, where("cluster.gpu")),
         nics_per_node=cluster.nics_per_node,
         host_memory_gib=cluster.host_memory_gib,
     )
+
+
+def _given(value: str | BaseModel | None) -> Any:
+    return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value

@@ -23,22 +23,32 @@ class Contender:
         return self.candidate.title
 
 
-def weigh(work: Work, candidate: Candidate) -> Cost | None:
-    """What a candidate costs. Everything but the layout (and, for some, the base's dtype) is the run's own."""
+def weigh(work: Work, length: int) -> Cost:
+    """Memory as when every row is full, for some will be; time and traffic at the length that rows usually have."""
+    full = cost(work)
+    if length == work.batch.length:
+        return full
+    usual = cost(replace(work, batch=replace(work.batch, length=length)))
+    kept = ("rows", "gpu_gib", "host_gib", "fits", "remedy", "peak")
+    return replace(usual, **{name: getattr(full, name) for name in kept})
+
+
+def lay_out(work: Work, candidate: Candidate) -> Work | None:
+    """The run under a candidate. Everything but the layout (and, for some, the base's dtype) is the run's own."""
     if candidate.layout is None:
         return None
-    base_bytes = candidate.base_bytes or work.base_bytes
-    return cost(replace(work, layout=candidate.layout, base_bytes=base_bytes))
+    return replace(work, layout=candidate.layout, base_bytes=candidate.base_bytes or work.base_bytes)
 
 
 def contend(
-    work: Work, candidates: Sequence[Candidate], gpu_hours: Callable[[Layout, Cost], float | None]
+    work: Work, length: int, candidates: Sequence[Candidate], gpu_hours: Callable[[Layout, Cost], float | None]
 ) -> tuple[Contender, ...]:
     made = []
     for candidate in candidates:
-        weighed, layout = weigh(work, candidate), candidate.layout
-        hours = gpu_hours(layout, weighed) if weighed and layout else None
-        made.append(Contender(candidate, layout.ranks if layout else work.layout.ranks, weighed, hours))
+        laid = lay_out(work, candidate)
+        weighed = weigh(laid, length) if laid else None
+        hours = gpu_hours(laid.layout, weighed) if laid and weighed else None
+        made.append(Contender(candidate, (laid or work).layout.ranks, weighed, hours))
     return tuple(sorted(made, key=_rank))
 
 

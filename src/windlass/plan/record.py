@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from windlass import __version__
-from windlass.plan import GIB, Plan
+from windlass.hardware import GIB
+from windlass.plan import Plan
 from windlass.plan.compare import Contender
 
 

@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from windlass.cost import Row
+from windlass.hardware import GIB
 from windlass.plan import Plan
 from windlass.plan.compare import Contender
 
-GIB = 2**30
 
-
-def show(plan: Plan, *, formulas: bool = False) -> None:
+def show(plan: Plan, *, formulas: bool = False, compare: bool = False) -> None:
     """Print it all to stdout, the verdict last, where the eye rests."""
     console = Console(highlight=False, emoji=False, markup=False)
     console.print(_header(plan))
-    for table in _tables(plan, formulas):
+    for table in _tables(plan, formulas, compare):
         console.print(table)
     for note in plan.notes:
         console.print(Text("note: ", style="cyan") + Text(note))
@@ -27,14 +27,14 @@ def show(plan: Plan, *, formulas: bool = False) -> None:
     console.print(_verdict(plan))
 
 
-def _tables(plan: Plan, formulas: bool) -> Iterable[Table]:
+def _tables(plan: Plan, formulas: bool, compare: bool) -> Iterable[Table]:
     yield _parameters(plan)
     yield _adapter(plan)
     yield _memory(plan, formulas)
     if plan.cost.flows:
         yield _traffic(plan, formulas)
     yield _time(plan, formulas)
-    if plan.contenders:
+    if compare:
         yield _contenders(plan.contenders)
 
 
@@ -46,7 +46,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _header(plan: Plan) -> Text:
+def _header(plan: Plan) -> Table:
     layout, batch, length = plan.layout, plan.batch, plan.schedule
     gpus = f"{layout.nodes} node{'s' * (layout.nodes != 1)} x {layout.gpus_per_node} {plan.machine.gpu.name}"
     lines = [
@@ -60,10 +60,10 @@ def _header(plan: Plan) -> Text:
         ),
         ("length", _length(plan)),
     ]
-    text = Text()
+    grid = Table.grid(padding=(0, 2))
     for name, value in lines:
-        text.append(f"{name:8}", style="bold").append(f" {value}\n")
-    return text
+        grid.add_row(Text(name, style="bold"), value)
+    return grid
 
 
 def _length(plan: Plan) -> str:
@@ -81,7 +81,8 @@ def _parameters(plan: Plan) -> Table:
     total = plan.total
     for part, count in sorted(plan.by_part.items(), key=lambda item: -item[1]):
         table.add_row(part, f"{count:,}", f"{count / total:.2%}")
-    table.add_row("total", f"{total:,}", f"{plan.disk}", style="bold")
+    disk = "" if plan.disk_bytes is None else f"{size(plan.disk_bytes)} on disk"
+    table.add_row("total", f"{total:,}", disk, style="bold")
     return table
 
 
@@ -99,12 +100,14 @@ def _adapter(plan: Plan) -> Table:
 def _memory(plan: Plan, formulas: bool) -> Table:
     columns = ("phase", "where", "what", ">GiB") + (("formula",) if formulas else ())
     table = _table("Memory", *columns)
-    before = None
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in plan.cost.rows:
-        phase = (row.phase, row.place)
-        cells = (*(("", "") if phase == before else phase), row.item, f"{row.bytes / GIB:,.2f}")
-        table.add_row(*cells, *((row.formula,) if formulas else ()))
-        before = phase
+        groups.setdefault((row.place, row.phase), []).append(row)
+    for (place, phase), rows in groups.items():
+        total = sum(row.bytes for row in rows) / GIB
+        table.add_row(phase, place, "total", f"{total:,.2f}", *(("",) if formulas else ()), style="bold")
+        for row in rows:
+            table.add_row("", "", row.item, f"{row.bytes / GIB:,.2f}", *((row.formula,) if formulas else ()))
     return table
 
 
@@ -178,7 +181,7 @@ def _contenders(contenders: Iterable[Contender]) -> Table:
     )
     for c in contenders:
         if c.cost is None:
-            table.add_row(c.name, str(c.ranks), "-", *("",) * 5, c.why_not, style="dim")
+            table.add_row(c.name, str(c.ranks), "-", *("",) * 5, c.candidate.why_not, style="dim")
             continue
         hours = "" if c.gpu_hours is None else f"{c.gpu_hours:,.1f}"
         cost = c.cost
@@ -191,14 +194,17 @@ def _contenders(contenders: Iterable[Contender]) -> Table:
             f"{cost.step_seconds:,.2f}",
             f"{cost.tokens_per_second:,.0f}",
             hours,
-            c.why_not,
+            c.candidate.why_not,
         )
     return table
 
 
 def _verdict(plan: Plan) -> Text:
     cost = plan.cost
-    place = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a GPU, {cost.host_gib:,.1f} GiB of host memory a node"
+    place = (
+        f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a GPU,"
+        f" {cost.host_gib:,.1f} GiB of host memory a node"
+    )
     if cost.fits:
         return Text("fits: ", style="bold green") + Text(place)
     return Text("does not fit: ", style="bold red") + Text(f"{place}\n\nhint: {cost.remedy}")
