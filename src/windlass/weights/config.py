@@ -35,7 +35,8 @@ def describe(config: Mapping[str, Any], where: str) -> Described:
     wrapper, text, place = _unwrapped(config, where)
     family = _family(text, place)
     problems = [*_architecture(config, wrapper, family, where)]
-    quantization = config.get("quantization_config") or text.get("quantization_config")
+    outermost = config if config.get("quantization_config") is not None else text
+    quantization = outermost.get("quantization_config")
     problems += _quantization(quantization, where)
     dims, found = _dims(family, text, place)
     problems += found

@@ -37,13 +37,13 @@ def find(model_name_or_path: str, where: str) -> Checkpoint:
     """The checkpoint in a folder; of a known model the published config where there is no such folder."""
     try:
         path = Path(model_name_or_path).expanduser()
-        if path.is_dir():
-            return read_checkpoint(path)
-        exists = path.exists()
+        folder, exists = path.is_dir(), path.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"{_short(model_name_or_path)} can't be opened: {error}", where, "name a model folder"
-        ) from None
+        why = error.strerror if isinstance(error, OSError) else error
+        said = f"{_short(model_name_or_path)} can't be opened: {why}"
+        raise UserError(said, where, "name a model folder") from None
+    if folder:
+        return read_checkpoint(path)
     if exists:
         raise UserError(
             f"{_short(model_name_or_path)} is a file, not a folder",
