@@ -57,13 +57,13 @@ def case(
     micro = micro or 8 // world // accumulation
     overrides = {
         "layout.name": layout if world > 1 else "resident",
-        "layout.ranks": world,
+        "cluster.gpus_per_node": world,
         "train.per_device_train_batch_size": micro,
         "train.gradient_accumulation_steps": accumulation,
         **{key.replace("__", "."): value for key, value in rest.items() if "__" in key},
     }
     return {
-        "overrides": [f"{key}={json.dumps(value)}" for key, value in overrides.items()],
+        "overrides": [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in overrides.items()],
         **{key: value for key, value in rest.items() if "__" not in key},
     }
 
@@ -153,7 +153,7 @@ def launched(material: Path, world: int) -> Outcomes:
     for name, each in CASES[world].items():
         said = [text.replace("{out}", str(out)) for text in each["overrides"]]
         if not any(text.startswith("train.output_dir") for text in said):
-            said.append(f"train.output_dir={json.dumps(str(out / name))}")
+            said.append(f"train.output_dir={out / name}")
         cases[name] = {**each, "overrides": said}
     (out / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("train_ranks.py")
