@@ -78,6 +78,10 @@ def print_error(error: UserError) -> None:
             console.print()
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def write_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
@@ -144,7 +148,7 @@ def plan(
     """Know the run before a GPU is held: parameters, adapter, memory, traffic, time.
 
     Reads the run file, config.json and the safetensors headers; no weights and no torch.
-    Exits with 1 when the run does not fit in memory.
+    Whether the run fits is an answer, not a failure: the exit code is 0 either way, and the JSON says `memory.fits`.
     """
     made = make_plan(run, override, accelerate)
     written = made.write(out)
@@ -156,7 +160,6 @@ def plan(
         show(made, formulas=explain, compare=compare)
     if written:
         print(f"plan written to {written}", file=sys.stderr)
-    raise typer.Exit(0 if made.cost.fits else 1)
 
 
 @app.command(
@@ -247,15 +250,11 @@ def demo(
 @app.command(epilog="**Example**\n\n`windlass data run.yaml --override data.packing=true`")
 def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
     """Look at the data as training will see it: rows, tokens, what is learnt, what is cut, what packing gains."""
-    from windlass import data as datas
-    from windlass.data.show import show
+    from windlass.data import show
+    from windlass.data.alone import look
     from windlass.runfile import read
 
-    audit = datas.audit(read(run, override or ()), say=lambda text: print(text, file=sys.stderr))
-    if as_json:
-        write_json(audit)
-    else:
-        show(audit)
+    look(read(run, override or ()), say=say, audited=write_json if as_json else show)
 
 
 @app.command(epilog="**Example**\n\n`windlass fetch run.yaml`")
@@ -265,7 +264,7 @@ def fetch(run: Run, override: Overrides = None) -> None:
     from windlass.runfile import read
 
     loaded = read(run, override or ())
-    for name, folder in fetching.fetched(loaded.run, loaded.where, lambda text: print(text, file=sys.stderr)).items():
+    for name, folder in fetching.fetched(loaded.run, loaded.where, say).items():
         print(f"{name}\t{folder}")
 
 

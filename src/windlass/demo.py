@@ -80,12 +80,9 @@ def make(directory: Path) -> Path:
 
 def _write_data(folder: Path) -> None:
     """Paragraphs of Python's own help pages, every tenth held out for evaluation."""
-    paragraphs = [
-        text.strip()
-        for _, page in sorted(pydoc_data.topics.topics.items())
-        for text in page.split("\n\n")
-        if len(text.strip()) > 80
-    ]
+    pages = (page for _, page in sorted(pydoc_data.topics.topics.items()))
+    texts = (text.strip() for page in pages for text in page.split("\n\n"))
+    paragraphs = list(dict.fromkeys(text for text in texts if len(text) > 80))  # pages repeat each other
     folder.mkdir(exist_ok=True)
     for split, rows in (
         ("train", [text for i, text in enumerate(paragraphs) if i % 10]),

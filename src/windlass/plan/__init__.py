@@ -189,6 +189,8 @@ def machine_of(cluster: Cluster, where: Callable[[str], str]) -> Machine:
             f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}",
         )
     gpu = hardware.gpu(_given(cluster.gpu) or hardware.this_gpu(), where("cluster.gpu"))
+    if gpu.name == "cpu":  # ranks on processors share this machine's memory
+        gpu = replace(gpu, memory_gib=hardware.this_machine().memory_gib / cluster.gpus_per_node)
     return Machine(
         gpu=gpu,
         link=hardware.fabric(_given(cluster.link) or gpu.link, where("cluster.link")),
