@@ -108,7 +108,7 @@ def test_every_step_is_there_with_its_times(trained: Trained) -> None:
         assert record["optimizer_seconds"] > 0
         assert record["micro_batches"] == 2
         assert record["sequences"] == 4
-        assert record["rss_gib"] > 0.05 or "rss_gib" not in record
+        assert record.get("rss_gib", 1) > 0.05, "sampled within its budget, so not in every step"
 
 
 def test_wall_time_is_accounted_for(trained: Trained) -> None:

@@ -320,6 +320,44 @@ def test_no_content_of_a_file_ends_in_a_traceback(lines: list[Any], odd: Any, ba
         show(made, Console(file=file))
 
 
+ODD: list[Any] = [None, -1, 1e300, "text", [], [None], {}, {"a": "b"}, True]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every node of a JSON value; of long lists the first two."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from places(each, (*path, key))
+
+
+def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
+    if not path:
+        return to
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = changed(copy[path[0]], path[1:], to)
+    return copy
+
+
+@pytest.mark.parametrize("each", [1, pytest.param(len(ODD), marks=pytest.mark.prove)])
+@pytest.mark.parametrize("name", ["plan.json", "load.json", "data.json", "manifest.json", "meter-rank0.json", "steps"])
+def test_one_odd_value_anywhere_is_survived(name: str, each: int, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=1, count=3)
+    path = folder / ("steps-rank0.jsonl" if name == "steps" else name)
+    whole = path.read_text()
+    value = json.loads(whole.splitlines()[0] if name == "steps" else whole)
+    rest = whole.partition("\n")[2] if name == "steps" else ""
+    for i, place in enumerate(places(value)):
+        for odd in (ODD[i:] + ODD[:i] if each > 1 else [ODD[i % len(ODD)]])[:each]:
+            path.write_text(json.dumps(changed(value, place, odd)) + "\n" + rest)
+            try:
+                made = report.make([folder])
+            except Exception as error:
+                raise AssertionError(f"{name}: {place} = {odd!r}") from error
+            with (tmp_path / "shown").open("w") as file:
+                show(made, Console(file=file))
+
+
 def test_terminal_summary(folder: Path, tmp_path: Path) -> None:
     with (tmp_path / "shown").open("w") as file:
         show(report.make([folder]), Console(file=file, width=100))

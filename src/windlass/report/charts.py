@@ -8,9 +8,10 @@ from typing import Any
 
 from windlass import steps
 from windlass.report.facts import aligned, job_rate
-from windlass.report.read import NAN, Run, number
+from windlass.report.read import NAN, Run, known, listed, number
 from windlass.report.thin import edges, short, smooth, thin
 
+SMOOTHED = 160  # steps from which a smoothed loss is worth a curve
 POINTS = 480  # of one curve: every second pixel of a wide chart; the rest is in the band around it
 BUDGET = 60_000  # points of all curves of a page together: what keeps it under a megabyte
 
@@ -59,7 +60,7 @@ def _curve(label: str, values: Sequence[float], cuts: Sequence[int], *, band: bo
 def _losses(run: Run, cuts: Sequence[int], x: list[int], weight: float) -> list[dict[str, Any]]:
     values = run.first["loss"]
     curves = [_curve("loss", values, cuts) | {"faint": True}]
-    if len(values) >= 20:
+    if len(values) >= SMOOTHED:
         curves.append(_curve("smoothed", smooth(values, weight), cuts, band=False))
     else:
         curves[0].pop("faint")
@@ -115,7 +116,7 @@ def _experts(run: Run, cuts: Sequence[int]) -> list[dict[str, Any]]:
         return []
     busiest, idlest = array("d", [NAN] * run.first.length), array("d", [NAN] * run.first.length)
     for row, look in run.first.experts.items():
-        high, low = ([number(v) for v in look.get(k) or () if number(v) == number(v)] for k in ("busiest", "idlest"))
+        high, low = (known(map(number, listed(look.get(name)))) for name in ("busiest", "idlest"))
         if high and low:
             busiest[row], idlest[row] = max(high), min(low)
     # A look every few steps: its value holds until the next one.

@@ -8,7 +8,7 @@ from typing import Any
 from windlass.report.charts import Chart
 from windlass.report.facts import Facts
 from windlass.report.html import Html, duration, figure, join, percent, table, tag
-from windlass.report.sections import plot
+from windlass.report.sections import plots
 
 OVERLAID = ("loss", "grad_norm", "rate", "slowest", "memory", "learning_rate")
 
@@ -35,7 +35,7 @@ def rows(runs: Sequence[Facts]) -> list[tuple[str, list[Any]]]:
 
 def comparison(runs: Sequence[Facts], overlays: Sequence[Chart]) -> Html:
     figures = table(("", *(facts["name"] for facts in runs)), [(name, *values) for name, values in rows(runs)])
-    drawn = tag("div", *(plot(chart, "all-") for chart in overlays), class_="plots")
+    drawn = plots(overlays, OVERLAID, "all-")
     return join([tag("header", tag("h1", f"{len(runs)} runs"), class_="run"), tag("section", figures, drawn)])
 
 

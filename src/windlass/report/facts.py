@@ -39,7 +39,7 @@ def about(run: Run) -> Facts:
     """What other stages wrote, shortened to what a reader wants."""
     first = run.meters.get(min(run.meters), {}) if run.meters else {}
     return {
-        "hardware": [dict(ask(meter, "hardware") or {}, rank=rank) for rank, meter in run.meters.items()],
+        "hardware": [{**table(ask(meter, "hardware")), "rank": rank} for rank, meter in run.meters.items()],
         "unmeasured": ask(first, "unmeasured") or {},
         "script_name": ask(first, "script_name") or "",
         "report_meta": ask(first, "report_meta") or {},
@@ -55,13 +55,20 @@ def about(run: Run) -> Facts:
     }
 
 
+def table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def state(run: Run) -> str:
-    """As the manifest says, else by the last event."""
+    """As the manifest says; while that says running, the last event may know better: this page is made at its end."""
     said = run.ask("manifest.json", "state")
-    if isinstance(said, str) and said:
+    if isinstance(said, str) and said not in ("", "running"):
         return said
-    last = [str(event.get("kind")) for event in run.events[-1:]]
-    return "finished" if last == ["end"] else "running or ended without a word"
+    if [event.get("kind") for event in run.events[-1:]] == ["end"]:
+        steps_planned = number(run.ask("plan.json", "batch", "steps"))
+        made = number(run.events[-1].get("step"))
+        return "ended early" if made < steps_planned else "finished"
+    return "running" if said else "running or ended without a word"
 
 
 def headline(run: Run) -> Facts:
@@ -174,13 +181,19 @@ def tokens(run: Run) -> Facts:
 
 def memory(run: Run) -> Facts:
     on_gpu = any(len(columns["gpu_peak_gib"]) for columns in run.ranks.values())
-    field, plan = ("gpu_peak_gib", "gpu_gib") if on_gpu else ("rss_gib", "host_gib")
+    field = "gpu_peak_gib" if on_gpu else "rss_gib"
+    device, host, node = (
+        number(run.ask("plan.json", *path))
+        for path in (("memory", "gpu_gib"), ("memory", "host_gib"), ("layout", "gpus_per_node"))
+    )
+    # Without a GPU a rank's device is the host: what the plan puts there, and its share of the node.
+    planned_gib = device if on_gpu else device + host / node if node else NAN
     return {
         "place": "gpu" if on_gpu else "host",
         "per_rank": [
             {"rank": rank, "peak_gib": max(known(columns[field]), default=None)} for rank, columns in run.ranks.items()
         ],
-        "planned_gib": clean(number(run.ask("plan.json", "memory", plan))),
+        "planned_gib": clean(planned_gib),
         "capacity_gib": clean(number(run.ask("plan.json", "memory", "gpu_memory_gib"))) if on_gpu else None,
     }
 
@@ -300,8 +313,8 @@ def verdict(run: Run, made: Facts) -> Facts:
         against.append(f"loss or gradient is not a finite number at step {run.first.non_finite[0]}")
     if head["skipped_steps"]:
         against.append(f"{head['skipped_steps']} steps were left out because their gradients were not finite")
-    rose = head["first_loss"] is not None and head["final_loss"] > head["first_loss"] * 1.02
-    if rose and head["steps"] >= 20:
+    first, last = head["first_loss"], head["final_loss"]
+    if first is not None and last is not None and last > first * 1.02 and head["steps"] >= 20:
         against.append("the loss is higher at the end than at the start")
     least, final = head["least_eval_loss"], head["final_eval_loss"]
     if least is not None and final > least * 1.05:

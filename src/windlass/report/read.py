@@ -58,8 +58,7 @@ class Columns:
     def _odd(self, line: dict[str, Any], step: int) -> None:
         if isinstance(line.get("experts"), dict):
             self.experts[self.length] = line["experts"]
-        reasons = line.get("gpu_throttle")
-        for reason in reasons if isinstance(reasons, list) else ():
+        for reason in listed(line.get("gpu_throttle")):
             self.throttled[str(reason)] = self.throttled.get(str(reason), 0) + 1
         if line.get("skipped") is True:
             self.skipped.append(step)
@@ -162,6 +161,10 @@ def ask(value: Any, *path: str) -> Any:
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def number(value: Any) -> float:

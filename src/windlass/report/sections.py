@@ -11,6 +11,7 @@ from windlass.report.read import ask, number
 
 LEVELS = {"good": "All well", "warn": "Worth a look", "bad": "Something is wrong"}
 PLACES = {"gpu": "GPU", "host": "host"}
+COLUMN = 44  # pixels that a layer's column may be wide
 MANY = 12  # ranks that are listed openly; more are folded away
 
 
@@ -42,33 +43,41 @@ def headline(facts: Facts) -> Html:
 
 
 def plots(charts: Sequence[Chart], names: Sequence[str], prefix: str) -> Html:
+    """In two columns; the loss, or the first of an odd number, takes both."""
     chosen = [chart for name in names for chart in charts if chart["id"] == name]
-    return tag("div", *(plot(chart, prefix) for chart in chosen), class_="plots") if chosen else Html("")
+    if not chosen:
+        return Html("")
+    wide = {chart["id"] for chart in chosen if chart["id"] == "loss"}
+    narrow = [chart["id"] for chart in chosen if chart["id"] not in wide]
+    wide |= set(narrow[: len(narrow) % 2])
+    return tag("div", *(plot(chart, prefix, wide=chart["id"] in wide) for chart in chosen), class_="plots")
 
 
-def plot(chart: Chart, prefix: str) -> Html:
+def plot(chart: Chart, prefix: str, *, wide: bool = False) -> Html:
     keys = [
-        tag("button", tag("i"), tag("span", s["label"]), tag("output", "", aria_live="off"), type="button",
-            aria_pressed="true", data_series=i, style=f"--c:var(--s{i % 8})")
-        for i, s in enumerate(chart["series"])
-    ]  # fmt: skip
-    said = (
-        f"{chart['title']}, steps {chart['x'][0]} to {chart['x'][-1]}. Arrow keys read values, + and - zoom, 0 resets."
-    )
-    caption = tag(
-        "figcaption",
-        tag("h3", chart["title"]),
-        tag("span", chart["unit"], class_="unit"),
-        tag("output", "", class_="at"),
-    )
+        tag(
+            "button",
+            tag("i"),
+            tag("span", series["label"]),
+            tag("output", "", aria_live="off"),
+            type="button",
+            aria_pressed="true",
+            style=f"--c:var(--s{i % 8})",
+        )
+        for i, series in enumerate(chart["series"])
+    ]
+    title, unit, x = chart["title"], chart["unit"], chart["x"]
+    said = f"{title}, steps {x[0]} to {x[-1]}. Arrow keys read values, + and - zoom, 0 resets."
+    caption = tag("figcaption", tag("h3", title), tag("span", unit, class_="unit"), tag("output", "", class_="at"))
     area = tag("div", "", class_="plot", tabindex="0", role="application", aria_label=said)
+    kind = " ".join(name for name, on in (("wide", wide), ("tall", chart["id"] == "loss")) if on)
     return tag(
         "figure",
         caption,
         area,
         tag("div", *keys, class_="keys"),
         data_chart=f"{prefix}{chart['id']}",
-        class_="wide" if chart["id"] == "loss" else None,
+        class_=kind or None,
     )
 
 
@@ -172,7 +181,15 @@ def columns(busiest: Sequence[float], idlest: Sequence[float]) -> Html:
     box = f"0 0 {len(busiest) * wide} 100"
     what = "load of the busiest expert per layer"
     return tag(
-        "svg", *bars, line, class_="layers", viewBox=box, preserveAspectRatio="none", role="img", aria_label=what
+        "svg",
+        *bars,
+        line,
+        class_="layers",
+        style=f"max-width:{COLUMN * len(busiest)}px",
+        viewBox=box,
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=what,
     )
 
 
