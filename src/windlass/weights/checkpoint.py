@@ -43,7 +43,8 @@ class Parameter:
     name: str  # model.layers.0.self_attn.q_a_proj.weight
     shape: tuple[int, ...]
     part: str  # one of PARTS
-    pieces: tuple[Piece, ...] = ()  # empty where no weights are at hand
+    # Empty where no weights are at hand. Left out of the hash: experts that are stored one by one are thousands.
+    pieces: tuple[Piece, ...] = field(default=(), hash=False)
 
     @property
     def count(self) -> int:
