@@ -68,15 +68,15 @@ def case(
     }
 
 
-EXPERTS = {"lora__experts": {"r": 2, "lora_alpha": 4}}
-PACKED = {"data__packing": True, "micro": 0}
-SAVING = {
+EXPERTS: dict[str, Any] = {"lora__experts": {"r": 2, "lora_alpha": 4}}
+PACKED: dict[str, Any] = {"data__packing": True}
+SAVING: dict[str, Any] = {
     "train__save_strategy": "steps",
     "train__save_steps": 5,
     "train__eval_strategy": "steps",
     "train__eval_steps": 5,
 }
-HELD_OUT = {"data__val_fraction": 0.05}
+HELD_OUT: dict[str, Any] = {"data__val_fraction": 0.05}
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
@@ -94,7 +94,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "trainers own": case(2, plain=True),
         "full-shard": case(2),
         "no-reshard": case(2, layout="no-reshard"),
-        "hybrid": case(2, layout="hybrid", layout__shard=1, layout__replicate=2),
         "resident": case(2, layout="resident"),
         "expert-parallel": case(2, layout="expert-parallel", layout__expert_parallel=2),
         "offload": case(2, layout__offload=True),
@@ -242,7 +241,7 @@ def test_the_references_differ_from_one_another(alone: Outcomes) -> None:
 
 
 def test_sharded_is_sharded_and_the_adapter_is_whole(alone: Outcomes, two: Outcomes) -> None:
-    for name in ("full-shard", "no-reshard", "hybrid", "expert-parallel", "offload"):
+    for name in ("full-shard", "no-reshard", "expert-parallel", "offload"):
         found = two[name]["placements"]
         assert found["whole"] == 0, name
         assert found["sharded"] == alone["alone"]["placements"]["whole"]
@@ -311,7 +310,7 @@ def test_other_ranks_are_silent_and_rank_0_speaks_in_plain_lines(two: Outcomes) 
 
 def test_adapters_on_split_experts_are_refused_with_the_key(two: Outcomes) -> None:
     assert two["experts split"]["kind"] == "UserError"
-    assert "experts" in two["experts split"]["where"]
+    assert "experts" in two["experts split"]["error"]
 
 
 def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None:

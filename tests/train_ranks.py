@@ -102,7 +102,7 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
             loop.add_callback(FAULTS[name])
         return loop
 
-    original, run.loop_of = run.loop_of, loop_of
+    original, run.loop_of = run.loop_of, loop_of  # type: ignore[assignment]
     began = time.perf_counter()
     try:
         plan = planning.make(runfile.read(file, case["overrides"]))
