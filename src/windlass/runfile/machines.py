@@ -54,7 +54,7 @@ class GpuFigures(Section):
     """A GPU that the hardware table does not have, by its data sheet."""
 
     name: Text
-    """Its name."""
+    """What to call it in the plan."""
     memory_gib: Annotated[float, Field(gt=0)]
     """Memory that one process can take."""
     bf16_tflops: Annotated[float, Field(gt=0)]
@@ -69,7 +69,7 @@ class FabricFigures(Section):
     """A link or network that the hardware table does not have."""
 
     name: Text
-    """Its name."""
+    """What to call it in the plan."""
     gb_per_second: Annotated[float, Field(gt=0)]
     """What a transfer really gets, per GPU and direction."""
 
@@ -87,9 +87,9 @@ class User(Section):
     """Who the container runs as. OpenShift's default policy wants none given."""
 
     uid: Natural
-    """User."""
+    """Number of the user."""
     gid: Natural | None = None
-    """Group."""
+    """Number of the group; null: as the platform decides."""
 
 
 class Secret(Section):
@@ -125,7 +125,7 @@ class Cluster(Section):
     """The machines: how many, which GPUs and fabrics, and how a job gets onto them."""
 
     nodes: Count = 1
-    """Machines."""
+    """How many machines the run takes."""
     gpus_per_node: Count = 1
     """GPUs of each that the run takes; one rank each. On a CPU: ranks."""
     gpu: Text | GpuFigures | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from functools import cache
@@ -107,19 +108,18 @@ def owners(key: str) -> list[str]:
 
 
 def describe(path: str) -> str | None:
-    """What a key means, what it takes and its default. A last name alone is enough where it is unambiguous."""
-    path = path.strip()
-    old = RENAMED.get(path) or next((new for old, new in RENAMED.items() if old.rpartition(".")[2] == path), None)
-    if path not in keys() and old is None:
-        found = owners(path)
-        if not found:
-            plain = ".".join(part.split("[")[0] for part in path.split("."))
-            return describe(plain) if plain != path else None
-        return "\n\n".join(map(_described, found))
+    """What a key means, what it takes and its default. A last name alone is enough."""
+    path = re.sub(r"\[\d*\]", "", path.strip())
     if path in keys():
         return _described(path)
-    assert old is not None
-    return f"{path} is another spelling of {old}\n\n{_described(old)}"
+    by_last = {old.rpartition(".")[2]: new for old, new in reversed(RENAMED.items())}
+    new = RENAMED.get(path) or by_last.get(path)
+    if new is not None and not owners(path):
+        return f"{path} is another spelling of {new}\n\n{_described(new)}"
+    parent = path.rpartition(".")[0]
+    if parent in keys() and _arguments(annotation_at(tuple(parent.split("."))), dict):
+        return _described(parent)  # a key of a free mapping, such as one variable of cluster.env
+    return "\n\n".join(map(_described, owners(path))) or None
 
 
 def _described(path: str) -> str:
@@ -129,7 +129,7 @@ def _described(path: str) -> str:
         inside = [key for key in keys() if key.startswith(f"{path}.") and "." not in key[len(path) + 1 :]]
         lines[2] = f"  keys: {', '.join(key.rpartition('.')[2] for key in inside)}"
     elif field.is_required():
-        lines.append("  required")
+        lines += [] if "Default:" in (field.description or "") else ["  required"]
     else:
         lines.append(f"  default: {_shown(field.default)}")
     also = [old for old, new in RENAMED.items() if new == path]
@@ -158,21 +158,17 @@ def schema() -> dict[str, Any]:
             "deprecated": True,
             "description": f"Another spelling of {new}.",
         }
-    layout = found["properties"]["layout"]
+    headers = found["properties"]
     names = sections["LayoutSection"]["properties"]["name"]["enum"]
-    found["properties"]["layout"] = {
-        "description": layout["description"],
-        "anyOf": [{"$ref": "#/$defs/LayoutSection"}, {"enum": names}],
-    }
+    for name in ("model", "lora", "data", "train", "layout", "cluster", "watch"):
+        instead = {"enum": [*names, None]} if name == "layout" else {"type": "null"}  # a header with nothing under it
+        headers[name] = {
+            "description": RunFile.model_fields[name].description,
+            "anyOf": [{"$ref": f"#/$defs/{_definition(name)}"}, instead],
+        }
     experts = sections["Lora"]["properties"]["experts"]
     experts["anyOf"] = [*experts["anyOf"], {"type": "boolean"}]
     sections["ExpertLora"].pop("required", None)  # what is left out follows from the section around it
-    for name in ("model", "lora", "data", "train", "cluster", "watch"):  # a header with nothing under it
-        about = found["properties"][name]
-        found["properties"][name] = {
-            "description": about["description"],
-            "anyOf": [{"$ref": about["$ref"]}, {"type": "null"}],
-        }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **found,
