@@ -32,7 +32,10 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
     "forward_seconds": ("s", "model forward, without its waits for other ranks"),
     "backward_seconds": ("s", "loss, backward and clipping, without waits for other ranks"),
     "optimizer_seconds": ("s", "the optimizer's update"),
-    "communication_seconds": ("s", "waiting for collectives: what did not overlap with computing"),
+    "communication_seconds": (
+        "s",
+        "waiting for collectives, FSDP's unpacking included: what did not overlap with computing",
+    ),
     "other_seconds": ("s", "the rest of the loop"),
     "pause_seconds": ("s", "evaluating, saving and logging before this step; not in step_seconds"),
     "meter_seconds": ("s", "what measuring this step cost"),

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 class Mark(Protocol):
@@ -82,9 +83,10 @@ class Spans:
 class Waits:
     """Marks every wait for a collective while it is in place.
 
-    torch's blocking collectives and FSDP all end in `Work.wait`, the functional ones (expert parallelism) in
-    `wait_tensor`. On a GPU `wait` makes the stream wait, not the host: marks before and after enclose just the time
-    that did not overlap. Waits inside autograd's own C++ nodes are not seen; they count as backward.
+    torch's blocking collectives end in `Work.wait`, the functional ones (expert parallelism) in `wait_tensor`, and
+    FSDP in `wait_for_unshard`, which also unpacks what came. On a GPU these make the stream wait, not the host: marks
+    before and after enclose just the time that did not overlap. Waits inside autograd's own C++ nodes are not seen;
+    they count as backward.
     """
 
     def __init__(self, mark: Callable[[], Mark], seen: Callable[[Mark, Mark], None]) -> None:
@@ -94,7 +96,7 @@ class Waits:
 
     def install(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not self.replaced:
-            for owner, name in ((dist.Work, "wait"), (functional, "wait_tensor")):
+            for owner, name in ((dist.Work, "wait"), (functional, "wait_tensor"), (FSDPParamGroup, "wait_for_unshard")):
                 self.replaced.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, self._timed(getattr(owner, name)))
 
