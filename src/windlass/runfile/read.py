@@ -50,8 +50,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         if isinstance(done, Problem):
             problems.append(done)
         else:
-            _overridden(places, dotted(done), text)
-    tree = {key: {} if value is None and key in _SECTIONS else value for key, value in tree.items()}
+            _overridden(places, tree, done, text)
+    tree = {key: _section(key, value) for key, value in tree.items()}
     run, wrong = _validated(tree, lambda steps: _place(places, steps, document.file), problems)
 
     def where(path: str) -> str:
@@ -98,10 +98,27 @@ def _renamed(tree: dict[str, Any], places: dict[str, str], problems: list[Proble
     return notes
 
 
-def _overridden(places: dict[str, str], path: str, text: str) -> None:
+def _section(key: str, value: Any) -> Any:
+    """A header with nothing under it is an empty section; `layout: hybrid` names the layout."""
+    if key == "layout" and isinstance(value, str):
+        return {"name": value}
+    return {} if value is None and key in _SECTIONS else value
+
+
+def _overridden(places: dict[str, str], tree: Any, steps: Steps, text: str) -> None:
+    """The override is the place of its key, and of every key inside the value that it gave."""
+    path, value = dotted(steps), tree
     for known in [known for known in places if known.startswith((f"{path}.", f"{path}["))]:
         del places[known]
-    places[path] = f"--override {text}"
+    for step in steps:
+        value = value[step]
+
+    def place(path: str, value: Any) -> None:
+        places[path] = f"--override {text}"
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            place(f"{path}.{key}", inner)
+
+    place(path, value)
 
 
 def _place(places: dict[str, str], steps: Steps, file: str) -> str:
@@ -120,11 +137,9 @@ def _inside(found: str, steps: Steps, length: int) -> str:
 def _where(places: dict[str, str], path: str) -> str:
     if path in places:
         return places[path]
-    parent = path
-    while parent:
-        parent = parent.rpartition(".")[0] if "." in parent else ""
-        if places.get(parent, "").startswith("--override"):
-            return places[parent]
+    holder = path.partition("[")[0]  # an entry of a list that was overridden as a whole
+    if places.get(holder, "").startswith("--override"):
+        return places[holder]
     return f"default: {path}"
 
 
