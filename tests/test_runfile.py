@@ -140,6 +140,8 @@ def test_places(write: Write) -> None:
     assert loaded.where("cluster.env.A").endswith("run.yaml:6: cluster.env.A")
     assert loaded.where("lora.lora_alpha") == "--override lora.lora_alpha=8"
     assert loaded.where("train.seed") == "default: train.seed"
+    assert read(write("lora:\n  r: 1\nlayout: hybrid\n")).where("layout.name").endswith("run.yaml:3: layout")
+    assert read(write("lora: {r: 1}"), ["layout=hybrid"]).where("layout.name") == "--override layout=hybrid"
     assert loaded.given("lora.r")
     assert not loaded.given("train.seed")
 

@@ -17,10 +17,10 @@ from windlass.runfile.reference import annotation_at, keys, options, owners, sec
 Where = Callable[[Steps], str]
 
 _BOUNDS = {
-    "greater_than": ("gt", "must be above {}"),
-    "greater_than_equal": ("ge", "must be at least {}"),
-    "less_than": ("lt", "must be below {}"),
-    "less_than_equal": ("le", "must be at most {}"),
+    "greater_than": ("gt", "must be above {:g}"),
+    "greater_than_equal": ("ge", "must be at least {:g}"),
+    "less_than": ("lt", "must be below {:g}"),
+    "less_than_equal": ("le", "must be at most {:g}"),
 }
 _MAPPINGS = ("model", "lora", "data", "train", "cluster", "watch")
 

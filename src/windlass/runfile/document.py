@@ -25,7 +25,7 @@ Steps = tuple[str | int, ...]
 
 # YAML 1.2's numbers with 1.1's underscores. A leading zero (octal once) and a number of hundreds of digits are text.
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]{0,17})|0x[0-9a-fA-F]{1,15}|0o[0-7]{1,20}")
-_FLOAT = re.compile(r"[-+]?(\.[0-9][0-9_]*|(0|[1-9][0-9_]*)(\.[0-9_]*)?)([eE][-+]?[0-9]{1,4})?")
+_FLOAT = re.compile(r"(?=.*[.eE])[-+]?(\.[0-9][0-9_]*|(0|[1-9][0-9_]*)(\.[0-9_]*)?)([eE][-+]?[0-9]{1,4})?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _TRUE, _FALSE = {"true", "yes", "on"}, {"false", "no", "off"}  # YAML 1.1: transformers' users write eval_strategy: no
 # Control characters and lone surrogates can't be in a path, an argument or a report.

@@ -51,6 +51,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
             problems.append(done)
         else:
             _overridden(places, tree, done, text)
+    if isinstance(tree.get("layout"), str) and "layout" in places:
+        places["layout.name"] = places["layout"]
     tree = {key: _section(key, value) for key, value in tree.items()}
     run, wrong = _validated(tree, lambda steps: _place(places, steps, document.file), problems)
 
