@@ -116,6 +116,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "resumed": case(2, resume=True, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
         "again": case(2, resume=True, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
         "over a finished one": case(2, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
+        "no data": case(2, data__text_field="nope", train__output_dir="{out}/mended"),
+        "mended": case(2, train__max_steps=3),
         "over an unfinished one": case(2, train__output_dir="{out}/nan"),
         "resumed with another adapter": case(
             2, resume=True, train__output_dir="{out}/nan", lora__r=8, **SAVING, **HELD_OUT
@@ -373,3 +375,9 @@ def test_a_signal_at_one_rank_saves_on_all_and_resuming_equals_never_having_stop
 def test_a_run_folder_is_never_silently_used_twice(two: Outcomes, name: str, message: str) -> None:
     assert two[name]["kind"] == "UserError"
     assert message in two[name]["error"]
+
+
+def test_a_run_that_failed_before_its_first_step_can_be_started_anew(two: Outcomes) -> None:
+    assert "no column 'nope'" in two["no data"]["error"]
+    assert two["mended"]["code"] == 0
+    assert len(two.steps("mended")) == 3

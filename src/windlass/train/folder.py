@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -57,13 +57,14 @@ def _take(folder: Path, plan: Plan, *, resume: bool) -> str | None:
         raise UserError(
             f"{folder} holds a finished run", where, "name another train.output_dir, or remove the folder to train anew"
         )
-    if state and not resume:
+    begun = bool(state) and (checkpoint.saved(folder / "checkpoints") or any(_stepped(folder)))
+    if begun and not resume:
         raise UserError(
             f"{folder} holds an unfinished run ({state} since {manifest.get('began')})",
             where,
             "add --resume to go on with it, name another train.output_dir, or remove the folder to train anew",
         )
-    if state:
+    if begun:  # one that failed before its first step left nothing to be true to
         _same(manifest, plan, folder)
     write(folder, "plan.json", plan.as_dict())
     began = manifest.get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
@@ -71,6 +72,11 @@ def _take(folder: Path, plan: Plan, *, resume: bool) -> str | None:
     usable = _usable(folder / "checkpoints") if resume else None
     _forget_after(folder, checkpoint.step_of(Path(usable)) if usable else 0)
     return usable
+
+
+def _stepped(folder: Path) -> Iterator[bool]:
+    """Whether any step was written, file by file."""
+    return (path.stat().st_size > 0 for path in steps.files(folder).values())
 
 
 def _forget_after(folder: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from windlass.meter.summary import hardware
 from windlass.train.folder import versions
@@ -47,7 +47,7 @@ def header(console: Console, plan: Plan) -> None:
     rows = {
         "model": f"{plan.checkpoint.name}: {plan.checkpoint.family.causal_lm}, {total:,} parameters",
         "adapter": f"rank {adapter.r}, {adapter.trainable:,} parameters ({adapter.trainable / total:.3%}): "
-        + ", ".join(f"{target.pattern} x {len(target.modules)}" for target in adapter.targets),
+        + ", ".join(f"{target.pattern} in {target.part} x {len(target.modules)}" for target in adapter.targets),
         "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}",
         "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = {sequences} sequences"
         f" of up to {batch.length} tokens",
@@ -55,10 +55,8 @@ def header(console: Console, plan: Plan) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "folder": job.train.output_dir,
     }
-    table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
-        table.add_row(name, str(value))
-    console.print(table)
+        console.print(Text(f"{name:9}", style="bold") + Text(str(value)))
 
 
 def _count(shape: tuple[int, ...]) -> int:
