@@ -34,7 +34,8 @@ def commands() -> list[str]:
 
 
 def command_page(name: str) -> str:
-    return f"# windlass {name}\n\nGenerated from `windlass {name} --help` by `make docs`.\n\n```\n{windlass(name, '--help')}\n```\n"
+    origin = f"Generated from `windlass {name} --help` by `make docs`."
+    return f"# windlass {name}\n\n{origin}\n\n```\n{windlass(name, '--help')}\n```\n"
 
 
 def index_page() -> str:
@@ -44,6 +45,7 @@ def index_page() -> str:
 
 def pages() -> dict[Path, str]:
     """Every generated page and its text."""
+    sys.path.insert(0, str(ROOT / "docs"))
     from claims import page
 
     made = {COMMANDS / f"{name}.md": command_page(name) for name in commands()}

@@ -182,13 +182,9 @@ def explain(
     """Say what a setting does here: honoured, translated, without effect, or refused, and why."""
     from windlass import explain as explaining
 
-    if (topic is None) == (accelerate is None):
-        raise UserError(
-            "nothing to explain" if topic is None else "both a key and a file",
-            "windlass explain",
-            "give one key, or one file with --accelerate FILE",
-        )
-    rows = explaining.topic(topic) if topic is not None else explaining.file(accelerate)
+    rows = [*(explaining.topic(topic) if topic else ()), *(explaining.file(accelerate) if accelerate else ())]
+    if not rows:
+        raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
     if as_json:
         write_json([row.as_dict() for row in rows])
     else:

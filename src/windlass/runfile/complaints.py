@@ -119,21 +119,23 @@ def nearest_paths(path: str) -> list[str]:
 
 def _wrong_value(steps: Steps, items: list[Any], tree: Any, where: Where) -> Problem:
     place, value = where(steps), _value(tree, steps)
+    key = dotted(steps).partition("[")[0]
+    hint = f"`windlass explain {key}` says what it is"
     for item in items:
         if item["type"] == "missing":
             return Problem("is missing", place, f"it takes {_takes(steps)}")
         if item["type"] == "value_error":
-            return Problem(item["msg"].removeprefix("Value error, "), place)
+            return Problem(item["msg"].removeprefix("Value error, "), place, hint)
         if item["type"] in _BOUNDS:
             name, sentence = _BOUNDS[item["type"]]
-            return Problem(f"{sentence.format(item['ctx'][name])}, not {shown(value)}", place)
+            return Problem(f"{sentence.format(item['ctx'][name])}, not {shown(value)}", place, hint)
         if item["type"] in ("string_too_short", "too_short"):
-            return Problem("must not be empty", place)
+            return Problem("must not be empty", place, hint)
         if item["type"] == "finite_number":
-            return Problem(f"must be a finite number, not {shown(value)}", place)
+            return Problem(f"must be a finite number, not {shown(value)}", place, hint)
     if value is None:
         return Problem(f"must be {_takes(steps)}, not empty", place, "write a value, or take the line out")
-    return Problem(f"must be {_takes(steps)}, not {shown(value)}", place, _mend(steps, value))
+    return Problem(f"must be {_takes(steps)}, not {shown(value)}", place, _mend(steps, value) or hint)
 
 
 def _takes(steps: Steps) -> str:
