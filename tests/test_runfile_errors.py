@@ -185,7 +185,7 @@ WRONG = {
     "data: {val_fraction: 1.0}": ("data.val_fraction: must be below 1, not 1.0", ""),
     "data: {text_field: ''}": ("data.text_field: must not be empty", ""),
     "model: {torch_dtype: bf16}": ("model.torch_dtype: must be bfloat16, float16 or float32", ""),
-    "layout: fastest": ("layout.name: must be auto, full-shard, no-reshard", ""),
+    "layout: fastest": ("layout: must be auto, full-shard, no-reshard", ""),
     "layout: 3": ("layout: must be", ""),
     "name: My Run": ("name: must be at most 50 small letters", ""),
     "name: 3": ("name: must be text or null, not 3", "in quotes"),
