@@ -1,0 +1,132 @@
+"""How long a user waits before anything is said: `--help`, and the plan of a 119 B checkpoint from its headers.
+
+    python benchmarks/startup.py
+
+The checkpoint has headers of the published layout and size (wrapper, FP8, 48 shards) over sparse files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass import weights
+
+RUNS = 9
+BYTES = {"BF16": 2, "F8_E4M3": 1}
+SHARDS = 48
+# As after `pip install`, which leaves compiled modules behind: without them Python compiles anew at every start.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+
+
+@dataclass(frozen=True)
+class Taken:
+    seconds: float
+    memory_mb: float
+
+
+def take(command: list[str]) -> Taken:
+    """One whole process, by the kernel's own account of it."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    _, status, usage = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"{command} failed")
+    return Taken(time.perf_counter() - began, usage.ru_maxrss / 1024)
+
+
+def write_checkpoint(folder: Path) -> int:
+    """Mistral Small 4 as published, with holes for weights. Returns the bytes it stands for."""
+    model = weights.published("Mistral-Small-4-119B-2603")
+    assert model is not None
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for parameter in model.parameters:
+        key = f"language_model.{parameter.name}"
+        quantised = parameter.part in ("attention", "shared_experts", "experts") and len(parameter.shape) > 1
+        tensors[key] = ("F8_E4M3" if quantised else "BF16", parameter.shape)
+        if quantised and parameter.part == "experts":
+            tensors[f"{key}_scale_inv"] = ("BF16", (parameter.shape[0], 1, 1))
+        elif quantised:
+            tensors[f"{key}_scale_inv"] = ("BF16", ())
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": model.config,
+        "vision_config": {"model_type": "pixtral"},
+        "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    names, index, total = list(tensors), {}, 0
+    for shard in range(SHARDS):
+        name = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
+        own = {key: tensors[key] for key in names[shard::SHARDS]}
+        total += write_shard(folder / name, own)
+        index.update(dict.fromkeys(own, name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return total
+
+
+def write_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> int:
+    header: dict[str, Any] = {}
+    end = 0
+    for key, (dtype, shape) in tensors.items():
+        size = BYTES[dtype] * math.prod(shape)
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return end
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = write_checkpoint(folder)
+        run = folder / "run.yaml"
+        run.write_text(
+            f"model: {{model_name_or_path: {json.dumps(name)}}}\n"
+            "lora: {target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}\n"
+            "cluster: {nodes: 3, gpus_per_node: 1, gpu: h200, network: infiniband-400}\n"
+        )
+        windlass = [sys.executable, "-m", "windlass"]
+        commands = {
+            "python -c pass": [sys.executable, "-c", "pass"],
+            "windlass --help": [*windlass, "--help"],
+            f"windlass plan, {size / 1e9:.0f} GB in {SHARDS} shards": [*windlass, "plan", str(run), "--json"],
+        }
+        taken: dict[str, list[Taken]] = {title: [] for title in commands}
+        for turn in range(RUNS + 1):  # in turns, so that a noisy moment falls on all alike; the first only warms up
+            for title, command in commands.items():
+                one = take(command)
+                if turn:
+                    taken[title].append(one)
+    show(taken)
+
+
+def show(taken: dict[str, list[Taken]]) -> None:
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
+    bare = statistics.median(one.seconds for one in next(iter(taken.values())))
+    print(f"{'command':44} {'median s':>9} {'worst s':>9} {'x python':>9} {'MB':>6}")
+    for title, runs in taken.items():
+        median = statistics.median(one.seconds for one in runs)
+        worst, memory = max(one.seconds for one in runs), max(one.memory_mb for one in runs)
+        print(f"{title:44} {median:9.3f} {worst:9.3f} {median / bare:9.1f} {memory:6.0f}")
+
+
+if __name__ == "__main__":
+    main()
