@@ -4,6 +4,8 @@ held against the plan. `make docs` writes them; a test fails when a committed pa
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +24,9 @@ def windlass(*arguments: str) -> str:
         capture_output=True,
         text=True,
         timeout=120,
-        check=True,
+        check=False,
     )
-    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+    return "\n".join(line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines())
 
 
 def commands() -> list[str]:
@@ -43,12 +45,24 @@ def index_page() -> str:
     return f"# Commands\n\n{links}\n```\n{windlass('--help')}\n```\n"
 
 
+def with_output(text: str) -> str:
+    """The page with what each `<!-- windlass … -->` in it prints, in the block that follows."""
+
+    def block(match: re.Match[str]) -> str:
+        command = match["command"]
+        return f"<!-- {command} -->\n```\n$ {command}\n{windlass(*shlex.split(command)[1:])}\n```\n<!-- end -->"
+
+    return re.sub(r"<!-- (?P<command>windlass .*?) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
 def pages() -> dict[Path, str]:
     """Every generated page and its text."""
     sys.path.insert(0, str(ROOT / "docs"))
     from claims import page
 
     made = {COMMANDS / f"{name}.md": command_page(name) for name in commands()}
+    readme = ROOT / "README.md"
+    made[readme] = with_output(readme.read_text(encoding="utf-8"))
     return {**made, COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
 
 

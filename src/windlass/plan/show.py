@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -35,7 +35,7 @@ def _tables(plan: Plan, formulas: bool, compare: bool) -> Iterable[Table]:
         yield _traffic(plan, formulas)
     yield _time(plan, formulas)
     if compare:
-        yield _contenders(plan.contenders)
+        yield from _contenders(plan.contenders)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -149,7 +149,7 @@ def _time(plan: Plan, formulas: bool) -> Table:
         ),
         (
             "throughput",
-            f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.1%}",
+            f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.2%}",
             f"of {plan.machine.gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU",
         ),
     ]
@@ -166,37 +166,27 @@ def _time(plan: Plan, formulas: bool) -> Table:
     return table
 
 
-def _contenders(contenders: Iterable[Contender]) -> Table:
+def _contenders(contenders: Sequence[Contender]) -> Iterable[Table]:
+    """The comparison; below it, why some of the layouts can't be."""
     table = _table(
         "The same run under other layouts, best on top",
-        "layout",
-        ">ranks",
-        "fits",
-        ">GiB a GPU",
-        ">wire GB a step",
-        ">s a step",
-        ">tokens/s",
-        ">GPU-hours",
-        "why not",
+        *("layout", ">ranks", "fits", ">GiB/GPU", ">wire GB/step", ">s/step", ">tokens/s", ">GPU-h"),
     )
+    table.columns[0].no_wrap = True
     for c in contenders:
-        if c.cost is None:
-            table.add_row(c.name, str(c.ranks), "-", *("",) * 5, c.candidate.why_not, style="dim")
-            continue
-        hours = "" if c.gpu_hours is None else f"{c.gpu_hours:,.1f}"
-        cost = c.cost
-        table.add_row(
-            c.name,
-            str(c.ranks),
-            "yes" if cost.fits else "no",
-            f"{cost.gpu_gib:,.1f}",
-            f"{cost.wire_gb_per_step:,.1f}",
-            f"{cost.step_seconds:,.2f}",
-            f"{cost.tokens_per_second:,.0f}",
-            hours,
-            c.candidate.why_not,
-        )
-    return table
+        if c.cost is not None:
+            hours = "" if c.gpu_hours is None else f"{c.gpu_hours:,.1f}"
+            figures = (f"{c.cost.gpu_gib:,.1f}", f"{c.cost.wire_gb_per_step:,.1f}", f"{c.cost.step_seconds:,.2f}")
+            fits = "not yet" if not c.candidate.possible else "yes" if c.cost.fits else "no"
+            table.add_row(c.name, str(c.ranks), fits, *figures, f"{c.cost.tokens_per_second:,.0f}", hours)
+    yield table
+    without = [c for c in contenders if not c.candidate.possible]
+    if without:
+        reasons = _table("Not possible", "layout", "why")
+        reasons.columns[0].no_wrap = True
+        for c in without:
+            reasons.add_row(c.name, c.candidate.why_not)
+        yield reasons
 
 
 def _verdict(plan: Plan) -> Text:
