@@ -8,7 +8,9 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test prove format lint types imports docs clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
-	$(BIN)/windlass plan examples/mistral-small-4/train.yaml --compare
+	rm -rf demo-run
+	$(BIN)/windlass demo --dir demo-run
+	$(BIN)/windlass report demo-run/run
 
 test: $(STAMP) lint types imports  ## what CI runs
 	$(BIN)/pytest -m "not prove" -n 2 --dist loadgroup
