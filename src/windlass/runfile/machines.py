@@ -154,6 +154,8 @@ class Cluster(Section):
     """Kubernetes namespace."""
     service_account: Subdomain | None = None
     """Service account of the pods."""
+    runtime: Subdomain = "torch-distributed"
+    """Kubeflow Trainer's ClusterTrainingRuntime that a TrainJob refers to."""
     queue: Subdomain | None = None
     """Kueue queue, which starts all pods of the run together or none."""
     priority_class: Subdomain | None = None
@@ -166,6 +168,8 @@ class Cluster(Section):
     """Secondary networks that the pods are attached to (annotation k8s.v1.cni.cncf.io/networks)."""
     annotations: dict[Qualified, str] = Field(default={})
     """Further annotations of the pods."""
+    gpu_resource: Qualified = "nvidia.com/gpu"
+    """What Kubernetes calls the GPUs, such as nvidia.com/mig-7g.141gb."""
     extended_resources: dict[Qualified, Count] = Field(default={})
     """Devices that each pod asks for besides GPUs, such as `openshift.io/mellanoxnics: 1`."""
     cpu: _Cores | None = None
@@ -178,12 +182,18 @@ class Cluster(Section):
     """Mount /dev/shm as large as the run needs; data-loading processes share their batches there."""
     node_selector: dict[Qualified, str] = Field(default={})
     """Labels that nodes must have."""
+    affinity: dict[str, Any] = Field(default={})
+    """Kubernetes' own `affinity` of the pods, as its reference has it."""
+    topology_key: Qualified | None = None
+    """Label of nodes, such as a rack's or a switch's, whose value all nodes of the run must share."""
     tolerations: list[Toleration] = Field(default=[])
     """Taints of nodes that the run may be placed on nevertheless."""
     user: User | None = None
     """Who the container runs as; null: as the platform decides."""
     working_dir: AbsolutePath | None = None
     """Folder that the run is started in."""
+    install: list[Text] = Field(default=[])
+    """What each node installs with pip before it starts, from the mirror that PIP_INDEX_URL names; best nothing."""
     env: dict[Variable, _EnvText | Secret] = Field(default={})
     """Environment variables; secrets by reference: `HF_TOKEN: {secret: hub, key: token}`."""
     max_restarts: Natural = 3

@@ -88,13 +88,16 @@ def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], N
 
     The code is also left on the desk: torchrun and `accelerate launch` turn every one of them into 1.
     """
+    here.note("pid", str(os.getpid()))  # for signals: a launcher's own processes do not pass all of them on
     try:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # nothing is held yet; `Interruption` takes them over
+            signal.signal(number, _nothing_to_save)
         code = work()
     except UserError as error:
         code = 1 if isinstance(error, RunError) else RANK_USER_INPUT
         problems = [problem.as_dict() for problem in error.problems]
         here.note("error", json.dumps({"problems": problems, "code": code, "time": time.time()}))
-        if here.tells and (here.rank == 0 or code == 1):
+        if here.tells and (here.local_rank == 0 or code == 1):  # each node has its own log
             say(error)
     except SystemExit as leaving:  # a signal while there was nothing to save
         code = leaving.code if isinstance(leaving.code, int) else 1
@@ -106,6 +109,10 @@ def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], N
             print(f"rank {here.rank} failed:\n{trace}", file=sys.stderr, flush=True)
     here.note("code", str(code))
     return code
+
+
+def _nothing_to_save(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(SAVED)
 
 
 def start(

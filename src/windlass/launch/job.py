@@ -1,0 +1,179 @@
+"""What a launcher has to know of a run, whatever the platform: drawn from the plan, nothing typed twice."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass import __version__
+from windlass.errors import UserError
+from windlass.plan import Plan
+from windlass.runfile.machines import Cluster, Secret
+from windlass.variables import DEFAULTS, VARIABLES
+
+PORT = 29500  # torch's default; Run:ai and the Training Operator tell another one
+MEET_SECONDS = 300  # until all nodes must have come; names resolve only once pods are ready
+MIN_GRACE_SECONDS = 120
+DISK_BYTES_PER_SECOND = 100e6  # what a slow shared volume takes; an adapter is small
+SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable of the run: a value, or the secret that holds it; and why it is set."""
+
+    name: str
+    value: str | Secret
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run as a job. `run_text` and `accelerate_text` are the files that travel with it."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    gpu: bool  # false: ranks are processes of the CPU
+    folder: str  # the run folder, as the ranks see it
+    run_text: str
+    accelerate_text: str
+    overrides: tuple[str, ...]
+    environment: tuple[Variable, ...]
+    memory_gib: int  # of each node, /dev/shm included
+    shm_gib: int
+    cpu: str
+    grace_seconds: int
+    cluster: Cluster
+    title: str
+    source: str  # name of the run file, for headings
+    port: int = PORT
+    meet_seconds: int = MEET_SECONDS
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def fingerprint(self) -> str:
+        """Same on all nodes of one run, another for another run file."""
+        text = "\0".join((self.run_text, self.accelerate_text, *self.overrides, __version__))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def memory_request(self) -> str:
+        return self.cluster.memory_request or self.cluster.memory_limit or f"{self.memory_gib}Gi"
+
+    @property
+    def memory_limit(self) -> str:
+        return self.cluster.memory_limit or self.memory_request
+
+
+def job_of(plan: Plan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
+    """The plan as a job. `overrides` and `accelerate` are what the plan was made with besides the run file."""
+    run, layout = plan.loaded.run, plan.layout
+    name = run.name or _name(run.train.output_dir)
+    shm_gib = 1 + layout.gpus_per_node * SHM_GIB_PER_RANK
+    workers = run.train.dataloader_num_workers
+    return Job(
+        name=name,
+        nodes=layout.nodes,
+        ranks_per_node=layout.gpus_per_node,
+        gpu=plan.machine.gpu.name != "cpu",
+        folder=run.train.output_dir,
+        run_text=_text(plan.loaded.path),
+        accelerate_text=_text(accelerate) if accelerate else accelerate_yaml(plan),
+        overrides=tuple(overrides),
+        environment=environment(run.cluster),
+        # Half as much again as planned: libraries, the page cache that a cgroup counts, growth of the allocator.
+        memory_gib=math.ceil(plan.cost.host_gib * 1.5) + (shm_gib if run.cluster.large_shm else 0),
+        shm_gib=shm_gib,
+        cpu=run.cluster.cpu or str(layout.gpus_per_node * (2 + workers)),
+        grace_seconds=run.cluster.grace_seconds or grace_seconds(plan),
+        cluster=run.cluster,
+        title=f"{name}: {layout.nodes} x {layout.gpus_per_node} {plan.machine.gpu.name}, {layout.name}",
+        source=plan.loaded.path.name,
+    )
+
+
+def grace_seconds(plan: Plan) -> int:
+    """Time to end a step and save after a stop signal: the step, the adapter with its optimizer onto a slow disk."""
+    saved_bytes = plan.adapter.trainable * 4 * 3  # float32 weights and AdamW's two moments
+    seconds = plan.cost.step_seconds_serial * 1.5 + saved_bytes / DISK_BYTES_PER_SECOND + 60
+    return max(MIN_GRACE_SECONDS, math.ceil(seconds / 30) * 30)
+
+
+def environment(cluster: Cluster) -> tuple[Variable, ...]:
+    """What every job gets, then what the site says; the site's word counts."""
+    ours = [Variable(name, value, VARIABLES[name].about) for name, value in DEFAULTS.items() if name not in cluster.env]
+    return (*ours, *(Variable(name, value, _reason(name)) for name, value in cluster.env.items()))
+
+
+def _reason(name: str) -> str:
+    known = VARIABLES.get(name)
+    if known is None:
+        return "cluster.env"
+    if not known.exists or "without effect" in known.verdict or "redundant" in known.verdict:
+        return f"cluster.env; {known.verdict}"
+    return f"cluster.env: {known.about}"
+
+
+def environment_notes(cluster: Cluster) -> tuple[str, ...]:
+    """What is outdated or idle among the variables that the run file sets."""
+    notes = []
+    for name in cluster.env:
+        known = VARIABLES.get(name)
+        if known and (not known.exists or known.verdict.startswith(("drop", "without", "redundant", "1 is the"))):
+            notes.append(f"cluster.env.{name}: {known.verdict} (windlass explain {name})")
+    return tuple(notes)
+
+
+def accelerate_yaml(plan: Plan) -> str:
+    """How `accelerate launch` starts the ranks. It says nothing of sharding: that is the engine's part."""
+    layout = plan.layout
+    kind = "NO" if layout.ranks == 1 else "MULTI_GPU"
+    cpu = str(plan.machine.gpu.name == "cpu").lower()
+    return "\n".join(
+        (
+            "# How `accelerate launch` starts the ranks; written by windlass from the plan.",
+            f"# It shards nothing: each rank shards the model itself ({layout.name}), as the run file's layout says.",
+            "compute_environment: LOCAL_MACHINE",
+            f"distributed_type: {kind}  # one process per GPU; on a CPU the same way over gloo",
+            f"num_machines: {layout.nodes}",
+            f"num_processes: {layout.ranks}  # of all machines together",
+            f"mixed_precision: {_quoted(layout.precision)}",
+            "rdzv_backend: static  # node 0's address and every node's number come from the platform",
+            "same_network: true",
+            f"use_cpu: {cpu}",
+            "",
+        )
+    )
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if word == "no" else word  # YAML 1.1 reads a bare no as false
+
+
+def _name(folder: str) -> str:
+    """A job's name out of the run folder's: small letters, digits, dashes, at most 50."""
+    slug = re.sub(r"[^a-z0-9]+", "-", Path(folder).name.lower()).strip("-")
+    slug = slug if slug[:1].isalpha() else f"run-{slug}"
+    return slug[:50].strip("-") or "run"
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", str(path), "give a file of UTF-8 text") from None
+    return text if text.endswith("\n") else text + "\n"
+
+
+def words(items: Sequence[str]) -> str:
+    """Words of a shell command, each quoted where it needs it."""
+    return " ".join(shlex.quote(item) for item in items)
