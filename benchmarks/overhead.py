@@ -1,4 +1,4 @@
-"""What windlass's loop costs over plain TRL, and two ranks against DDP and Accelerate's full sharding.
+"""What windlass's loop costs over plain TRL, and two ranks against DDP and full sharding.
 
     python benchmarks/overhead.py [--hidden 512 --layers 8 …] [--pairs 12]
 
@@ -31,7 +31,7 @@ ENGINES = {
     "windlass full-shard": "each rank holds a part, gathered layer by layer",
     "windlass resident": "each rank holds all, adapter averaged in one call",
     "TRL + PEFT, DDP": "each rank holds all, Accelerate wraps DDP",
-    "TRL + PEFT, Accelerate FSDP2": "each rank reads all, Accelerate shards it afterwards",
+    "TRL + PEFT, FSDP2 after load": "each rank reads all, then fully_shard as Accelerate does it on GPUs",
 }
 
 
@@ -184,6 +184,22 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
     return ordered[k], ordered[n - 1 - k]
 
 
+def wrapped(model: Any) -> Any:
+    """Sharded layer by layer, adapter included. (Accelerate itself, on a CPU, runs DDP instead and says nothing.)"""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed import DistributedConfig
+
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    base_model = model.get_base_model()
+    base_model._is_distributed_loading_by_transformers = base_model._is_fsdp_managed_module = True
+    base_model.config.distributed_config = DistributedConfig(fsdp_size=2)
+    return model
+
+
 def rank_of(engine: str, folder: Path, sizes: argparse.Namespace) -> dict[str, float]:
     """One rank of one engine: median step seconds and peak resident memory."""
     import torch
@@ -203,8 +219,9 @@ def rank_of(engine: str, folder: Path, sizes: argparse.Namespace) -> dict[str, f
     else:
         model = base(folder / "model")
     torch.manual_seed(0)
+    model = wrapped(peft(model)) if engine.endswith("after load") else peft(model)
     trainer = trainer_of(
-        "windlass" if engine.startswith("windlass") else "plain", peft(model), folder, sizes, sizes.steps
+        "windlass" if engine.startswith("windlass") else "plain", model, folder, sizes, time.perf_counter
     )
     trainer.train()
     seconds = statistics.median(trainer.clock.seconds[3:])
@@ -222,15 +239,6 @@ def two_ranks(engine: str, folder: Path, sizes: argparse.Namespace) -> list[dict
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    if engine.endswith("FSDP2"):
-        shared |= {
-            "ACCELERATE_USE_FSDP": "true",
-            "FSDP_VERSION": "2",
-            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-            "FSDP_TRANSFORMER_CLS_TO_WRAP": "Mistral4DecoderLayer",
-            "FSDP_RESHARD_AFTER_FORWARD": "true",
-            "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-        }
     command = [sys.executable, __file__, "--rank-of", engine, "--folder", str(folder), *_given(sizes)]
     crew = [
         subprocess.Popen(
