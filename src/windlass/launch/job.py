@@ -174,6 +174,12 @@ def _text(path: Path) -> str:
     return text if text.endswith("\n") else text + "\n"
 
 
+def quote(word: str) -> str:
+    """One word of a shell command; a comma needs no quotes, but in an array it looks like a mistake."""
+    quoted = shlex.quote(word)
+    return f"'{word}'" if quoted == word and "," in word else quoted
+
+
 def words(items: Sequence[str]) -> str:
     """Words of a shell command, each quoted where it needs it."""
-    return " ".join(shlex.quote(item) for item in items)
+    return " ".join(map(quote, items))

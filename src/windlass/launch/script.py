@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 from importlib.resources import files
 
 from windlass import __version__
-from windlass.launch.job import Job, Variable, words
+from windlass.launch.job import Job, Variable, quote, words
 from windlass.runfile.machines import Secret
 
 HEAD = """\
@@ -52,22 +51,22 @@ def head(job: Job) -> str:
         nodes=job.nodes,
         gpus=f" --gpus-per-node={job.ranks_per_node}" if job.gpu else "",
         grace=job.grace_seconds,
-        launch=one_line(shlex.quote(f"{job.folder}/launch.sh")),
+        launch=one_line(quote(f"{job.folder}/launch.sh")),
     )
 
 
 def settings(job: Job) -> str:
     options = [word for override in job.overrides for word in ("--override", override)]
     lines = (
-        ("title", shlex.quote(job.title), ""),
+        ("title", quote(job.title), ""),
         ("nodes", str(job.nodes), ""),
         ("ranks_per_node", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
         ("gpu", str(int(job.gpu)), ""),
         ("port", str(job.port), "where ranks meet, unless the platform says another"),
         ("meet_seconds", str(job.meet_seconds), "until every node must have come"),
         ("grace_seconds", str(job.grace_seconds), "to end a step and save after a stop signal"),
-        ("fingerprint", shlex.quote(job.fingerprint), "of run file and options: the same on every node"),
-        ("working_dir", shlex.quote(job.cluster.working_dir or ""), "empty: where this is started"),
+        ("fingerprint", quote(job.fingerprint), "of run file and options: the same on every node"),
+        ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
         ("install", f"({words(job.cluster.install)})", "what the image lacks"),
         ("options", f"({words(options)})", ""),
         ("here", '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', ""),
@@ -88,8 +87,8 @@ def _export(variable: Variable) -> str:
     if isinstance(variable.value, Secret):
         name = variable.name
         told = f"{name} is a secret ({variable.value.secret}, key {variable.value.key}): export it before"
-        return f'if [[ -z "${{{name}:-}}" ]]; then\n  echo {shlex.quote(told)} >&2\n  exit 13\nfi\nexport {name}'
-    return f"export {variable.name}={shlex.quote(variable.value)}"
+        return f'if [[ -z "${{{name}:-}}" ]]; then\n  echo {quote(told)} >&2\n  exit 13\nfi\nexport {name}'
+    return f"export {variable.name}={quote(variable.value)}"
 
 
 def one_line(text: str) -> str:

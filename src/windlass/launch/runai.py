@@ -1,0 +1,269 @@
+"""Run:ai: the one command that submits the run, as a script for a human and as words for a process; or as REST."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from windlass import __version__
+from windlass.errors import Problem
+from windlass.launch.job import Job, quote, words
+from windlass.launch.script import launch_sh, one_line
+from windlass.runfile.machines import Cluster, Secret
+
+PRIORITIES = ("very-low", "low", "medium-low", "medium", "medium-high", "high", "very-high")
+# What Run:ai's command line has no word for, and what says it there.
+NOT_TAKEN = {
+    "namespace": "the project has its own",
+    "queue": "the project is the queue",
+    "service_account": "the project's is taken",
+    "image_pull_secrets": "register the credential in Run:ai",
+    "node_selector": "use the project's node pools",
+    "affinity": "use the project's node pools",
+    "topology_key": "set it on the node pool",
+    "deadline_seconds": "the project's policy has time limits",
+}
+
+SUBMIT = """\
+#!/usr/bin/env bash
+# {title}
+# Written by windlass {version} from {source}: submits the run to Run:ai. launch.sh must lie, with run.yaml and
+# accelerate.yaml beside it, in {folder} on the volume that the pods mount.
+# Again with the same run folder: it goes on from the last checkpoint, once the ended job is deleted:
+#   {delete}
+set -euo pipefail
+
+# Git Bash on Windows would turn /data into C:/Program Files/Git/data; elsewhere nobody reads these.
+export MSYS_NO_PATHCONV=1 MSYS2_ARG_CONV_EXCL='*'
+
+options=(
+{options}
+)
+exec {command} "${{options[@]}}" \\
+  --command -- {inner}
+"""
+
+
+def texts(job: Job) -> dict[str, str]:
+    """`payload.json` says the same to Run:ai's API; the two numbers that only the site knows are left open."""
+    return {
+        "launch.sh": launch_sh(job, exports=False),
+        "accelerate.yaml": job.accelerate_text,
+        "run.yaml": job.run_text,
+        "submit.sh": submit_sh(job),
+        "payload.json": json.dumps(payload(job), indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+def kind(job: Job) -> list[str]:
+    """One node needs no operator: `--workers` 0 is not defined."""
+    return ["runai", "training", "pytorch"] if job.nodes > 1 else ["runai", "training", "standard"]
+
+
+def command(job: Job) -> list[str]:
+    """What is run, word by word."""
+    arguments = [word for _, group in _options(job) for word in group]
+    return [*kind(job), "submit", job.name, *arguments, "--command", "--", *inner(job)]
+
+
+def verb(job: Job, name: str, *more: str) -> list[str]:
+    """describe, logs, delete."""
+    project = ["--project", job.cluster.project] if job.cluster.project else []
+    return [*kind(job), name, job.name, *project, *more]
+
+
+def inner(job: Job) -> list[str]:
+    return ["bash", f"{job.folder}/launch.sh"]
+
+
+def submit_sh(job: Job) -> str:
+    lines = []
+    for comment, group in _options(job):
+        if comment:
+            lines.append(f"  # {one_line(comment)}")
+        lines.append(f"  {words(group)}")
+    return SUBMIT.format(
+        title=job.title,
+        version=__version__,
+        source=one_line(job.source),
+        folder=one_line(job.folder),
+        delete=one_line(words(verb(job, "delete"))),
+        options="\n".join(lines),
+        command=words([*kind(job), "submit", job.name]),
+        inner=words(inner(job)),
+    )
+
+
+def _options(job: Job) -> Iterator[tuple[str, list[str]]]:
+    """Groups of words, each with the reason why they are there."""
+    cluster = job.cluster
+    if cluster.project:
+        yield "", ["--project", cluster.project]
+    if cluster.image:
+        yield "", ["--image", cluster.image]
+    if job.nodes > 1:
+        yield f"{job.nodes} nodes: a master and {job.nodes - 1} workers", ["--workers", str(job.nodes - 1)]
+    if job.gpu:
+        yield "of each node", ["--gpu-devices-request", str(job.ranks_per_node)]
+    yield "", ["--cpu-core-request", _cores(job.cpu)]
+    yield (
+        f"with units: a bare number would be bytes. The plan needs {job.memory_gib} GiB with /dev/shm",
+        ["--cpu-memory-request", job.memory_request, "--cpu-memory-limit", job.memory_limit],
+    )
+    if cluster.large_shm:
+        yield "ranks of one node exchange data through /dev/shm", ["--large-shm"]
+    for volume in cluster.volumes:
+        yield "", ["--existing-pvc", f"claimname={volume.claim},path={volume.path}"]
+    yield from _devices(job)
+    if cluster.user is not None:
+        yield "asked for by cluster.user", ["--run-as-uid", str(cluster.user.uid)]
+        if cluster.user.gid is not None:
+            yield "", ["--run-as-gid", str(cluster.user.gid)]
+    if cluster.working_dir:
+        yield "", ["--working-dir", cluster.working_dir]
+    yield from _lifetime(job)
+    for variable in job.environment:
+        if isinstance(variable.value, Secret):
+            secret = variable.value
+            yield variable.reason, ["--env-secret", f"{variable.name}={secret.secret},key={secret.key}"]
+        else:
+            # -e is the one spelling that old and new command lines share.
+            yield variable.reason, ["-e", f"{variable.name}={variable.value}"]
+
+
+def _devices(job: Job) -> Iterator[tuple[str, list[str]]]:
+    cluster = job.cluster
+    if cluster.networks:
+        networks = f"k8s.v1.cni.cncf.io/networks={','.join(cluster.networks)}"
+        yield "a second network card in each pod", ["--annotation", networks]
+    for name, value in cluster.annotations.items():
+        yield "", ["--annotation", f"{name}={value}"]
+    for name, count in cluster.extended_resources.items():
+        yield "", ["--extended-resource", f"{name}={count}"]
+        if job.nodes > 1:
+            yield "what workers get, the master may not", ["--master-extended-resource", f"{name}={count}"]
+    for toleration in cluster.tolerations:
+        parts = {
+            "operator": "Exists" if toleration.value is None else "Equal",
+            "key": toleration.key,
+            "value": toleration.value,
+            "effect": toleration.effect,
+        }
+        yield "", ["--toleration", ",".join(f"{name}={value}" for name, value in parts.items() if value is not None)]
+
+
+def _lifetime(job: Job) -> Iterator[tuple[str, list[str]]]:
+    cluster = job.cluster
+    yield "to end a step and save after a stop signal", ["--termination-grace-period", f"{job.grace_seconds}s"]
+    yield (
+        "a run that was lost is started again, and resumes from its newest checkpoint",
+        ["--backoff-limit", str(cluster.max_restarts), "--restart-policy", "OnFailure"],
+    )
+    if job.nodes > 1:
+        yield "workers that still run when the master has ended are of no use", ["--clean-pod-policy", "Running"]
+    if cluster.preemptible is not None:
+        yield "", ["--preemptibility", "preemptible" if cluster.preemptible else "non-preemptible"]
+    if cluster.priority_class:
+        yield "", ["--priority", cluster.priority_class]
+
+
+def _cores(amount: str) -> str:
+    """Run:ai takes plain numbers: 500m is 0.5."""
+    return f"{int(amount[:-1]) / 1000:g}" if amount.endswith("m") else amount
+
+
+def payload(job: Job, project_id: str = "PROJECT_ID", cluster_id: str = "CLUSTER_ID") -> dict[str, Any]:
+    """The body of POST /api/v1/workloads/distributed (of …/trainings for one node)."""
+    cluster = job.cluster
+    spec: dict[str, Any] = {
+        "image": cluster.image,
+        "command": "bash",
+        "args": quote(f"{job.folder}/launch.sh"),
+        "workingDir": cluster.working_dir,
+        "compute": _compute(job),
+        "storage": {"pvc": [_pvc(v.claim, v.path) for v in cluster.volumes]} if cluster.volumes else None,
+        "security": _security(cluster),
+        "annotations": [{"name": n, "value": v} for n, v in _annotations(cluster).items()] or None,
+        "environmentVariables": [_variable(v.name, v.value) for v in job.environment],
+        "tolerations": [
+            _toleration(f"toleration-{i}", t.key, t.value, t.effect) for i, t in enumerate(cluster.tolerations)
+        ]
+        or None,
+        "backoffLimit": cluster.max_restarts,
+        "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": job.grace_seconds,
+        "preemptibility": _preemptibility(cluster),
+        "priorityClass": cluster.priority_class,
+    }
+    body: dict[str, Any] = {"name": job.name, "projectId": project_id, "clusterId": cluster_id}
+    if job.nodes > 1:
+        spec |= {"numWorkers": job.nodes - 1, "distributedFramework": "PyTorch", "cleanPodPolicy": "Running"}
+        body["masterSpecSameAsWorker"] = True
+    return body | {"spec": {key: value for key, value in spec.items() if value is not None}}
+
+
+def _preemptibility(cluster: Cluster) -> str | None:
+    if cluster.preemptible is None:
+        return None
+    return "preemptible" if cluster.preemptible else "non-preemptible"
+
+
+def _compute(job: Job) -> dict[str, Any]:
+    cores = float(_cores(job.cpu))
+    compute: dict[str, Any] = {
+        "cpuCoreRequest": int(cores) if cores.is_integer() else cores,
+        "cpuMemoryRequest": job.memory_request,
+        "cpuMemoryLimit": job.memory_limit,
+        "largeShmRequest": job.cluster.large_shm,
+    }
+    if job.gpu:
+        compute["gpuDevicesRequest"] = job.ranks_per_node
+    if job.cluster.extended_resources:
+        compute["extendedResources"] = [
+            {"resource": name, "quantity": str(count)} for name, count in job.cluster.extended_resources.items()
+        ]
+    return compute
+
+
+def _annotations(cluster: Cluster) -> dict[str, str]:
+    networks = {"k8s.v1.cni.cncf.io/networks": ",".join(cluster.networks)} if cluster.networks else {}
+    return networks | cluster.annotations
+
+
+def _pvc(claim: str, path: str) -> dict[str, Any]:
+    return {"claimName": claim, "path": path, "existingPvc": True}
+
+
+def _security(cluster: Cluster) -> dict[str, Any] | None:
+    if cluster.user is None:
+        return None
+    ids = {"runAsUid": cluster.user.uid, "runAsGid": cluster.user.gid}
+    return {"uidGidSource": "custom"} | {key: value for key, value in ids.items() if value is not None}
+
+
+def _variable(name: str, value: str | Secret) -> dict[str, Any]:
+    if isinstance(value, Secret):
+        return {"name": name, "secret": {"name": value.secret, "key": value.key}}
+    return {"name": name, "value": value}
+
+
+def _toleration(name: str, key: str, value: str | None, effect: str | None) -> dict[str, Any]:
+    parts = {"value": value, "effect": effect}
+    operator = "Exists" if value is None else "Equal"
+    return {"name": name, "operator": operator, "key": key} | {k: v for k, v in parts.items() if v is not None}
+
+
+def problems(job: Job, where: Callable[[str], str]) -> Iterator[Problem]:
+    """What Run:ai's own rules forbid."""
+    cluster = job.cluster
+    if not cluster.project:
+        hint = "give cluster.project: without it the job lands in whatever project was used last"
+        yield Problem("no Run:ai project", where("cluster.project"), hint)
+    for index, volume in enumerate(cluster.volumes):
+        if "," in volume.path:
+            why = "holds a comma, which ends a value in Run:ai's options"
+            yield Problem(f"{volume.path} {why}", where(f"cluster.volumes[{index}].path"), "mount it elsewhere")
+    if cluster.priority_class and cluster.priority_class not in PRIORITIES:
+        hint = f"one of {', '.join(PRIORITIES)}"
+        yield Problem(f"{cluster.priority_class!r} is no priority of Run:ai", where("cluster.priority_class"), hint)
