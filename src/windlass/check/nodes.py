@@ -1,0 +1,168 @@
+"""All nodes of the run at once: they meet, compare, knock, write, measure, and agree on one verdict."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.check import doors, fabric, pairs, shared
+from windlass.check.meeting import AbsentError, Meeting, Place, attend, place
+from windlass.check.result import FAIL, Result, failed, on, passed, unseen
+
+if TYPE_CHECKING:
+    from windlass.plan import Plan
+    from windlass.runfile import Loaded
+
+MEETING = "nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What all nodes found, the same on each of them; `speaks` on the one that prints."""
+
+    results: tuple[Result, ...]
+    speaks: bool
+
+
+def check(
+    loaded: Loaded,
+    plan: Plan | None,
+    mine: Sequence[Result],
+    have: Mapping[str, str],
+    environ: Mapping[str, str],
+    root: Path,
+    patience_seconds: float,
+    say: Callable[[str], None],
+) -> Met:
+    """`mine`: what this node found by itself. It comes to the meeting whatever that was."""
+    here = place(environ)
+    name = f"node {here.rank} ({socket.gethostname()})"
+    counted = count(here, loaded)
+    if here.world == 1:
+        return Met((*counted, *on(name, mine), unseen("between nodes", "there is one node")), True)
+    try:
+        meeting = attend(here, patience_seconds, say)
+    except AbsentError as error:
+        hint = "the pods must run at the same time and reach node 0's port: see the job's pods and its network policy"
+        lost = failed(MEETING, f"{name} did not meet the others within {patience_seconds:.0f} s: {error}", hint)
+        return Met((*counted, *on(name, mine), *on(name, [lost])), True)
+    try:
+        results = together(meeting, loaded, plan, mine, have, environ, root, name, patience_seconds)
+    except AbsentError as error:
+        lost = failed(MEETING, f"{name} lost the others while checking: {error}", "see what node 0 says")
+        return Met((*counted, *on(name, mine), *on(name, [lost])), True)
+    finally:
+        meeting.close()
+    return Met((*counted, *results), here.rank == 0)
+
+
+def count(here: Place, loaded: Loaded) -> list[Result]:
+    """As many as the run file says: this process stands for a node, or for a rank where torchrun started it."""
+    cluster = loaded.run.cluster
+    if here.world in (cluster.nodes, loaded.run.ranks):
+        return []
+    hint = "set cluster.nodes to what was submitted, or submit what cluster.nodes says"
+    said = f"{here.world} started, cluster.nodes is {cluster.nodes}"
+    return [failed("number of nodes", said, hint, loaded.where("cluster.nodes"))]
+
+
+def together(
+    meeting: Meeting,
+    loaded: Loaded,
+    plan: Plan | None,
+    mine: Sequence[Result],
+    have: Mapping[str, str],
+    environ: Mapping[str, str],
+    root: Path,
+    name: str,
+    patience_seconds: float,
+) -> list[Result]:
+    """The rounds, in an order in which each explains the failures of those after it."""
+    door = doors.Door()
+    try:
+        said = {
+            "name": name,
+            "address": own_address(meeting, environ, root),
+            "port": door.port,
+            "results": [result.as_dict() for result in mine],
+            "facts": shared.facts(loaded, plan, have, environ),
+        }
+        present = meeting.gather(said, patience_seconds)
+        names = [node["name"] if node else f"node {rank}" for rank, node in enumerate(present)]
+        found = [Result(**result) for result in local(present, names)]
+        absent = [names[rank] for rank, node in enumerate(present) if node is None]
+        found.append(attendance(absent, names, patience_seconds))
+        found += shared.compare([node and node["facts"] for node in present], names)
+        knocks = meeting.gather(knock(meeting, present))
+        found.append(doors.reach([row and row["reach"] for row in knocks], names))
+        found.append(doors.clocks([None if row is None else row["ahead"] for row in knocks], names))
+        volumes = meeting.gather(shared.volume(meeting, Path(loaded.run.train.output_dir)))
+        folder, where = loaded.run.train.output_dir, loaded.where("train.output_dir")
+        found.append(shared.one_volume(volumes, names, folder, where))
+        stuck = bool(absent) or any(result.name == "ports" and result.verdict == FAIL for result in found)
+        return [*found, *speed(meeting, plan, "torch" in have, stuck, names)]
+    finally:
+        door.close()
+
+
+def local(present: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Each node's own results, under its name; where all nodes say the very same, once."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for node, name in zip(present, names, strict=True):
+        for result in node["results"] if node else []:
+            key = tuple(result[part] for part in ("name", "verdict", "seen", "hint", "where"))
+            rows.setdefault(key, []).append(name)
+    there = sum(node is not None for node in present)
+    parts = ("name", "verdict", "seen", "hint", "where")
+    return [
+        {**dict(zip(parts, key, strict=True)), "node": "all nodes" if len(said) == there > 1 else ", ".join(said)}
+        for key, said in rows.items()
+    ]
+
+
+def attendance(absent: Sequence[str], names: Sequence[str], patience_seconds: float) -> Result:
+    if absent:
+        hint = "its pod is pending, crashed, or cannot reach node 0: see its log and events"
+        return failed(MEETING, f"{', '.join(absent)} did not come within {patience_seconds:.0f} s", hint)
+    return passed(MEETING, f"{len(names)} met: {', '.join(names)}")
+
+
+def own_address(meeting: Meeting, environ: Mapping[str, str], root: Path) -> str:
+    """Where the others reach this node: on the interface that the libraries are told to use, else where it met them."""
+    for variable, exact in (("GLOO_SOCKET_IFNAME", True), ("NCCL_SOCKET_IFNAME", False)):
+        everything = sorted(path.name for path in (root / "sys/class/net").glob("*"))
+        pattern = environ.get(variable, "")
+        for name in fabric.interfaces(pattern, everything, exact=exact) if pattern else []:
+            if given := fabric.addresses(name, root):
+                return given[0]
+    return meeting.address
+
+
+def knock(meeting: Meeting, present: Sequence[Any]) -> dict[str, Any]:
+    """At every other node's door, and how far node 0's clock is from this one's, seen from node 0."""
+    reached: dict[str, str] = {}
+    ahead: float | None = 0.0 if meeting.place.rank == 0 else None
+    for rank, node in enumerate(present):
+        if node is not None and rank != meeting.place.rank:
+            why, offset = doors.knock(node["address"], node["port"])
+            reached[str(rank)] = why
+            if rank == 0 and offset is not None:
+                ahead = -offset
+    return {"reach": reached, "ahead": ahead}
+
+
+def speed(meeting: Meeting, plan: Plan | None, torch: bool, stuck: bool, names: Sequence[str]) -> list[Result]:
+    """Measured only where it can work everywhere: a collective with a node missing hangs."""
+    wrong = "" if torch and plan else "torch is not installed" if not torch else "there is no plan"
+    able = meeting.gather(wrong)
+    lacking = [f"{names[rank]}: {'gone' if said is None else said}" for rank, said in enumerate(able) if said != ""]
+    if stuck or lacking or plan is None:
+        why = "; ".join(lacking) or "not all nodes reach each other"
+        return [unseen("all-reduce", why), unseen("NCCL transport", why)]
+    measured = pairs.measure(meeting)
+    said = meeting.gather(pairs.transport(plan, measured.log).as_dict())
+    transports = [Result(**row) for row in local([row and {"results": [row]} for row in said], names)]
+    return [*pairs.judge(plan, measured, names), *transports]
