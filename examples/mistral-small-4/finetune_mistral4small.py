@@ -23,14 +23,12 @@ def arguments(given: Sequence[str] | None = None) -> list[str]:
     parser = argparse.ArgumentParser(description="Fine-tune Mistral Small 4 with LoRA.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run file, YAML")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="set one key; repeatable")
-    parser.add_argument("--debug-freq", type=int, metavar="N", help="show a line every N steps (train.logging_steps)")
+    parser.add_argument("--debug-freq", type=int, metavar="N", help="measure GPUs and experts every N steps")
     parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
     said = parser.parse_args(given)
-    overrides = list(said.override)
-    if said.debug_freq is not None:
-        overrides.append(f"train.logging_steps={said.debug_freq}")
-    named = [word for override in overrides for word in ("--override", override)]
-    return ["train", said.config, *named, *(["--resume"] if said.resume else [])]
+    named = [word for override in said.override for word in ("--override", override)]
+    measured = [] if said.debug_freq is None else ["--debug-freq", str(said.debug_freq)]
+    return ["train", said.config, *named, *measured, *(["--resume"] if said.resume else [])]
 
 
 if __name__ == "__main__":

@@ -261,6 +261,10 @@ def train(
         typer.Option("--ranks", metavar="N", min=1, help="So many ranks on this machine alone.", show_default=False),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in the run folder.")] = False,
+    debug_freq: Annotated[
+        int | None,
+        typer.Option("--debug-freq", metavar="N", min=0, help="Measure GPUs and experts every N steps; 0: never."),
+    ] = None,
 ) -> None:
     """Train: start this machine's ranks, or be one of those that a launcher started.
 
@@ -280,7 +284,10 @@ def train(
 
     arguments = ["train", str(run), *(word for option in overrides for word in ("--override", option))]
     arguments += [*(["--accelerate", str(accelerate)] if accelerate else []), *(["--resume"] if resume else [])]
-    code = training.train(planned, arguments=arguments, environ=os.environ, resume=resume, say=print_error)
+    arguments += [] if debug_freq is None else ["--debug-freq", str(debug_freq)]
+    code = training.train(
+        planned, arguments=arguments, environ=os.environ, resume=resume, debug_freq=debug_freq, say=print_error
+    )
     raise typer.Exit(code)
 
 

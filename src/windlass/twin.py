@@ -76,10 +76,9 @@ def write(
     """Write config.json, safetensors and a tokenizer into `directory` and return it.
 
     wrapper: inside the multimodal Mistral3ForConditionalGeneration (default: for mistral4, as published).
-    quantization: "none", "tensor" (FP8, one scale a linear and one an expert) or "block128" (FP8, one scale a
-    128 x 128 block); default: "tensor" for mistral4, as published, else "none".
-    files: 1 is one model.safetensors, more is a sharded index. decoys: the publisher's own format beside it.
-    config: further entries of the text model's config.
+    quantization: "none", "tensor" (FP8, a scale for each linear and expert) or "block128" (a scale for each 128 x 128
+    block); default: "tensor" for mistral4, as published, else "none". files: more than 1 is a sharded index.
+    decoys: the publisher's own format beside it. config: further entries of the text model's config.
     """
     if family not in FAMILIES:
         raise ValueError(f"no twin of {family!r}: one of {', '.join(FAMILIES)}")
@@ -96,6 +95,17 @@ def write(
         **(config or {}),
     }
     directory.mkdir(parents=True, exist_ok=True)
+    _write_model(directory, family, sizes, wrapped, scheme, dtype, files, seed)
+    if tokenizer:
+        write_tokenizer(directory, vocab)
+    if decoys:
+        _write_decoys(directory, sizes)
+    return directory
+
+
+def _write_model(
+    directory: Path, family: str, sizes: dict[str, Any], wrapped: bool, scheme: str, dtype: str, files: int, seed: int
+) -> None:
     weights, described = _build(family, sizes, wrapped, getattr(torch, dtype), seed)
     described["dtype"] = dtype
     if scheme != "none":
@@ -104,11 +114,6 @@ def write(
     stored = dict(_quantise(weights, scheme))
     del weights
     _save(stored, directory, files)
-    if tokenizer:
-        write_tokenizer(directory, vocab)
-    if decoys:
-        _write_decoys(directory, sizes)
-    return directory
 
 
 def _family_sizes(family: str, heads: int, experts: int, top_k: int, moe_intermediate: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def train(
     arguments: Sequence[str],
     environ: Mapping[str, str],
     resume: bool,
+    debug_freq: int | None = None,
     say: Callable[[UserError], None],
 ) -> int:
     """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or be one. Returns the exit code."""
@@ -46,7 +47,7 @@ def train(
     def work() -> int:
         from windlass.train.run import run
 
-        return run(make_plan(), here, resume=resume)
+        return run(make_plan(), here, resume=resume, debug_freq=debug_freq)
 
     code = ranks.inside(here, work, say=say)
     leave(code)

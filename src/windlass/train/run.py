@@ -7,7 +7,7 @@ import datetime
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,13 @@ from windlass.train.screen import header, quiet
 from windlass.train.settings import settings
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from windlass.plan import Plan
+    from windlass.runfile import Model
 
 
-def run(plan: Plan, here: Place, *, resume: bool = False) -> int:
+def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None = None) -> int:
     """One rank's part of the run. Returns the exit code: 0, or 75 when a signal stopped it and all is saved."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
 
@@ -49,16 +52,11 @@ def run(plan: Plan, here: Place, *, resume: bool = False) -> int:
     # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
     here.phase("preparing the data")
     tokenizer = tokenizer_of(plan)
-    data = prepare(job, tokenizer, where=plan.loaded.where, vocabulary=plan.checkpoint.dims["vocab"], say=console.print)
+    data = data_of(plan, tokenizer, console)
 
     # 4. The base model: each rank reads its own shard, and proves against the files what it holds.
     here.phase("loading the model")
-    model, certificate = load(
-        plan.checkpoint,
-        plan.layout,
-        dtype=getattr(torch, job.model.torch_dtype),
-        attn_implementation=job.model.attn_implementation or "sdpa",
-    )
+    model, certificate = load(plan.checkpoint, plan.layout, **precision(job.model))
     folders.write(folder, "load.json", asdict(certificate))
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
@@ -67,7 +65,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False) -> int:
     assert_sharded(model, plan.layout)
 
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
-    meter = LLMStepProfiler(job.train.logging_steps, output_dir=folder, script_name="windlass train")
+    meter = meter_of(plan, debug_freq)
     progress = Progress(here, console)
     loop = loop_of(plan, model, data, tokenizer, meter, progress)
 
@@ -108,6 +106,39 @@ def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
     )
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
+
+
+def data_of(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console) -> Prepared:
+    """Tokenised once, audited, the audit written before it is judged."""
+    return prepare(
+        plan.loaded.run,
+        tokenizer,
+        where=plan.loaded.where,
+        vocabulary=plan.checkpoint.dims["vocab"],
+        batch=plan.batch.micro,
+        say=console.print,
+        audited=lambda audit: folders.write(Path(plan.loaded.run.train.output_dir), "data.json", audit),
+    )
+
+
+def precision(model: Model) -> dict[str, Any]:
+    return {
+        "dtype": getattr(torch, model.torch_dtype),
+        "attn_implementation": model.attn_implementation or "sdpa",
+    }
+
+
+def meter_of(plan: Plan, debug_freq: int | None) -> LLMStepProfiler:
+    """Measures every step; what costs a synchronisation, every `debug_freq` steps."""
+    job = plan.loaded.run
+    return LLMStepProfiler(
+        job.train.logging_steps if debug_freq is None else debug_freq,
+        seq_len=plan.batch.length,
+        output_dir=job.train.output_dir,
+        script_name="windlass train",
+        flops_per_token=plan.cost.flops_per_token,
+        recompute_flops_per_token=plan.cost.recompute_flops_per_token,
+    )
 
 
 def loop_of(
