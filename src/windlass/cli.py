@@ -17,6 +17,7 @@ from windlass.errors import RunError, UserError
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
+TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
 FAILED, USER_INPUT = 1, 2  # exit codes: a check or run that failed; input that is wrong
 
 app = typer.Typer(
@@ -56,8 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         print_error(error)
         sys.exit(FAILED if isinstance(error, RunError) else USER_INPUT)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in TRAINING:
+            raise
+        print_error(without(error.name))
+        sys.exit(USER_INPUT)
     except BrokenPipeError:  # `windlass plan … | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def without(name: str | None) -> UserError:
+    """This machine has windlass as a login node has it."""
+    return UserError(f"{name} is not installed here", f"windlass {sys.argv[1]}", "pip install 'windlass[train]'")
 
 
 def print_error(error: UserError) -> None:
@@ -271,8 +282,12 @@ def train(
     Exits with 0 when finished, 1 when the run failed, 2 when the input is wrong (13 from a rank),
     and 75 when a signal stopped it and everything is saved.
     """
+    from importlib.util import find_spec
+
     from windlass import train as training
 
+    if missing := [name for name in TRAINING if find_spec(name) is None]:
+        raise without(", ".join(missing))
     overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
 
     def planned() -> Plan:
