@@ -156,19 +156,20 @@ def test_version_and_unknown_commands() -> None:
     assert windlass("plam").returncode == 2
 
 
-@pytest.mark.parametrize("command", ["train", "data"])
-def test_a_machine_without_torch_says_what_to_install(command: str, tmp_path: Path) -> None:
-    block = "import sys; sys.modules['torch'] = None; from windlass.cli import main"
+@pytest.mark.parametrize(("command", "missing"), [("train", "torch"), ("data", "transformers"), ("demo", "torch")])
+def test_a_machine_without_torch_says_what_to_install(command: str, missing: str, tmp_path: Path) -> None:
+    block = f"import sys; sys.modules[{missing!r}] = None; from windlass.cli import main"
     run = tmp_path / "run.yaml"
     run.write_text("model: {model_name_or_path: Llama-3.1-8B}\n")
+    arguments = [command, "--dir", str(tmp_path / "made")] if command == "demo" else [command, str(run)]
     done = subprocess.run(
-        [sys.executable, "-c", f"{block}; main({[command, str(run)]!r})", command],
+        [sys.executable, "-c", f"{block}; main({arguments!r})", command],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "torch is not installed" in done.stderr
+    assert f"{missing} is not installed" in done.stderr
     assert "pip install 'windlass[train]'" in done.stderr
     assert "Traceback" not in done.stderr
