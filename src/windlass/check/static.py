@@ -64,7 +64,7 @@ def data(loaded: Loaded, tokenizer: Any, *, elsewhere: bool) -> Result:
     if elsewhere and not Path(name).expanduser().exists():
         return unseen("data", f"{name} is not on this machine", IN_POD)
     try:
-        from windlass.data.prepare import choose
+        from windlass.data.prepare import choose, streamable, unvalidated
         from windlass.data.shapes import recognise
     except ImportError as error:
         return unseen("data", f"{error.name} is not installed")
@@ -82,6 +82,8 @@ def data(loaded: Loaded, tokenizer: Any, *, elsewhere: bool) -> Result:
         return refused("data", error.problems)[0]
     except ImportError as error:
         return unseen("data", f"{error.name} is not installed")
+    if problems := [*streamable(run, chosen, loaded.where), *unvalidated(run, chosen, loaded.where)]:
+        return refused("data", problems)[0]
     validation = f", validation {run.data.val_split}" if chosen.validation else ", no validation rows"
     said = f"{chosen.source.how}: {shape.said}; train {run.data.train_split}{validation}"
     if not (chosen.validation or chosen.fraction) and run.train.eval_strategy != "no":

@@ -170,10 +170,7 @@ def attention(loaded: Loaded, model: Any, have: Installed) -> Result:
     """Whether the implementation that the run asks for is installed, and the model class takes it."""
     asked = loaded.run.model.attn_implementation or "sdpa"
     place = loaded.where("model.attn_implementation")
-    if asked not in ATTENTION:
-        if "/" not in asked:
-            known = ", ".join(ATTENTION)
-            return failed("attention", f"transformers has no implementation {asked!r}", f"one of {known}", place)
+    if asked not in ATTENTION:  # the run file takes these names, and hub kernels
         if "kernels" not in have:
             hint = "pip install kernels, or set sdpa"
             return failed("attention", f"{asked} is a hub kernel, and `kernels` is not installed", hint, place)
