@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from windlass import __version__, checkpoint, steps
 from windlass.errors import Problem, UserError
@@ -24,31 +24,56 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped by a signal"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
-MATTERS = ("model", "lora", "data")  # sections that a run can't change and go on as the same run
+UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+# What a run can't change and go on as the same run: whole sections, and of `train` what the update is made by. The
+# optimizer's and the schedule's settings come out of the checkpoint: a change would be silently without effect.
+MATTERS: dict[str, set[str] | None] = {
+    "model": None,
+    "lora": None,
+    "data": None,
+    "train": {
+        "optim",
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_ratio",
+        "warmup_steps",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "bf16",
+        "fp16",
+        "seed",
+        "data_seed",
+    },
+}
 
 _lock: IO[str] | None = None  # held for the life of rank 0's process; the system lets go of it when the process ends
 
 
 def take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
     """Claim the folder for this run, on all ranks alike. Returns the checkpoint to go on from, if any."""
-    answer: list[Any] = [None]
+    answer: Path | tuple[Problem, ...] | None = None
     if checkpoint.rank() == 0:
         try:
-            answer = [_take(folder, plan, resume=resume)]
+            answer = _take(folder, plan, resume=resume)
         except UserError as error:
-            answer = [error.problems]
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], tuple):
-        raise UserError.of(answer[0])
-    return Path(answer[0]) if answer[0] else None
+            answer = error.problems
+    answer = checkpoint.agree(answer)
+    if isinstance(answer, tuple):
+        raise UserError.of(answer)
+    return answer
 
 
-def _take(folder: Path, plan: Plan, *, resume: bool) -> str | None:
+def _take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
     where = plan.loaded.where("train.output_dir")
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         _hold(folder, where)
+        checkpoint.sweep(folder / "checkpoints")
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
     manifest = read(folder)
@@ -57,20 +82,20 @@ def _take(folder: Path, plan: Plan, *, resume: bool) -> str | None:
         raise UserError(
             f"{folder} holds a finished run", where, "name another train.output_dir, or remove the folder to train anew"
         )
-    begun = bool(state) and (checkpoint.saved(folder / "checkpoints") or any(_stepped(folder)))
+    begun = bool(checkpoint.saved(folder / "checkpoints")) or (bool(state) and any(_stepped(folder)))
     if begun and not resume:
         raise UserError(
-            f"{folder} holds an unfinished run ({state} since {manifest.get('began')})",
+            f"{folder} holds an unfinished run ({state or 'begun'} {manifest.get('began', '')})",
             where,
             "add --resume to go on with it, name another train.output_dir, or remove the folder to train anew",
         )
+    usable = _usable(folder / "checkpoints", where) if begun else None
     if begun:  # one that failed before its first step left nothing to be true to
-        _same(manifest, plan, folder)
+        _same(checkpoint.read_manifest(usable) if usable else manifest, plan, folder)
     write(folder, "plan.json", plan.as_dict())
     began = manifest.get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
     write(folder, MANIFEST, {"state": RUNNING, "began": began, **facts(plan)})
-    usable = _usable(folder / "checkpoints") if resume else None
-    _forget_after(folder, checkpoint.step_of(Path(usable)) if usable else 0)
+    _forget_after(folder, checkpoint.step_of(usable) if usable else 0)
     return usable
 
 
@@ -81,9 +106,11 @@ def _stepped(folder: Path) -> Iterator[bool]:
 
 def _forget_after(folder: Path, step: int) -> None:
     """Drop what an interrupted run wrote of the steps that will be run again."""
-    for path in steps.files(folder).values():
-        kept = [line for line in steps.lines(path) if line.get("step", 0) <= step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    events = folder / steps.EVENTS
+    for path in (*steps.files(folder).values(), *([events] if events.exists() else [])):
+        part = path.with_name(f".{path.name}.partial")
+        part.write_text("".join(json.dumps(line) + "\n" for line in steps.lines(path) if line.get("step", 0) <= step))
+        part.replace(path)
 
 
 def _hold(folder: Path, where: str) -> None:
@@ -93,33 +120,69 @@ def _hold(folder: Path, where: str) -> None:
         fcntl.flock(_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
+    except OSError as error:
+        if error.errno not in UNLOCKABLE:
+            raise
+        _say(f"{folder} is on storage without locks: nothing keeps a second run out of it")
 
 
-def _same(manifest: Mapping[str, Any], plan: Plan, folder: Path) -> None:
+def _same(before: Mapping[str, Any], plan: Plan, folder: Path) -> None:
     """A resumed run is the same run: what decides the weights may not have changed."""
-    now = facts(plan)["run"]
-    before = manifest.get("run", {})
+    now = facts(plan)
+    then = before.get("run", {})
     problems = [
         Problem(
-            f"was {json.dumps(before[section].get(key))} when this run began, is {json.dumps(value)} now",
+            f"was {json.dumps(then[section][key])} when this run began, is {json.dumps(value)} now",
             plan.loaded.where(f"{section}.{key}"),
             f"put it back, or train into another folder than {folder}",
         )
-        for section in MATTERS
-        for key, value in now.get(section, {}).items()
-        if section in before and before[section].get(key) != value
+        for section, keys in MATTERS.items()
+        for key, value in now["run"].get(section, {}).items()
+        if (keys is None or key in keys) and key in then.get(section, {}) and then[section][key] != value
     ]
+    was, sequences = before.get("sequences"), now["sequences"]
+    if was and was != sequences:
+        problem = f"an optimizer step had {was} sequences when this run began, and would have {sequences} now"
+        where = plan.loaded.where("train.global_batch_size")
+        problems.append(
+            Problem(problem, where, f"set train.global_batch_size: {was}, which holds on any number of ranks")
+        )
     if problems:
         raise UserError.of(problems)
 
 
-def _usable(checkpoints: Path) -> str | None:
-    """The newest whole checkpoint; what is passed over is said."""
-    for folder, damage in checkpoint.newest(checkpoints):
-        if not damage:
-            return str(folder)
-        print(f"passed over {folder}: {damage}", file=sys.stderr, flush=True)
-    return None
+def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> None:
+    """Rows changed under the same name would be other rows at the same place."""
+    if resumed is not None and checkpoint.read_manifest(resumed).get("data") != fingerprint:
+        raise UserError(
+            "the data are not those that this run began with, though the run file names the same",
+            plan.loaded.where("data.dataset_name_or_path"),
+            "put the files (and the tokenizer) back as they were, or train into another folder",
+        )
+
+
+def _usable(checkpoints: Path, where: str) -> Path | None:
+    """The newest whole checkpoint. What is passed over is said, and set aside: it would count as the newest."""
+    found = list(checkpoint.newest(checkpoints))
+    whole = next((folder for folder, damage in found if not damage), None)
+    if found and whole is None:
+        raise UserError(
+            f"none of {len(found)} checkpoints in {checkpoints} is whole; {found[0][0].name}: {found[0][1]}",
+            where,
+            "remove the folder to train anew",
+        )
+    for folder, damage in found:
+        if folder == whole:
+            break
+        aside = checkpoint.set_aside(folder)
+        _say(f"passed over {folder}: {damage}; kept as {aside.name}")
+    if whole is None:
+        _say("no checkpoint was saved: beginning with the first step")
+    return whole
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -129,6 +192,8 @@ def facts(plan: Plan) -> dict[str, Any]:
         "versions": {"windlass": __version__, "python": sys.version.split()[0], **versions()},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": plan.layout.ranks,
+        "layout": plan.as_dict()["layout"],
+        "sequences": plan.batch.micro * plan.batch.accumulation * plan.layout.ranks,  # of an optimizer step
         "git": git_state(),
     }
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,10 @@ from windlass import checkpoint
 from windlass.errors import RunError
 from windlass.meter import LLMStepProfiler
 from windlass.model.liveness import Liveness
+from windlass.model.shard import keep_gathered
 from windlass.model.sync import Replicas
+from windlass.train.ranks import Interruption
+from windlass.train.saving import Interrupted, Saving
 
 ROW = "row"  # the column that carries each row's number in the data set into its batch
 FILL = -1  # in its place, for the row that fills a short last step
@@ -63,7 +65,9 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         liveness: Liveness,
         order: Order | None,
         non_finite: str,
-        facts: dict[str, Any],
+        saving: Saving,
+        gather_once: bool = False,
+        interruption: Interruption | None = None,
         meter: LLMStepProfiler | None = None,
         **trainer: Any,
     ) -> None:
@@ -73,13 +77,16 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         self.liveness = liveness
         self.order = order
         self.non_finite = non_finite
-        self.facts = facts  # for the manifest of every checkpoint
+        self.saving = saving
+        self.interruption = interruption
+        self.gather_once = gather_once  # weights stay whole from a step's first micro-batch to its last
         self.meter = meter
         self.micro = Micro()
         self.culprits: list[int] = []  # ranks with something non-finite in this step
         self.latest: Step | None = None
-        self.interrupted: Callable[[], bool] = lambda: False  # whether a signal has reached this rank
-        self.signalled = False  # whether all ranks have agreed to save and stop
+        self.signalled = False  # whether a signal has reached any rank, as far as all of them know
+        self.stopped = False  # whether all ranks have agreed to save and stop
+        self.evaluation_due = False  # the evaluation of this step was left out, to stop in time
         self.add_callback(Between(self))
 
     # --- data ---
@@ -103,6 +110,8 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         self.micro.rows += inputs.pop(ROW, [])
         mask = inputs.get("attention_mask")
         self.micro.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()
+        if self.gather_once:
+            keep_gathered(model, keep=not self.accelerator.sync_gradients)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.micro.loss += loss.detach()
         if self.accelerator.sync_gradients:
@@ -164,46 +173,70 @@ class Loop(SFTTrainer):  # type: ignore[misc]
             )
         step.skipped = True
 
+    # --- signals ---
+
+    def interrupted(self) -> bool:
+        """Whether a signal has reached this rank."""
+        return self.interruption is not None and self.interruption()
+
+    def stop(self) -> None:
+        """Save and end, without the evaluation that may be due: whoever resumes makes up for it."""
+        self.stopped = True
+        self.evaluation_due = self.evaluation_due or self.control.should_evaluate
+        self.control.should_evaluate = False
+        self.control.should_save = self.control.should_training_stop = True
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Not a step more than asked for: the Trainer would take one when it resumes from the last checkpoint."""
+        if self.stopped or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """An evaluation takes nothing from training, and gives way to a signal."""
+        with checkpoint.preserved():
+            try:
+                metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
+            except Interrupted:
+                self.stop()
+                return {"eval_loss": math.inf}  # never the best
+        return metrics
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch of an evaluation. An evaluation can take longer than the time to save after a signal."""
+        interrupted = torch.tensor(float(self.interrupted()), device=self.args.device)
+        if self.replicas.world > 1:
+            dist.all_reduce(interrupted)
+        if interrupted:
+            raise Interrupted
+        return super().prediction_step(*args, **kwargs)
+
     # --- checkpoints: the Trainer has none for a model sharded at load time ---
 
     def _save_checkpoint(self, *_: Any) -> None:
-        self._require_equal_replicas()
-        folder = Path(self.args.output_dir) / "checkpoints"
-        best = folder / f"step-{self.state.best_global_step}" if self.state.best_global_step else None
-        if best is not None:
-            self.state.best_model_checkpoint = str(best)
-        checkpoint.save(
-            folder / f"step-{self.state.global_step}",
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.lr_scheduler,
-            trainer_state=json.dumps(asdict(self.state), indent=2, sort_keys=True),
-            manifest={**self.facts, "step": self.state.global_step, "ranks": self.replicas.world},
-        )
-        checkpoint.prune(folder, self.args.save_total_limit, best)
-
-    def _require_equal_replicas(self) -> None:
-        if differing := self.replicas.differing():
-            raise RunError(
-                f"{len(differing)} adapter tensors differ between ranks, the first is {differing[0]}",
-                "train",
-                "nothing was saved; a rank with faulty memory or other library versions does this",
-            )
+        self.saving.save(self, evaluation_due=self.evaluation_due, wait=self.stopped)
 
     def _load_from_checkpoint(self, from_checkpoint: str, *_: Any) -> None:
         checkpoint.load_adapter(self.model, Path(from_checkpoint))
+        self.evaluation_due = bool(checkpoint.read_manifest(Path(from_checkpoint)).get("evaluation_due"))
 
     def _load_optimizer_and_scheduler(self, from_checkpoint: str | None) -> None:
         if from_checkpoint is not None:
-            checkpoint.load_optimizer(self.optimizer, self.lr_scheduler, Path(from_checkpoint))
+            scaler = self.accelerator.scaler
+            checkpoint.load_optimizer(self.optimizer, self.lr_scheduler, scaler, Path(from_checkpoint))
 
     def _load_rng_state(self, from_checkpoint: str | None) -> None:
         if from_checkpoint is not None:
             checkpoint.load_random(Path(from_checkpoint))
 
-    def _load_best_model(self) -> None:
-        if not self.signalled:
-            checkpoint.load_adapter(self.model, Path(self.state.best_model_checkpoint))
+    def make_up_evaluation(self) -> None:
+        """The evaluation that an interrupted run left out; its loss belongs to the checkpoint it was resumed from."""
+        self._load_rng_state(str(self.saving.checkpoints / f"step-{self.state.global_step}"))
+        self._determine_best_metric(self._evaluate(None, None), None)
+        if not self.stopped:
+            self.evaluation_due = False
+            self._save_checkpoint()
 
 
 class Between(TrainerCallback):  # type: ignore[misc]
@@ -212,18 +245,38 @@ class Between(TrainerCallback):  # type: ignore[misc]
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
 
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if self.loop.evaluation_due:
+            self._take_signals()
+            self.loop.make_up_evaluation()
+
     def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Accelerate tells the sampler its epoch too, but not through the wrapper that skips batches on resume."""
         if self.loop.order is not None:
             self.loop.order.set_epoch(int(state.epoch or 0))
 
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._take_signals()
+
+    def _take_signals(self) -> None:
+        """From now on there is something to save; until now a signal ended the rank at once."""
+        if self.loop.interruption is not None:
+            self.loop.interruption.training = True
+
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         assert self.loop.latest is not None
         self.loop.liveness.after_update(self.loop.latest.learning_rate)
 
-    def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
-        if self.loop.signalled:
-            control.should_save = control.should_training_stop = True
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if self.loop.signalled and state.global_step < state.max_steps:  # else it is done, and ends by itself
+            self.loop.stop()
+
+    def on_epoch_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What is done per epoch is not done for the part of one before a stop."""
+        if self.loop.stopped and state.epoch == int(state.epoch):
+            self.loop.stop()
+        elif self.loop.stopped:
+            control.should_evaluate = control.should_save = False
 
 
 class Order(Sampler[int]):

@@ -58,13 +58,12 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         if step.step == 1 or step.step % max(1, int(args.logging_steps)) == 0 or step.step == state.max_steps:
             self.console.print(line)
 
+    def on_prediction_step(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self.here.phase(f"evaluating after step {state.global_step}")
+
     def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: dict[str, float], **_: Any) -> None:
         if self.here.rank == 0:
             self.console.print(f"step {state.global_step:>5}  evaluation loss {metrics.get('eval_loss', math.nan):.4f}")
-
-    def on_save(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        if self.here.rank == 0:
-            self.console.print(f"step {state.global_step:>5}  saved checkpoints/step-{state.global_step}")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.close()

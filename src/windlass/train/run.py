@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,13 @@ from windlass.meter import LLMStepProfiler
 from windlass.model.liveness import Liveness
 from windlass.model.load import load
 from windlass.model.lora import attach
-from windlass.model.shard import assert_sharded
+from windlass.model.shard import assert_sharded, is_sharded
 from windlass.model.sync import Replicas
 from windlass.train import folder as folders
 from windlass.train.loop import Loop, Order, numbered
 from windlass.train.progress import Progress
 from windlass.train.ranks import SAVED, Interruption, Place, clear_accelerate
+from windlass.train.saving import Saving
 from windlass.train.screen import header, quiet
 from windlass.train.settings import settings
 
@@ -67,19 +69,24 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
     meter = meter_of(plan, debug_freq)
     progress = Progress(here, console)
-    loop = loop_of(plan, model, data, tokenizer, meter, progress)
+    facts = {**folders.facts(plan), "data": data.fingerprint}
+    saving = Saving(folder, job.train.save_total_limit, facts, say=console.print)
+    loop = loop_of(plan, model, data, tokenizer, meter, progress, saving, interruption)
 
     # 7. Train. The first steps prove that every part of the adapter lives.
     here.phase("starting to train")
-    loop.interrupted, interruption.training = interruption, True
-    with contextlib.closing(progress), contextlib.closing(meter):
+    with contextlib.closing(saving), contextlib.closing(progress), contextlib.closing(meter):
         loop.train(resume_from_checkpoint=str(from_checkpoint) if from_checkpoint else None)
-    if loop.signalled:
+    if loop.stopped:
         folders.note(folder, state=folders.STOPPED)
+        console.print(f"stopped by a signal; step {loop.state.global_step} is saved, go on with --resume")
         return SAVED
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
+    if job.train.load_best_model_at_end and (best := saving.best()):
+        checkpoints.load_adapter(model, best)
+        console.print(f"the adapter is that of {best.name}, which evaluated best")
     save_final(folder / "final", model, tokenizer)
     folders.note(folder, state=folders.FINISHED, steps=loop.state.global_step)
     console.print(f"adapter written to {folder / 'final'}")
@@ -148,6 +155,8 @@ def loop_of(
     tokenizer: PreTrainedTokenizerBase,
     meter: LLMStepProfiler,
     progress: Progress,
+    saving: Saving,
+    interruption: Interruption,
 ) -> Loop:
     """Everything above, handed to the loop."""
     job = plan.loaded.run
@@ -165,8 +174,10 @@ def loop_of(
         replicas=replicas,
         liveness=Liveness(model, replicas),
         order=order_of(plan, data),
-        facts={"run": job.model_dump(mode="json"), "data": data.fingerprint},
+        saving=saving,
+        interruption=interruption,
         non_finite=job.watch.non_finite,
+        gather_once=is_sharded(plan.layout) and not plan.layout.reshard_after_forward,
     )
     loop.remove_callback(PrinterCallback)
     progress.loop = loop
@@ -185,7 +196,9 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
 
 def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
     if checkpoints.rank() == 0:
-        checkpoints.save_adapter(model, folder)
-        tokenizer.save_pretrained(folder)
-        checkpoints.flush(folder)
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        checkpoints.save_adapter(model, partial)
+        tokenizer.save_pretrained(partial)
+        checkpoints.appear(partial, folder)
     checkpoints.barrier()

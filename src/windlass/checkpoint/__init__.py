@@ -1,0 +1,51 @@
+"""Checkpoints: the adapter and all that is needed to go on as if nothing had happened. Small, so saved whole.
+
+`checkpoints/step-N/` holds the adapter in PEFT's format, optimizer.pt, scheduler.json, random.json (of every rank),
+trainer_state.json (log, counters), and manifest.json: what the run was, where it was in the data, how well it
+evaluated, and the SHA-256 of every other file. A folder without a manifest that fits is no checkpoint.
+
+adapter       the adapter's tensors: to a file, from a file, and the file held against all ranks' tensors
+contents      the rest: copied to host memory, written, read again
+disk          what makes a folder whole: flushed, sealed, renamed into place
+keep          which checkpoints there are: newest, best, to be deleted
+writer        writes in the background while training goes on, and outlives a full disk
+random_state  random numbers of Python, NumPy and torch
+group         the ranks that save together
+"""
+
+from windlass.checkpoint.adapter import ADAPTER, load_adapter, read_back, save_adapter
+from windlass.checkpoint.contents import Contents, contents, load_optimizer, load_random, read_manifest
+from windlass.checkpoint.disk import appear, damage, flush, sweep
+from windlass.checkpoint.group import agree, barrier, gather, rank
+from windlass.checkpoint.keep import best, newest, point, prune, saved, set_aside, step_of
+from windlass.checkpoint.random_state import preserved
+from windlass.checkpoint.writer import Writer
+
+__all__ = [
+    "ADAPTER",
+    "Contents",
+    "Writer",
+    "agree",
+    "appear",
+    "barrier",
+    "best",
+    "contents",
+    "damage",
+    "flush",
+    "gather",
+    "load_adapter",
+    "load_optimizer",
+    "load_random",
+    "newest",
+    "point",
+    "preserved",
+    "prune",
+    "rank",
+    "read_back",
+    "read_manifest",
+    "save_adapter",
+    "saved",
+    "set_aside",
+    "step_of",
+    "sweep",
+]

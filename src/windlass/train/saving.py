@@ -1,0 +1,105 @@
+"""When a run saves and stops: in the background as long as it trains, and waited for when it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass import checkpoint
+from windlass.errors import RunError
+
+if TYPE_CHECKING:
+    from windlass.train.loop import Loop
+
+
+class Interrupted(Exception):  # noqa: N818  (it is no error)
+    """All ranks have agreed to stop in the middle of an evaluation."""
+
+
+class Saving:
+    """The loop's checkpoints. Every method is a collective; rank 0 writes."""
+
+    def __init__(self, folder: Path, limit: int | None, facts: dict[str, Any], say: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.facts = facts  # for the manifest of every checkpoint
+        self.writer = checkpoint.Writer(folder, limit, say)
+        self.proven = False  # one file has been read back and held against the ranks' tensors
+
+    def save(self, loop: Loop, *, evaluation_due: bool, wait: bool) -> None:
+        """Copy what is to be saved; training waits for the rest only when asked to, and the first time."""
+        self._require_equal_replicas(loop)
+        step = loop.state.global_step
+        made = checkpoint.contents(
+            step,
+            model=loop.model,
+            optimizer=loop.optimizer,
+            scheduler=loop.lr_scheduler,
+            scaler=loop.accelerator.scaler,
+            trainer_state=json.dumps(asdict(loop.state), indent=2, sort_keys=True),
+            manifest={
+                **self.facts,
+                "epoch": loop.state.epoch,
+                "eval_loss": _evaluated(loop.state),
+                "evaluation_due": evaluation_due,
+            },
+        )
+        if made is not None:
+            self.writer.begin(made)
+        if wait or not self.proven:
+            failure = self.finish()
+            if failure and wait:
+                raise RunError(
+                    f"step {step} could not be saved: {failure}",
+                    str(self.checkpoints),
+                    f"{self._kept()}; make room, then go on with --resume",
+                )
+            if not failure:
+                checkpoint.read_back(loop.model, self.checkpoints / f"step-{step}")
+                self.proven = True
+
+    def finish(self) -> str:
+        """Wait for what is being written; why it failed, on every rank, or nothing."""
+        failure: str = checkpoint.agree(self.writer.finish() if checkpoint.rank() == 0 else "")
+        return failure
+
+    def close(self) -> None:
+        """The run ends, perhaps by a failure: a checkpoint that is nearly there is not thrown away. No collective."""
+        self.writer.finish()
+
+    def best(self) -> Path | None:
+        """The best whole checkpoint, the same on every rank."""
+        self.finish()
+        found = checkpoint.best(self.checkpoints) if checkpoint.rank() == 0 else None
+        if found is not None and (fault := checkpoint.damage(found)):
+            raise RunError(
+                f"the best checkpoint can't be used: {fault}",
+                str(found),
+                "the last one is whole: `windlass best` ranks those that are left",
+            )
+        path: Path | None = checkpoint.agree(found)
+        return path
+
+    def _kept(self) -> str:
+        kept = checkpoint.saved(self.checkpoints)
+        return f"the checkpoint before is {kept[-1].name}" if kept else "there is no checkpoint before"
+
+    @staticmethod
+    def _require_equal_replicas(loop: Loop) -> None:
+        if differing := loop.replicas.differing():
+            raise RunError(
+                f"{len(differing)} adapter tensors differ between ranks, the first is {differing[0]}",
+                "train",
+                "nothing was saved; a rank with faulty memory or other library versions does this",
+            )
+
+
+def _evaluated(state: Any) -> float | None:
+    """The evaluation loss at this very step, if there was one."""
+    losses = [
+        line["eval_loss"] for line in state.log_history if "eval_loss" in line and line["step"] == state.global_step
+    ]
+    return losses[-1] if losses else None
