@@ -31,17 +31,18 @@ class Bound:
 
     kl: float  # mean, nats a token
     kl_share: float
-    difference: float  # of any logit
+    difference: float  # of the logits of a token
     difference_share: float
 
 
+# Set from trained adapters on wide and narrow twins: about ten times what a right merge shows there.
 BOUNDS: Final = {
     "F64": Bound(1e-6, 1e-4, 0.01, 0.01),
     "F32": Bound(1e-6, 1e-4, 0.01, 0.01),
     "F16": Bound(1e-4, 0.01, 0.1, 0.1),
-    "BF16": Bound(5e-3, 0.01, 0.5, 0.5),
-    "F8_E4M3": Bound(0.05, 0.25, 1.0, 1.0),
-    "F8_E5M2": Bound(0.1, 0.5, 2.0, 1.0),
+    "BF16": Bound(5e-3, 0.01, 0.5, 0.2),
+    "F8_E4M3": Bound(0.05, 0.1, 1.0, 0.5),
+    "F8_E5M2": Bound(0.1, 0.2, 2.0, 0.5),
 }
 
 
@@ -56,31 +57,41 @@ def compare(checkpoint: Checkpoint, chosen: Chosen, to: Path) -> dict[str, Any]:
     gc.collect()
     merged_checkpoint = read_checkpoint(to)
     merged = _logits(_model(merged_checkpoint), rows)
-    record: dict[str, Any] = dict(measure(plain, adapted, merged))
+    # A token at a tie between two experts goes to the other one by the last bit of a weight, and its logits jump:
+    # where there are experts, the token in the middle is judged, not the worst.
+    routed = "experts" in checkpoint.dims
+    record: dict[str, Any] = {**measure(plain, adapted, merged), "judged": "median token" if routed else "largest"}
+    judged = record["median_difference"] if routed else record["max_difference"]
+    adapters = record["adapter_median_difference"] if routed else record["adapter_max_difference"]
     dtype = coarsest(merged_checkpoint)
     bound = BOUNDS[dtype]
     kl_bound = max(bound.kl, bound.kl_share * record["adapter_kl"])
-    most = max(bound.difference, bound.difference_share * record["adapter_max_difference"])
+    most = max(bound.difference, bound.difference_share * adapters)
     record |= {"dtype": dtype, "bound_kl": kl_bound, "bound_difference": most, "rows": list(rows.shape)}
-    over = [
-        f"{what} is {record[name]:.3g}, over {allowed:.3g}"
-        for what, name, allowed in (("KL", "kl", kl_bound), ("the largest difference", "max_difference", most))
-        if not record[name] <= allowed
-    ]
+    found = (("KL", record["kl"], kl_bound), (f"the difference of the {record['judged']}", judged, most))
+    over = [f"{what} is {value:.3g}, over {allowed:.3g}" for what, value, allowed in found if not value <= allowed]
     if over:
-        record["deviation"] = f"the logits of base + adapter and merged differ: {', '.join(over)}"
+        record["deviation"] = (
+            f"the logits of base + adapter and merged differ: {', '.join(over)}; "
+            f"if nothing else is wrong, {dtype} is too coarse for it: merge with another --dtype, or serve it unmerged"
+        )
     return record
 
 
 def measure(plain: Tensor, adapted: Tensor, merged: Tensor) -> dict[str, float]:
-    """KL in nats a token and the largest difference of a logit; both also of the base, for scale."""
-    return {
-        "kl": kl(adapted, merged),
-        "max_difference": float((adapted - merged).abs().max()),
-        "adapter_kl": kl(adapted, plain),
-        "adapter_max_difference": float((adapted - plain).abs().max()),
-        "same_top_token": float((adapted.argmax(-1) == merged.argmax(-1)).float().mean()),
-    }
+    """KL in nats a token, and differences of logits: the largest, and the largest of the token in the middle.
+
+    The same for what the adapter changes, for scale.
+    """
+    record: dict[str, float] = {}
+    for name, other in (("", merged), ("adapter_", plain)):
+        worst = (adapted - other).abs().amax(-1)
+        record |= {
+            f"{name}kl": kl(adapted, other),
+            f"{name}max_difference": float(worst.max()),
+            f"{name}median_difference": float(worst.median()),
+        }
+    return record | {"same_top_token": float((adapted.argmax(-1) == merged.argmax(-1)).float().mean())}
 
 
 def kl(true: Tensor, other: Tensor) -> float:
@@ -161,10 +172,13 @@ def told(record: dict[str, Any], say: Callable[[str], None]) -> None:
         return
     say(
         f"logits    base + adapter to merged: KL {record['kl']:.2e} nats a token (bound {record['bound_kl']:.1e}), "
-        f"largest difference {record['max_difference']:.3g} (bound {record['bound_difference']:.3g}), "
         f"same top token {record['same_top_token']:.1%}"
     )
     say(
-        f"          the adapter itself moves them by KL {record['adapter_kl']:.2e}, "
-        f"largest difference {record['adapter_max_difference']:.3g}"
+        f"          largest difference {record['max_difference']:.3g}, of the median token "
+        f"{record['median_difference']:.3g} (bound on the {record['judged']}: {record['bound_difference']:.3g})"
+    )
+    say(
+        f"          the adapter itself: KL {record['adapter_kl']:.2e}, largest {record['adapter_max_difference']:.3g}, "
+        f"median {record['adapter_median_difference']:.3g}"
     )

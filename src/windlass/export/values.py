@@ -143,9 +143,8 @@ def _raise_peaks(peaks: Tensor, values: Tensor, shape: Sequence[int], box: Box, 
             continue
         side = 1 if count == size else block_side(axis, len(shape), block)
         first, last = start // side, math.ceil(stop / side)
-        index = torch.arange(start, stop) // side - first
-        wide = (*values.shape[:axis], last - first, *values.shape[axis + 1 :])
-        values = torch.zeros(wide).index_reduce_(axis, index, values, "amax")
+        parts = torch.split(values, side, axis)  # a block of rows begins where a scale's block does
+        values = torch.cat([part.amax(axis, keepdim=True) for part in parts], axis)
         view = view.narrow(axis, first, last - first)
     view.copy_(torch.maximum(view, values))
 
