@@ -21,6 +21,8 @@ from windlass.train import ranks
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
+GRACE_SECONDS = 120.0  # to save in after a signal, where the run file says nothing (cluster.grace_seconds)
+
 
 def train(
     make_plan: Callable[[], Plan],
@@ -42,7 +44,12 @@ def train(
                 plan.loaded.where("cluster.nodes"),
                 "add --ranks N to train on this machine alone, or start it with windlass launch",
             )
-        return ranks.start([sys.executable, "-m", "windlass", *arguments], plan.layout.gpus_per_node, environ)
+        return ranks.start(
+            [sys.executable, "-m", "windlass", *arguments],
+            plan.layout.gpus_per_node,
+            environ,
+            grace_seconds=plan.loaded.run.cluster.grace_seconds or GRACE_SECONDS,
+        )
 
     def work() -> int:
         from windlass.train.run import run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -75,9 +76,9 @@ class Interruption:
     def __call__(self) -> bool:
         return self.at is not None
 
-    def _received(self, _number: int, _frame: FrameType | None) -> None:
+    def _received(self, number: int, _frame: FrameType | None) -> None:
         if self.at is not None and time.monotonic() - self.at > 1.0:  # not the same signal, sent to the group as well
-            os._exit(SAVED)
+            os._exit(128 + number)  # not SAVED: nobody knows what is
         self.at = self.at or time.monotonic()
         if not self.training:
             sys.exit(SAVED)
@@ -89,6 +90,8 @@ def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], N
     The code is also left on the desk: torchrun and `accelerate launch` turn every one of them into 1.
     """
     here.note("pid", str(os.getpid()))  # for signals: a launcher's own processes do not pass all of them on
+    if not here.tells:
+        _outlive_nobody()
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # nothing is held yet; `Interruption` takes them over
             signal.signal(number, _nothing_to_save)
@@ -96,7 +99,7 @@ def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], N
     except UserError as error:
         code = 1 if isinstance(error, RunError) else RANK_USER_INPUT
         problems = [problem.as_dict() for problem in error.problems]
-        here.note("error", json.dumps({"problems": problems, "code": code, "time": time.time()}))
+        here.note("error", json.dumps({"problems": problems, "code": code, "time": time.monotonic()}))
         if here.tells and (here.local_rank == 0 or code == 1):  # each node has its own log
             say(error)
     except SystemExit as leaving:  # a signal while there was nothing to save
@@ -104,11 +107,18 @@ def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], N
     except Exception:
         code = 1
         trace = traceback.format_exc()
-        here.note("error", json.dumps({"traceback": trace, "time": time.time()}))
+        here.note("error", json.dumps({"traceback": trace, "time": time.monotonic()}))
         if here.tells:
             print(f"rank {here.rank} failed:\n{trace}", file=sys.stderr, flush=True)
     here.note("code", str(code))
     return code
+
+
+def _outlive_nobody() -> None:
+    """Should whoever started this rank be killed: save and end, rather than go on with nobody to stop it."""
+    pr_set_pdeathsig = 1  # linux/prctl.h
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: only a convenience is lost
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _nothing_to_save(_number: int, _frame: FrameType | None) -> None:
@@ -136,8 +146,8 @@ def start(
             _start(command, variables, desk / f"output-{rank}" if rank else None)
             for rank, variables in enumerate(_environments(ranks, environ, desk))
         ]
-        first = _wait(crew, grace_seconds, patience_seconds)
-        return _verdict([process.returncode for process in crew], first, desk)
+        first, cut_short = _wait(crew, grace_seconds, patience_seconds)
+        return _verdict([_code(process.returncode) for process in crew], first, cut_short, desk)
 
 
 def _environments(ranks: int, environ: Mapping[str, str], desk: Path) -> list[dict[str, str]]:
@@ -197,15 +207,25 @@ def _start(command: Sequence[str], environ: dict[str, str], output: Path | None)
         )
 
 
-def _wait(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float, patience_seconds: float) -> int | None:
-    """Until all have ended; returns the first that failed, if any.
+def _code(code: int) -> int:
+    """A rank that a signal ended without a word had not begun: from `inside` on it answers them itself."""
+    return SAVED if code in (-signal.SIGTERM, -signal.SIGUSR1) else code
+
+
+def _wait(
+    crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float, patience_seconds: float
+) -> tuple[int | None, str]:
+    """Until all have ended; returns the first that failed, if any, and why ranks that were saving had to be ended.
 
     One failed: the others get a bounded time. A signal: they save. A second signal: at once.
     """
     received: list[int] = []
+    cut_short = ""
 
     def forward(number: int, _frame: FrameType | None) -> None:
+        nonlocal cut_short
         received.append(number)
+        cut_short = "a second signal ended the ranks before they had saved" if len(received) > 1 else ""
         _signal(crew, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
@@ -215,10 +235,12 @@ def _wait(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float, patienc
     try:
         while None in (codes := [process.poll() for process in crew]):
             if first is None:
-                first = next((rank for rank, code in enumerate(codes) if code), None)
+                first = _first(codes)
             if deadline is None and (first is not None or received):
                 deadline = time.monotonic() + (grace_seconds if received else patience_seconds)
             if deadline is not None and time.monotonic() > deadline:
+                if received and asked:
+                    cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
                 _signal(crew, signal.SIGKILL if asked else signal.SIGTERM)
                 asked, deadline = True, time.monotonic() + 5.0
             time.sleep(0.05)
@@ -226,7 +248,13 @@ def _wait(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float, patienc
         _signal(crew, signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return next((rank for rank, process in enumerate(crew) if process.returncode), None) if first is None else first
+    return _first([process.returncode for process in crew]) if first is None else first, cut_short
+
+
+def _first(codes: Sequence[int | None]) -> int | None:
+    """The first rank that ended otherwise than well. One that a signal reached explains those that lost it."""
+    ended = [rank for rank, code in enumerate(codes) if code]
+    return min(ended, key=lambda rank: (codes[rank] != SAVED, rank), default=None)
 
 
 def _signal(crew: Sequence[subprocess.Popen[bytes]], number: int) -> None:
@@ -236,10 +264,13 @@ def _signal(crew: Sequence[subprocess.Popen[bytes]], number: int) -> None:
                 process.send_signal(number)
 
 
-def _verdict(codes: Sequence[int], first: int | None, desk: Path) -> int:
+def _verdict(codes: Sequence[int], first: int | None, cut_short: str, desk: Path) -> int:
     """The exit code; for a failure its root. Ranks that only lost their peer come later than the one that it was."""
     if first is None:
         return 0
+    if cut_short and set(codes) & {-signal.SIGKILL}:
+        hint = "go on from the last checkpoint with --resume; cluster.grace_seconds is the time that ranks get"
+        raise RunError(cut_short, "windlass train", hint)
     if codes[first] == SAVED:  # the others saved too, or only lost this one
         return SAVED
     errors = {rank: error for rank in range(len(codes)) if (error := _read(desk, f"error-{rank}"))}
