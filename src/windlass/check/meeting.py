@@ -165,12 +165,12 @@ def host(here: Place, deadline: float, say: Callable[[str], None]) -> Meeting:
 def welcome(meeting: Meeting, guest: socket.socket) -> None:
     """Let a guest sit down who says which node it is; whoever else knocks at the port is sent away."""
     guest.settimeout(5.0)
-    line = guest.makefile("rwb")
+    seat = Seat(guest, guest.makefile("rwb"))
     try:
-        said = json.loads(line.readline(200))
+        said = json.loads(seat.line.readline(200))
         rank, world = int(said["node"]), int(said["world"])
     except (OSError, ValueError, KeyError, TypeError):
-        guest.close()
+        seat.close()
         return
     wrong = ""
     if world != meeting.place.world:
@@ -178,12 +178,12 @@ def welcome(meeting: Meeting, guest: socket.socket) -> None:
     elif rank in meeting.seats or not 0 < rank < world:
         wrong = f"there are two nodes {rank}: PET_NODE_RANK (or RANK) must differ"
     with suppress(OSError):
-        line.write(json.dumps({"wrong": wrong}).encode() + b"\n")
-        line.flush()
+        seat.line.write(json.dumps({"wrong": wrong}).encode() + b"\n")
+        seat.line.flush()
     if wrong:
-        guest.close()
+        seat.close()
         return
-    meeting.seats[rank] = Seat(guest, line)
+    meeting.seats[rank] = seat
     meeting.address = plain(guest.getsockname()[0])
 
 
@@ -199,16 +199,17 @@ def join(here: Place, deadline: float) -> Meeting:
                 said = f"{here.host}:{here.port} ({address}) does not answer: {error.strerror or error}"
                 raise AbsentError(said) from None
         time.sleep(RETRY_SECONDS)
-    line = end.makefile("rwb")
+    seat = Seat(end, end.makefile("rwb"))
     try:
-        line.write(json.dumps({"node": here.rank, "world": here.world}).encode() + b"\n")
-        line.flush()
-        answer = json.loads(line.readline())
-    except (OSError, ValueError):
-        raise AbsentError(f"{here.host}:{here.port} is not the check of node 0: something else answers there") from None
-    if answer.get("wrong"):
-        raise AbsentError(answer["wrong"])
-    return Meeting(here, plain(end.getsockname()[0]), {0: Seat(end, line)})
+        seat.line.write(json.dumps({"node": here.rank, "world": here.world}).encode() + b"\n")
+        seat.line.flush()
+        wrong = json.loads(seat.line.readline())["wrong"]
+    except (OSError, ValueError, KeyError, TypeError):
+        wrong = f"{here.host}:{here.port} is not the check of node 0: something else answers there"
+    if wrong:
+        seat.close()
+        raise AbsentError(wrong)
+    return Meeting(here, plain(end.getsockname()[0]), {0: seat})
 
 
 def plain(address: str) -> str:

@@ -102,8 +102,8 @@ def together(
         volumes = meeting.gather(shared.volume(meeting, Path(loaded.run.train.output_dir)))
         folder, where = loaded.run.train.output_dir, loaded.where("train.output_dir")
         found.append(shared.one_volume(volumes, names, folder, where))
-        stuck = bool(absent) or any(result.name == "ports" and result.verdict == FAIL for result in found)
-        return [*found, *speed(meeting, plan, "torch" in have, stuck, names)]
+        hanging = [r.name for r in found if r.verdict == FAIL and (r.name in (MEETING, "ports") or "SOCKET" in r.name)]
+        return [*found, *speed(meeting, plan, "torch" in have, hanging, names)]
     finally:
         door.close()
 
@@ -154,13 +154,15 @@ def knock(meeting: Meeting, present: Sequence[Any]) -> dict[str, Any]:
     return {"reach": reached, "ahead": ahead}
 
 
-def speed(meeting: Meeting, plan: Plan | None, torch: bool, stuck: bool, names: Sequence[str]) -> list[Result]:
+def speed(
+    meeting: Meeting, plan: Plan | None, torch: bool, hanging: Sequence[str], names: Sequence[str]
+) -> list[Result]:
     """Measured only where it can work everywhere: a collective with a node missing hangs."""
     wrong = "" if torch and plan else "torch is not installed" if not torch else "there is no plan"
     able = meeting.gather(wrong)
     lacking = [f"{names[rank]}: {'gone' if said is None else said}" for rank, said in enumerate(able) if said != ""]
-    if stuck or lacking or plan is None:
-        why = "; ".join(lacking) or "not all nodes reach each other"
+    if hanging or lacking or plan is None:
+        why = "; ".join(lacking) or f"it would hang: {', '.join(dict.fromkeys(hanging))} failed"
         return [unseen("all-reduce", why), unseen("NCCL transport", why)]
     measured = pairs.measure(meeting)
     said = meeting.gather(pairs.transport(plan, measured.log).as_dict())

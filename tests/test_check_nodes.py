@@ -1,0 +1,494 @@
+"""Between nodes: they meet over real sockets, one fault is planted in one of them, and every node names it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass import demo
+from windlass.check import doors, meeting, nodes, pairs, shared
+from windlass.check.meeting import AbsentError, Meeting, Place
+from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed
+from windlass.errors import UserError
+from windlass.plan import Plan, make
+from windlass.runfile import Loaded, read
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
+NAMES = ("node 0", "node 1", "node 2", "node 3")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo.make(tmp_path_factory.mktemp("check") / "demo")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make(read(RECIPE))
+
+
+@pytest.fixture(scope="module")
+def wired() -> Plan:
+    return make(read(RECIPE, ["cluster.network=ethernet-10"]))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def at_once(works: Sequence[Callable[[], Any]], seconds: float = 60) -> list[Any]:
+    """Each in a thread of its own, as nodes are; an exception is the result of its node."""
+    results: list[Any] = [None] * len(works)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = works[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads), "a node hangs"
+    return results
+
+
+def named(results: Sequence[Result], name: str) -> Result:
+    found = [result for result in results if result.name == name]
+    assert len(found) == 1, [result.name for result in results]
+    return found[0]
+
+
+# --- who is there
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Place(0, 1, "localhost", 29500)),
+        (
+            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
+            Place(1, 3, "job-master-0", 23456),
+        ),
+        (  # an operator's pod with eight GPUs: nodes count, not ranks
+            {
+                "RANK": "1",
+                "WORLD_SIZE": "24",
+                "MASTER_ADDR": "m",
+                "PET_NNODES": "3",
+                "PET_NODE_RANK": "1",
+                "PET_MASTER_ADDR": "p",
+                "PET_MASTER_PORT": "1",
+            },
+            Place(1, 3, "p", 1),
+        ),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "m", "MASTER_PORT": "7"}, Place(1, 2, "m", 7)),
+    ],
+)
+def test_the_place_of_a_node(environ: dict[str, str], expected: Place) -> None:
+    assert meeting.place(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"PET_NNODES": "1:3"}, {"WORLD_SIZE": "2", "RANK": "2"}, {"WORLD_SIZE": "2", "MASTER_PORT": "http"}],
+)
+def test_a_place_that_cannot_be_is_the_users_mistake(environ: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        meeting.place(environ)
+
+
+def meet(world: int, work: Callable[[Meeting], Any], patience: float = 20, without: Sequence[int] = ()) -> list[Any]:
+    """Nodes of this process meet and each does `work`."""
+    port = free_port()
+
+    def node(rank: int) -> Any:
+        if rank in without:
+            return None
+        table = meeting.attend(Place(rank, world, "localhost", port), patience, lambda _: None)
+        try:
+            return work(table)
+        finally:
+            table.close()
+
+    return at_once([lambda rank=rank: node(rank) for rank in range(world)])  # type: ignore[misc]
+
+
+def test_every_node_hears_what_all_say() -> None:
+    heard = meet(3, lambda table: [table.gather(f"{table.place.rank}"), table.gather({"n": table.place.rank})])
+    assert heard == [[["0", "1", "2"], [{"n": 0}, {"n": 1}, {"n": 2}]]] * 3
+
+
+def test_a_node_that_never_comes_is_told_to_the_others_in_bounded_time() -> None:
+    began = time.monotonic()
+    heard = meet(3, lambda table: table.gather(table.place.rank, 5), patience=1.5, without=[2])
+    assert heard[:2] == [[0, 1, None]] * 2
+    assert time.monotonic() - began < 10
+
+
+def test_a_node_that_falls_silent_is_dropped_and_the_rest_goes_on() -> None:
+    def work(table: Meeting) -> Any:
+        first = table.gather(table.place.rank, 5)
+        if table.place.rank == 1:
+            time.sleep(2)
+            return first
+        return [first, table.gather("again", 0.5), table.gather("and again", 5)]
+
+    heard = meet(3, work)
+    for rank in (0, 2):
+        assert heard[rank] == [[0, 1, 2], ["again", None, "again"], ["and again", None, "and again"]]
+
+
+def test_node_0_that_goes_away_ends_the_meeting() -> None:
+    def work(table: Meeting) -> Any:
+        if table.place.rank == 0:
+            for seat in table.seats.values():
+                seat.close()
+            return None
+        return table.gather(1, 5)
+
+    assert isinstance(meet(2, work)[1], AbsentError)
+
+
+def test_names_and_ports_that_never_answer_end_within_the_patience() -> None:
+    began = time.monotonic()
+    with pytest.raises(AbsentError, match=r"'no-such-host\.invalid' does not resolve"):
+        meeting.attend(Place(1, 2, "no-such-host.invalid", 1), 0.5, lambda _: None)
+    with pytest.raises(AbsentError, match="does not answer"):
+        meeting.attend(Place(1, 2, "localhost", free_port()), 0.5, lambda _: None)
+    assert time.monotonic() - began < 10
+
+
+def test_a_port_in_use_and_a_stranger_behind_it_are_told() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AbsentError, match=f"port {port} cannot be opened"):
+            meeting.attend(Place(0, 2, "localhost", port), 0.5, lambda _: None)
+
+        def answer() -> None:
+            guest, _ = taken.accept()
+            guest.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            guest.close()
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(AbsentError, match="something else answers"):
+            meeting.attend(Place(1, 2, "127.0.0.1", port), 2, lambda _: None)
+        thread.join()
+
+
+def test_two_nodes_of_one_number_and_of_different_counts_are_refused() -> None:
+    port = free_port()
+    places = [Place(0, 3, "localhost", port), Place(1, 3, "localhost", port), Place(1, 3, "localhost", port)]
+    waiting: list[str] = []
+
+    def attend(here: Place, late: float) -> Any:
+        time.sleep(late)
+        return meeting.attend(here, 3, waiting.append).close()
+
+    results = at_once([lambda p=p, i=i: attend(p, i / 3) for i, p in enumerate(places)])  # type: ignore[misc]
+    assert "two nodes 1" in str(results[2])
+    port = free_port()
+    results = at_once(
+        [
+            lambda: meeting.attend(Place(0, 2, "localhost", port), 2, waiting.append).close(),
+            lambda: meeting.attend(Place(1, 4, "localhost", port), 2, waiting.append),
+        ]
+    )
+    assert "node 0 waits for 2 nodes, this one counts 4" in str(results[1])
+    assert any("waiting for node" in said for said in waiting) or not waiting
+
+
+# --- who reaches whom, and the clocks
+
+
+def test_a_door_that_is_shut_names_the_node_behind_it() -> None:
+    door = doors.Door("127.0.0.1")
+    why, offset = doors.knock("127.0.0.1", door.port)
+    assert why == ""
+    assert offset is not None
+    assert abs(offset) < 0.5
+    door.close()
+    assert doors.knock("127.0.0.1", door.port) == ("Connection refused", None)
+    good = {"0": "", "1": "", "2": ""}
+    one = [{**good, "2": "no answer"}, {**good, "2": "no answer"}, good]
+    found = doors.reach([{k: v for k, v in row.items() if k != str(i)} for i, row in enumerate(one)], NAMES[:3])
+    assert (found.verdict, found.seen) == (FAIL, "no other node reaches node 2 (no answer)")
+    pair = [{"1": "no answer", "2": ""}, {"0": "", "2": ""}, {"0": "", "1": ""}]
+    assert doors.reach(pair, NAMES[:3]).seen == "node 0 cannot reach node 1 (no answer)"
+    assert doors.reach([{"1": ""}, {"0": ""}], NAMES[:2]).verdict == PASS
+    assert doors.reach([None, None], NAMES[:2]).verdict == UNSEEN
+
+
+@pytest.mark.parametrize(("ahead", "verdict"), [(0.0, PASS), (5.0, WARN), (-300.0, FAIL)])
+def test_a_clock_that_is_off_is_measured_over_the_network(ahead: float, verdict: str) -> None:
+    door = doors.Door("127.0.0.1", clock=lambda: time.time() + ahead)
+    offset = doors.knock("127.0.0.1", door.port)[1]
+    door.close()
+    assert offset == pytest.approx(ahead, abs=0.5)
+    found = doors.clocks([0.0, offset], NAMES[:2])
+    assert found.verdict == verdict
+    assert verdict == PASS or found.seen.startswith("node 1 is ")
+    assert doors.clocks([0.0, None], NAMES[:2]).verdict == UNSEEN
+
+
+# --- the same of everything, and one volume
+
+FACTS = {
+    "run file": "a",
+    "windlass": "1",
+    "system": "Debian",
+    "data": "d",
+    "model": "m",
+    "image": {"torch": "2.13.0", "numpy": "2.4"},
+    "variables": {"NCCL_DEBUG": "WARN"},
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "verdict", "said"),
+    [
+        ({}, "same run file", PASS, "a"),
+        ({"run file": "b"}, "same run file", FAIL, "node 1 has b"),
+        ({"windlass": "2"}, "same windlass", FAIL, "node 1 has 2"),
+        ({"system": "RHEL"}, "same system", FAIL, "node 1 has RHEL"),
+        ({"data": "e"}, "same data", FAIL, "node 1 has e"),
+        ({"data": None}, "same data", FAIL, "node 1 cannot read it"),
+        ({"model": "n"}, "same model", FAIL, "node 1 has n"),
+        ({"image": {"torch": "2.12.0", "numpy": "2.4"}}, "same image", FAIL, "node 1 has torch 2.12.0"),
+        ({"image": {"torch": "2.13.0"}}, "same image", FAIL, "node 1 has numpy none"),
+        ({"variables": {"NCCL_DEBUG": "INFO"}}, "same variables", WARN, "node 1 has NCCL_DEBUG=INFO"),
+    ],
+)
+def test_the_node_that_differs_is_named(fault: dict[str, Any], name: str, verdict: str, said: str) -> None:
+    results = shared.compare([FACTS, {**FACTS, **fault}, FACTS], NAMES[:3])
+    found = named(results, name)
+    assert (found.verdict, said in found.seen) == (verdict, True), found
+    assert {result.verdict for result in results if result.name != name} == {PASS}
+
+
+def test_what_no_node_can_read_was_not_compared() -> None:
+    blind = {**FACTS, "data": None}
+    assert named(shared.compare([blind, blind], NAMES[:2]), "same data").verdict == UNSEEN
+
+
+def test_fingerprints_know_content_at_both_ends_and_size(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"a" * 200_000)
+    before = shared.files([file])
+    assert before == shared.files([tmp_path])  # a folder stands for its files
+    for content in (b"b" + b"a" * 199_999, b"a" * 199_999 + b"b", b"a" * 200_001):
+        file.write_bytes(content)
+        assert shared.files([file]) != before
+    assert shared.files([tmp_path / "none"]) is None
+
+
+def test_one_volume_is_written_and_seen_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "SEEN_SECONDS", 0.5)
+    assert meet(3, lambda table: shared.volume(table, tmp_path / "run")) == [{}, {}, {}]
+    assert not list(tmp_path.iterdir())
+    assert shared.one_volume([{}, {}], NAMES[:2], "out", "w").verdict == PASS
+
+
+def test_a_volume_of_its_own_and_one_that_cannot_be_written_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "SEEN_SECONDS", 0.5)
+    unwritable = meet(2, lambda table: shared.volume(table, Path("/proc/windlass")))
+    assert all("written" in row for row in unwritable)
+    assert shared.one_volume(unwritable, NAMES[:2], "out", "w").verdict == FAIL
+
+    def vanishing(table: Meeting) -> dict[str, str]:
+        """As node 1 sees another volume that is mounted at the same path: what node 0 wrote is not there."""
+        if table.place.rank == 0:
+            return shared.volume(table, tmp_path)
+        said = table.gather({"wrong": "", "token": "x", "folder": ""})[0]
+        found = {} if (tmp_path / "elsewhere" / f".windlass-{said['token']}.part").exists() else {"seen": "not here"}
+        for answer in (None, "", None):
+            table.gather(answer)
+        return found
+
+    rows = meet(2, vanishing)
+    found = shared.one_volume(rows, NAMES[:2], str(tmp_path), "run.yaml:1: train.output_dir")
+    assert (found.verdict, found.seen) == (FAIL, "node 1: not here")
+
+
+# --- bandwidth
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8, 17])
+def test_rounds_hold_every_pair_once_and_no_rank_twice(world: int) -> None:
+    rounds = pairs.rounds(world)
+    everything = [game for games in rounds for game in games]
+    assert sorted(everything) == [(a, b) for a in range(world) for b in range(a + 1, world)]
+    for games in rounds:
+        playing = [rank for game in games for rank in game]
+        assert len(playing) == len(set(playing))
+
+
+def measured(backend: str = "nccl", **speeds: float | None) -> pairs.Measured:
+    every = {(a, b): 45.0 for a in range(4) for b in range(a + 1, 4)}
+    given = {(int(key[1]), int(key[2])): value for key, value in speeds.items() if key != "overall"}
+    return pairs.Measured(backend, {**every, **given}, speeds.get("overall", 45.0))
+
+
+def test_speeds_against_the_fabric_and_each_other(plan: Plan) -> None:
+    names = NAMES
+    assert {result.verdict for result in pairs.judge(plan, measured(), names)} == {PASS}
+    slow = named(pairs.judge(plan, measured(p13=10.0, p23=11.0), names), "all-reduce of pairs")
+    assert (slow.verdict, "node 1 with node 3 at 10.00" in slow.seen) == (WARN, True)
+    assert "node 3 is in 2 of the slow ones" in slow.seen
+    crawling = named(pairs.judge(plan, measured(p13=0.5), names), "all-reduce of pairs")
+    assert (crawling.verdict, "infiniband-400 gets 45" in crawling.seen) == (FAIL, True)
+    dead = named(pairs.judge(plan, measured(p02=None), names), "all-reduce of pairs")
+    assert (dead.verdict, "node 0 and node 2" in dead.seen) == (FAIL, True)
+    assert named(pairs.judge(plan, measured(overall=10.0), names), "all-reduce of all").verdict == WARN
+    assert named(pairs.judge(plan, measured(overall=1.0), names), "all-reduce of all").verdict == FAIL
+    assert named(pairs.judge(plan, measured(overall=None), names), "all-reduce of all").verdict == FAIL
+    assert pairs.judge(plan, pairs.Measured("gloo", trouble="node 1: no interface"), names)[0].verdict == FAIL
+
+
+def test_gloos_figures_are_not_held_against_infiniband(plan: Plan, wired: Plan) -> None:
+    slow = measured("gloo", overall=0.05)
+    found = named(pairs.judge(plan, slow, NAMES), "all-reduce of all")
+    assert (found.verdict, "not comparable" in found.seen) == (PASS, True)
+    assert named(pairs.judge(wired, slow, NAMES), "all-reduce of all").verdict == FAIL
+
+
+INFINIBAND = """\
+pod:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB net1:10.0.0.1<0>
+pod:1:2 [0] NCCL INFO Using network IB
+pod:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
+pod:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
+pod:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+"""
+SOCKETS = """\
+pod:1:2 [0] NCCL INFO NET/IB : No device found.
+pod:1:2 [0] NCCL INFO Using network Socket
+pod:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+"""
+
+
+def test_sockets_where_infiniband_was_asked_for_fail(plan: Plan, wired: Plan) -> None:
+    assert dict(pairs.transports(INFINIBAND)) == {"NET/IB/GDRDMA": 2, "P2P": 1}
+    assert pairs.transport(plan, INFINIBAND).verdict == PASS
+    assert pairs.transport(plan, SOCKETS).verdict == FAIL
+    assert pairs.transport(wired, SOCKETS).verdict == PASS
+    assert pairs.transport(plan, INFINIBAND.replace("/GDRDMA", "")).verdict == WARN
+    assert pairs.transport(plan, "").verdict == UNSEEN
+    assert pairs.transport(plan, "NCCL INFO cudaDriverVersion 13000\n").verdict == UNSEEN
+    early = "NCCL INFO Using network Socket\n"  # ended before it opened a channel
+    assert pairs.transport(plan, early).verdict == FAIL
+
+
+# --- all of it together
+
+
+def nodes_of(
+    loaded: Sequence[Loaded],
+    mine: Sequence[Sequence[Result]],
+    have: Sequence[Mapping[str, str]],
+    patience: float = 20,
+    absent: Sequence[int] = (),
+) -> list[nodes.Met]:
+    """The protocol in threads, without torch, so without its bandwidths."""
+    port, world = free_port(), len(loaded)
+    plan = make(loaded[0])
+
+    def node(rank: int) -> Any:
+        if rank in absent:
+            return None
+        environ = {"PET_NNODES": str(world), "PET_NODE_RANK": str(rank), "PET_MASTER_PORT": str(port)}
+        given = loaded[rank], plan, mine[rank], have[rank], environ, Path("/"), patience, lambda _: None
+        return nodes.check(*given)
+
+    return at_once([lambda rank=rank: node(rank) for rank in range(world)])  # type: ignore[misc]
+
+
+def spread(sound: Path, world: int, *overrides: str) -> Loaded:
+    return read(sound, [f"cluster.nodes={world}", "cluster.gpus_per_node=1", "cluster.network=loopback", *overrides])
+
+
+def test_one_nodes_fault_is_every_nodes_verdict_with_its_name(sound: Path) -> None:
+    loaded = [spread(sound, 3)] * 3
+    mine = [[passed("open files", "many")]] * 2 + [[failed("open files", "few", "more")]]
+    met = nodes_of(loaded, mine, [{"numpy": "2.4"}] * 3)
+    assert [m.speaks for m in met] == [True, False, False]
+    assert met[0].results == met[1].results == met[2].results
+    results = met[0].results
+    bad = [result for result in results if result.verdict == FAIL]
+    assert [(result.name, result.node.split(" (")[0]) for result in bad] == [("open files", "node 2")]
+    assert named(results, "nodes").verdict == named(results, "ports").verdict == PASS
+    assert named(results, "shared volume").verdict == named(results, "clocks").verdict == PASS
+    assert named(results, "all-reduce").verdict == UNSEEN
+    assert "torch is not installed" in named(results, "all-reduce").seen
+
+
+def test_another_run_file_and_another_image_are_named(sound: Path) -> None:
+    loaded = [spread(sound, 3), spread(sound, 3, "train.learning_rate=0.5"), spread(sound, 3)]
+    results = nodes_of(loaded, [[]] * 3, [{"numpy": "2.4"}, {"numpy": "2.4"}, {"numpy": "2.3"}])[1].results
+    assert named(results, "same run file").seen.startswith("node 1 ")
+    assert named(results, "same image").seen.startswith("node 2 ")
+    assert named(results, "same data").verdict == PASS
+
+
+def test_a_node_that_never_comes_is_named_by_the_rest(sound: Path) -> None:
+    met = nodes_of([spread(sound, 3)] * 3, [[]] * 3, [{}] * 3, patience=2, absent=[1])
+    for rank in (0, 2):
+        found = named(met[rank].results, "nodes")
+        assert (found.verdict, "node 1 did not come" in found.seen) == (FAIL, True)
+        assert named(met[rank].results, "all-reduce").verdict == UNSEEN
+    alone = nodes_of([spread(sound, 2)] * 2, [[]] * 2, [{}] * 2, patience=1, absent=[0])[1]
+    found = named(alone.results, "nodes")
+    assert (found.verdict, "does not answer" in found.seen, alone.speaks) == (FAIL, True, True)
+
+
+def test_more_or_fewer_nodes_than_the_run_file_says(sound: Path) -> None:
+    met = nodes_of([spread(sound, 3)] * 2, [[]] * 2, [{}] * 2)
+    assert named(met[0].results, "number of nodes").verdict == FAIL
+
+
+def started(sound: Path, port: int, rank: int, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PET_NNODES": "2", "PET_NODE_RANK": str(rank)}
+    environ |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port), **variables}
+    settings = ("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=loopback")
+    overrides = [word for setting in settings for word in ("--override", setting)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "windlass", "check", str(sound), "--in-pod", "--wait", "60", *overrides, *arguments],
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_two_processes_measure_each_other_and_agree(sound: Path) -> None:
+    """As the launch script starts them: first sound, then with a node whose HOME cannot be written."""
+    port = free_port()
+    crew = [started(sound, port, rank) for rank in range(2)]
+    said = [process.communicate(timeout=120) for process in crew]
+    assert [process.returncode for process in crew] == [0, 0], said
+    assert said[1][0] == ""  # one node speaks
+    assert "gloo: " in said[0][0]
+    assert "of loopback's 1" in " ".join(said[0][0].split())
+    crew = [started(sound, port, 0), started(sound, port, 1, HOME="/proc/nobody", GLOO_SOCKET_IFNAME="net9")]
+    said = [process.communicate(timeout=120) for process in crew]
+    assert [process.returncode for process in crew] == [13, 13], said
+    table = " ".join(said[0][0].split())
+    assert "failing: folder HOME on node 1" in table
+    assert "interface GLOO_SOCKET_IFNAME on node 1" in table
+    assert "it would hang: interface GLOO_SOCKET_IFNAME failed" in table
