@@ -15,12 +15,22 @@ from windlass.cli.options import (
     Overrides,
     Run,
     app,
+    make_plan,
     print_error,
+    say,
     without,
 )
+from windlass.errors import UserError
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", help="Where the job's files are. Default: the run folder.", show_default=False
+    ),
+]
 
 
 @app.command(
@@ -58,10 +68,15 @@ def train(
 
     def planned() -> Plan:
         from windlass import plan as planning
+        from windlass.hardware import this_machine
         from windlass.layout import accelerate_file, parents
         from windlass.runfile import read
+        from windlass.train.machines import started_on
 
-        return planning.make(read(run, overrides), accelerate_file(accelerate, os.environ, parents()))
+        loaded, file = read(run, overrides), accelerate_file(accelerate, os.environ, parents())
+        if file is None and (found := started_on(loaded, os.environ, len(this_machine().cards))):
+            loaded = read(run, [*overrides, *found])
+        return planning.make(loaded, file)
 
     arguments = ["train", str(run), *(word for option in overrides for word in ("--override", option))]
     arguments += [*(["--accelerate", str(accelerate)] if accelerate else []), *(["--resume"] if resume else [])]
@@ -84,3 +99,87 @@ def demo(
     print(f"made {directory / 'model'}, {directory / 'data'} and {run}", file=sys.stderr)
     if not make_only:
         train(run)
+
+
+@app.command(
+    epilog="**Examples**\n\n"
+    "`windlass submit run.yaml --to script`\n\n"
+    "`windlass submit run.yaml --to kubernetes --dry-run`\n\n"
+    "`windlass submit run.yaml --to runai --follow`"
+)
+def submit(
+    run: Run,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="PLATFORM",
+            help="local, script, runai or kubernetes; default: cluster.platform.",
+            show_default=False,
+        ),
+    ] = None,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the files and start nothing.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Stay and show the run's log.")] = False,
+    out: Out = None,
+) -> None:
+    """Write what starts the run on a platform, and start it there; again, to go on with it.
+
+    Local runs here and now. Script writes launch.sh, which runs on every node, by hand or as a Slurm step.
+    The other two go through `runai` and `kubectl` where these are at hand; else their files are written.
+    """
+    from windlass.launch import PLATFORMS
+    from windlass.launch import submit as submitting
+
+    made = make_plan(run, override, accelerate)
+    platform = to or made.loaded.run.cluster.platform
+    if platform not in PLATFORMS:
+        raise UserError(f"there is no platform {platform!r}", "--to", f"one of {', '.join(PLATFORMS)}")
+    code = submitting.submit(
+        made,
+        platform,
+        overrides=override or (),
+        accelerate=accelerate,
+        out=out,
+        dry_run=dry_run,
+        follow=follow,
+        say=say,
+    )
+    raise typer.Exit(code)
+
+
+@app.command(epilog="**Example**\n\n`windlass status run.yaml`")
+def status(run: Run, override: Overrides = None, out: Out = None) -> None:
+    """Say what became of a submitted run, in its platform's own words."""
+    from windlass.launch import submit as submitting
+
+    raise typer.Exit(submitting.status(_submitted(run, override, out)))
+
+
+@app.command(epilog="**Example**\n\n`windlass logs run.yaml --follow`")
+def logs(
+    run: Run,
+    override: Overrides = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay, and show what comes.")] = False,
+    out: Out = None,
+) -> None:
+    """Show what the nodes of a submitted run have printed."""
+    from windlass.launch import submit as submitting
+
+    raise typer.Exit(submitting.logs(_submitted(run, override, out), follow=follow, say=say))
+
+
+@app.command(epilog="**Example**\n\n`windlass stop run.yaml`, later `windlass submit run.yaml` to go on")
+def stop(run: Run, override: Overrides = None, out: Out = None) -> None:
+    """End a submitted run. Its nodes get their time to save; submitting it again goes on from there."""
+    from windlass.launch import submit as submitting
+
+    raise typer.Exit(submitting.stop(_submitted(run, override, out), say))
+
+
+def _submitted(run: Path, override: list[str] | None, out: Path | None) -> Path:
+    from windlass.launch import submit as submitting
+    from windlass.runfile import read
+
+    return submitting.find(read(run, override or ()), out)

@@ -116,9 +116,11 @@ if ((nodes > 1)); then
     sleep 0.1
   done
 fi
-if python3 -m windlass check --help >/dev/null 2>&1; then
+if [[ "${WINDLASS_CHECK:-yes}" != no ]]; then
   # Everything else that can be known of this node and of all together, before anything is loaded.
-  python3 -m windlass check "$run" --in-pod "${options[@]}" || leave 13
+  PET_NODE_RANK="$node" PET_NNODES="$nodes" PET_MASTER_ADDR="$master" PET_MASTER_PORT="$port" \
+    python3 -m windlass check "$run" --accelerate "$accelerate" --in-pod --wait "$meet_seconds" "${options[@]}" \
+    || leave 13
 fi
 
 # --- the ranks ------------------------------------------------------------------------------------------------------

@@ -56,21 +56,20 @@ def texts(job: Job) -> dict[str, str]:
     }
 
 
-def kind(job: Job) -> list[str]:
+def kind(nodes: int) -> list[str]:
     """One node needs no operator: `--workers` 0 is not defined."""
-    return ["runai", "training", "pytorch"] if job.nodes > 1 else ["runai", "training", "standard"]
+    return ["runai", "training", "pytorch" if nodes > 1 else "standard"]
 
 
 def command(job: Job) -> list[str]:
     """What is run, word by word."""
     arguments = [word for _, group in _options(job) for word in group]
-    return [*kind(job), "submit", job.name, *arguments, "--command", "--", *inner(job)]
+    return [*kind(job.nodes), "submit", job.name, *arguments, "--command", "--", *inner(job)]
 
 
-def verb(job: Job, name: str, *more: str) -> list[str]:
-    """describe, logs, delete."""
-    project = ["--project", job.cluster.project] if job.cluster.project else []
-    return [*kind(job), name, job.name, *project, *more]
+def verb(name: str, nodes: int, project: str | None, *words: str) -> list[str]:
+    """describe, logs, delete of a job that was submitted."""
+    return [*kind(nodes), words[0], name, *(["--project", project] if project else []), *words[1:]]
 
 
 def inner(job: Job) -> list[str]:
@@ -88,9 +87,9 @@ def submit_sh(job: Job) -> str:
         version=__version__,
         source=one_line(job.source),
         folder=one_line(job.folder),
-        delete=one_line(words(verb(job, "delete"))),
+        delete=one_line(words(verb(job.name, job.nodes, job.cluster.project, "delete"))),
         options="\n".join(lines),
-        command=words([*kind(job), "submit", job.name]),
+        command=words([*kind(job.nodes), "submit", job.name]),
         inner=words(inner(job)),
     )
 

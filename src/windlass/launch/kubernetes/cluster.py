@@ -1,0 +1,200 @@
+"""The cluster, through its own client: what is installed, what is missing, create, look, stop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from windlass.errors import Problem, RunError, UserError
+from windlass.launch.job import Job
+from windlass.launch.kubernetes.engines import TRAINER
+from windlass.launch.kubernetes.pod import RUN_LABEL
+
+KUBECTL = "kubectl"
+SECONDS = 60  # for one answer
+RESOURCES = {
+    "trainer": "trainjobs.trainer.kubeflow.org",
+    "pytorchjob": "pytorchjobs.kubeflow.org",
+    "jobset": "jobsets.jobset.x-k8s.io",
+    "job": "jobs.batch",
+}
+ENDED = ("Complete", "Completed", "Succeeded", "Failed", "FailureTarget")
+
+
+def client() -> str | None:
+    return shutil.which(KUBECTL)
+
+
+def kubectl(*words: str, namespace: str | None = None, feed: str | None = None) -> subprocess.CompletedProcess[str]:
+    """One call; whatever it says is kept."""
+    place = ["--namespace", namespace] if namespace else []
+    command = [KUBECTL, *place, *words]
+    try:
+        return subprocess.run(command, input=feed, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"no answer within {SECONDS} s", " ".join(command), "is the cluster reachable?") from None
+    except OSError as error:
+        raise UserError(
+            f"{KUBECTL} can't be run: {error.strerror}", "windlass submit", "install it, or --dry-run"
+        ) from None
+
+
+def must(done: subprocess.CompletedProcess[str]) -> str:
+    """Its output; its own words where it failed."""
+    if done.returncode:
+        raise RunError(done.stderr.strip() or f"ended with {done.returncode}", " ".join(done.args[:6]))
+    return done.stdout
+
+
+def found_engine(asked: str) -> str:
+    """cluster.engine, or the first that is installed."""
+    if asked != "auto":
+        return asked
+    names = must(kubectl("get", "customresourcedefinitions", "--output", "name")).split()
+    there = {name.partition("/")[2] for name in names}
+    return next((engine for engine, resource in RESOURCES.items() if resource in there), "job")
+
+
+def found_version() -> str:
+    """Kubeflow Trainer's version, told by the fields that its definition has."""
+    text = must(kubectl("get", "customresourcedefinition", RESOURCES["trainer"], "--output", "json"))
+    return version_of(json.loads(text))
+
+
+def version_of(definition: dict[str, Any]) -> str:
+    versions = definition.get("spec", {}).get("versions", [])
+    schema = json.dumps([one.get("schema", {}) for one in versions])
+    if '"runtimePatches"' in schema:
+        return "2.3" if '"terminationGracePeriodSeconds"' in schema else "2.2"
+    for name, version in (('"podTemplateOverrides"', "2.1"), ('"podSpecOverrides"', "2.0")):
+        if name in schema:
+            return version
+    return TRAINER
+
+
+def missing(job: Job, engine: str, where: Callable[[str], str]) -> tuple[list[Problem], list[str]]:
+    """What the run refers to and the cluster lacks; and what could not be looked at."""
+    problems, unknown = [], []
+    for kind, name, key in _references(job, engine):
+        done = kubectl("get", kind, name, "--output", "name", namespace=job.cluster.namespace)
+        if done.returncode == 0:
+            continue
+        if "NotFound" in done.stderr or "not found" in done.stderr:
+            problems.append(Problem(f"the cluster has no {kind} {name}", where(key), _there(kind, job)))
+        else:
+            unknown.append(f"{kind} {name} could not be looked at: {done.stderr.strip()}")
+    return problems, unknown
+
+
+def _there(kind: str, job: Job) -> str:
+    """What there is instead, where we may see it."""
+    done = kubectl("get", kind, "--output", "name", namespace=job.cluster.namespace)
+    names = [line.partition("/")[2] for line in done.stdout.split()] if done.returncode == 0 else []
+    return f"it has {', '.join(names[:10])}" if names else f"kubectl get {kind}"
+
+
+def _references(job: Job, engine: str) -> Iterator[tuple[str, str, str]]:
+    cluster = job.cluster
+    for index, volume in enumerate(cluster.volumes):
+        yield "persistentvolumeclaim", volume.claim, f"cluster.volumes[{index}].claim"
+    if cluster.queue:
+        yield "localqueue.kueue.x-k8s.io", cluster.queue, "cluster.queue"
+    if engine == "trainer":
+        yield "clustertrainingruntime.trainer.kubeflow.org", cluster.runtime, "cluster.runtime"
+    if cluster.service_account:
+        yield "serviceaccount", cluster.service_account, "cluster.service_account"
+    if cluster.priority_class:
+        yield "priorityclass", cluster.priority_class, "cluster.priority_class"
+    for name in dict.fromkeys(cluster.image_pull_secrets):
+        yield "secret", name, "cluster.image_pull_secrets"
+    for name, value in cluster.env.items():
+        if not isinstance(value, str):
+            yield "secret", value.secret, f"cluster.env.{name}"
+
+
+def state(job: Job, engine: str) -> str | None:
+    """None: there is no such job; else `running` or how it ended."""
+    done = kubectl(
+        "get", RESOURCES[engine], job.name, "--ignore-not-found", "--output", "json", namespace=job.cluster.namespace
+    )
+    text = must(done).strip()
+    if not text:
+        return None
+    conditions = json.loads(text).get("status", {}).get("conditions", [])
+    ended = [one["type"] for one in conditions if one.get("type") in ENDED and one.get("status") == "True"]
+    return str(ended[0]) if ended else "running"
+
+
+def create(job: Job, engine: str, manifest: str, where: Callable[[str], str], say: Callable[[str], None]) -> None:
+    """Everything is asked before anything is made. A job that has ended is replaced, one that runs is not."""
+    problems, unknown = missing(job, engine, where)
+    for line in unknown:
+        say(line)
+    before = state(job, engine)
+    if before == "running":
+        hint = "wait for it, windlass stop RUN, or give another name"
+        problems.append(Problem(f"{RESOURCES[engine]} {job.name} is there and has not ended", where("name"), hint))
+    if problems:
+        raise UserError.of(problems)
+    namespace = job.cluster.namespace
+    if before is not None:
+        say(f"{job.name} has ended ({before}): it is replaced, and the run goes on from its last checkpoint")
+        must(kubectl("delete", RESOURCES[engine], job.name, "--wait", namespace=namespace))
+    must(
+        kubectl("apply", "--dry-run=server", "--validate=strict", "--filename", "-", namespace=namespace, feed=manifest)
+    )
+    say(must(kubectl("apply", "--validate=strict", "--filename", "-", namespace=namespace, feed=manifest)).strip())
+
+
+def selector(name: str, engine: str) -> str:
+    """Kubeflow Trainer's pods are a JobSet's, and its first versions give them no labels of ours."""
+    return f"jobset.sigs.k8s.io/jobset-name={name}" if engine == "trainer" else f"{RUN_LABEL}={name}"
+
+
+def status(name: str, engine: str, namespace: str | None) -> str:
+    job = kubectl("get", RESOURCES[engine], name, "--ignore-not-found", namespace=namespace)
+    pods = kubectl("get", "pods", "--selector", selector(name, engine), "--output", "wide", namespace=namespace)
+    return "\n".join(part for part in (must(job).strip(), must(pods).strip()) if part) or f"{name}: not there any more"
+
+
+def logs(name: str, engine: str, namespace: str | None, nodes: int, *, follow: bool) -> int:
+    """Straight to this terminal."""
+    place = ["--namespace", namespace] if namespace else []
+    words = [
+        "logs",
+        "--selector",
+        selector(name, engine),
+        "--prefix",
+        "--tail=-1",
+        f"--max-log-requests={max(nodes, 1)}",
+    ]
+    return subprocess.run([KUBECTL, *place, *words, *(["--follow"] if follow else [])], check=False).returncode
+
+
+def until_started(name: str, engine: str, namespace: str | None, say: Callable[[str], None], seconds: float) -> bool:
+    """Wait for the first pod that runs; what it waits for is said when it changes."""
+    deadline, last = time.monotonic() + seconds, ""
+    words = ("get", "pods", "--selector", selector(name, engine), "--output", "jsonpath={.items[*].status.phase}")
+    while time.monotonic() < deadline:
+        phases = must(kubectl(*words, namespace=namespace)).split()
+        if set(phases) & {"Running", "Succeeded", "Failed"}:
+            return True
+        now = ", ".join(phases) or "no pod yet"
+        if now != last:
+            say(f"waiting: {now}")
+        last = now
+        time.sleep(2)
+    return False
+
+
+def delete(name: str, engine: str, namespace: str | None) -> str:
+    """The job, then its files; pods get their grace to save."""
+    said = [must(kubectl("delete", RESOURCES[engine], name, "--ignore-not-found", "--wait=false", namespace=namespace))]
+    kinds: Sequence[str] = ("service", "configmap")
+    selected = ("--selector", f"{RUN_LABEL}={name},app.kubernetes.io/managed-by=windlass")
+    said += [must(kubectl("delete", kind, *selected, "--ignore-not-found", namespace=namespace)) for kind in kinds]
+    return "".join(said).strip()

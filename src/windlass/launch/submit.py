@@ -1,0 +1,263 @@
+"""Files into the run folder, then one call of the platform's own client; and what became of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import Problem, RunError, UserError, raise_all
+from windlass.launch import kubernetes, pods, runai, script
+from windlass.launch.job import Job, environment_notes, job_of
+from windlass.launch.kubernetes import checks, cluster, engines
+from windlass.plan import Plan
+from windlass.runfile import Loaded
+
+RECORD = "submitted.json"
+START_SECONDS = 24 * 3600  # --follow waits so long for a first pod: queues may be long
+Say = Callable[[str], None]
+
+
+def texts(
+    plan: Plan,
+    to: str,
+    *,
+    overrides: Sequence[str] = (),
+    accelerate: Path | None = None,
+    engine: str | None = None,
+    version: str | None = None,
+) -> dict[str, str]:
+    """All files of one platform, or everything that is wrong."""
+    job = job_of(plan, overrides=overrides, accelerate=accelerate)
+    engine, version = _engine(job, engine), _version(job, version)
+    raise_all([*_problems(plan, job, to, engine, version)])
+    if to == "local":
+        return {}
+    if to == "script":
+        return script.texts(job)
+    if to == "runai":
+        return runai.texts(job)
+    raise_all(checks.problems(kubernetes.manifests(job, engine, version)))
+    return kubernetes.texts(job, engine, version)
+
+
+def _engine(job: Job, found: str | None) -> str:
+    asked = job.cluster.engine
+    return found or (kubernetes.DEFAULT_ENGINE if asked == "auto" else asked)
+
+
+def _version(job: Job, found: str | None) -> str:
+    return found or job.cluster.trainer_version or engines.TRAINER
+
+
+def _problems(plan: Plan, job: Job, to: str, engine: str, version: str) -> Iterator[Problem]:
+    where = plan.loaded.where
+    if to == "local" and job.nodes > 1:
+        hint = "--to script makes a script for each node; --to runai and --to kubernetes start them"
+        yield Problem(f"{job.nodes} nodes, and this is one", where("cluster.nodes"), hint)
+    if to in ("runai", "kubernetes"):
+        yield from pods.problems(plan, job)
+    if to == "runai":
+        yield from runai.problems(job, where)
+    if to == "kubernetes" and engine == "trainer":
+        if version not in engines.STYLES:
+            hint = f"known are {', '.join(engines.STYLES)}"
+            yield Problem(f"Kubeflow Trainer {version} is not known", where("cluster.trainer_version"), hint)
+            return
+        for key, why in engines.not_said(job, version).items():
+            yield Problem(why, where(key), "take cluster.engine: jobset, or leave it to the runtime")
+
+
+def notes(plan: Plan, to: str, *, engine: str | None = None, version: str | None = None) -> tuple[str, ...]:
+    """What should be known before it is sent: keys without effect there, policies that are needed, defaults taken."""
+    section, where = plan.loaded.run.cluster, plan.loaded.where
+    found = [*environment_notes(section)]
+    if to == "runai":
+        found += pods.notes(section, runai.NOT_TAKEN, "Run:ai")
+    if to == "kubernetes":
+        found += pods.notes(section, kubernetes.NOT_TAKEN, "Kubernetes")
+        if section.engine == "auto" and engine is None:
+            found.append(f"{where('cluster.engine')}: auto, and no cluster was asked: an indexed Job, which all have")
+        chosen = engine or section.engine
+        if chosen == "trainer" and section.trainer_version is None and version is None:
+            found.append(f"{where('cluster.trainer_version')}: no cluster was asked: written for {engines.TRAINER}")
+        if chosen == "trainer":
+            found.append(f"restarts are the runtime's ({section.runtime}): cluster.max_restarts has no effect")
+    if to in ("runai", "kubernetes"):
+        found += pods.secured(section, where)
+        if section.image and "@sha256:" not in section.image:
+            found.append(f"{where('cluster.image')}: a tag may change between two starts of one run; name a digest")
+    if not plan.cost.fits:
+        found.append(f"it does not fit: {plan.cost.remedy}")
+    return tuple(found)
+
+
+def folder_of(loaded: Loaded, to: str, out: Path | None = None) -> Path:
+    """Where the files go: the run folder, unless that lies on a volume that this machine does not have."""
+    run = loaded.run
+    folder = Path(run.train.output_dir)
+    if out is not None or to in ("local", "script"):
+        return out or folder
+    here = folder.exists() or any(
+        folder.is_relative_to(volume.path) and Path(volume.path).is_dir() for volume in run.cluster.volumes
+    )
+    return folder if here else Path(f"{run.name or folder.name}-job")
+
+
+def submit(
+    plan: Plan,
+    to: str,
+    *,
+    overrides: Sequence[str] = (),
+    accelerate: Path | None = None,
+    out: Path | None = None,
+    dry_run: bool = False,
+    follow: bool = False,
+    say: Say,
+) -> int:
+    """Write the files and start the run. Returns an exit code."""
+    engine, version = _look(plan, to, dry_run=dry_run)
+    made = texts(plan, to, overrides=overrides, accelerate=accelerate, engine=engine, version=version)
+    for note in notes(plan, to, engine=engine, version=version):
+        say(f"note: {note}")
+    job = job_of(plan, overrides=overrides, accelerate=accelerate)
+    folder = folder_of(plan.loaded, to, out)
+    if made:
+        write(folder, made)
+        say(f"written to {folder}: {', '.join(made)}")
+    if dry_run:
+        return 0
+    if not plan.cost.fits:
+        raise UserError("the plan says that it does not fit", str(plan.loaded.path), plan.cost.remedy)
+    engine = _engine(job, engine)
+    facts = {
+        "platform": to,
+        "name": job.name,
+        "engine": engine if to == "kubernetes" else None,
+        "namespace": job.cluster.namespace,
+        "project": job.cluster.project,
+        "nodes": job.nodes,
+        "submitted": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    if to == "kubernetes":
+        if cluster.client() is None:
+            say(f"kubectl is not here; where it is: kubectl apply -f {folder / 'job.yaml'}")
+            return 0
+        cluster.create(job, engine, made["job.yaml"], plan.loaded.where, say)
+        write(folder, {RECORD: json.dumps(facts, indent=2) + "\n"})
+        return logs(folder, follow=True, say=say) if follow else 0
+    if to == "runai":
+        return _runai(job, folder, facts, follow=follow, say=say)
+    if to == "script":
+        say(f"on each node: bash {folder / 'launch.sh'} (its first lines say how)")
+        return 0
+    return _local(plan, overrides, accelerate)
+
+
+def _look(plan: Plan, to: str, *, dry_run: bool) -> tuple[str | None, str | None]:
+    """Engine and version by what the cluster has, where one may be asked."""
+    section = plan.loaded.run.cluster
+    if to != "kubernetes" or dry_run or cluster.client() is None:
+        return None, None
+    engine = cluster.found_engine(section.engine)
+    ask = engine == "trainer" and section.trainer_version is None
+    return engine, cluster.found_version() if ask else None
+
+
+def _runai(job: Job, folder: Path, facts: dict[str, Any], *, follow: bool, say: Say) -> int:
+    if folder != Path(job.folder):
+        say(f"{job.folder} is not here: copy launch.sh, run.yaml and accelerate.yaml there, onto the pods' volume,")
+        say(f"then: bash {folder / 'submit.sh'}")
+        return 0
+    if shutil.which("runai") is None:
+        say(f"runai is not here; where it is: bash {folder / 'submit.sh'}")
+        return 0
+    code = subprocess.run(runai.command(job), check=False).returncode
+    if code:
+        raise RunError(f"runai ended with {code}: its own words stand above", "windlass submit", "runai login")
+    write(folder, {RECORD: json.dumps(facts, indent=2) + "\n"})
+    return logs(folder, follow=True, say=say) if follow else 0
+
+
+def _local(plan: Plan, overrides: Sequence[str], accelerate: Path | None) -> int:
+    """The same command that a user would type; --resume begins anew where there is nothing to go on from."""
+    words = ["train", str(plan.loaded.path), *(word for one in overrides for word in ("--override", one))]
+    words += ["--accelerate", str(accelerate)] if accelerate else []
+    return subprocess.run([sys.executable, "-m", "windlass", *words, "--resume"], check=False).returncode
+
+
+def write(folder: Path, named: dict[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in named.items():
+            path = folder / name
+            path.write_text(text, encoding="utf-8", newline="\n")  # bash reads no \r\n, wherever this is written
+            if name.endswith(".sh"):
+                path.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}", str(folder), "give another --out DIR") from None
+
+
+# --- what was submitted ---------------------------------------------------------------------------------------------
+
+
+def find(loaded: Loaded, out: Path | None = None) -> Path:
+    """Where this run's job left its record."""
+    folders = [folder_of(loaded, to, out) for to in ("runai", "script")]
+    return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
+
+
+def submitted(folder: Path) -> dict[str, Any]:
+    path = folder / RECORD
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            "nothing was submitted from here", str(path), "windlass submit RUN; or give its --out"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"can't be read: {error}", str(path), "windlass submit writes it") from None
+    return dict(found)
+
+
+def _runai_words(facts: dict[str, Any], *words: str) -> list[str]:
+    return runai.verb(facts["name"], facts["nodes"], facts["project"], *words)
+
+
+def status(folder: Path) -> int:
+    facts = submitted(folder)
+    if facts["platform"] == "runai":
+        return _pass_on(_runai_words(facts, "describe"))
+    print(cluster.status(facts["name"], facts["engine"], facts["namespace"]))
+    return 0
+
+
+def logs(folder: Path, *, follow: bool, say: Say) -> int:
+    facts = submitted(folder)
+    if facts["platform"] == "runai":
+        return _pass_on(_runai_words(facts, "logs", *(["--follow"] if follow else [])))
+    name, engine, namespace = facts["name"], facts["engine"], facts["namespace"]
+    if follow and not cluster.until_started(name, engine, namespace, say, START_SECONDS):
+        raise RunError("no pod has started", name, "windlass status RUN")
+    return cluster.logs(name, engine, namespace, facts["nodes"], follow=follow)
+
+
+def stop(folder: Path, say: Say) -> int:
+    """Pods are given their grace to save; submitting again goes on from there."""
+    facts = submitted(folder)
+    if facts["platform"] == "runai":
+        return _pass_on(_runai_words(facts, "delete"))
+    say(cluster.delete(facts["name"], facts["engine"], facts["namespace"]))
+    return 0
+
+
+def _pass_on(command: list[str]) -> int:
+    try:
+        return subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise UserError(f"{command[0]} can't be run: {error.strerror}", command[0], "install it") from None
