@@ -51,7 +51,7 @@ def _header(plan: Plan) -> Table:
     gpus = f"{layout.nodes} node{'s' * (layout.nodes != 1)} x {layout.gpus_per_node} {plan.machine.gpu.name}"
     lines = [
         ("model", f"{plan.checkpoint.name}: {plan.checkpoint.family.causal_lm}"),
-        ("machine", f"{gpus}; {plan.machine.network.name} between nodes, {plan.machine.link.name} inside"),
+        ("machine", f"{gpus}{_fabrics(plan)}"),
         ("layout", f"{layout.name}: {layout.reason}"),
         (
             "batch",
@@ -64,6 +64,13 @@ def _header(plan: Plan) -> Table:
     for name, value in lines:
         grid.add_row(Text(name, style="bold"), value)
     return grid
+
+
+def _fabrics(plan: Plan) -> str:
+    """What lies between the GPUs, where there is anything between."""
+    machine, layout = plan.machine, plan.layout
+    between = f"; {machine.network.name} between nodes" if layout.nodes > 1 else ""
+    return f"{between}; {machine.link.name} inside" if layout.gpus_per_node > 1 else between
 
 
 def _length(plan: Plan) -> str:
