@@ -1,0 +1,117 @@
+"""What tests/test_checkpoint_resume.py runs in every rank: train_ranks.py, with more to go wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import train_ranks  # type: ignore[import-not-found]
+from train_ranks import At
+
+from windlass.errors import RunError
+from windlass.train.loop import Loop
+
+
+class Evaluating(At):  # type: ignore[misc]
+    """SIGTERM to one rank in the middle of an evaluation."""
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None: ...
+
+    def on_prediction_step(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == self.step and self.rank == train_ranks.rank():
+            self.act(self.loop)
+
+
+class Saved(At):  # type: ignore[misc]
+    """SIGTERM to one rank while the checkpoint of a step is being written."""
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None: ...
+
+    def on_save(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == self.step and self.rank == train_ranks.rank():
+            self.act(self.loop)
+
+
+def full_disk(loop: Loop) -> None:
+    """From here on, files of a checkpoint are cut short by the system, until the disk is `emptied`."""
+
+    def write(partial: Path) -> None:
+        (partial / "adapter_model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    begin = type(loop.saving.writer).begin
+
+    def begun(contents: Any) -> None:
+        object.__setattr__(contents, "write", write)
+        begin(loop.saving.writer, contents)
+
+    loop.saving.writer.begin = begun  # type: ignore[method-assign]
+
+
+def emptied(loop: Loop) -> None:
+    loop.saving.writer.__dict__.pop("begin")
+
+
+def flipped(loop: Loop) -> None:
+    """One bit of this rank's adapter differs from what rank 0 writes."""
+    unwatched(loop)
+    loop.replicas.parameters[3].data[0, 0] += 1e-7
+
+
+def unwatched(loop: Loop) -> None:
+    """The ranks' adapters are not compared with each other."""
+    loop.replicas.differing = list  # type: ignore[method-assign]
+
+
+def spoilt(loop: Loop) -> None:
+    """The adapter turns against what it has learnt, on all ranks alike."""
+    for parameter in loop.replicas.parameters:
+        parameter.data.mul_(-3)
+
+
+def terminate(_loop: Loop) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+train_ranks.FAULTS |= {
+    "signal in evaluation": Evaluating(8, 1, terminate),
+    "signal in save": Saved(4, 1, terminate),
+    "signal at 6": At(6, 1, terminate),
+    "signal at 7": At(7, 0, terminate),
+    "signal in the last step": At(12, 1, terminate),
+    "disk full at 1": At(1, 0, full_disk),
+    "disk full at 5": At(5, 0, full_disk),
+    "disk emptied at 9": At(9, 0, emptied),
+    "flipped 1": At(4, 1, flipped),
+    "unwatched 0": At(4, 0, unwatched),
+    "spoilt 0": At(12, 0, spoilt),
+    "spoilt 1": At(12, 1, spoilt),
+    "nan 10": At(10, 0, train_ranks.not_a_number),
+}
+
+plainly = train_ranks.ours
+
+
+def ours(case: dict[str, Any], file: Path, here: Any) -> dict[str, Any]:
+    """First damage what the case names, then run it."""
+    for path, how in case.get("damage", {}).items() if here.rank == 0 else ():
+        content = bytearray(Path(path).read_bytes())
+        content[len(content) // 2] ^= 1
+        Path(path).write_bytes(content if how == "flip" else content[: len(content) // 2])
+    outcome: dict[str, Any] = plainly(case, file, here)
+    return outcome
+
+
+train_ranks.ours = ours
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    try:
+        train_ranks.main()
+    except RunError as error:
+        sys.exit(str(error))

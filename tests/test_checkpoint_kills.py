@@ -1,0 +1,121 @@
+"""`windlass train` shot at random moments, resumed each time: the adapter that comes out is the one without shots."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint_resume import material  # type: ignore[import-not-found]  # noqa: F401
+
+from windlass import checkpoint
+from windlass.train import ranks
+
+pytestmark = pytest.mark.xdist_group("checkpoint kills")
+
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+WAIT_SECONDS = 120  # for a run of 12 steps; the machine may be crowded
+
+
+def started(run: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, *launcher, "-m", "windlass", "train", str(run), *words]
+    return subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def crew(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The rank processes, by rank."""
+    found = [p for p in psutil.Process(launcher.pid).children(recursive=True) if "RANK" in environment(p)]
+    return sorted(found, key=lambda process: int(environment(process)["RANK"]))
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return dict(process.environ())
+    except psutil.Error:
+        return {}
+
+
+def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not what() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def seconds_to_first_step(folder: Path, process: subprocess.Popen[str]) -> float:
+    began = time.monotonic()
+    wait_for(lambda: (folder / "load.json").exists(), process)
+    return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def whole(material: Path) -> Path:  # noqa: F811
+    """The run that nobody shoots at; how long its parts take is known from it."""
+    folder = material / "whole"
+    process = started(material / "run.yaml", "--override", f"train.output_dir={folder}")
+    (material / "load seconds").write_text(str(seconds_to_first_step(folder, process)))
+    began = time.monotonic()
+    _, said = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 0, said
+    (material / "train seconds").write_text(str(time.monotonic() - began))
+    return folder
+
+
+def shoot(process: subprocess.Popen[str], how: str, chance: random.Random) -> None:
+    """At the launcher or a rank, wherever it is by now."""
+    targets = crew(process)
+    if how == "launcher" or not targets:
+        process.send_signal(chance.choice([signal.SIGTERM, signal.SIGUSR1]))
+    else:
+        chance.choice(targets).send_signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
+
+
+def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  # noqa: F811
+    chance = random.Random(seed)
+    folder = material / f"shot {seed}"
+    load, train = (float((material / f"{name} seconds").read_text()) for name in ("load", "train"))
+    words = ("--resume", "--override", f"train.output_dir={folder}")
+    for how in shots:
+        process = started(material / "run.yaml", *words)
+        moment = chance.choice([0.6, 1, 1, 1]) * load + chance.random() * train  # now and then while it loads
+        time.sleep(moment)
+        running = process.poll() is None
+        if running:
+            shoot(process, how, chance)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
+        whatever = f"{how} after {moment:.1f} s: {process.returncode}\n{said}"
+        assert process.returncode in ((0, 1) if how == "kill" else (0, ranks.SAVED)), whatever
+        assert "Traceback" not in said, whatever
+        assert "killed by SIGKILL while" in said or process.returncode != 1, whatever
+        assert all(not checkpoint.damage(f) for f in checkpoint.saved(folder / "checkpoints")), whatever
+        if process.returncode == 0:
+            break
+    else:
+        process = started(material / "run.yaml", *words)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
+        assert process.returncode == 0, said
+    ours, theirs = (load_file(each / "final" / checkpoint.ADAPTER) for each in (whole, folder))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    shutil.rmtree(folder)
+
+
+def test_three_shots_at_one_run(material: Path, whole: Path) -> None:  # noqa: F811
+    survive(material, whole, 1, ["kill", "term", "launcher"])
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_thirty_shots(material: Path, whole: Path, seed: int) -> None:  # noqa: F811
+    chance = random.Random(seed)
+    survive(material, whole, seed, chance.choices(["kill", "term", "launcher"], k=3))

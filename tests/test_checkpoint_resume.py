@@ -1,0 +1,268 @@
+"""Runs that are cut off in every way, and go on as if they had not been: real ranks over gloo, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from windlass import checkpoint, twin
+from windlass.train import ranks
+
+pytestmark = pytest.mark.xdist_group("checkpoint resume")
+
+STEPS = 12
+WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
+
+RUN = """
+model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
+lora: {{r: 4, lora_alpha: 8, lora_dropout: 0.1, target_modules: all-linear}}
+data:
+  dataset_name_or_path: {folder}/data
+  dataset_config_name: null
+  text_field: text
+  val_split: validation
+  max_length: 48
+train:
+  output_dir: {folder}/out
+  max_steps: {steps}
+  per_device_train_batch_size: 4
+  per_device_eval_batch_size: 2
+  gradient_accumulation_steps: 1
+  learning_rate: 0.01
+  warmup_ratio: 0.1
+  lr_scheduler_type: cosine
+  bf16: false
+  logging_steps: 5
+  eval_strategy: steps
+  eval_steps: 4
+  save_strategy: steps
+  save_steps: 4
+  seed: 3
+  ddp_timeout: 60
+layout: full-shard
+cluster: {{nodes: 1, gpus_per_node: 2, gpu: cpu}}
+"""
+
+Case = dict[str, Any]
+
+
+def case(out: str, *faults: str, resume: bool = False, damage: dict[str, str] | None = None, **keys: Any) -> Case:
+    overrides = {"train.output_dir": f"{{out}}/{out}"} | {key.replace("__", "."): value for key, value in keys.items()}
+    said = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()]
+    return {"overrides": said, "faults": list(faults), "resume": resume, "damage": damage or {}}
+
+
+PACKED: Case = {"data__packing": True, "data__max_length": 24}
+STREAM: Case = {"data__streaming": True, "train__per_device_train_batch_size": 2}
+TWO_STREAM: Case = {**STREAM, **PACKED, "train__gradient_accumulation_steps": 2}
+SAME: Case = {"lora__lora_dropout": 0}
+SPLIT: Case = {"layout__name": "expert-parallel", "layout__expert_parallel": 2}
+
+TWO: dict[str, Case] = {
+    "plain": case("plain"),
+    "plain, cut at the end of an epoch": case("plain parts", "signal at 6"),
+    "plain, resumed": case("plain parts", resume=True),
+    "packed": case("packed", **PACKED),
+    "packed, cut": case("packed parts", "signal at 7", **PACKED),
+    "packed, resumed": case("packed parts", resume=True, **PACKED, train__logging_steps=2),
+    "stream": case("stream", **STREAM),
+    "stream, cut": case("stream parts", "signal at 7", **STREAM),
+    "stream, resumed": case("stream parts", resume=True, **STREAM),
+    "packed stream": case("packed stream", **TWO_STREAM),
+    "packed stream, cut": case("packed stream parts", "signal at 7", **TWO_STREAM),
+    "packed stream, resumed": case("packed stream parts", resume=True, **TWO_STREAM),
+    "evaluation, cut": case("evaluation parts", "signal in evaluation"),
+    "evaluation, resumed": case("evaluation parts", resume=True),
+    "save, cut": case("save parts", "signal in save"),
+    "save, resumed": case("save parts", train__resume="auto"),
+    "last step, cut": case("last parts", "signal in the last step"),
+    "last step, resumed": case("last parts", resume=True),
+    "disk full for a while": case("disk", "disk full at 5", "disk emptied at 9"),
+    "disk full, and a signal": case("full", "disk full at 1", "signal at 7"),
+    "file is not the ranks'": case("flipped", "flipped 1", "unwatched 0"),
+    "poisoned": case("poisoned", "nan 10"),
+    "another rate": case("poisoned", resume=True, train__learning_rate=0.02, lora__lora_alpha=4),
+    "another batch": case("poisoned", resume=True, train__per_device_train_batch_size=2),
+    "newest damaged": case("poisoned", resume=True, damage={"{out}/poisoned/checkpoints/step-8/optimizer.pt": "flip"}),
+    "all damaged": case("full", resume=True),
+    "best": case("best", "spoilt 0", "spoilt 1", train__load_best_model_at_end=True),
+    "still": case("still", **SAME),
+    "still, cut": case("still parts", "signal at 7", **SAME),
+    "still, other layout": case("still parts", resume=True, **SAME, **SPLIT),
+    "still, cut again": case("still for one", "signal at 7", **SAME),
+}  # fmt: skip
+ONE: dict[str, Case] = {
+    "still, on one rank": case(
+        "still for one", resume=True, **SAME,
+        layout__name="resident", cluster__gpus_per_node=1, train__per_device_train_batch_size=8,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    twin.write(folder / "model", experts=4)
+    (folder / "data").mkdir()
+    chance = random.Random(0)
+    for split, count in (("train", 47), ("validation", 9)):  # 47: the last step of an epoch is a row short
+        rows = [{"text": " ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12)))} for _ in range(count)]
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(RUN.format(folder=folder, steps=STEPS))
+    return folder
+
+
+Outcomes = dict[str, list[dict[str, Any]]]
+
+
+def launched(material: Path, world: int, cases: dict[str, Case]) -> tuple[Outcomes, dict[str, str]]:
+    """All cases one after the other in the same processes; by name each rank's outcome, and what rank 0 said."""
+    out = material / "runs"
+    out.mkdir(exist_ok=True)
+    (material / "cases.json").write_text(json.dumps(cases).replace("{out}", str(out)))
+    script = Path(__file__).with_name("checkpoint_ranks.py")
+    found = material / f"outcome of {world}"
+    command = [sys.executable, str(script), str(material / "run.yaml"), str(material / "cases.json"), str(found)]
+    program = (
+        "import json, os, sys; from windlass.train import ranks;"
+        f"sys.exit(ranks.start(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
+    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(command)], env=environ, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_rank = [json.loads(found.with_name(f"{found.name}-{rank}").read_text()) for rank in range(world)]
+    said = dict(part.split("\n", 1) for part in done.stderr.split("--- ")[1:])
+    return {name: [outcomes[name] for outcomes in by_rank] for name in cases}, said
+
+
+@pytest.fixture(scope="module")
+def two(material: Path) -> tuple[Outcomes, dict[str, str]]:
+    return launched(material, 2, TWO)
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / checkpoint.ADAPTER)
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = adapter(one), adapter(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def steps(run: Path) -> list[tuple[Any, ...]]:
+    lines = [json.loads(line) for line in (run / "steps-rank0.jsonl").read_text().splitlines()]
+    return [tuple(line[key] for key in ("step", "loss", "grad_norm", "learning_rate")) for line in lines]
+
+
+def evaluations(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return {line["step"]: line["eval_loss"] for line in lines if line["kind"] == "eval"}
+
+
+@pytest.mark.parametrize("name", ["plain", "packed", "stream", "packed stream", "evaluation", "save", "last step"])
+def test_resumed_equals_never_stopped(two: tuple[Outcomes, dict[str, str]], material: Path, name: str) -> None:
+    outcomes, _ = two
+    cut = next(key for key in outcomes if key.startswith(f"{name}, cut"))
+    assert [outcome.get("code") for outcome in outcomes[cut]] == [ranks.SAVED] * 2, outcomes[cut]
+    assert [outcome.get("code") for outcome in outcomes[f"{name}, resumed"]] == [0, 0], outcomes[f"{name}, resumed"]
+    whole = material / "runs" / (name if name in TWO else "plain")
+    parts = material / "runs" / f"{name.removesuffix(' step')} parts"
+    assert_same_bits(whole / "final", parts / "final")
+    assert steps(parts) == steps(whole)
+    assert len(steps(whole)) == STEPS
+    assert evaluations(parts) == evaluations(whole)
+    assert {checkpoint.step_of(f) for f in checkpoint.saved(parts / "checkpoints")} >= {8, 12}
+
+
+def test_a_stop_says_where_and_how_to_go_on(two: tuple[Outcomes, dict[str, str]]) -> None:
+    assert "stopped by a signal; step 7 is saved, go on with --resume" in two[1]["packed, cut"]
+    assert "step 8 is saved" in two[1]["evaluation, cut"]
+
+
+def test_a_stopped_evaluation_is_made_up_for_and_its_loss_is_kept(material: Path, two: object) -> None:
+    folders = [material / "runs" / name / "checkpoints" / "step-8" for name in ("plain", "evaluation parts")]
+    manifests = [checkpoint.read_manifest(folder) for folder in folders]
+    assert manifests[0]["eval_loss"] == manifests[1]["eval_loss"]
+    assert not manifests[1]["evaluation_due"]
+
+
+@pytest.mark.parametrize("name", ["other layout", "on one rank"])
+def test_another_number_of_ranks_or_layout_goes_on_with_the_same_batches(
+    two: tuple[Outcomes, dict[str, str]], material: Path, name: str
+) -> None:
+    outcomes = two[0] if name == "other layout" else launched(material, 1, ONE)[0]
+    assert [outcome.get("code") for outcome in outcomes[f"still, {name}"]] in ([0, 0], [0])
+    run = material / "runs" / ("still parts" if name == "other layout" else "still for one")
+    again, whole = steps(run), steps(material / "runs" / "still")
+    assert len(again) == STEPS
+    for one, other in zip(again, whole, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_a_full_disk_is_said_and_training_goes_on(two: tuple[Outcomes, dict[str, str]], material: Path) -> None:
+    outcomes, said = two
+    assert outcomes["disk full for a while"][0]["code"] == 0
+    run = material / "runs" / "disk"
+    assert "step     8  NOT saved: No space left on device" in said["disk full for a while"]
+    assert [f.name for f in checkpoint.saved(run / "checkpoints")] == ["step-4", "step-12"]
+    assert not list((run / "checkpoints").glob(".*"))
+    assert all(not checkpoint.damage(f) for f in checkpoint.saved(run / "checkpoints"))
+    assert_same_bits(run / "final", material / "runs" / "plain" / "final")
+
+
+def test_a_stop_that_cannot_be_saved_is_a_failure(two: tuple[Outcomes, dict[str, str]]) -> None:
+    for outcome in two[0]["disk full, and a signal"]:
+        assert outcome["kind"] == "RunError"
+        assert "step 7 could not be saved: No space left on device" in outcome["error"]
+        assert "there is no checkpoint before" in outcome["error"]
+
+
+def test_a_file_that_is_not_what_every_rank_holds_stops_the_run(two: tuple[Outcomes, dict[str, str]]) -> None:
+    for outcome in two[0]["file is not the ranks'"]:
+        assert outcome["kind"] == "RunError"
+        assert "1 tensors in " in outcome["error"]
+        assert "are not those of rank 1" in outcome["error"]
+
+
+def test_what_would_change_the_run_is_refused_all_at_once(two: tuple[Outcomes, dict[str, str]]) -> None:
+    changed = two[0]["another rate"][0]["error"]
+    assert "was 0.01 when this run began, is 0.02 now" in changed
+    assert "was 8 when this run began, is 4 now" in changed
+    batch = two[0]["another batch"][1]["error"]
+    assert "an optimizer step had 8 sequences when this run began, and would have 4 now" in batch
+    assert "set train.global_batch_size: 8" in batch
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
+    two: tuple[Outcomes, dict[str, str]], material: Path
+) -> None:
+    outcomes, said = two
+    run = material / "runs" / "poisoned"
+    assert "non-finite" in outcomes["poisoned"][0]["error"]
+    assert outcomes["newest damaged"][0]["code"] == 0, outcomes["newest damaged"]
+    assert "step-8: optimizer.pt is not what was written; kept as damaged-step-8" in said["newest damaged"]
+    assert_same_bits(run / "final", material / "runs" / "plain" / "final")
+    assert steps(run) == steps(material / "runs" / "plain")
+    assert evaluations(run) == evaluations(material / "runs" / "plain")
+
+
+def test_the_best_is_pointed_at_and_loaded_at_the_end(two: tuple[Outcomes, dict[str, str]], material: Path) -> None:
+    run = material / "runs" / "best"
+    losses = evaluations(run)
+    lowest = min(losses, key=lambda step: losses[step])
+    assert lowest != STEPS
+    assert (run / "best").resolve() == run / "checkpoints" / f"step-{lowest}"
+    assert_same_bits(run / "final", run / "best")
+    assert f"the adapter is that of step-{lowest}" in two[1]["best"]
