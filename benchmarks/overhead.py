@@ -126,6 +126,7 @@ def trainer_of(kind: str, model: Any, folder: Path, sizes: argparse.Namespace, n
     from windlass.model.liveness import Liveness
     from windlass.model.sync import Replicas
     from windlass.train.loop import Loop, numbered
+    from windlass.train.saving import Saving
 
     clock = Clock(now)
     data = rows(4 * sizes.micro * sizes.accumulation * (sizes.steps + 1), sizes.length)
@@ -146,7 +147,7 @@ def trainer_of(kind: str, model: Any, folder: Path, sizes: argparse.Namespace, n
             liveness=Liveness(model, replicas),
             order=None,
             non_finite="stop",
-            facts={},
+            saving=Saving(folder, None, {}, print),
             **given,
         )
     trainer.remove_callback(PrinterCallback)
