@@ -1,0 +1,120 @@
+"""The plan of every example as golden files, and the arithmetic of a run's length.
+
+`python tests/test_plan.py` writes the golden files anew: read the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass import plan as planning
+from windlass.cost import Batch
+from windlass.layout import read_accelerate
+from windlass.plan import Plan, rows_as_sequences
+from windlass.plan.schedule import schedule
+from windlass.runfile import Train, read
+from windlass.source import Rows
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples" / "mistral-small-4"
+GOLDEN = Path(__file__).parent / "golden" / "plan"
+CASES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
+    "train": ("train.yaml", None, ()),
+    "train-fsdp": ("train.yaml", "fsdp.yaml", ()),
+    "train-experts": ("train.yaml", None, ("lora.experts=true", "lora.lora_dropout=0")),
+    "train-packed-checkpointed": ("train.yaml", None, ("data.packing=true", "train.gradient_checkpointing=true")),
+    "2xH200": ("configs/mistral4small_2xH200.yaml", None, ("cluster.gpus_per_node=2",)),
+    "2xH200-on-three-nodes": ("configs/mistral4small_2xH200.yaml", "fsdp.yaml", ()),
+    "fsdpv2": ("mistral_fsdpv2.yaml", "config/fsdp_2xH200.yaml", ()),
+    "2x8": ("train.yaml", None, ("cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.nics_per_node=8")),
+}
+
+
+def planned(case: str) -> Plan:
+    file, accelerate, overrides = CASES[case]
+    return planning.make(
+        read(EXAMPLES / file, overrides), read_accelerate(EXAMPLES / accelerate) if accelerate else None
+    )
+
+
+def rounded(value: Any) -> Any:
+    """Six digits of every figure, modules counted instead of named, paths from the repository's root."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items() if key not in ("matched", "windlass")}
+    if isinstance(value, list | tuple):
+        return [rounded(inner) for inner in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    return value.replace(f"{ROOT}/", "") if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plans_of_the_examples_are_the_golden_ones(case: str) -> None:
+    assert rounded(planned(case).as_dict()) == json.loads((GOLDEN / f"{case}.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_parts_of_a_plan_agree(case: str) -> None:
+    made = planned(case)
+    record = made.as_dict()
+    assert record["layout"]["ranks"] == made.layout.shard * made.layout.replicate
+    assert sum(t["parameters"] for t in record["adapter"]["targets"]) == record["adapter"]["trainable"]
+    by_phase: dict[tuple[str, str], float] = {}
+    for row in record["memory"]["rows"]:
+        by_phase[row["place"], row["phase"]] = by_phase.get((row["place"], row["phase"]), 0.0) + row["gib"]
+    assert max(gib for (place, _), gib in by_phase.items() if place == "gpu") == pytest.approx(
+        record["memory"]["gpu_gib"]
+    )
+    same = [row for row in made.contenders if row.candidate.layout and row.ranks == made.layout.ranks and row.cost]
+    chosen = [row for row in same if row.candidate.layout and row.candidate.layout.name == made.layout.name]
+    assert any(row.cost and row.cost.step_seconds == pytest.approx(made.cost.step_seconds) for row in chosen)
+
+
+def test_auto_takes_the_fastest_that_fits_and_that_training_can_run() -> None:
+    made = planned("train")
+    able = [c for c in made.contenders if c.cost and c.cost.fits and c.candidate.possible and c.candidate.here]
+    assert made.cost.step_seconds == min(c.cost.step_seconds for c in able if c.cost)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "micro", "accumulation", "steps"),
+    [
+        (48, 3, 1, 16, 1),
+        (49, 3, 1, 16, 2),
+        (10, 3, 2, 2, 1),
+        (1, 8, 4, 4, 1),
+        (36_718, 3, 1, 16, 765),
+        (17, 2, 2, 2, 3),
+    ],
+)
+def test_steps_of_an_epoch(rows: int, ranks: int, micro: int, accumulation: int, steps: int) -> None:
+    adapter = planned("train").adapter
+    made = schedule(Train(num_train_epochs=3), Batch(micro, accumulation, 128), ranks, adapter, rows, "counted")
+    assert made.steps_per_epoch == steps
+    assert made.steps == 3 * steps
+    assert made.global_sequences == ranks * micro * accumulation
+    assert made.warmup_steps == math.ceil(3 * steps * 0.05)
+
+
+def test_unknown_rows_leave_the_length_open_unless_steps_are_given() -> None:
+    adapter, batch = planned("train").adapter, Batch(1, 1, 128)
+    assert schedule(Train(), batch, 2, adapter, None, "a stream").steps is None
+    assert schedule(Train(max_steps=7, save_steps=2), batch, 2, adapter, None, "a stream").checkpoints == 3
+
+
+def test_rows_as_sequences() -> None:
+    short = Rows(1000, "counted", 1000 * 415)  # 100 tokens each
+    assert rows_as_sequences(short, 1000, packing=False)[:2] == (1000, 100)
+    assert rows_as_sequences(short, 1000, packing=True)[:2] == (100, 1000)
+    assert rows_as_sequences(Rows(1000, "counted"), 1000, packing=False) == (1000, 1000, ())
+    assert rows_as_sequences(Rows(None, "a stream"), 1000, packing=True) == (None, 1000, ())
+
+
+if __name__ == "__main__":
+    for name in CASES:
+        (GOLDEN / f"{name}.json").write_text(json.dumps(rounded(planned(name).as_dict()), indent=1) + "\n")
