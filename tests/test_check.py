@@ -18,6 +18,7 @@ import pytest
 from windlass import check, demo
 from windlass.check import folders, static, versions
 from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed, unseen, worst
+from windlass.check.show import show
 from windlass.plan import Plan, make
 from windlass.runfile import Loaded, read
 
@@ -95,21 +96,22 @@ def test_a_sound_run_passes_here_and_leaves_check_json(sound: Path, tmp_path: Pa
     assert time.monotonic() - began < 120
 
 
-def test_faults_are_told_all_at_once_with_their_places(sound: Path, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    done = command(
-        str(sound),
-        "--override=model.attn_implementation=flash_attention_2",
-        "--override=data.text_field=txet",
-        f"--override=train.output_dir={file / 'run'}",
+def test_faults_are_told_all_at_once_with_their_places(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    faults = (
+        "model.attn_implementation=flash_attention_2",
+        "data.text_field=txet",
+        f"train.output_dir={tmp_path / 'file' / 'run'}",
     )
-    assert done.returncode == 1, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "flash-attn" in said
-    assert "txet" in said
-    assert "is a file" in said
-    assert "fail: 3 fail" in said
+    report = check.run(with_(sound, *faults))
+    assert report.exit_code == 1
+    assert {result.name for result in report.results if result.verdict == FAIL} == {"attention", "data", "run folder"}
+    show(report)
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("flash-attn", "txet", "is a file", "hint: ", "--override data.text_field=txet", "fail: 3 fail"):
+        assert words in said
     assert "failing: attention, run folder, data" in said
 
 
@@ -170,13 +172,13 @@ def test_what_the_plan_refuses_fails_with_its_place(sound: Path) -> None:
     assert named(report.results, "weights").verdict == UNSEEN
 
 
-def test_a_run_that_does_not_fit_fails_with_the_remedy() -> None:
-    tight = make(read(RECIPE, ["layout=full-shard", "cluster.gpu=l4"]))
-    found = static.memory(tight)
-    assert found.verdict == FAIL
+def test_a_run_that_does_not_fit_fails_with_the_remedy(sound: Path, plan: Plan) -> None:
+    figures = "{name: thimble, memory_gib: 0.01, bf16_tflops: 1, memory_gb_per_second: 1}"
+    found = static.memory(make(with_(sound, f"cluster.gpu={figures}")))
+    assert (found.verdict, "thimble" in found.seen) == (FAIL, True)
     assert found.hint
     assert "cluster.gpu" in found.where
-    assert static.memory(make(read(RECIPE))).verdict == PASS
+    assert static.memory(plan).verdict == PASS
 
 
 def test_a_published_config_is_no_model(plan: Plan) -> None:

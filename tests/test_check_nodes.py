@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from windlass import demo
-from windlass.check import doors, meeting, nodes, pairs, shared
+from windlass.check import doors, fabric, meeting, nodes, pairs, shared
 from windlass.check.meeting import AbsentError, Meeting, Place
 from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed
 from windlass.errors import UserError
@@ -457,6 +458,14 @@ def test_a_node_that_never_comes_is_named_by_the_rest(sound: Path) -> None:
     assert (found.verdict, "does not answer" in found.seen, alone.speaks) == (FAIL, True, True)
 
 
+def test_a_collective_that_would_hang_is_not_begun(sound: Path) -> None:
+    wrong = fabric.interface({"GLOO_SOCKET_IFNAME": "net9"}, Path("/"))
+    results = nodes_of([spread(sound, 2)] * 2, [[], wrong], [{"torch": "2.13.0"}] * 2)[0].results
+    assert named(results, "interface GLOO_SOCKET_IFNAME").verdict == FAIL
+    found = named(results, "all-reduce")
+    assert (found.verdict, "would hang: interface GLOO_SOCKET_IFNAME failed" in found.seen) == (UNSEEN, True)
+
+
 def test_more_or_fewer_nodes_than_the_run_file_says(sound: Path) -> None:
     met = nodes_of([spread(sound, 3)] * 2, [[]] * 2, [{}] * 2)
     assert named(met[0].results, "number of nodes").verdict == FAIL
@@ -477,18 +486,99 @@ def started(sound: Path, port: int, rank: int, *arguments: str, **variables: str
 
 
 def test_two_processes_measure_each_other_and_agree(sound: Path) -> None:
-    """As the launch script starts them: first sound, then with a node whose HOME cannot be written."""
+    """As the launch script starts them, one with a HOME that cannot be written."""
     port = free_port()
-    crew = [started(sound, port, rank) for rank in range(2)]
-    said = [process.communicate(timeout=120) for process in crew]
-    assert [process.returncode for process in crew] == [0, 0], said
-    assert said[1][0] == ""  # one node speaks
-    assert "gloo: " in said[0][0]
-    assert "of loopback's 1" in " ".join(said[0][0].split())
-    crew = [started(sound, port, 0), started(sound, port, 1, HOME="/proc/nobody", GLOO_SOCKET_IFNAME="net9")]
+    crew = [started(sound, port, 0), started(sound, port, 1, HOME="/proc/nobody")]
     said = [process.communicate(timeout=120) for process in crew]
     assert [process.returncode for process in crew] == [13, 13], said
+    assert said[1][0] == ""  # one node speaks
     table = " ".join(said[0][0].split())
-    assert "failing: folder HOME on node 1" in table
-    assert "interface GLOO_SOCKET_IFNAME on node 1" in table
-    assert "it would hang: interface GLOO_SOCKET_IFNAME failed" in table
+    assert "gloo: " in table
+    assert "of loopback's 1" in table
+    assert "folder HOME on node 1" in table.partition("failing: ")[2]
+    assert "on node 0" not in table.partition("failing: ")[2]
+
+
+# --- on hosts of their own: network namespaces
+
+NODE = """
+import json, os, sys
+from pathlib import Path
+from windlass.check import nodes, versions
+from windlass.plan import make
+from windlass.runfile import read
+loaded = read(Path(sys.argv[1]), sys.argv[2:])
+met = nodes.check(loaded, make(loaded), [], versions.installed(), os.environ, Path("/"), 60, lambda _: None)
+print(json.dumps([[result.name, result.verdict, result.seen] for result in met.results]))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[str]]:
+    """Three hosts on one switch, 10.78.0.10 to .12, as network namespaces; skipped where they can't be made."""
+    prefix = f"wlc{os.getpid() % 10000}"
+    switch, names = f"{prefix}s", [f"{prefix}n{i}" for i in range(3)]
+    try:
+        try:
+            ip("ip", "netns", "add", switch)
+            ip("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+            ip("ip", "-n", switch, "link", "set", "br0", "up")
+            for i, name in enumerate(names):
+                ip("ip", "netns", "add", name)
+                peer = ("type", "veth", "peer", "name", f"p{i}", "netns", switch)
+                ip("ip", "link", "add", "eth0", "netns", name, *peer)
+                ip("ip", "-n", switch, "link", "set", f"p{i}", "master", "br0", "up")
+                ip("ip", "-n", name, "addr", "add", f"10.78.0.1{i}/24", "dev", "eth0")
+                for device in ("eth0", "lo"):
+                    ip("ip", "-n", name, "link", "set", device, "up")
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield names
+    finally:
+        for name in (switch, *names):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def checked(hosts: Sequence[str], sound: Path, output: Path) -> list[list[list[str]]]:
+    """What each host found."""
+    overrides = ["cluster.nodes=3", "cluster.gpus_per_node=1", "cluster.network=ethernet-10"]
+    command = [sys.executable, "-c", NODE, str(sound), *overrides, f"train.output_dir={output}"]
+    port = free_port()
+    crew = []
+    for rank, host in enumerate(hosts):
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PET_NNODES": "3"}
+        environ |= {"PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "10.78.0.10", "PET_MASTER_PORT": str(port)}
+        words = ["ip", "netns", "exec", host, *command]
+        crew.append(subprocess.Popen(words, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    said = [process.communicate(timeout=150) for process in crew]
+    assert [process.returncode for process in crew] == [0, 0, 0], said
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.mark.prove
+def test_a_slow_host_and_a_cut_between_two_are_named(hosts: list[str], sound: Path, tmp_path: Path) -> None:
+    ip("tc", "-n", hosts[2], "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "200mbit", "burst", "256kb",
+       "latency", "400ms")  # fmt: skip
+    found = checked(hosts, sound, tmp_path)
+    assert found[0] == found[1] == found[2]
+    verdicts = {name: (verdict, seen) for name, verdict, seen in found[0]}
+    assert verdicts["ports"][0] == verdicts["shared volume"][0] == PASS
+    assert verdicts["all-reduce of pairs"][0] == FAIL
+    assert "slowest is" in verdicts["all-reduce of pairs"][1]
+    assert "node 2" in verdicts["all-reduce of pairs"][1]
+    assert verdicts["all-reduce of all"][0] == FAIL
+
+    ip("ip", "-n", hosts[1], "route", "add", "blackhole", "10.78.0.12/32")
+    found = checked(hosts, sound, tmp_path)
+    verdicts = {name: (verdict, seen) for name, verdict, seen in found[0]}
+    assert verdicts["ports"][0] == FAIL
+    assert "node 1" in verdicts["ports"][1]
+    assert "node 2" in verdicts["ports"][1]
+    assert "node 0" not in verdicts["ports"][1]
+    assert verdicts["all-reduce"][0] == UNSEEN  # it would have hung
