@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from windlass.cost import Row
 from windlass.hardware import GIB
+from windlass.layout import Layout
 from windlass.plan import Plan
 from windlass.plan.compare import Contender
 
@@ -35,7 +37,7 @@ def _tables(plan: Plan, formulas: bool, compare: bool) -> Iterable[Table]:
         yield _traffic(plan, formulas)
     yield _time(plan, formulas)
     if compare:
-        yield from _contenders(plan.contenders)
+        yield from _contenders(plan, plan.contenders)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -173,19 +175,25 @@ def _time(plan: Plan, formulas: bool) -> Table:
     return table
 
 
-def _contenders(contenders: Sequence[Contender]) -> Iterable[Table]:
+def _contenders(plan: Plan, contenders: Sequence[Contender]) -> Iterable[Table]:
     """The comparison; below it, why some of the layouts can't be."""
     table = _table(
         "The same run under other layouts, best on top",
-        *("layout", ">ranks", "fits", ">GiB/GPU", ">wire GB/step", ">s/step", ">tokens/s", ">GPU-h"),
+        *("layout", ">on", "fits", ">GiB", ">GB/step", ">s/step", ">tok/s", ">GPU-h"),
     )
-    table.columns[0].no_wrap = True
+    table.columns[0].min_width = 24
+    table.padding = (0, 1, 0, 0)
+    for column in table.columns[1:]:
+        column.no_wrap = True
     for c in contenders:
-        if c.cost is not None:
+        layout = c.candidate.layout
+        if c.cost is not None and layout is not None:
             hours = "" if c.gpu_hours is None else f"{c.gpu_hours:,.1f}"
             figures = (f"{c.cost.gpu_gib:,.1f}", f"{c.cost.wire_gb_per_step:,.1f}", f"{c.cost.step_seconds:,.2f}")
             fits = "not yet" if not c.candidate.possible else "yes" if c.cost.fits else "no"
-            table.add_row(c.name, str(c.ranks), fits, *figures, f"{c.cost.tokens_per_second:,.0f}", hours)
+            title, place = c.name.partition(", on ")[0], f"{layout.nodes}x{layout.gpus_per_node}"
+            rate = f"{c.cost.tokens_per_second:,.0f}"
+            table.add_row(title, place, fits, *figures, rate, hours, style=_emphasis(plan, layout))
     yield table
     without = [c for c in contenders if not c.candidate.possible]
     if without:
@@ -194,6 +202,11 @@ def _contenders(contenders: Sequence[Contender]) -> Iterable[Table]:
         for c in without:
             reasons.add_row(c.name, c.candidate.why_not)
         yield reasons
+
+
+def _emphasis(plan: Plan, layout: Layout) -> str:
+    """The row of the run as it is planned stands out."""
+    return "bold" if replace(layout, reason="") == replace(plan.layout, reason="") else ""
 
 
 def _verdict(plan: Plan) -> Text:
