@@ -171,7 +171,7 @@ while kill -0 "$launcher" 2>/dev/null; do
       kill -KILL "$launcher" 2>/dev/null || true
     fi
   fi
-  sleep 0.5 &
+  sleep 0.2 &
   wait $! || true # a signal ends the wait, not the sleep: traps run at once
 done
 code=0

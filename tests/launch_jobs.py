@@ -1,0 +1,94 @@
+"""Plans to render, and programs that stand in for the platforms' own."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from windlass import plan as planning
+from windlass.layout import read_accelerate
+from windlass.plan import Plan
+from windlass.runfile import read
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples" / "mistral-small-4"
+# What a site says besides: every key that a launcher looks at.
+SITE = (
+    "cluster.project=research",
+    "cluster.namespace=ml",
+    "cluster.image=registry.example/team/windlass@sha256:" + "0123456789abcdef" * 4,
+    "cluster.volumes=[{claim: project-001, path: /data}]",
+    "cluster.networks=[ssa]",
+    "cluster.extended_resources={openshift.io/mellanoxnics: 1}",
+    "cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}",
+    "cluster.memory_request=64Gi",
+    "cluster.cpu=16",
+)
+FULL = (
+    *SITE,
+    "cluster.queue=gpus",
+    "cluster.service_account=trainer",
+    "cluster.image_pull_secrets=[pull]",
+    "cluster.node_selector={gpu: h200}",
+    "cluster.tolerations=[{key: nvidia.com/gpu}, {key: team, value: research, effect: NoSchedule}]",
+    "cluster.topology_key=topology.kubernetes.io/zone",
+    "cluster.user={uid: 2000, gid: 2000}",
+    "cluster.deadline_seconds=86400",
+    "cluster.grace_seconds=300",
+    "cluster.working_dir=/data/scripts",
+)
+# Example, overrides of its own, Accelerate file.
+RUNS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "train": ("train.yaml", (), None),
+    "train-with-fsdp": ("train.yaml", (), "fsdp.yaml"),
+    "two-gpus": ("configs/mistral4small_2xH200.yaml", (), None),
+    "third-form": ("mistral_fsdpv2.yaml", (), "config/fsdp_2xH200.yaml"),
+}
+
+
+@cache
+def plan_of(path: Path, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Plan:
+    return planning.make(read(path, overrides), read_accelerate(accelerate) if accelerate else None)
+
+
+def example(name: str, overrides: tuple[str, ...] = SITE) -> tuple[Plan, tuple[str, ...], Path | None]:
+    """A plan of an example on the site, what it was made with."""
+    path, own, accelerate = RUNS[name]
+    file = EXAMPLES / accelerate if accelerate else None
+    return plan_of(EXAMPLES / path, (*own, *overrides), file), (*own, *overrides), file
+
+
+def program(folder: Path, name: str, body: str) -> Path:
+    """A program that does what `body` says and writes down how it was called, word by word."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\nprintf '%s\\0' \"$@\" >>{folder}/{name}.calls\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def calls(folder: Path, name: str) -> list[str]:
+    path = folder / f"{name}.calls"
+    return path.read_text().split("\0")[:-1] if path.exists() else []
+
+
+def environ(folder: Path, **more: str) -> dict[str, str]:
+    """Stand-ins first, then this Python, then the system; none of the variables by which a node is known."""
+    gone = (
+        "PET_",
+        "SLURM_",
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_",
+        "LOCAL_RANK",
+        "JOB_COMPLETION_INDEX",
+        "WINDLASS_",
+        "NCCL_",
+    )
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(gone)}
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**kept, "PATH": path, "WINDLASS_CHECK": "no", **more}
