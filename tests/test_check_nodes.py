@@ -174,6 +174,13 @@ def test_names_and_ports_that_never_answer_end_within_the_patience() -> None:
     assert time.monotonic() - began < 10
 
 
+def test_the_masters_name_is_asked_for_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "NAME_SECONDS", 0.3)
+    assert nodes.master(Place(0, 2, "127.0.0.1", 1)).verdict == PASS
+    found = nodes.master(Place(0, 2, "no-such-host.invalid", 1))
+    assert (found.verdict, "does not resolve" in found.seen) == (FAIL, True)
+
+
 def test_a_port_in_use_and_a_stranger_behind_it_are_told() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.check import doors, fabric, pairs, shared
-from windlass.check.meeting import AbsentError, Meeting, Place, attend, place
+from windlass.check.meeting import AbsentError, Meeting, Place, attend, place, resolve
 from windlass.check.result import FAIL, Result, failed, on, passed, unseen
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from windlass.runfile import Loaded
 
 MEETING = "nodes"
+NAME_SECONDS = 10.0  # for a name that is known late: every pod is there by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ def together(
         found = [Result(**result) for result in local(present, names)]
         absent = [names[rank] for rank, node in enumerate(present) if node is None]
         found.append(attendance(absent, names, patience_seconds))
+        resolved = meeting.gather(master(meeting.place).as_dict())
+        found += [Result(**row) for row in local([row and {"results": [row]} for row in resolved], names)]
         found += shared.compare([node and node["facts"] for node in present], names)
         knocks = meeting.gather(knock(meeting, present))
         found.append(doors.reach([row and row["reach"] for row in knocks], names))
@@ -103,9 +107,17 @@ def together(
         folder, where = loaded.run.train.output_dir, loaded.where("train.output_dir")
         found.append(shared.one_volume(volumes, names, folder, where))
         hanging = [r.name for r in found if r.verdict == FAIL and (r.name in (MEETING, "ports") or "SOCKET" in r.name)]
-        return [*found, *speed(meeting, plan, "torch" in have, hanging, names)]
+        return [*found, *speed(meeting, plan, "torch" in have, hanging, names, environ)]
     finally:
         door.close()
+
+
+def master(here: Place) -> Result:
+    """Ranks of every node ask for the master by its name, those of node 0 too."""
+    try:
+        return passed("master's name", f"{here.host} is {resolve(here.host, time.monotonic() + NAME_SECONDS)}")
+    except AbsentError as error:
+        return failed("master's name", str(error), "a headless service for the pods' names, or an address in its place")
 
 
 def local(present: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -155,7 +167,12 @@ def knock(meeting: Meeting, present: Sequence[Any]) -> dict[str, Any]:
 
 
 def speed(
-    meeting: Meeting, plan: Plan | None, torch: bool, hanging: Sequence[str], names: Sequence[str]
+    meeting: Meeting,
+    plan: Plan | None,
+    torch: bool,
+    hanging: Sequence[str],
+    names: Sequence[str],
+    environ: Mapping[str, str],
 ) -> list[Result]:
     """Measured only where it can work everywhere: a collective with a node missing hangs."""
     wrong = "" if torch and plan else "torch is not installed" if not torch else "there is no plan"
@@ -164,7 +181,8 @@ def speed(
     if hanging or lacking or plan is None:
         why = "; ".join(lacking) or f"it would hang: {', '.join(dict.fromkeys(hanging))} failed"
         return [unseen("all-reduce", why), unseen("NCCL transport", why)]
-    measured = pairs.measure(meeting)
+    local_rank = environ.get("LOCAL_RANK", "0")
+    measured = pairs.measure(meeting, int(local_rank) if local_rank.isdigit() else 0)
     said = meeting.gather(pairs.transport(plan, measured.log).as_dict())
     transports = [Result(**row) for row in local([row and {"results": [row]} for row in said], names)]
     return [*pairs.judge(plan, measured, names), *transports]

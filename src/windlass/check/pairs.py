@@ -57,13 +57,15 @@ def rounds(world: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def measure(meeting: Meeting) -> Measured:
+def measure(meeting: Meeting, local_rank: int = 0) -> Measured:
     """Every node calls it, and every node gets all figures. What fails is told, not raised."""
     import torch
     import torch.distributed as dist
 
     rank, world = meeting.place.rank, meeting.place.world
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
     backends = meeting.gather(backend)
     if len(set(backends)) > 1:
         return Measured(backend, trouble=f"nodes have different backends: {', '.join(map(str, backends))}")
