@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +11,13 @@ import typer
 from windlass.cli.options import (
     Json,
     app,
+    print_error,
     write_json,
 )
 
 if TYPE_CHECKING:
-    pass
+    from windlass.plan import Plan
+    from windlass.train.best import Ranking
 
 
 @app.command(epilog="**Examples**\n\n`windlass report run`\n\n`windlass report run-a run-b --out compared`")
@@ -35,6 +38,44 @@ def report(
     from windlass.report.show import show
 
     show(made)
+
+
+@app.command(epilog="**Examples**\n\n`windlass best run`\n\n`windlass best run --eval-data held-out.jsonl --ranks 1`")
+def best(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(
+            "--eval-data", metavar="PATH", help="Rows to compare on; default: the run's own.", show_default=False
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", metavar="N", min=1, help="So many ranks on this machine alone.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate every saved adapter on the same rows, and say which are really worse than the best.
+
+    The base model is loaded once. Differences come with a paired 95 % confidence interval.
+    """
+    from windlass import train as training
+
+    def planned() -> Plan:
+        from windlass import plan as planning
+        from windlass.train.again import again
+
+        return planning.make(again(folder, eval_data=eval_data, ranks=ranks), None)
+
+    def show(ranking: Ranking) -> None:
+        from windlass.train.best import show as show_table
+
+        write_json(ranking.as_dict()) if as_json else show_table(ranking)
+
+    arguments = ["best", str(folder), *(["--eval-data", str(eval_data)] if eval_data else [])]
+    arguments += [*(["--ranks", str(ranks)] if ranks else []), *(["--json"] if as_json else [])]
+    code = training.best(planned, folder, arguments=arguments, environ=os.environ, show=show, say=print_error)
+    raise typer.Exit(code)
 
 
 @app.command(

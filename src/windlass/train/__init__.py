@@ -1,10 +1,12 @@
-"""`windlass train`: the ranks are started, or joined, and each runs the numbered steps of `run`.
+"""`windlass train`: the ranks are started, or joined, and each runs the numbered steps of `run`; and `windlass best`.
 
 ranks      processes of this machine: started, signalled, waited for; no torch
 run        what every rank does, from top to bottom
 settings   the run file in TRL's words
 loop       TRL's loop with one all-reduce a step, checks, and our checkpoints
 progress   what is shown and written at every step
+saving     checkpoints as the run goes, and when it is stopped
+best       the saved adapters of a run, evaluated again and ranked
 folder     the run folder: taken, described, finished
 """
 
@@ -19,7 +21,10 @@ from windlass.errors import UserError
 from windlass.train import ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from windlass.plan import Plan
+    from windlass.train.best import Ranking
 
 GRACE_SECONDS = 120.0  # to save in after a signal, where the run file says nothing (cluster.grace_seconds)
 
@@ -34,6 +39,43 @@ def train(
     say: Callable[[UserError], None],
 ) -> int:
     """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or be one. Returns the exit code."""
+
+    def work(here: ranks.Place) -> int:
+        from windlass.train.run import run
+
+        return run(make_plan(), here, resume=resume, debug_freq=debug_freq)
+
+    return in_ranks(make_plan, work, arguments=arguments, environ=environ, say=say)
+
+
+def best(
+    make_plan: Callable[[], Plan],
+    run_folder: Path,
+    *,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    show: Callable[[Ranking], None],
+    say: Callable[[UserError], None],
+) -> int:
+    """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
+
+    def work(here: ranks.Place) -> int:
+        from windlass.train.best import best as evaluate
+
+        return evaluate(make_plan(), here, run_folder, show)
+
+    return in_ranks(make_plan, work, arguments=arguments, environ=environ, say=say)
+
+
+def in_ranks(
+    make_plan: Callable[[], Plan],
+    work: Callable[[ranks.Place], int],
+    *,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    say: Callable[[UserError], None],
+) -> int:
+    """Start this machine's ranks with the same command, or do one rank's work."""
     here = ranks.place(environ)
     if here is None:
         plan = make_plan()  # here first: the user's mistakes are found in one process, and before torch is imported
@@ -42,7 +84,7 @@ def train(
             raise UserError(
                 f"the run is laid out on {plan.layout.nodes} nodes, and this is {nodes}",
                 plan.loaded.where("cluster.nodes"),
-                "add --ranks N to train on this machine alone, or start it with windlass launch",
+                "add --ranks N to use this machine alone, or start it with windlass submit",
             )
         return ranks.start(
             [sys.executable, "-m", "windlass", *arguments],
@@ -50,13 +92,7 @@ def train(
             environ,
             grace_seconds=plan.loaded.run.cluster.grace_seconds or GRACE_SECONDS,
         )
-
-    def work() -> int:
-        from windlass.train.run import run
-
-        return run(make_plan(), here, resume=resume, debug_freq=debug_freq)
-
-    code = ranks.inside(here, work, say=say)
+    code = ranks.inside(here, lambda: work(here), say=say)
     leave(code)
     return code
 

@@ -55,6 +55,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     here.phase("preparing the data")
     tokenizer = tokenizer_of(plan)
     data = data_of(plan, tokenizer, console)
+    folders.require_same_data(from_checkpoint, data.fingerprint, plan)
 
     # 4. The base model: each rank reads its own shard, and proves against the files what it holds.
     here.phase("loading the model")
