@@ -53,10 +53,10 @@ def compare(checkpoint: Checkpoint, chosen: Chosen, to: Path) -> dict[str, Any]:
         why = f"the model needs {needs / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are free here"
         return {"skipped": why}
     rows = sample_rows(chosen, checkpoint.dims["vocab"])
-    plain, adapted = _with_adapter(checkpoint, chosen, rows)
+    plain, adapted = with_and_without(checkpoint, chosen, rows)
     gc.collect()
     merged_checkpoint = read_checkpoint(to)
-    merged = _logits(_model(merged_checkpoint), rows)
+    merged = of(model_of(merged_checkpoint), rows)
     # A token at a tie between two experts goes to the other one by the last bit of a weight, and its logits jump:
     # where there are experts, the token in the middle is judged, not the worst.
     routed = "experts" in checkpoint.dims
@@ -109,17 +109,17 @@ def coarsest(checkpoint: Checkpoint) -> str:
     return max((dtype for dtype in counts), key=lambda dtype: BOUNDS[dtype].kl)
 
 
-def _model(checkpoint: Checkpoint) -> Any:
+def model_of(checkpoint: Checkpoint) -> Any:
     from windlass.model.load import load
 
     return load(checkpoint, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()
 
 
-def _with_adapter(checkpoint: Checkpoint, chosen: Chosen, rows: Tensor) -> tuple[Tensor, Tensor]:
-    model = with_adapter(_model(checkpoint), chosen.folder)
+def with_and_without(checkpoint: Checkpoint, chosen: Chosen, rows: Tensor) -> tuple[Tensor, Tensor]:
+    model = with_adapter(model_of(checkpoint), chosen.folder)
     with model.disable_adapter():
-        plain = _logits(model, rows)
-    return plain, _logits(model, rows)
+        plain = of(model, rows)
+    return plain, of(model, rows)
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
@@ -135,7 +135,7 @@ def with_adapter(model: Any, folder: Path) -> Any:
 
 
 @torch.no_grad()
-def _logits(model: Any, rows: Tensor) -> Tensor:
+def of(model: Any, rows: Tensor) -> Tensor:
     logits: Tensor = torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits.float() for row in rows])
     return logits
 

@@ -31,7 +31,7 @@ from windlass.weights import Checkpoint
 from windlass.weights.folder import CONFIG, INDEX
 
 WORK, JOURNAL, SCALES = ".windlass", "merge.json", "scales.safetensors"
-AT_ONCE = 2**23  # bytes copied at a time
+AT_ONCE = 2**22  # bytes copied at a time
 SPARE = 2**26  # bytes left free beside the weights: tokenizer, config, journal
 Advance = Callable[[int], None]
 

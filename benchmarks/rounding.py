@@ -1,0 +1,98 @@
+"""FP8 merges: rounding to the nearest code against rounding by the pattern. Trains an adapter first; prints a table.
+
+    python benchmarks/rounding.py [--run RUN_DIR]
+
+The model is a twin of Mistral 4, wide enough that an output adds up a thousand weights. Judged are logits on the
+run's own rows, in float32: merged against base + adapter, for the adapter as trained and for a weaker one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from windlass import demo, twin
+from windlass.export import logits, recipe, update, values, write
+from windlass.export.choose import base_of, choose
+from windlass.model.reading import Box
+from windlass.weights import read_checkpoint
+
+WIDE = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
+CHANGES = {
+    "gpus_per_node: 2": "gpus_per_node: 1",
+    "learning_rate: 0.02": "learning_rate: 0.0005",
+    "max_steps: 60": "max_steps: 40",
+    "layout: full-shard": "layout: resident",
+}
+Dice = Callable[[str, Box], Tensor]
+ROUNDINGS: dict[str, Dice] = {"nearest": lambda _key, _box: torch.tensor(0.5), "pattern": values.pattern}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a finished run on an FP8 base; default: train one")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        run = asked.run or train(folder / "wide")
+        print("| adapter | its own KL | rounding | KL to base + adapter | of its change of the logits, kept |")
+        print("|---|---|---|---|---|")
+        for strength in (1.0, 0.25):
+            compare(run, folder, strength)
+
+
+def train(folder: Path) -> Path:
+    run_file = demo.make(folder)
+    shutil.rmtree(folder / "model")
+    twin.write(
+        folder / "model", hidden=1024, layers=2, heads=8, experts=4, moe_intermediate=512, vocab=1024, config=WIDE
+    )
+    text = run_file.read_text()
+    for before, after in CHANGES.items():
+        assert before in text
+        text = text.replace(before, after)
+    run_file.write_text(text)
+    subprocess.run([sys.executable, "-m", "windlass", "train", str(run_file)], check=True, timeout=3600)
+    return folder / "run"
+
+
+def compare(run: Path, folder: Path, strength: float) -> None:
+    source = choose(run)
+    weak = folder / "adapter"
+    shutil.rmtree(weak, ignore_errors=True)
+    weak.mkdir()
+    factors = load_file(source.weights)
+    scaled = {key: tensor * strength if "lora_B" in key else tensor for key, tensor in factors.items()}
+    save_file(scaled, weak / source.weights.name, metadata={"format": "pt"})
+    (weak / "adapter_config.json").write_text(json.dumps(source.config))
+    chosen = choose(weak)
+    checkpoint = base_of(chosen, None)
+    rows = logits.sample_rows(source, checkpoint.dims["vocab"])
+    plain, adapted = logits.with_and_without(checkpoint, chosen, rows)
+    change = adapted - plain
+    for name, dice in ROUNDINGS.items():
+        values.pattern = dice  # type: ignore[assignment]
+        to = folder / "out"
+        shutil.rmtree(to, ignore_errors=True)
+        updates = update.read(chosen, checkpoint)
+        made = recipe.make(checkpoint, updates, to, recipe.FP8)
+        write.begin(to, made, checkpoint, chosen.weights)
+        write.Writer(made, checkpoint, updates, to, lambda _: None).write(1)
+        merged = logits.of(logits.model_of(read_checkpoint(to)), rows)
+        kept = float(((merged - plain) * change).sum() / (change * change).sum())
+        own, left = logits.kl(adapted, plain), logits.kl(adapted, merged)
+        print(f"| x {strength} | {own:.3g} | {name} | {left:.2g} | {kept:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
