@@ -314,7 +314,9 @@ def test_the_best_checkpoint_is_chosen_and_a_damaged_one_is_not(run: Path) -> No
     with (run / "checkpoints" / "step-20" / "adapter_model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    assert choose(run).folder.name == "step-30"
+    chosen = choose(run)
+    assert chosen.folder.name == "step-30"
+    assert "passed over step-20: adapter_model.safetensors" in chosen.why
 
 
 def test_the_card_says_what_was_trained(run: Path, tmp_path: Path) -> None:

@@ -58,17 +58,21 @@ def _run_of(adapter: Path) -> Path | None:
 def _best(run: Path) -> tuple[Path, str]:
     """The whole checkpoint with the lowest evaluation loss; without evaluations the run's final adapter."""
     losses = evaluations(run)
-    whole = [folder for folder in checkpoints.saved(run / "checkpoints") if not checkpoints.damage(folder)]
+    state = {folder: checkpoints.damage(folder) for folder in checkpoints.saved(run / "checkpoints")}
+    whole = [folder for folder, damage in state.items() if not damage]
+    passed = "".join(f"; passed over {folder.name}: {damage}" for folder, damage in state.items() if damage)
     scored = [(losses[checkpoints.step_of(f)], f) for f in whole if checkpoints.step_of(f) in losses]
     if scored:
         loss, folder = min(scored, key=lambda pair: pair[0])
-        return folder, f"lowest evaluation loss of {len(scored)} saved: {loss:.4f} at {folder.name}"
+        return folder, f"lowest evaluation loss of {len(scored)} saved: {loss:.4f} at {folder.name}{passed}"
     if (run / "final" / CONFIG).is_file():
-        return run / "final", "the run's last step: no saved step was evaluated"
+        return run / "final", f"the run's last step: no whole checkpoint was evaluated{passed}"
     if whole:
-        return whole[-1], f"the newest whole checkpoint, {whole[-1].name}: the run has not finished"
+        return whole[-1], f"the newest whole checkpoint, {whole[-1].name}: the run has not finished{passed}"
     raise UserError(
-        "the run has saved no adapter that is whole", str(run), "let it reach its first save (train.save_steps)"
+        f"the run has saved no adapter that is whole{passed}",
+        str(run),
+        "let it reach its first save (train.save_steps)",
     )
 
 
