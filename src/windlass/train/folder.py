@@ -115,10 +115,13 @@ def _forget_after(folder: Path, step: int) -> None:
 
 def _hold(folder: Path, where: str) -> None:
     global _lock
-    _lock = (folder / ".lock").open("a")
+    if _lock is not None:
+        _lock.close()
+    file = _lock = (folder / ".lock").open("a")
     try:
-        fcntl.flock(_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.close()
         raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
     except OSError as error:
         if error.errno not in UNLOCKABLE:

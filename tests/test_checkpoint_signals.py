@@ -1,0 +1,96 @@
+"""How ranks end when somebody ends them, and what is said of it. Processes without torch."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_train_ranks import SAVES, crew, launched  # type: ignore[import-not-found]
+
+from windlass.errors import RunError
+from windlass.train import ranks
+
+
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
+    body = f"""
+    def work():
+    {SAVES.replace(chr(10), chr(10) + "        ").replace("sys.exit(ranks.SAVED)", "return ranks.SAVED")}
+    sys.exit(ranks.inside(here, work, say=print))
+    """
+    process = launched(tmp_path, body)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while len(list(tmp_path.glob("saved-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+def test_a_rank_that_had_not_begun_when_the_signal_came_lost_nothing(tmp_path: Path) -> None:
+    body = """
+    if here.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+    """
+    assert crew(tmp_path, body, patience_seconds=0.2) == ranks.SAVED
+
+
+def test_the_signalled_rank_explains_those_that_lost_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    def work():
+        if here.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(5)
+        raise ConnectionError("peer is gone") if not time.sleep(0.3) else None
+    sys.exit(ranks.inside(here, work, say=print))
+    """
+    assert crew(tmp_path, body) == ranks.SAVED
+    assert "peer is gone" not in capfd.readouterr().err
+
+
+def test_a_failure_is_no_stop_though_the_others_are_told_to_end(tmp_path: Path) -> None:
+    body = """
+    def work():
+        if here.rank == 0:
+            raise RunError("non-finite loss at step 7", "watch.non_finite", "look")
+        time.sleep(60)
+    sys.exit(ranks.inside(here, work, say=print))
+    """
+    with pytest.raises(RunError, match="non-finite loss at step 7"):
+        crew(tmp_path, body, patience_seconds=0.2)
+
+
+STUBBORN = SAVES.replace("time.sleep(0.5)", "time.sleep(60)")
+
+
+def test_ended_before_they_had_saved_is_said(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_checkpoint_signals import STUBBORN
+from test_train_ranks import crew
+from windlass.errors import UserError
+try:
+    crew(Path({str(tmp_path)!r}), STUBBORN.replace("TMP", {str(tmp_path)!r}), grace_seconds=0.3)
+except UserError as error:
+    sys.exit(str(error))
+"""
+    for signals, expected in ((1, "had not saved 0.3 s after the signal"), (2, "a second signal ended the ranks")):
+        for file in tmp_path.glob("ready-*"):
+            file.unlink()
+        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        _, error = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert expected in error
+        assert "go on from the last checkpoint with --resume" in error
