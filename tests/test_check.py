@@ -393,7 +393,9 @@ def test_room_for_the_run_and_for_a_merged_model() -> None:
     plan = make(read(RECIPE))
     run, merged, words = folders.needed(plan)
     kept = plan.schedule.checkpoints_kept or 0
-    assert run > (kept + 1) * plan.schedule.checkpoint_bytes
+    adapter = plan.adapter.trainable * plan.adapter.dtype_bytes
+    tokens = 8 * plan.schedule.tokens_per_step * (plan.schedule.steps_per_epoch or 0)
+    assert run == (kept + 1) * plan.schedule.checkpoint_bytes + adapter + tokens
     assert merged == plan.total * 2
     assert folders.enough(run - 1, plan).verdict == FAIL
     assert words in folders.enough(run - 1, plan).seen

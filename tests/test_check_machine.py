@@ -323,6 +323,9 @@ int nvmlDeviceGetTotalEccErrors(device d, int t, int c, unsigned long long *n) {
 int nvmlDeviceGetNvLinkState(device d, unsigned link, unsigned *up) {
   if (link >= 4) return NOT_SUPPORTED;
   *up = link != 2; return OK; }
+int nvmlDeviceGetRemappedRows(device d, unsigned *c, unsigned *u, unsigned *pending, unsigned *failed) {
+  if (d == (device)1) return NOT_SUPPORTED;
+  *c = 1; *u = 0; *pending = 1; *failed = 0; return OK; }
 int nvmlDeviceGetCurrPcieLinkWidth(device d, unsigned *w) { *w = 8; return OK; }
 int nvmlDeviceGetMaxPcieLinkWidth(device d, unsigned *w) { *w = 16; return OK; }
 """
@@ -353,7 +356,8 @@ def test_what_nvml_says_is_understood(tmp_path: Path, init: int) -> None:
     first, second = seen.cards
     assert (first.name, round(first.memory_gib, 1)) == ("NVIDIA H200", 140.4)
     assert (first.others, second.others) == ((), (4711,))
-    assert (first.uncorrected, first.remap_pending) == (5, None)  # this driver knows nothing of remapped rows
+    assert (first.uncorrected, first.remap_pending) == (5, None)  # a GPU that knows nothing of remapped rows
+    assert second.remap_pending is True
     assert first.throttle == ("hardware thermal slowdown",)
     assert (first.persistence, first.links, first.links_up) == (False, 4, 3)
     assert (first.pcie_width, first.pcie_width_most) == (8, 16)

@@ -113,6 +113,13 @@ def test_a_place_that_cannot_be_is_the_users_mistake(environ: dict[str, str]) ->
         meeting.place(environ)
 
 
+def test_a_place_that_cannot_be_fails_the_check(sound: Path, plan: Plan) -> None:
+    environ = {"WORLD_SIZE": "2", "RANK": "2"}
+    met = nodes.check(read(sound), plan, [], {}, environ, Path("/"), 1, lambda _: None)
+    assert named(met.results, "nodes").verdict == FAIL
+    assert met.speaks
+
+
 def meet(world: int, work: Callable[[Meeting], Any], patience: float = 20, without: Sequence[int] = ()) -> list[Any]:
     """Nodes of this process meet and each does `work`."""
     port = free_port()
@@ -145,13 +152,19 @@ def test_a_node_that_falls_silent_is_dropped_and_the_rest_goes_on() -> None:
     def work(table: Meeting) -> Any:
         first = table.gather(table.place.rank, 5)
         if table.place.rank == 1:
-            time.sleep(2)
-            return first
-        return [first, table.gather("again", 0.5), table.gather("and again", 5)]
+            time.sleep(1.5)
+            try:
+                return table.gather("late", 5)
+            except AbsentError:
+                return "dropped"
+        second = table.gather("again", 0.5)
+        time.sleep(2)
+        return [first, second, table.gather("and again", 5)]
 
     heard = meet(3, work)
     for rank in (0, 2):
         assert heard[rank] == [[0, 1, 2], ["again", None, "again"], ["and again", None, "and again"]]
+    assert heard[1] == "dropped"  # its late word is not taken for an answer to a later question
 
 
 def test_node_0_that_goes_away_ends_the_meeting() -> None:

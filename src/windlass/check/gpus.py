@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from windlass import hardware
@@ -56,90 +57,89 @@ def kind(plan: Plan, cards: Sequence[Card]) -> Result:
     return passed("GPU kind", f"{planned.name}, as planned")
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One thing that is asked of each GPU: what it answers (None: the driver does not say), and what is wrong."""
+
+    name: str
+    says: Callable[[Card], str | None]
+    bad: Callable[[Card], bool]
+    hint: str
+    otherwise: Callable[[str, str, str], Result] = failed
+
+
+def errors(card: Card) -> str | None:
+    if card.uncorrected is None and card.remap_pending is None:
+        return None
+    return f"{card.uncorrected or 0} uncorrected" + ", rows wait to be remapped" * bool(card.remap_pending)
+
+
+QUESTIONS = (
+    Question(
+        "GPU processes",
+        lambda c: None if c.others is None else f"processes {', '.join(map(str, c.others)) or 'none'}",
+        lambda c: bool(c.others),
+        "end them, or ask for GPUs that are not shared",
+    ),
+    Question("GPU errors", errors, lambda c: bool(c.uncorrected or c.remap_pending), NODE),
+    Question(
+        "GPU clocks",
+        lambda c: None if c.throttle is None else ", ".join(c.throttle) or "not held down",
+        lambda c: any(said in FAULTS for said in c.throttle or ()),
+        f"cooling or power supply; {NODE}",
+    ),
+    Question(
+        "GPU persistence",
+        lambda c: None if c.persistence is None else "on" if c.persistence else "off",
+        lambda c: not c.persistence,
+        "nvidia-smi -pm 1 on the node: without it the first call of each process waits for the driver",
+        warned,
+    ),
+    Question(
+        "PCIe width",
+        lambda c: f"{c.pcie_width} of {c.pcie_width_most or '?'} lanes" if c.pcie_width else None,
+        lambda c: bool(c.pcie_width and c.pcie_width_most and c.pcie_width < c.pcie_width_most),
+        f"a card that sits badly, or a slot with fewer lanes; {NODE}",
+        warned,
+    ),
+)
+
+
 def sound(cards: Sequence[Card], plan: Plan) -> list[Result]:
-    """Checks of each GPU, one result for all: those that fail it are named."""
+    """Every question to every GPU, one result for all of them: those that are wrong are named."""
     if not cards:
         return []
     need = plan.cost.gpu_gib
-    many = plan.layout.gpus_per_node > 1
-    return [
-        each(
-            "GPU memory",
-            cards,
-            lambda c: f"{c.free_gib:.1f} of {c.memory_gib:.1f} GiB free",
-            lambda c: c.free_gib < need,
-            f"the run needs {need:.1f} GiB of each: end what else runs on them",
-        ),
-        each(
-            "GPU processes",
-            cards,
-            lambda c: None if c.others is None else f"processes {', '.join(map(str, c.others)) or 'none'}",
-            lambda c: bool(c.others),
-            "end them, or ask for GPUs that are not shared",
-        ),
-        each(
-            "GPU errors",
-            cards,
-            lambda c: (
-                None
-                if c.uncorrected is None and c.remap_pending is None
-                else f"{c.uncorrected or 0} uncorrected{', rows wait to be remapped' * bool(c.remap_pending)}"
-            ),
-            lambda c: bool(c.uncorrected or c.remap_pending),
-            NODE,
-        ),
-        each(
-            "GPU clocks",
-            cards,
-            lambda c: None if c.throttle is None else ", ".join(c.throttle) or "not held down",
-            lambda c: any(said in FAULTS for said in c.throttle or ()),
-            f"cooling or power supply; {NODE}",
-        ),
-        each(
-            "GPU persistence",
-            cards,
-            lambda c: None if c.persistence is None else "on" if c.persistence else "off",
-            lambda c: not c.persistence,
-            "nvidia-smi -pm 1 on the node: without it the first call of each process waits for the driver",
-            warned,
-        ),
-        links(plan, cards) if many else unseen("NVLink", "one GPU per node: nothing to link"),
-        each(
-            "PCIe width",
-            cards,
-            lambda c: None if not c.pcie_width else f"{c.pcie_width} of {c.pcie_width_most or '?'} lanes",
-            lambda c: bool(c.pcie_width and c.pcie_width_most and c.pcie_width < c.pcie_width_most),
-            f"a card that sits badly, or a slot with fewer lanes; {NODE}",
-            warned,
-        ),
-    ]
+    memory = Question(
+        "GPU memory",
+        lambda c: f"{c.free_gib:.1f} of {c.memory_gib:.1f} GiB free",
+        lambda c: c.free_gib < need,
+        f"the run needs {need:.1f} GiB of each: end what else runs on them",
+    )
+    return [*(each(question, cards) for question in (memory, *QUESTIONS)), links(plan, cards)]
 
 
 def links(plan: Plan, cards: Sequence[Card]) -> Result:
+    if plan.layout.gpus_per_node == 1:
+        return unseen("NVLink", "one GPU per node: nothing to link")
     if not plan.machine.link.name.startswith("nvlink"):
         return unseen("NVLink", f"planned between GPUs of a node is {plan.machine.link.name}")
-    return each(
+    question = Question(
         "NVLink",
-        cards,
-        lambda c: "no links" if not c.links else f"{c.links_up} of {c.links} links up",
+        lambda c: f"{c.links_up} of {c.links} links up" if c.links else "no links",
         lambda c: not c.links or (c.links_up or 0) < c.links,
         f"state cluster.link: pcie if these GPUs have no NVLink; else {NODE}",
     )
+    return each(question, cards)
 
 
-def each(
-    name: str,
-    cards: Sequence[Card],
-    says: Callable[[Card], str | None],
-    bad: Callable[[Card], bool],
-    hint: str,
-    otherwise: Callable[[str, str, str], Result] = failed,
-) -> Result:
+def each(question: Question, cards: Sequence[Card]) -> Result:
     """One result for all GPUs: the bad ones named, else those that don't say, else what they all say."""
-    said = {card.index: says(card) for card in cards}
-    wrong = [card for card in cards if said[card.index] is not None and bad(card)]
+    name, said = question.name, {card.index: question.says(card) for card in cards}
+    wrong = [card for card in cards if said[card.index] is not None and question.bad(card)]
     if wrong:
-        return otherwise(name, "; ".join(f"GPU {card.index}: {said[card.index]}" for card in wrong), hint)
+        faults = "; ".join(f"GPU {card.index}: {said[card.index]}" for card in wrong)
+        return question.otherwise(name, faults, question.hint)
     silent = [index for index, answer in said.items() if answer is None]
     if silent:
         return unseen(name, f"GPU {', '.join(map(str, silent))}: the driver does not say")

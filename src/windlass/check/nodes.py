@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.check import doors, fabric, pairs, shared
 from windlass.check.meeting import AbsentError, Meeting, Place, attend, place, resolve
-from windlass.check.result import FAIL, Result, failed, on, passed, unseen
+from windlass.check.result import FAIL, Result, failed, on, passed, refused, unseen
+from windlass.errors import UserError
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -40,7 +41,10 @@ def check(
     say: Callable[[str], None],
 ) -> Met:
     """`mine`: what this node found by itself. It comes to the meeting whatever that was."""
-    here = place(environ)
+    try:
+        here = place(environ)
+    except UserError as error:
+        return Met((*mine, *refused(MEETING, error.problems)), True)
     name = f"node {here.rank} ({socket.gethostname()})"
     counted = count(here, loaded)
     if here.world == 1:
