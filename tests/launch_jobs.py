@@ -25,11 +25,12 @@ SITE = (
     "cluster.networks=[ssa]",
     "cluster.extended_resources={openshift.io/mellanoxnics: 1}",
     "cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}",
-    "cluster.memory_request=64Gi",
     "cluster.cpu=16",
 )
 FULL = (
     *SITE,
+    "cluster.memory_request=64Gi",
+    "cluster.memory_limit=96Gi",
     "cluster.queue=gpus",
     "cluster.service_account=trainer",
     "cluster.image_pull_secrets=[pull]",

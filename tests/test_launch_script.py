@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_jobs import calls, environ, example, plan_of, program
+from launch_jobs import (  # type: ignore[import-not-found]
+    calls,
+    environ,
+    example,
+    plan_of,
+    program,
+)
 
 from windlass import demo
 from windlass.launch import render

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# mistral-finetuned: 2 x 1 h200, full-shard
+# Written by windlass 0.1.0 from mistral_fsdpv2.yaml: submits the run to Run:ai. launch.sh must lie, with run.yaml and
+# accelerate.yaml beside it, in /data/output/mistral-finetuned on the volume that the pods mount.
+# Again with the same run folder: it goes on from the last checkpoint, once the ended job is deleted:
+#   runai training pytorch delete mistral-finetuned --project research
+set -euo pipefail
+
+# Git Bash on Windows would turn /data into C:/Program Files/Git/data; elsewhere nobody reads these.
+export MSYS_NO_PATHCONV=1 MSYS2_ARG_CONV_EXCL='*'
+
+options=(
+  --project research
+  --image registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
+  # 2 nodes: a master and 1 workers
+  --workers 1
+  # of each node
+  --gpu-devices-request 1
+  --cpu-core-request 16
+  # with units: a bare number would be bytes. The plan needs 14 GiB with /dev/shm
+  --cpu-memory-request 14Gi --cpu-memory-limit 14Gi
+  # ranks of one node exchange data through /dev/shm
+  --large-shm
+  --existing-pvc 'claimname=project-001,path=/data'
+  # a second network card in each pod
+  --annotation k8s.v1.cni.cncf.io/networks=ssa
+  --extended-resource openshift.io/mellanoxnics=1
+  # what workers get, the master may not
+  --master-extended-resource openshift.io/mellanoxnics=1
+  # to end a step and save after a stop signal
+  --termination-grace-period 150s
+  # a run that was lost is started again, and resumes from its newest checkpoint
+  --backoff-limit 3 --restart-policy OnFailure
+  # workers that still run when the master has ended are of no use
+  --clean-pod-policy Running
+  # how much NCCL prints: VERSION, WARN, INFO, TRACE
+  -e NCCL_DEBUG=WARN
+  # settings of torch's GPU memory allocator; expandable_segments:True lets a segment grow instead of fragmenting
+  -e PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+  # the newer name of PYTORCH_CUDA_ALLOC_CONF
+  -e PYTORCH_ALLOC_CONF=expandable_segments:True
+  # cluster.env: network interfaces for NCCL's sockets: prefixes, `=net1` for exactly that one, `^docker` for all but those
+  -e NCCL_SOCKET_IFNAME=net1
+  # cluster.env: the token for gated models
+  --env-secret 'HF_TOKEN=hub,key=token'
+)
+exec runai training pytorch submit mistral-finetuned "${options[@]}" \
+  --command -- bash /data/output/mistral-finetuned/launch.sh

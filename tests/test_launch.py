@@ -1,0 +1,458 @@
+"""What is written for each platform: golden files, what is refused, what is said, and the clients that are called."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_jobs import (  # type: ignore[import-not-found]
+    EXAMPLES,
+    FULL,
+    ROOT,
+    RUNS,
+    SITE,
+    calls,
+    environ,
+    example,
+    plan_of,
+    program,
+)
+from runai.models.distributed_creation_request import DistributedCreationRequest
+
+from windlass.errors import RunError, UserError
+from windlass.launch import render
+from windlass.launch import runai as launcher
+from windlass.launch import submit as submitting
+from windlass.launch.job import grace_seconds, job_of
+from windlass.launch.kubernetes import cluster, pod
+
+GOLDEN = ROOT / "tests" / "golden" / "launch"
+ENGINES = [
+    ("job", ""),
+    ("jobset", ""),
+    ("pytorchjob", ""),
+    *(("trainer", version) for version in ("2.0", "2.1", "2.2", "2.3")),
+]
+# The first version's TrainJob has no word for a network annotation: refused, see below.
+BARE = tuple(word for word in SITE if not word.startswith("cluster.networks"))
+
+
+def compared(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert path.exists(), f"{path} is missing: UPDATE_GOLDEN=1 pytest tests/test_launch.py"
+    assert text == path.read_text(), f"{path} differs: if that is meant, UPDATE_GOLDEN=1 pytest tests/test_launch.py"
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("to", ["script", "runai"])
+def test_scripts_and_commands_are_what_a_careful_human_wrote(run: str, to: str) -> None:
+    plan, overrides, accelerate = example(run)
+    made = render(plan, to, overrides=overrides, accelerate=accelerate)
+    for name in ("launch.sh", "accelerate.yaml", "submit.sh", "payload.json"):
+        if name in made:
+            compared(f"{run}/{to}/{name}", made[name])
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("engine", "version"), ENGINES, ids=[f"{e}{v}" for e, v in ENGINES])
+def test_manifests_are_what_a_careful_human_wrote(run: str, engine: str, version: str) -> None:
+    plan, overrides, accelerate = example(run, BARE if version == "2.0" else SITE)
+    made = render(
+        plan, "kubernetes", overrides=overrides, accelerate=accelerate, engine=engine, version=version or None
+    )
+    # The ConfigMap's files have golden files of their own.
+    workload = made["job.yaml"].partition("\n---\n")[2]
+    compared(f"{run}/kubernetes/{engine}{version}.yaml", workload)
+
+
+def test_golden_files_are_all_in_use() -> None:
+    written = {str(path.relative_to(GOLDEN)) for path in GOLDEN.rglob("*") if path.is_file()}
+    kinds = [f"script/{name}" for name in ("launch.sh", "accelerate.yaml")]
+    kinds += [f"runai/{name}" for name in ("launch.sh", "accelerate.yaml", "submit.sh", "payload.json")]
+    kinds += [f"kubernetes/{engine}{version}.yaml" for engine, version in ENGINES]
+    assert written == {f"{run}/{kind}" for run in RUNS for kind in kinds}
+
+
+def test_rendering_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [
+            *(
+                sys.executable,
+                "-X",
+                "importtime",
+                "-m",
+                "windlass",
+                "submit",
+                EXAMPLES / "train.yaml",
+                "--to",
+                "kubernetes",
+            ),
+            *("--dry-run", "--out", tmp_path / "out", *(word for one in FULL for word in ("--override", one))),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert time.monotonic() - began < 20  # far more than it needs, on a machine that has other things to do
+    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert not {"torch", "transformers", "numpy", "accelerate"} & names
+    assert "windlass.launch.kubernetes" in names
+    assert (tmp_path / "out" / "job.yaml").exists()
+
+
+# --- refused before anything is written -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("to", "without", "more", "says"),
+    [
+        ("runai", "cluster.project", (), "no Run:ai project"),
+        ("runai", "cluster.image", (), "no container image"),
+        ("kubernetes", "cluster.image", (), "no container image"),
+        ("kubernetes", "cluster.volumes", (), "is on no volume"),
+        ("runai", "cluster.volumes", ("cluster.volumes=[{claim: a, path: '/data,b'}]",), "holds a comma"),
+        ("runai", "", ("cluster.priority_class=gold",), "'gold' is no priority of Run:ai"),
+        ("kubernetes", "", ("train.output_dir=out",), "out is a path of this machine's working folder"),
+        ("kubernetes", "", ("cluster.memory_request=1Gi",), "1Gi of memory, and the plan needs"),
+        ("kubernetes", "", ("train.save_strategy=no",), "would begin anew"),
+        ("local", "", (), "3 nodes, and this is one"),
+    ],
+)  # fmt: skip
+def test_what_cannot_start_or_would_be_lost_is_refused(to: str, without: str, more: tuple[str, ...], says: str) -> None:
+    overrides = (*(word for word in SITE if not (without and word.startswith(without))), *more)
+    plan, _, _ = example("train", overrides)
+    with pytest.raises(UserError) as caught:
+        render(plan, to, overrides=overrides)
+    assert says in str(caught.value)
+    assert all(problem.hint for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("version", "more", "key"),
+    [
+        ("2.0", "cluster.networks=[ssa]", "cluster.networks"),
+        ("2.0", "cluster.affinity={nodeAffinity: {}}", "cluster.affinity"),
+        ("2.0", "cluster.image_pull_secrets=[a]", "cluster.image_pull_secrets"),
+        ("2.0", "cluster.annotations={team.example/name: c}", "cluster.annotations"),
+        ("2.1", "cluster.user={uid: 2000}", "cluster.user"),
+        ("2.1", "cluster.deadline_seconds=60", "cluster.deadline_seconds"),
+        ("2.2", "cluster.grace_seconds=600", "cluster.grace_seconds"),
+        ("2.3", "cluster.priority_class=high", "cluster.priority_class"),
+    ],
+)
+def test_what_a_trainjob_cannot_say_is_never_dropped(version: str, more: str, key: str) -> None:
+    plan, overrides, _ = example("train", (*BARE, more))
+    with pytest.raises(UserError, match=f"Kubeflow Trainer {version} can't say it") as caught:
+        render(plan, "kubernetes", overrides=overrides, engine="trainer", version=version)
+    assert key in caught.value.problems[0].where
+
+
+def test_an_unknown_trainer_is_refused() -> None:
+    plan, overrides, _ = example("train", (*SITE, "cluster.engine=trainer", "cluster.trainer_version='3.1'"))
+    with pytest.raises(UserError, match=r"Trainer 3\.1 is not known"):
+        render(plan, "kubernetes", overrides=overrides)
+
+
+def test_what_has_no_effect_there_is_said() -> None:
+    plan, _, _ = example("train", FULL)
+    said = "\n".join(submitting.notes(plan, "runai"))
+    for key in ("queue", "node_selector", "topology_key", "deadline_seconds", "service_account"):
+        assert f"cluster.{key} has no effect on Run:ai" in said
+    said = "\n".join(submitting.notes(plan, "kubernetes"))
+    assert "cluster.project has no effect on Kubernetes" in said
+    assert "the service account needs the SCC nonroot-v2" in said
+    assert "auto, and no cluster was asked" in said
+    root, _, _ = example("train", (*SITE, "cluster.user={uid: 0}"))
+    assert "SCC anyuid" in "\n".join(submitting.notes(root, "kubernetes"))
+    plain, _, _ = example("train")
+    assert "SCC" not in "\n".join(submitting.notes(plain, "kubernetes"))
+
+
+def test_time_to_save_follows_from_the_plan() -> None:
+    plan, _, _ = example("train")
+    assert grace_seconds(plan) >= plan.cost.step_seconds_serial + 60
+    asked, _, _ = example("train", FULL)
+    assert job_of(asked).grace_seconds == 300
+
+
+def test_another_run_file_is_another_config_map() -> None:
+    plan, overrides, _ = example("train")
+    names = {pod.files_name(job_of(plan, overrides=more)) for more in (overrides, (), ("lora.r=8",))}
+    assert len(names) == 3
+
+
+# --- Run:ai ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("site", [SITE, FULL], ids=["site", "full"])
+def test_the_rest_body_is_what_runais_own_models_take(site: tuple[str, ...]) -> None:
+    plan, overrides, _ = example("train", site)
+    body = launcher.payload(job_of(plan, overrides=overrides))
+    made = DistributedCreationRequest.from_dict(body)
+    assert made is not None
+    assert made.spec is not None
+    made.spec.slots_per_worker = made.spec.ssh_auth_mount_path = None  # put there by the client, for MPI
+    assert lost(body, json.loads(made.to_json())) == []
+
+
+def lost(before: Any, after: Any, path: str = "") -> list[str]:
+    """What did not come back from a round trip."""
+    if isinstance(before, dict):
+        after = after if isinstance(after, dict) else {}
+        return [word for key, value in before.items() for word in lost(value, after.get(key), f"{path}.{key}")]
+    if isinstance(before, list):
+        after = after if isinstance(after, list) and len(after) == len(before) else [None] * len(before)
+        return [word for i, (a, b) in enumerate(zip(before, after, strict=True)) for word in lost(a, b, f"{path}[{i}]")]
+    return [] if before == after else [f"{path}: {before!r} -> {after!r}"]
+
+
+def test_a_field_that_runai_does_not_know_would_be_noticed() -> None:
+    plan, _, _ = example("train")
+    body = launcher.payload(job_of(plan))
+    body["spec"]["gpuDevices"] = 1
+    made = DistributedCreationRequest.from_dict(body)
+    assert made is not None
+    assert lost(body, json.loads(made.to_json())) == [".spec.gpuDevices: 1 -> None"]
+
+
+def test_one_node_is_a_standard_training() -> None:
+    plan, overrides, _ = example("two-gpus", (*SITE, "cluster.nodes=1", "cluster.gpus_per_node=2"))
+    job = job_of(plan, overrides=overrides)
+    words = launcher.command(job)
+    assert words[:4] == ["runai", "training", "standard", "submit"]
+    assert not {"--workers", "--master-extended-resource", "--clean-pod-policy"} & set(words)
+    assert "numWorkers" not in launcher.payload(job)["spec"]
+
+
+def test_the_script_and_the_words_say_the_same(tmp_path: Path) -> None:
+    odd = "a b'c\"$(x)`y`\nä,€"
+    plan, overrides, _ = example(
+        "train", (*SITE, f"cluster.annotations={{odd: {json.dumps(odd, ensure_ascii=False)}}}")
+    )
+    fakes = tmp_path / "bin"
+    program(fakes, "runai", "exit 0")
+    (tmp_path / "submit.sh").write_text(render(plan, "runai", overrides=overrides)["submit.sh"])
+    subprocess.run(["bash", tmp_path / "submit.sh"], env=environ(fakes), check=True, timeout=30)
+    words = launcher.command(job_of(plan, overrides=overrides))
+    assert calls(fakes, "runai") == words[1:]
+    assert f"odd={odd}" in words
+    assert words[words.index("--workers") + 1] == "2", "a master and two workers"
+    done = subprocess.run(
+        [Path(sys.executable).parent / "shellcheck", "--exclude=SC2016", tmp_path / "submit.sh"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == ""
+
+
+# --- clients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and stand-ins first on the path."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def volume(here: Path) -> tuple[str, ...]:
+    """The pods' volume is mounted on this machine too."""
+    words = [word for word in SITE if not word.startswith("cluster.volumes")]
+    return (*words, f"cluster.volumes=[{{claim: project-001, path: {here}}}]", f"train.output_dir={here}/run")
+
+
+KUBECTL = r"""
+case " $* " in
+  *" get customresourcedefinitions "*) printf '%s\n' $CRDS ;;
+  *" get customresourcedefinition "*) cat "$CRD" ;;
+  *" get $MISSING "*) echo 'Error from server (NotFound): it was not found' >&2; exit 1 ;;
+  *" get jobs.batch "*" json "*|*" get trainjobs"*" json "*) cat "$STATE" 2>/dev/null || true ;;
+  *" logs "*) echo "[pod/x-0] step 1" ;;
+  *"jsonpath"*) echo Running ;;
+  *" --dry-run=server "*) if [[ -n "${REFUSES:-}" ]]; then echo "$REFUSES" >&2; exit 1; fi; cat >/dev/null ;;
+  *" apply "*) cat >"$APPLIED"; echo "job.batch/x created" ;;
+  *) echo ok ;;
+esac
+"""
+
+
+@pytest.fixture
+def kubectl(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program(here / "bin", "kubectl", KUBECTL)
+    for name, value in {
+        "CRDS": "",
+        "CRD": "",
+        "MISSING": "-",
+        "STATE": "/none",
+        "APPLIED": str(here / "applied"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return here / "bin"
+
+
+def sent(here: Path, to: str, say: Callable[[str], None] = lambda _: None, *more: str, **options: Any) -> int:
+    overrides = (*volume(here), *more)
+    plan = plan_of(EXAMPLES / "train.yaml", overrides)
+    return submitting.submit(plan, to, overrides=overrides, say=say, **options)
+
+
+def test_kubernetes_is_asked_first_and_then_given_the_very_file(here: Path, kubectl: Path) -> None:
+    said: list[str] = []
+    assert sent(here, "kubernetes", said.append) == 0
+    text = (here / "run" / "job.yaml").read_text()
+    assert (here / "applied").read_text() == text
+    words = calls(kubectl, "kubectl")
+    assert words.index("--dry-run=server") < len(words) - words[::-1].index("apply")
+    assert words.count("--namespace") == words.count("ml")
+    assert "persistentvolumeclaim" in words
+    assert "secret" in words
+    record = json.loads((here / "run" / "submitted.json").read_text())
+    assert (record["platform"], record["engine"], record["namespace"]) == ("kubernetes", "job", "ml")
+    assert "created" in "\n".join(said)
+
+
+def test_a_missing_claim_is_found_before_anything_is_created(
+    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISSING", "persistentvolumeclaim project-001")
+    with pytest.raises(UserError, match="the cluster has no persistentvolumeclaim project-001"):
+        sent(here, "kubernetes")
+    assert not (here / "applied").exists()
+
+
+def test_a_missing_queue_and_runtime_are_found(here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MISSING", "localqueue.kueue.x-k8s.io gpus")
+    with pytest.raises(UserError, match=r"no localqueue\.kueue\.x-k8s\.io gpus"):
+        sent(here, "kubernetes", lambda _: None, "cluster.queue=gpus")
+    monkeypatch.setenv("MISSING", "clustertrainingruntime.trainer.kubeflow.org torch-distributed")
+    with pytest.raises(UserError, match="clustertrainingruntime"):
+        sent(here, "kubernetes", lambda _: None, "cluster.engine=trainer", "cluster.trainer_version='2.3'")
+
+
+def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
+    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = here / "state"
+    monkeypatch.setenv("STATE", str(state))
+    state.write_text(json.dumps({"status": {"conditions": [{"type": "Suspended", "status": "True"}]}}))
+    with pytest.raises(UserError, match="is there and has not ended"):
+        sent(here, "kubernetes")
+    assert "delete" not in calls(kubectl, "kubectl")
+    state.write_text(json.dumps({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}))
+    said: list[str] = []
+    assert sent(here, "kubernetes", said.append) == 0
+    words = calls(kubectl, "kubectl")
+    assert words[words.index("delete") + 1] == "jobs.batch"
+    assert "goes on from its last checkpoint" in "\n".join(said)
+
+
+def test_the_servers_own_words_are_shown(here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFUSES", 'error: strict decoding error: unknown field "spec.foo"')
+    with pytest.raises(RunError, match=r'unknown field "spec\.foo"'):
+        sent(here, "kubernetes")
+    assert not (here / "applied").exists()
+
+
+@pytest.mark.parametrize(
+    ("crds", "engine"),
+    [
+        ("", "job"),
+        ("customresourcedefinition.apiextensions.k8s.io/jobsets.jobset.x-k8s.io", "jobset"),
+        ("x/jobsets.jobset.x-k8s.io x/pytorchjobs.kubeflow.org", "pytorchjob"),
+        ("x/jobsets.jobset.x-k8s.io x/trainjobs.trainer.kubeflow.org", "trainer"),
+    ],
+)
+def test_the_engine_is_the_first_that_is_installed(
+    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch, crds: str, engine: str
+) -> None:
+    monkeypatch.setenv("CRDS", crds)
+    assert cluster.found_engine("auto") == engine
+    assert cluster.found_engine("jobset") == "jobset"
+
+
+@pytest.mark.parametrize(
+    ("fields", "version"),
+    [
+        ({"podSpecOverrides": {}}, "2.0"),
+        ({"podTemplateOverrides": {"podSpecOverrides": {}}}, "2.1"),
+        ({"runtimePatches": {}}, "2.2"),
+        ({"runtimePatches": {"terminationGracePeriodSeconds": {}}}, "2.3"),
+    ],
+)
+def test_the_trainers_version_is_read_from_its_fields(fields: dict[str, Any], version: str) -> None:
+    crd = {"spec": {"versions": [{"name": "v1alpha1", "schema": {"openAPIV3Schema": {"properties": fields}}}]}}
+    assert cluster.version_of(crd) == version
+
+
+def test_status_logs_and_stop_go_through_the_platforms_client(
+    here: Path, kubectl: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sent(here, "kubernetes")
+    folder = here / "run"
+    assert submitting.status(folder) == 0
+    assert submitting.logs(folder, follow=True, say=lambda _: None) == 0
+    assert "step 1" in capfd.readouterr().out
+    assert submitting.stop(folder, lambda _: None) == 0
+    words = calls(kubectl, "kubectl")
+    assert "--follow" in words
+    assert "app.kubernetes.io/instance=run,app.kubernetes.io/managed-by=windlass" in words
+    with pytest.raises(UserError, match="nothing was submitted from here"):
+        submitting.status(here)
+
+
+def test_without_a_client_the_files_are_left_with_the_next_step(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(here / "bin"))
+    said: list[str] = []
+    assert sent(here, "kubernetes", said.append) == 0
+    assert f"kubectl apply -f {here}/run/job.yaml" in "\n".join(said)
+
+
+def test_runai_is_run_where_it_is_and_its_failure_is_ours(here: Path) -> None:
+    said: list[str] = []
+    assert sent(here, "runai", said.append) == 0
+    assert "runai is not here" in "\n".join(said)
+    program(here / "bin", "runai", "exit 0")
+    assert sent(here, "runai") == 0
+    words = calls(here / "bin", "runai")
+    assert words[:3] == ["training", "pytorch", "submit"]
+    assert words[-3:] == ["--", "bash", f"{here}/run/launch.sh"]
+    assert submitting.logs(here / "run", follow=False, say=lambda _: None) == 0
+    assert submitting.stop(here / "run", lambda _: None) == 0
+    assert calls(here / "bin", "runai")[-4:] == ["delete", "run", "--project", "research"]
+    program(here / "bin", "runai", "echo 'not logged in' >&2; exit 3")
+    with pytest.raises(RunError, match="runai ended with 3"):
+        sent(here, "runai")
+
+
+def test_a_volume_that_is_not_here_gets_its_files_copied_there(here: Path) -> None:
+    program(here / "bin", "runai", "exit 0")
+    plan, overrides, _ = example("train", tuple(word.replace("path: /data", "path: /data") for word in SITE))
+    if Path("/data").exists():
+        pytest.skip("this machine has a /data")
+    said: list[str] = []
+    assert submitting.submit(plan, "runai", overrides=overrides, say=said.append) == 0
+    assert "is not here: copy launch.sh, run.yaml and accelerate.yaml there" in "\n".join(said)
+    assert (here / "mistral4small-lora-fsdp-2xH200-job" / "submit.sh").stat().st_mode & 0o111
+    assert not calls(here / "bin", "runai")
+
+
+def test_what_does_not_fit_is_not_started(here: Path) -> None:
+    program(here / "bin", "runai", "exit 0")
+    with pytest.raises(UserError, match="does not fit"):
+        sent(here, "runai", lambda _: None, "lora.experts=true", "lora.lora_dropout=0")
+    assert not calls(here / "bin", "runai")
+    assert sent(here, "runai", lambda _: None, "lora.experts=true", "lora.lora_dropout=0", dry_run=True) == 0
