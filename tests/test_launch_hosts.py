@@ -1,0 +1,174 @@
+"""The rendered launch.sh on several machines at once: network namespaces, real ranks over gloo, a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from launch_hosts import Hosts, hosts, why_not  # type: ignore[import-not-found]
+from launch_jobs import environ, plan_of  # type: ignore[import-not-found]
+
+from windlass import demo
+from windlass.launch import render
+
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.xdist_group("hosts")]
+
+
+class Run:
+    """One job on these machines: rendered, and started node by node."""
+
+    def __init__(self, folder: Path, machines: Hosts, *overrides: str) -> None:
+        self.machines, self.folder = machines, folder
+        file = demo.make(folder / "a demo")
+        words = (
+            *(f"cluster.nodes={machines.count}", "cluster.gpus_per_node=1", "cluster.network=ethernet-25"),
+            *("train.max_steps=4", "train.eval_steps=4", "train.save_steps=4", "train.ddp_timeout=60", *overrides),
+        )
+        self.out = folder / "a demo" / "run"
+        self.out.mkdir()
+        for name, text in render(plan_of(file, words), "script", overrides=words).items():
+            (self.out / name).write_text(text)
+        self.began = time.monotonic()
+
+    def patient(self, seconds: int) -> None:
+        """Wait less long for nodes than a user would."""
+        script = self.out / "launch.sh"
+        script.write_text(script.read_text().replace("meet_seconds=300", f"meet_seconds={seconds}"))
+
+    def start(self, node: int, **more: str) -> subprocess.Popen[str]:
+        env = {
+            "PET_NODE_RANK": str(node),
+            "PET_NNODES": str(self.machines.count),
+            "PET_MASTER_ADDR": self.machines.address(0),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }
+        started: subprocess.Popen[str] = self.machines.start(
+            node, ["bash", str(self.out / "launch.sh")], environ(self.folder / "bin", **env), self.log_file(node)
+        )
+        return started
+
+    def log_file(self, node: int) -> Path:
+        return self.folder / f"node-{node}.log"
+
+    def log(self, node: int) -> str:
+        return self.log_file(node).read_text()
+
+    def until(self, node: int, text: str, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.log(node):
+            assert time.monotonic() < deadline, self.log(node)
+            time.sleep(0.1)
+
+
+def test_nodes_that_never_meet_and_those_that_do_name_each_other(tmp_path: Path) -> None:
+    """Before any rank is started: quick, so every `make test` sees real machines."""
+    with hosts(3) as machines:
+        run = Run(tmp_path, machines)
+        run.patient(4)
+        began = time.monotonic()
+        started = [run.start(0), run.start(2)]
+        assert [process.wait(60) for process in started] == [1, 1]
+        assert time.monotonic() - began < 40
+        assert "node 1 did not come within 4 s (node 0, node 2 (machine-2) did)" in run.log(0)
+        assert "node 0 says: node 1 did not come" in run.log(2)
+        # A name that no interface has is the input's fault, on whichever node it is found.
+        started = [run.start(node, **({"GLOO_SOCKET_IFNAME": "net7"} if node == 1 else {})) for node in range(3)]
+        assert [process.wait(60) for process in started] == [13, 13, 13]
+        for node in (0, 2):
+            assert "node 1 (machine-1): GLOO_SOCKET_IFNAME=net7 names no interface of this node" in run.log(node)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_run_is_trained_across_machines(tmp_path: Path, count: int) -> None:
+    with hosts(count) as machines:
+        run = Run(tmp_path, machines)
+        started = [run.start(node, WINDLASS_CHECK="yes") for node in range(count)]
+        codes = [process.wait(280) for process in started]
+        assert codes == [0] * count, "\n".join(run.log(node) for node in range(count))
+    assert f"full-shard on {count} ranks" in run.log(0)
+    assert f"all {count} nodes have met" in run.log(count - 1)
+    assert (run.out / "final" / "adapter_model.safetensors").exists()
+    assert json.loads((run.out / "manifest.json").read_text())["state"] == "finished"
+    verdicts = json.loads((run.out / "check.json").read_text())
+    assert "fail" not in json.dumps(verdicts).split('"'), "all checks were made, and none failed"
+
+
+@pytest.mark.prove
+def test_a_machine_that_dies_is_named_and_the_rest_end_soon(tmp_path: Path) -> None:
+    with hosts(3) as machines:
+        run = Run(tmp_path, machines, "train.max_steps=5000", "train.eval_strategy=no", "train.save_steps=100000")
+        started = [run.start(node) for node in range(3)]
+        run.until(0, "step     1/5000")
+        machines.kill(2)
+        began = time.monotonic()
+        assert started[0].wait(90) == 1
+        assert started[1].wait(30) == 1
+        assert time.monotonic() - began < 60
+        assert "node 2 (machine-2) is gone: its connection closed" in run.log(0)
+        assert "node 0 says: node 2 (machine-2) is gone" in run.log(1)
+
+
+@pytest.mark.prove
+def test_a_cut_cable_ends_the_run_long_before_its_timeout(tmp_path: Path) -> None:
+    """Nothing tells the others: gloo would wait for train.ddp_timeout, here ten minutes."""
+    with hosts(2) as machines:
+        options = ("train.max_steps=5000", "train.eval_strategy=no", "train.save_steps=100000", "train.ddp_timeout=600")
+        run = Run(tmp_path, machines, *options)
+        started = [run.start(node) for node in range(2)]
+        run.until(0, "step     1/5000")
+        machines.unplug(1)
+        began = time.monotonic()
+        assert [process.wait(200) for process in started] == [1, 1]
+        assert time.monotonic() - began < 180
+        assert "node 1 (machine-1) has not been heard for 60 s" in run.log(0)
+        assert f"node 0 ({machines.address(0)}) has not been heard for 60 s" in run.log(1)
+
+
+@pytest.mark.prove
+def test_one_node_told_to_stop_saves_with_all_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
+    with hosts(2) as machines:
+        options = ("train.max_steps=300", "train.eval_strategy=no", "train.save_steps=100000")
+        run = Run(tmp_path, machines, *options)
+        started = [run.start(node) for node in range(2)]
+        run.until(0, "step     1/300")
+        script = next(pid for pid in machines.pids(1) if "launch.sh" in _words(pid) and _words(pid)[0] == "bash")
+        os.kill(script, 15)
+        assert [process.wait(120) for process in started] == [75, 75], run.log(0) + run.log(1)
+        assert list((run.out / "checkpoints").iterdir())
+        again = [run.start(node) for node in range(2)]
+        run.until(0, "step", 120)
+        run.until(0, "/300")
+        assert "step     1/300" not in run.log(0)
+        for process in again:
+            process.terminate()
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return [""]
+    return [words[0].rpartition("/")[2], *(word.rpartition("/")[2] for word in words[1:])]
+
+
+@pytest.mark.prove
+def test_wrong_input_on_one_machine_is_told_as_such_by_all(tmp_path: Path) -> None:
+    with hosts(2) as machines:
+        run = Run(tmp_path, machines)
+        other = tmp_path / "other"
+        other.mkdir()
+        for path in run.out.iterdir():
+            (other / path.name).write_text(path.read_text())
+        (other / "launch.sh").write_text((other / "launch.sh").read_text().replace("fingerprint=", "fingerprint=x"))
+        first = run.start(0)
+        run.out = other
+        second = run.start(1)
+        assert [first.wait(60), second.wait(60)] == [13, 13]
+        assert "node 1 (machine-1) has another run file" in run.log(0)
