@@ -119,3 +119,61 @@ def test_three_shots_at_one_run(material: Path, whole: Path) -> None:  # noqa: F
 def test_thirty_shots(material: Path, whole: Path, seed: int) -> None:  # noqa: F811
     chance = random.Random(seed)
     survive(material, whole, seed, chance.choices(["kill", "term", "launcher"], k=3))
+
+
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}
+"""
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["torchrun", "accelerate launch"])
+def test_a_signal_to_another_launcher_is_saved_too(
+    material: Path,  # noqa: F811
+    whole: Path,
+    name: str,
+    tmp_path: Path,
+) -> None:
+    """It hands SIGTERM on and waits 30 s. Its own exit code is 1 whatever the ranks': theirs are on the desk."""
+    port, file = ranks._free_port(), tmp_path / "fsdp.yaml"
+    file.write_text(FSDP)
+    modules = {
+        "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"),
+        "accelerate launch": (
+            "-m",
+            "accelerate.commands.launch",
+            f"--config_file={file}",
+            f"--main_process_port={port}",
+        ),
+    }
+    folder = material / name
+    words = ("--resume", "--override", f"train.output_dir={folder}")
+    command = [sys.executable, *modules[name], "-m", "windlass", "train", str(material / "run.yaml"), *words]
+    for attempt in ("stopped", "to the end"):
+        desk = tmp_path / attempt
+        desk.mkdir()
+        process = subprocess.Popen(
+            command,
+            env={**ENVIRON, "WINDLASS_DESK": str(desk)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if attempt == "stopped":
+            wait_for(lambda: "training step 3" in phases(tmp_path / "stopped"), process)
+            process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
+        codes = [(desk / f"code-{rank}").read_text() for rank in range(2)]
+        assert codes == ["75" if attempt == "stopped" else "0"] * 2, said
+    ours, theirs = (load_file(each / "final" / checkpoint.ADAPTER) for each in (whole, folder))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def phases(desk: Path) -> str:
+    return " ".join(path.read_text() for path in desk.glob("phase-*"))

@@ -70,8 +70,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
     meter = meter_of(plan, debug_freq)
     progress = Progress(here, console)
-    facts = {**folders.facts(plan), "data": data.fingerprint}
-    saving = Saving(folder, job.train.save_total_limit, facts, say=console.print)
+    saving = saving_of(plan, data, console)
     loop = loop_of(plan, model, data, tokenizer, meter, progress, saving, interruption)
 
     # 7. Train. The first steps prove that every part of the adapter lives.
@@ -85,12 +84,10 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
-    if job.train.load_best_model_at_end and (best := saving.best()):
-        checkpoints.load_adapter(model, best)
-        console.print(f"the adapter is that of {best.name}, which evaluated best")
-    save_final(folder / "final", model, tokenizer)
+    if job.train.load_best_model_at_end:
+        load_best(saving, model, console)
+    save_final(folder / "final", model, tokenizer, console)
     folders.note(folder, state=folders.FINISHED, steps=loop.state.global_step)
-    console.print(f"adapter written to {folder / 'final'}")
     return 0
 
 
@@ -149,6 +146,11 @@ def meter_of(plan: Plan, debug_freq: int | None) -> LLMStepProfiler:
     )
 
 
+def saving_of(plan: Plan, data: Prepared, console: Console) -> Saving:
+    train, facts = plan.loaded.run.train, {**folders.facts(plan), "data": data.fingerprint}
+    return Saving(Path(train.output_dir), train.save_total_limit, facts, say=console.print)
+
+
 def loop_of(
     plan: Plan,
     model: PeftModel,
@@ -195,7 +197,13 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
     return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences), len(data.lengths), sequences)
 
 
-def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def load_best(saving: Saving, model: PeftModel, console: Console) -> None:
+    if best := saving.best():
+        checkpoints.load_adapter(model, best)
+        console.print(f"the adapter is that of {best.name}, which evaluated best")
+
+
+def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
     if checkpoints.rank() == 0:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -203,3 +211,4 @@ def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBas
         tokenizer.save_pretrained(partial)
         checkpoints.appear(partial, folder)
     checkpoints.barrier()
+    console.print(f"adapter written to {folder}")
