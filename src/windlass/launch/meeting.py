@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -91,6 +91,13 @@ class Meeting:
 
     async def run(self) -> int:
         """Meet, then stay until this node's script has ended. Returns the exit code."""
+        try:
+            return await self._run()
+        finally:
+            for peer in self.peers.values():
+                await _close(peer.writer)
+
+    async def _run(self) -> int:
         began = time.monotonic()
         try:
             await (self.host_all() if self.node == 0 else self.go_to_master())
@@ -108,52 +115,63 @@ class Meeting:
             peer.tell(bye=code)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(*(peer.writer.drain() for peer in self.peers.values())), 2)
-        for task in tasks:
-            task.cancel()
+        await _cancel(tasks)
         return 0
 
     # --- before the ranks -----------------------------------------------------------------------------------------
 
     async def host_all(self) -> None:
         """Node 0: wait for every other node, then tell all of them to go, or why not."""
-        refused: list[RefusedError] = []
-        if self.own:  # the others are waited for only to be told
-            refused.append(RefusedError(f"{self}: {self.own[0]}", self.own[1]))
-        complete = asyncio.Event()
+        refused = [RefusedError(f"{self}: {self.own[0]}", self.own[1])] if self.own else []
+        came: list[Peer] = []
+        changed = asyncio.Event()
+        arrivals: set[asyncio.Task[None]] = set()
 
         async def arrive(reader: Reader, writer: Writer) -> None:
+            if task := asyncio.current_task():
+                arrivals.add(task)
             with contextlib.suppress(Exception):  # anybody may knock on a port; only who speaks our words counts
                 word = json.loads(await asyncio.wait_for(reader.readline(), 30))
                 peer = Peer(int(word["node"]), str(word["host"]), reader, writer)
-                refusal = self.objection(peer, word)
-                if refusal:
+                if refusal := self.objection(peer, word):
                     refused.append(refusal)
-                self.peers[peer.node] = peer
-                if refusal or len(self.peers) == self.nodes - 1:
-                    complete.set()
+                self.peers.setdefault(peer.node, peer)
+                came.append(peer)
+                changed.set()
                 return
-            writer.close()
+            await _close(writer)
 
         try:
             server = await asyncio.start_server(arrive, sock=_listening(self.port))
         except OSError as error:
             raise RefusedError(f"port {self.port} can't be listened on: {error.strerror}") from None
-        try:
-            await asyncio.wait_for(complete.wait(), min(self.seconds, TELLING_SECONDS) if refused else self.seconds)
-        except TimeoutError:
-            missing = [str(node) for node in range(1, self.nodes) if node not in self.peers]
-            here = ", ".join(["node 0", *map(str, self.peers.values())])
-            word = "nodes" if len(missing) > 1 else "node"
-            refused.append(
-                RefusedError(f"{word} {', '.join(missing)} did not come within {self.seconds:.0f} s ({here} did)")
-            )
+        deadline = time.monotonic() + self.seconds
+        while len(came) < self.nodes - 1 and time.monotonic() < deadline:
+            if refused:  # the rest are waited for only to be told
+                deadline = min(deadline, time.monotonic() + TELLING_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), max(0.0, deadline - time.monotonic()))
+            changed.clear()
         server.close()  # who comes from now on is of another try
-        for peer in self.peers.values():
-            peer.tell(**({"stop": refused[0].why, "code": refused[0].code} if refused else {"go": True}))
+        await _cancel(arrivals)
+        refused = refused or self._missing()
+        word = {"stop": refused[0].why, "code": refused[0].code} if refused else {"go": True}
+        for peer in came:
+            peer.tell(**word)
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(peer.writer.drain(), 2)
         if refused:
+            for peer in came:
+                await _close(peer.writer)
             raise refused[0]
+
+    def _missing(self) -> list[RefusedError]:
+        missing = [str(node) for node in range(1, self.nodes) if node not in self.peers]
+        if not missing:
+            return []
+        here = ", ".join(["node 0", *map(str, self.peers.values())])
+        word = "nodes" if len(missing) > 1 else "node"
+        return [RefusedError(f"{word} {', '.join(missing)} did not come within {self.seconds:.0f} s ({here} did)")]
 
     def objection(self, peer: Peer, word: dict[str, Any]) -> RefusedError | None:
         known = self.peers.get(peer.node)
@@ -190,9 +208,11 @@ class Meeting:
                 line = await _line(reader, max(1.0, deadline - time.monotonic()) + 10)
                 if line is not None:
                     if "stop" in line:
+                        await _close(writer)
                         raise RefusedError(f"node 0 says: {line['stop']}", int(line["code"]))
                     self.peers[0] = peer
                     return
+                await _close(writer)
                 why = "it closed the connection"
             await asyncio.sleep(0.5)
         raise RefusedError(f"node 0 at {self.master}:{self.port} was not reached within {self.seconds:.0f} s: {why}")
@@ -231,6 +251,19 @@ class Meeting:
         for other in self.peers.values() if self.node == 0 else ():
             if other is not peer:
                 other.tell(gone=how, code=code)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    waiting = [task for task in tasks if not task.done()]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _close(writer: Writer) -> None:
+    with contextlib.suppress(Exception):  # the other end may have gone first
+        writer.close()
+        await asyncio.wait_for(writer.wait_closed(), 1)
 
 
 async def _line(reader: Reader, seconds: float | None) -> dict[str, Any] | None:
