@@ -41,6 +41,7 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
     "meter_seconds": ("s", "what measuring this step cost"),
     "micro_batches": ("", "forward and backward passes in the step"),
     "sequences": ("", "rows of this rank's batches"),
+    "rows": ("", "their numbers in the data set as prepared, where the loop knows them"),
     "tokens": ("", "tokens of this rank that are not padding"),
     "padded_tokens": ("", "padding that this rank computed on"),
     "supervised_tokens": ("", "tokens of this rank that count in the loss"),

@@ -178,6 +178,19 @@ def stop(run: Run, override: Overrides = None, out: Out = None) -> None:
     raise typer.Exit(submitting.stop(_submitted(run, override, out), say))
 
 
+@app.command(epilog="**Examples**\n\n`windlass watch run`\n\n`windlass watch run --once`")
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run folder: train.output_dir.")],
+    once: Annotated[bool, typer.Option("--once", help="Show what is known now, and end.")] = False,
+) -> None:
+    """Look at a run while it goes on, or after: curves, ranks, alarms. From its files alone, on any machine."""
+    from rich.console import Console
+
+    from windlass.watch import live
+
+    live.watch(folder, once=once, console=Console(highlight=False))
+
+
 def _submitted(run: Path, override: list[str] | None, out: Path | None) -> Path:
     from windlass.launch import submit as submitting
     from windlass.runfile import read

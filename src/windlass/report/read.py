@@ -22,7 +22,7 @@ PER_RANK = (
     *("mfu", "gpu_peak_gib", "gpu_reserved_gib", "gpu_utilization", "gpu_power_watts", "gpu_temperature_celsius"),
     *("rss_gib", "cpu_cores", "page_faults"),
 )
-NOT_NUMBERS = ("experts", "gpu_throttle", "skipped", "non_finite")
+NOT_NUMBERS = ("experts", "rows", "gpu_throttle", "skipped", "non_finite")
 
 
 @dataclass

@@ -154,13 +154,59 @@ class Data(Section):
         return section
 
 
+Action = Literal["off", "warn", "checkpoint", "stop"]
+"""On an alarm: look away, say it, say it and save a checkpoint, or end the run with an error."""
+
+
 class Watch(Section):
-    """What stops a run that goes wrong."""
+    """What is looked for while the run goes on, and what happens when it is found."""
 
     non_finite: Literal["stop", "skip"] = "stop"
     """On a loss or gradient norm that is not finite: stop the run, or skip that step and say so."""
     min_supervised_fraction: Share = 0.0
     """Least share of tokens that must be learnt from. A set with none at all is an error whatever this says."""
+    loss_divergence: Action = "warn"
+    """The median loss of 5 steps is `deviations` above the lowest median of 50, and 10 % above it."""
+    gradient_spike: Action = "warn"
+    """A gradient norm is `gradient_factor` times the median of 50 steps, and `deviations` above it; names the rows."""
+    straggler: Action = "warn"
+    """In one phase a rank takes longer than the others, by `straggler_share` of the step; median of 20 steps."""
+    memory_growth: Action = "warn"
+    """Memory grows steadily, and would exceed `memory_fraction` of what there is before the run ends."""
+    memory_imbalance: Action = "warn"
+    """A rank holds `memory_ratio` times what the others hold, and 5 % of the memory more."""
+    stall: Literal["off", "warn", "stop"] = "warn"
+    """No progress for `stall_seconds`: stacks of all ranks, and who is absent from which collective."""
+    throughput: Action = "warn"
+    """Over 10 steps the speed is below `throughput_fraction` of its median."""
+    throttling: Action = "warn"
+    """A GPU holds its clock down for heat or supply in half of the samples."""
+    sockets: Action = "warn"
+    """NCCL goes over sockets although `cluster.network` is InfiniBand."""
+    eval_loss: Action = "warn"
+    """`eval_patience` evaluations in a row are above the best one and do not fall."""
+    dead_experts: Action = "warn"
+    """In three looks in a row, a layer has experts that no token chose on any rank."""
+    deviations: Annotated[Number, Field(gt=0)] = 8
+    """Distance from the median that counts, in standard deviations estimated from the median absolute deviation."""
+    gradient_factor: Annotated[Number, Field(gt=1)] = 5
+    """Multiple of the median gradient norm that is a spike."""
+    straggler_share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of a step by which a straggler is late."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Share of the GPU's memory, or of the host's without one, that growth may reach."""
+    memory_ratio: Annotated[Number, Field(gt=1)] = 1.3
+    """Multiple of the other ranks' memory that is an imbalance."""
+    throughput_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the median speed below which it has fallen."""
+    eval_patience: Annotated[Count, Field(ge=2)] = 3
+    """Evaluations in a row that must be worse than the best."""
+    stall_seconds: Annotated[Number, Field(gt=0)] | None = None
+    """Time without progress that is a stall; null: half of train.ddp_timeout, and never more than that."""
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of rank 0 that serves each rank's latest step as /metrics; null: none."""
+    prometheus_address: Text = "127.0.0.1"
+    """Address it is served on: this machine's own unless told otherwise, such as 0.0.0.0."""
 
 
 def _named(value: Any) -> Any:
@@ -185,7 +231,7 @@ class RunFile(Section):
     cluster: Cluster = Field(default_factory=Cluster)
     """The machines: how many, which GPUs and fabrics, and how a job gets onto them."""
     watch: Watch = Field(default_factory=Watch)
-    """What stops a run that goes wrong."""
+    """What is looked for while the run goes on, and what happens when it is found."""
 
     @property
     def ranks(self) -> int:

@@ -136,6 +136,13 @@ def _schedule(run: RunFile, _ranks: int) -> Iterator[Clash]:
         yield Clash(("train.warmup_steps", "train.max_steps"), what, "warm up for less")
 
 
+def _stall(run: RunFile, _ranks: int) -> Iterator[Clash]:
+    seconds, timeout = run.watch.stall_seconds, run.train.ddp_timeout
+    if seconds is not None and seconds > timeout / 2 and run.watch.stall != "off":
+        what = f"{seconds} s leave no time to look at a stall: collectives give up after {timeout} s"
+        yield Clash(("watch.stall_seconds", "train.ddp_timeout"), what, f"set it to {timeout // 2} or less")
+
+
 def _compile(run: RunFile, _ranks: int) -> Iterator[Clash]:
     if run.train.torch_compile:
         what = "compiling is untested with sharded weights, adapters and packed rows of changing shape"
@@ -247,7 +254,7 @@ _STARTED |= {"CUDA_VISIBLE_DEVICES"}
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
 _RULES: tuple[Callable[[RunFile, int], Iterator[Clash]], ...] = (
-    *(_precision, _evaluation, _optimizer, _schedule, _compile, _names),
+    *(_precision, _evaluation, _optimizer, _schedule, _stall, _compile, _names),
     *(_placement, _adapter, _shapes, _spread, _cluster),
 )
 

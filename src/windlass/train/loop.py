@@ -84,6 +84,8 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         self.micro = Micro()
         self.culprits: list[int] = []  # ranks with something non-finite in this step
         self.latest: Step | None = None
+        self.asked: Callable[[], int] = int  # what the watch asks all ranks for, on rank 0; elsewhere nothing
+        self.agreed = 0  # what all ranks have heard of it
         self.signalled = False  # whether a signal has reached any rank, as far as all of them know
         self.stopped = False  # whether all ranks have agreed to save and stop
         self.evaluation_due = False  # the evaluation of this step was left out, to stop in time
@@ -126,11 +128,12 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else torch.zeros(1, device=device)
         healthy = torch.isfinite(torch.as_tensor(micro.loss)) & torch.isfinite(largest).all()
         bad[dist.get_rank() if world > 1 else 0] = (~healthy).float()
-        own = (micro.loss, micro.tokens, self.interrupted())
+        own = (micro.loss, micro.tokens, self.interrupted(), self.asked())
         sums = torch.cat([torch.stack([torch.as_tensor(value, device=device).float() for value in own]), bad])
-        loss, tokens, interrupted, *flags = self.replicas.average(torch.nan_to_num(sums)).tolist()
+        loss, tokens, interrupted, asked, *flags = self.replicas.average(torch.nan_to_num(sums)).tolist()
         self.culprits = [rank for rank, flag in enumerate(flags) if flag]
         self.signalled = self.signalled or interrupted > 0
+        self.agreed = round(asked)
         self.latest = Step(
             step=self.state.global_step + 1,
             loss=loss / world if not self.culprits else math.nan,
@@ -151,7 +154,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         else:
             self.liveness.before_update(step.learning_rate)
         if self.meter is not None:
-            self.meter.note(**step.known())
+            self.meter.note(**step.known(), rows=self.micro.rows)
         self.micro = Micro()
         return norm
 

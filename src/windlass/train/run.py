@@ -6,8 +6,10 @@ import contextlib
 import datetime
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ from windlass.train.ranks import SAVED, Interruption, Place, clear_accelerate
 from windlass.train.saving import Saving
 from windlass.train.screen import header, quiet
 from windlass.train.settings import settings
+from windlass.watch import hook as watch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +48,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
 
     # 1. Meet the other ranks; from here on only rank 0 speaks.
     console, interruption = quiet(here), Interruption()
-    join(here, job.train.ddp_timeout)
+    join(here, job.train.ddp_timeout, watch.environment(os.environ, job, folder))
 
     # 2. Take the run folder: a new one, or an unfinished one to go on with. A finished one is never touched.
     from_checkpoint = folders.take(folder, plan, resume=resume or job.train.resume == "auto")
@@ -68,14 +71,14 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     assert_sharded(model, plan.layout)
 
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
-    meter = meter_of(plan, debug_freq)
-    progress = Progress(here, console)
+    meter, progress = meter_of(plan, debug_freq), Progress(here, console)
     saving = saving_of(plan, data, console)
     loop = loop_of(plan, model, data, tokenizer, meter, progress, saving, interruption)
 
-    # 7. Train. The first steps prove that every part of the adapter lives.
+    # 7. Train, and be watched. The first steps prove that every part of the adapter lives.
     here.phase("starting to train")
-    with contextlib.closing(saving), contextlib.closing(progress), contextlib.closing(meter):
+    watchman = watch.Watchman(job, loop, here.note, console.print, here.world)
+    with watchman, contextlib.closing(saving), contextlib.closing(progress), contextlib.closing(meter):
         loop.train(resume_from_checkpoint=str(from_checkpoint) if from_checkpoint else None)
     if loop.stopped:
         folders.note(folder, state=folders.STOPPED)
@@ -91,10 +94,11 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     return 0
 
 
-def join(here: Place, timeout_seconds: float) -> None:
+def join(here: Place, timeout_seconds: float, recorders: Mapping[str, str] = MappingProxyType({})) -> None:
     """The process group: NCCL between GPUs, gloo between CPUs and for what is said in Python objects."""
     clear_accelerate(os.environ)
     os.environ |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank), "WORLD_SIZE": str(here.world)}
+    os.environ |= recorders
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(here.local_rank)

@@ -1,0 +1,223 @@
+"""Real ranks with a planted fault each: the alarm is raised, the action follows, and a clean run has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass import steps, twin
+from windlass.runfile import Watch
+from windlass.watch.patrol import Patrol
+
+WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
+RUN = """
+model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
+lora: {{r: 2, lora_alpha: 4, lora_dropout: 0, target_modules: [q_proj, o_proj]}}
+data:
+  dataset_name_or_path: {folder}/data
+  dataset_config_name: null
+  text_field: text
+  val_split: null
+  max_length: 32
+train:
+  output_dir: {folder}/out
+  max_steps: 26
+  per_device_train_batch_size: 2
+  gradient_accumulation_steps: 1
+  learning_rate: 0.002
+  lr_scheduler_type: constant
+  warmup_ratio: 0
+  bf16: false
+  gradient_checkpointing: false
+  logging_steps: 10
+  eval_strategy: "no"
+  save_strategy: "no"
+  report_to: none
+  seed: 3
+  ddp_timeout: 60
+layout: resident
+cluster: {{nodes: 1, gpus_per_node: 2, gpu: cpu}}
+"""
+
+
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+PORT = port()
+# The last one ends the processes.
+CASES: dict[str, dict[str, Any]] = {
+    "clean": {"faults": ["scrape"], "set": [f"watch.prometheus_port={PORT}", "train.report_to=tensorboard"]},
+    "sleeper": {"faults": ["sleeper"], "set": ["train.max_steps=60", "watch.straggler=stop"]},
+    "poison": {
+        "faults": ["poison"],
+        "set": ["train.max_steps=60", "watch.gradient_spike=checkpoint", "train.max_grad_norm=1"],
+    },
+    "rising": {"faults": ["rising 0", "rising 1"], "set": ["train.max_steps=100", "watch.loss_divergence=stop"]},
+    "leak": {"faults": ["leak"], "set": ["train.max_steps=100000", "watch.memory_growth=stop"]},
+    "nan": {"faults": ["nan"], "set": []},
+    "nan left out": {"faults": ["nan"], "set": ["watch.non_finite=skip", "train.max_steps=7"]},
+    "hang": {"faults": ["hang"], "set": ["watch.stall=stop", "watch.stall_seconds=3"]},
+}
+
+
+class Outcomes:
+    def __init__(self, folder: Path, code: int, said: str) -> None:
+        self.folder, self.code, self.said = folder, code, said
+        self.by_rank = [json.loads((folder / f"outcome-{rank}").read_text()) for rank in range(2)]
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.by_rank[0][name]
+        return found
+
+    def alarms(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name / steps.ALARMS
+        return list(steps.lines(path)) if path.exists() else []
+
+    def alarm(self, name: str, kind: str) -> dict[str, Any]:
+        found = [alarm for alarm in self.alarms(name) if alarm["kind"] == kind]
+        assert found, (kind, self.alarms(name), self[name] if name in self.by_rank[0] else "", self.said[-3000:])
+        return found[0]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("watch")
+    twin.write(folder / "model", experts=4)
+    (folder / "data").mkdir()
+    chance = random.Random(0)
+    texts = [" ".join(chance.choices(WORDS.split(), k=chance.randint(8, 12))) for _ in range(400)]
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "run.yaml").write_text(RUN.format(folder=folder))
+    tensorboard = any((Path(p) / "tensorboard").is_dir() for p in sys.path)
+    cases = {}
+    for name, each in CASES.items():
+        said = [text for text in each["set"] if tensorboard or "tensorboard" not in text]
+        cases[name] = {"faults": each["faults"], "overrides": [*said, f"train.output_dir={folder / name}"]}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = Path(__file__).with_name("watch_ranks.py")
+    command = [
+        sys.executable,
+        str(script),
+        str(folder / "run.yaml"),
+        str(folder / "cases.json"),
+        str(folder / "outcome"),
+    ]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SCRAPED_PORT": str(PORT)}
+    program = (
+        "import json, os, sys; from windlass.train import ranks; from windlass.cli.options import print_error\n"
+        "from windlass.errors import UserError\n"
+        "try: sys.exit(ranks.start(json.loads(sys.argv[1]), 2, dict(os.environ)))\n"
+        "except UserError as error: print_error(error); sys.exit(1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(command)], env=environ, capture_output=True, text=True, timeout=200
+    )
+    return Outcomes(folder, done.returncode, done.stdout + done.stderr)
+
+
+def test_a_clean_run_has_no_alarm(runs: Outcomes) -> None:
+    assert runs["clean"] == {"code": 0}
+    assert runs.alarms("clean") == []
+    assert not list((runs.folder / "clean").glob("stacks-*")), "no stall, no stacks"
+    assert len(list(steps.lines(runs.folder / "clean" / "steps-rank1.jsonl"))) == 26
+
+
+def test_a_rank_that_sleeps_is_named_with_its_phase_and_stops_the_run(runs: Outcomes) -> None:
+    alarm = runs.alarm("sleeper", "straggler")
+    assert alarm["rank"] == 1
+    assert "slow in forward" in alarm["message"]
+    assert alarm["level"] == "stop"
+    assert runs["sleeper"]["where"] == "watch"
+    assert [outcome["sleeper"] for outcome in runs.by_rank] == [runs["sleeper"]] * 2, "both ranks say the same"
+    assert len(list(steps.lines(runs.folder / "sleeper" / "steps-rank0.jsonl"))) < 60
+    assert [alarm["kind"] for alarm in runs.alarms("sleeper")] == ["straggler"], "the stop itself is no second alarm"
+
+
+def test_a_poisoned_batch_is_named_by_its_rows_and_saved_as_asked(runs: Outcomes) -> None:
+    alarm = runs.alarm("poison", "gradient_spike")
+    assert alarm["step"] == 23
+    line = next(line for line in steps.lines(runs.folder / "poison" / "steps-rank1.jsonl") if line["step"] == 23)
+    assert len(line["rows"]) == 2
+    assert f"rank 1, rows {', '.join(map(str, line['rows']))}" in alarm["message"]
+    assert runs["poison"] == {"code": 0}, "a checkpoint is no end"
+    assert list((runs.folder / "poison" / "checkpoints").glob("step-*")), "action: checkpoint"
+    assert not list((runs.folder / "sleeper" / "checkpoints").glob("step-*"))
+
+
+def test_a_diverging_loss_stops_the_run(runs: Outcomes) -> None:
+    alarm = runs.alarm("rising", "loss_divergence")
+    assert alarm["step"] > 26
+    assert "loss divergence" in runs["rising"]["error"]
+
+
+def test_a_leak_stops_the_run_long_before_memory_ends(runs: Outcomes) -> None:
+    alarm = runs.alarm("leak", "memory_growth")
+    assert alarm["rank"] == 1
+    assert "GiB would be held at step" in alarm["message"]
+    assert "memory growth" in runs["leak"]["error"]
+
+
+def test_what_is_not_finite_is_an_alarm_too(runs: Outcomes) -> None:
+    assert runs["nan"]["where"] == "watch.non_finite"
+    stopped, skipped = runs.alarm("nan", "non_finite"), runs.alarm("nan left out", "non_finite")
+    assert stopped["level"] == "stop"
+    assert "rank 1, rows" in stopped["message"]
+    assert (skipped["step"], skipped["level"]) == (6, "warn")
+    assert "left out" in skipped["message"]
+    assert "rows" in skipped["message"]
+
+
+def test_a_stall_names_the_absent_rank_and_its_collective_with_all_stacks(runs: Outcomes) -> None:
+    alarm = runs.alarm("hang", "stall")
+    assert "rank 1 absent from gloo:all_" in alarm["message"]
+    assert "rank 0 in it" in alarm["message"]
+    folder = runs.folder / "hang"
+    assert "asleep_for_good" in (folder / "stacks-rank1.txt").read_text()
+    assert "training_step" in (folder / "stacks-rank0.txt").read_text(), "where the other one waits"
+    assert "hang" not in runs.by_rank[0]
+    assert runs.code == 1
+    assert "rank 1 absent from gloo:all_" in runs.said
+    assert "Traceback" not in runs.said
+
+
+def test_the_page_for_prometheus_was_scraped_while_it_trained(runs: Outcomes) -> None:
+    page = runs.by_rank[0]["scraped"]
+    assert page["type"].startswith("text/plain; version=0.0.4")
+    samples = dict(line.rsplit(" ", 1) for line in page["text"].splitlines() if not line.startswith("#"))
+    assert 15 <= float(samples['windlass_step{run="clean"}']) <= 22
+    assert float(samples['windlass_loss{run="clean"}']) > 0
+    assert float(samples['windlass_step_seconds{run="clean",rank="1"}']) > 0
+
+
+def test_trackers_get_every_step(runs: Outcomes) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = next((runs.folder / "clean").rglob("events.out.tfevents*")).parent
+    found = EventAccumulator(str(events)).Reload()
+    lines = {line["step"]: line for line in steps.lines(runs.folder / "clean" / "steps-rank0.jsonl")}
+    logged = {each.step: each.value for each in found.Scalars("train/step/loss")}
+    assert logged.keys() == lines.keys()
+    assert all(logged[step] == pytest.approx(line["loss"], rel=1e-5) for step, line in lines.items())
+    assert len(found.Scalars("train/step/step_seconds")) == 26
+
+
+def test_the_same_alarms_from_the_files_alone(runs: Outcomes) -> None:
+    """What the patrol sees afterwards is what it saw in the run."""
+    raised: list[Any] = []
+    Patrol(runs.folder / "poison", Watch(), 2, raised=raised.append).round()
+    assert [(alarm.kind, alarm.step) for alarm in raised if alarm.kind == "gradient_spike"] == [("gradient_spike", 23)]
+    raised.clear()
+    Patrol(runs.folder / "clean", Watch(), 2, raised=raised.append).round()
+    assert raised == []

@@ -1,0 +1,160 @@
+"""What tests/test_watch_run.py runs in every rank: runs with a planted fault, one after the other, in one start."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from windlass import plan as planning
+from windlass import runfile
+from windlass.errors import UserError
+from windlass.train import ranks, run
+from windlass.train.loop import Loop
+
+HELD: list[Any] = []  # what a leak holds
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class Each(TrainerCallback):  # type: ignore[misc]
+    """The fault, before every step of one rank."""
+
+    def __init__(self, at: int, act: Callable[[Loop, int], None], loop: Loop) -> None:
+        self.at, self.act, self.loop = at, act, loop
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if rank() == self.at:
+            self.act(self.loop, int(state.global_step) + 1)
+
+
+def sleeper(loop: Loop, step: int) -> None:
+    """Slow in forward."""
+    if step == 1:
+        loop.model.register_forward_pre_hook(lambda *_: time.sleep(0.15))
+
+
+def poison(loop: Loop, step: int) -> None:
+    """One batch whose gradient is a thousand times too large."""
+    if step == 23:
+        norm = loop.model.get_base_model().model.norm
+
+        def blown(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            output.register_hook(lambda gradient: gradient * 1000)  # type: ignore[no-untyped-call]
+            return output
+
+        handle = norm.register_forward_hook(blown)
+
+
+def leak(_loop: Loop, step: int) -> None:
+    HELD.append(bytearray(os.urandom(1 << 20)) * 24)
+    time.sleep(0.01)
+
+
+def rising(loop: Loop, step: int) -> None:
+    """Ever surer of what is wrong: the loss climbs by a little in each step."""
+    if step == 26:
+        grown = [1.0]
+
+        def grow(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            grown[0] *= 1.15
+            return output * grown[0]
+
+        loop.model.get_base_model().model.norm.register_forward_hook(grow)
+
+
+def blown_up(loop: Loop, step: int) -> None:
+    if step == 6:
+        norm = loop.model.get_base_model().model.norm
+
+        def nan(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            return output * float("nan")
+
+        handle = norm.register_forward_hook(nan)
+
+
+def hang(_loop: Loop, step: int) -> None:
+    if step == 4:
+        asleep_for_good()
+
+
+def asleep_for_good() -> None:
+    while True:
+        time.sleep(1)
+
+
+SCRAPED: dict[str, str] = {}
+
+
+def scrape(loop: Loop, step: int) -> None:
+    if step == 22:
+        time.sleep(1.5)  # the patrol's round
+        address = f"http://127.0.0.1:{os.environ['SCRAPED_PORT']}/metrics"
+        with urllib.request.urlopen(address, timeout=5) as page:
+            SCRAPED["type"], SCRAPED["text"] = page.headers["Content-Type"], page.read().decode()
+
+
+FAULTS: dict[str, tuple[int, Callable[[Loop, int], None]]] = {
+    "sleeper": (1, sleeper),
+    "poison": (1, poison),
+    "leak": (1, leak),
+    "rising 0": (0, rising),
+    "rising 1": (1, rising),
+    "nan": (1, blown_up),
+    "hang": (1, hang),
+    "scrape": (0, scrape),
+}
+
+
+def one(case: dict[str, Any], file: Path, here: ranks.Place) -> dict[str, Any]:
+    def loop_of(*arguments: Any) -> Loop:
+        loop = original(*arguments)
+        for name in case["faults"]:
+            at, act = FAULTS[name]
+            loop.add_callback(Each(at, act, loop))
+        return loop
+
+    original, run.loop_of = run.loop_of, loop_of  # type: ignore[assignment]
+    try:
+        return {"code": run.run(planning.make(runfile.read(file, case["overrides"])), here)}
+    except UserError as error:
+        return {"error": str(error), "where": error.problems[0].where}
+    finally:
+        run.loop_of = original
+        HELD.clear()
+
+
+def main() -> None:
+    file, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    here = ranks.place(os.environ)
+    assert here is not None
+    torch.set_num_threads(1)
+    outcomes: dict[str, Any] = {}
+    for name, case in cases.items():
+        print(f"--- {name}", file=sys.stderr, flush=True)
+        outcomes[name] = one(case, file, here)
+        out.with_name(f"{out.name}-{here.rank}").write_text(json.dumps({**outcomes, "scraped": SCRAPED}))
+
+
+if __name__ == "__main__":
+    from windlass.cli.options import print_error
+
+    def work() -> int:
+        main()
+        return 0
+
+    place = ranks.place(os.environ)
+    assert place is not None
+    os._exit(ranks.inside(place, work, say=print_error))
