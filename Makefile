@@ -13,7 +13,7 @@ demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	$(BIN)/windlass report demo-run/run
 
 test: $(STAMP) lint types imports  ## what CI runs
-	$(BIN)/pytest -m "not prove" -n 2 --dist loadgroup
+	$(BIN)/pytest -m "not prove" -n 2 --dist loadfile
 
 prove: $(STAMP)  ## everything, the long proofs too
 	$(BIN)/pytest
