@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+OTHER_LINE_ENDS = "\x85\u2028\u2029"  # the library writes them plain, and reads them back as a space
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
@@ -22,7 +24,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+    style = "|" if "\n" in value else None
+    if any(end in value for end in OTHER_LINE_ENDS):
+        style = '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
 _Dumper.add_representer(str, _text)
