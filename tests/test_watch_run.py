@@ -92,7 +92,11 @@ class Outcomes:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("watch")
+    return launched(tmp_path_factory.mktemp("watch"), CASES)
+
+
+def launched(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
+    """All of them one after the other in the same two processes."""
     twin.write(folder / "model", experts=4)
     (folder / "data").mkdir()
     chance = random.Random(0)
@@ -101,7 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     (folder / "run.yaml").write_text(RUN.format(folder=folder))
     tensorboard = any((Path(p) / "tensorboard").is_dir() for p in sys.path)
     cases = {}
-    for name, each in CASES.items():
+    for name, each in runs.items():
         said = [text for text in each["set"] if tensorboard or "tensorboard" not in text]
         cases[name] = {"faults": each["faults"], "overrides": [*said, f"train.output_dir={folder / name}"]}
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -221,3 +225,19 @@ def test_the_same_alarms_from_the_files_alone(runs: Outcomes) -> None:
     raised.clear()
     Patrol(runs.folder / "clean", Watch(), 2, raised=raised.append).round()
     assert raised == []
+
+
+@pytest.mark.prove
+def test_ten_clean_runs_have_no_alarm(tmp_path: Path) -> None:
+    """Whole trainings, each with its own seed, every second one sharded."""
+    cases: dict[str, dict[str, Any]] = {
+        f"clean {seed}": {
+            "faults": [],
+            "set": [f"train.seed={seed}", "train.max_steps=120", f"layout.name={('resident', 'full-shard')[seed % 2]}"],
+        }
+        for seed in range(10)
+    }
+    outcomes = launched(tmp_path, cases)
+    for name in cases:
+        assert outcomes[name] == {"code": 0}, outcomes.said[-3000:]
+        assert outcomes.alarms(name) == []

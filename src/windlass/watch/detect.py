@@ -24,9 +24,11 @@ WARM_UP: Final = 5  # first steps, slow for reasons of their own
 SAMPLES: Final = 64  # of memory, in a trace
 GROWTH: Final = 0.05  # share of the memory that has to be gained within a trace
 IMBALANCE: Final = 0.05  # share of the memory by which a rank has to exceed the others
-PER_EXPERT: Final = 16  # choices that an even share would give each expert, for `never chosen` to mean something
+PER_EXPERT: Final = 64  # choices an even share would give each expert: of fewer, texts on one subject leave some out
 LOOKS: Final = 3  # looks at the experts in a row
 ROWS_SHOWN: Final = 64
+
+SLICE: Final = 0.02  # seconds: what a rank loses to its operating system's other work is no fault of the rank
 
 # A power cap is how a busy GPU of these wattages normally runs; the others are faults of cooling or supply.
 HARMLESS: Final = ("software power cap", "sync boost")
@@ -171,7 +173,7 @@ def straggler(past: Past) -> Iterator[Alarm]:
         taken = {rank: median(records[rank].get(name) or 0.0 for _, records in recent) for rank in ranks}
         worst = max(taken, key=lambda rank: taken[rank])
         others = median(taken[rank] for rank in ranks if rank != worst)
-        if taken[worst] - others > past.limits.straggler_share * whole:
+        if taken[worst] - others > max(past.limits.straggler_share * whole, SLICE):
             waits = f"{taken[worst]:.3g} s, the others {others:.3g} s of a step of {whole:.3g} s"
             yield Alarm("straggler", recent[-1][0], f"slow in {phase}: {waits}", worst)
             return
