@@ -5,18 +5,24 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test prove format lint types imports docs clean
+.PHONY: demo test prove browser format lint types imports docs clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
 	$(BIN)/windlass demo --dir demo-run
 	$(BIN)/windlass report demo-run/run
 
-test: $(STAMP) lint types imports  ## what CI runs
+test: $(STAMP) browser lint types imports  ## what CI runs
 	$(BIN)/pytest -m "not prove" -n 2 --dist loadfile
 
-prove: $(STAMP)  ## everything, the long proofs too
+prove: $(STAMP) browser  ## everything, the long proofs too
 	$(BIN)/pytest
+
+browser:  ## the report's page is tested in Debian's Chromium; where none can be had, those tests say so and skip
+	@command -v chromium >/dev/null 2>&1 \
+	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 \
+	       && apt-get update -qq && apt-get install -y -qq chromium >/dev/null 2>&1; } \
+	  || echo "no chromium, and none can be installed: tests of the report's page are skipped"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
