@@ -205,7 +205,7 @@ def test_a_stop_signal_reaches_the_ranks_and_they_save(
     )
     wait_for(Path(f"{mark}.began" if late else f"{mark}.ready"))
     process.send_signal(number)
-    assert process.wait(60) == 75
+    assert process.wait(20) == 75
     assert mark.read_text() == "saved"
 
 
@@ -219,7 +219,7 @@ def test_a_signal_to_the_whole_group_is_taken_once(tiny: Path, tmp_path: Path) -
     process = subprocess.Popen(["bash", script], env=environ(fakes), stdout=subprocess.DEVNULL, start_new_session=True)
     wait_for(Path(f"{mark}.ready"))
     os.killpg(process.pid, signal.SIGUSR1)
-    assert process.wait(60) == 75
+    assert process.wait(20) == 75
     assert mark.read_text() == "saved"
 
 

@@ -16,7 +16,6 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -117,7 +116,7 @@ def test_wall_time_is_accounted_for(trained: Trained) -> None:
     records = trained.records
     wall = records[-1]["time"] - records[0]["time"]
     told = sum(record["step_seconds"] + record["pause_seconds"] for record in records[1:])
-    assert told == pytest.approx(wall, abs=0.03, rel=0.02)  # what lies between a step's end and its record's time
+    assert told == pytest.approx(wall, abs=0.03)
 
 
 def test_loss_gradient_norm_and_rate_are_the_trainers(trained: Trained) -> None:
@@ -368,17 +367,10 @@ def test_waiting_for_a_slow_rank_is_communication_and_its_own_time_is_not(tmp_pa
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     fast, slow = read(tmp_path, 0)[1:], read(tmp_path, 1)[1:]
-    # Medians: what else the machine does falls on some of the steps.
-    waited = {
-        name: median(record["communication_seconds"] for record in of) for name, of in (("fast", fast), ("slow", slow))
-    }
-    worked = {
-        name: median(record["backward_seconds"] for record in of) for name, of in (("fast", fast), ("slow", slow))
-    }
-    assert 0.02 < waited["fast"] < 0.09
-    assert 0.015 < worked["fast"] < 0.05, "its own 20 ms, not the wait"
-    assert worked["slow"] > 0.045
-    assert waited["slow"] < waited["fast"] / 2
+    assert all(0.02 < record["communication_seconds"] < 0.09 for record in fast)
+    assert all(0.015 < record["backward_seconds"] < 0.05 for record in fast), "its own 20 ms, not the wait"
+    assert all(record["backward_seconds"] > 0.045 for record in slow)
+    assert sum(r["communication_seconds"] for r in slow) < sum(r["communication_seconds"] for r in fast) / 2
 
 
 def steps_made(folder: Path, number: int) -> Iterator[int]:

@@ -36,11 +36,11 @@ TESTED: dict[str, Tested] = {
     "datasets": Tested("5", "6", "5.2.0"),
     "safetensors": Tested("0.7", "1", "0.8.0"),
 }
-# The oldest driver for each CUDA major version: CUDA Toolkit release notes, table "CUDA minor version compatibility".
+# The oldest driver for each CUDA major version: not yet held against NVIDIA's release notes.
 DRIVERS: dict[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 # PEFT 0.21 raises ImportError for an older one as soon as it looks for layers to adapt (peft/import_utils.py).
 TORCHAO_LEAST = "0.16.0"
-# transformers' first release with each family's classes, by its own release notes.
+# transformers' first release with each family's classes: not yet held against its release notes.
 MODEL_SINCE: dict[str, str] = {
     "Mistral4ForCausalLM": "5.4",
     "Ministral3ForCausalLM": "5.0",
