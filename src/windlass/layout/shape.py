@@ -33,6 +33,7 @@ class Layout:
     activation_checkpointing: bool = False
     precision: str = "bf16"  # bf16, fp16 or no: the dtype that compute runs in
     wrap: str = ""  # layer class that is sharded as one group; empty: the family's own
+    base_dtype: str = "bf16"  # fp8: the frozen base stays as published, dequantised layer by layer as it is used
     state_dict: str = "full"  # the adapter is small and written whole, by one rank
 
     @property

@@ -41,6 +41,7 @@ def settle(wanted: Demand, experts: int) -> Layout:
         activation_checkpointing=wanted.activation_checkpointing,
         precision=wanted.precision,
         wrap=wanted.wrap,
+        base_dtype=wanted.base_dtype or "bf16",
         state_dict=wanted.state_dict,
     )
 

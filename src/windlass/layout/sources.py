@@ -52,6 +52,7 @@ class Demand:
     activation_checkpointing: bool = False
     precision: str = "bf16"
     wrap: str = ""
+    base_dtype: str | None = None  # bf16 or fp8; None: derived
     state_dict: str = "full"
     cpu: bool = False  # the Accelerate file said use_cpu
     barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
@@ -130,6 +131,7 @@ def demand(
     shard = sources.agree("shard", sources.file("layout.shard"), sources.wish("shard"))
     replicate = sources.agree("replicate", sources.file("layout.replicate"), sources.wish("replicate"))
     experts = sources.file("layout.expert_parallel")
+    base_dtype = sources.file("layout.base_dtype")
     cpu = sources.wish("cpu")
     state_dict = sources.file("layout.state_dict")
     if state_dict and state_dict.value == "sharded":
@@ -148,6 +150,7 @@ def demand(
         activation_checkpointing=_checkpointing(sources),
         precision=_precision(sources),
         wrap=family.layer if family else str(wrap.value) if wrap else "",
+        base_dtype=str(base_dtype.value) if base_dtype else None,
         cpu=bool(cpu and cpu.value),
         barred=_barred(run.lora) if nodes * gpus > 1 else {},
     )

@@ -40,6 +40,8 @@ class LayoutSection(Section):
     """Ranks that routed experts are split over; must divide the number of experts, and `shard`."""
     reshard_after_forward: bool | None = None
     """Free a gathered layer after its forward pass and gather it again in backward."""
+    base_dtype: Literal["bf16", "fp8"] | None = None
+    """How the frozen base is held: fp8 as published, dequantised as it is used; null: the plan chooses."""
     offload: bool = False
     """Keep parameters, gradients and optimizer in host memory: slow, and rarely needed with adapters."""
     activation_checkpointing: bool = False
