@@ -36,11 +36,13 @@ TESTED: dict[str, Tested] = {
     "datasets": Tested("5", "6", "5.2.0"),
     "safetensors": Tested("0.7", "1", "0.8.0"),
 }
-# The oldest driver for each CUDA major version: not yet held against NVIDIA's release notes.
+# The oldest Linux driver for each CUDA major version, whose minor versions all run on it: NVIDIA's CUDA Compatibility,
+# "Minor Version Compatibility", table 1, with the full numbers of CUDA 11.0, 12.0 and 13.0 from the CUDA release notes.
 DRIVERS: dict[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 # PEFT 0.21 raises ImportError for an older one as soon as it looks for layers to adapt (peft/import_utils.py).
 TORCHAO_LEAST = "0.16.0"
-# transformers' first release with each family's classes: not yet held against its release notes.
+# transformers' first release with each family's class: its published wheel has it, and that of the minor version before
+# has it not.
 MODEL_SINCE: dict[str, str] = {
     "Mistral4ForCausalLM": "5.4",
     "Ministral3ForCausalLM": "5.0",

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KNOWN", "Part", "Rows", "Source", "count_rows", "find", "locate", "parse", "resolve", "validation_split"]
 
-# Rows and bytes of text of published sets; the training splits' figures are not yet held against the sets themselves:
-# what lets `plan` count steps where the data are not mounted.
+# Rows and bytes of text of published sets, which lets `plan` count steps where the data are not mounted: num_examples
+# and num_bytes on the card of huggingface.co/datasets/Salesforce/wikitext.
 KNOWN: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
     ("wikitext", "wikitext-2-raw-v1"): {
         "train": (36_718, 11_061_717),
