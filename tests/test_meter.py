@@ -273,7 +273,7 @@ def test_steps_are_written_in_order_once_their_time_is_known(tmp_path: Path) -> 
     profiler = LLMStepProfiler(debug_freq=0, output_dir=tmp_path, report=False)
     script = Script(tmp_path, profiler)
     script.tell("on_train_begin")
-    profiler.mark = lambda: Later(time.perf_counter())
+    profiler.now = lambda: Later(time.perf_counter())
     script.step()
     script.step()
     assert [len(read(tmp_path)), len(profiler.pending)] == [0, 2]

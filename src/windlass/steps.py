@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step
 METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this rank
 EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
 ALARMS: Final = "alarms.jsonl"  # what the watch found: time, step, rank, kind, level, message
+
+TOKENS, RATE = "tokens", "_per_second"  # what a language model's steps count, and what its rate is called
 
 # Where an optimizer step's wall time goes. Together they are step_seconds.
 PHASES: Final = ("data", "forward", "backward", "optimizer", "communication", "other")
@@ -75,6 +78,17 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
 }
 
 
+def counted(unit: str) -> tuple[str, str]:
+    """The fields that a loop over something else than tokens has in their place: images, images_per_second."""
+    return unit, f"{unit}{RATE}"
+
+
+def unit(names: Iterable[str]) -> str:
+    """What a line with these fields counts."""
+    found = set(names)
+    return next((name.removesuffix(RATE) for name in found if name.removesuffix(RATE) in found - {name}), TOKENS)
+
+
 def files(folder: Path) -> dict[int, Path]:
     """The step files of a run folder by rank."""
     named = ((re.fullmatch(r"steps-rank(\d+)\.jsonl", path.name), path) for path in folder.glob("steps-rank*.jsonl"))
@@ -91,3 +105,10 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
+
+
+def event(folder: Path, kind: str, step: int, **fields: Any) -> None:
+    """One line of events.jsonl, whole: a checkpoint that is written in the background says so from its own thread."""
+    line = {"time": round(time.time(), 3), "step": step, "kind": kind, **fields}
+    with (folder / EVENTS).open("a", encoding="utf-8") as handle:
+        handle.write(json.dumps(line, default=str) + "\n")

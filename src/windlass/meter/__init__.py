@@ -1,6 +1,7 @@
-"""Measure a training run step by step: `LLMStepProfiler`, `print_hw_summary`, `nvml_gpu_stats`.
+"""Measure a training run step by step: `StepProfiler`, `LLMStepProfiler`, `print_hw_summary`, `nvml_gpu_stats`.
 
-Works in any script that uses transformers' Trainer or TRL. Importing this package imports no torch yet.
+`StepProfiler` is for any loop in PyTorch, `LLMStepProfiler` for scripts that use transformers' Trainer or TRL.
+Importing this package imports no torch yet.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windlass.meter.nvml import nvml_gpu_stats
     from windlass.meter.profiler import LLMStepProfiler
+    from windlass.meter.step import StepProfiler
     from windlass.meter.summary import print_hw_summary
 
-__all__ = ["LLMStepProfiler", "nvml_gpu_stats", "print_hw_summary"]
+__all__ = ["LLMStepProfiler", "StepProfiler", "nvml_gpu_stats", "print_hw_summary"]
 
-HOMES = {"LLMStepProfiler": "profiler", "nvml_gpu_stats": "nvml", "print_hw_summary": "summary"}
+HOMES = {
+    "LLMStepProfiler": "profiler",
+    "StepProfiler": "step",
+    "nvml_gpu_stats": "nvml",
+    "print_hw_summary": "summary",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,13 +17,16 @@ class Page:
     def start(self) -> None:
         """At a save: without waiting, and not while the one before is still at it."""
         if self.writing is None or self.writing.poll() is not None:
-            self.writing = subprocess.Popen(self.command, stdin=subprocess.DEVNULL)
+            try:
+                self.writing = subprocess.Popen(self.command, stdin=subprocess.DEVNULL)
+            except OSError as error:
+                print(f"the report can't be made: {error}", file=sys.stderr)
 
     def finish(self) -> None:
-        """At the end of the run: the page that stays."""
+        """At the end of the run, whatever ended it: the page that stays."""
         try:
             if self.writing is not None:
                 self.writing.wait(PATIENCE)
             subprocess.run(self.command, stdin=subprocess.DEVNULL, timeout=PATIENCE, check=True)
         except (subprocess.SubprocessError, OSError) as error:
-            print(f"the run is complete, its report is not: {error}", file=sys.stderr)
+            print(f"the report of the run's end can't be made: {error}", file=sys.stderr)
