@@ -10,12 +10,15 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from windlass.weights import Checkpoint
 
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # largest finite e4m3 value
@@ -49,6 +52,17 @@ CLASSES: Final = {  # a family's classes: Mistral4Config, Mistral4ForCausalLM
     "qwen3_moe": "Qwen3Moe",
 }
 FAMILIES: Final = tuple(CLASSES)
+WRAPPERS: Final = {  # a multimodal model's class, and that of its config
+    "Mistral3ForConditionalGeneration": "Mistral3Config",
+    "LlavaForConditionalGeneration": "LlavaConfig",
+}
+# Beginnings of a wrapper's names as save_pretrained writes them, and as the publisher's converter does.
+NESTED: Final = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
 
 
 def write(
@@ -94,8 +108,9 @@ def write(
         **_family_sizes(family, heads, experts, top_k, moe_intermediate),
         **(config or {}),
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_model(directory, family, sizes, wrapped, scheme, dtype, files, seed)
+    quantised = None if scheme == "none" else _quantization_config(scheme, wrapped)
+    wrapper = next(iter(WRAPPERS)) if wrapped else None
+    _write_model(directory, CLASSES[family], sizes, wrapper, quantised, dtype, files, seed)
     if tokenizer:
         write_tokenizer(directory, vocab)
     if decoys:
@@ -103,15 +118,65 @@ def write(
     return directory
 
 
+def of(checkpoint: Checkpoint, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0) -> Path:
+    """The twin of this very checkpoint: its class, wrapper, quantisation and names on disk. No tokenizer is written.
+
+    sizes: the text model's config.json, with other numbers.
+    """
+    quantised = checkpoint.quantization
+    if quantised and quantised.get("weight_block_size"):
+        quantised = {**quantised, "weight_block_size": [BLOCK, BLOCK]}
+    prefix = checkpoint.family.causal_lm.removesuffix("ForCausalLM")
+    named = _as_stored(checkpoint)
+    _write_model(directory, prefix, sizes, checkpoint.wrapper, quantised, _dtype(checkpoint), files, seed, named)
+    return directory
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+    """What most of the checkpoint's unquantised tensors are stored in."""
+    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    stored = [piece.stored.dtype for parameter in checkpoint.parameters for piece in parameter.pieces]
+    plain = [dtype for dtype in stored if dtype in known]
+    return known[max(sorted(set(plain)), key=plain.count)] if plain else "bfloat16"
+
+
+def _as_stored(checkpoint: Checkpoint) -> Callable[[str], str]:
+    """From the library's spelling of a name on disk to this checkpoint's: converters write wrappers in two ways."""
+    embedding = next(parameter for parameter in checkpoint.parameters if parameter.part == "embedding")
+    nested = embedding.pieces and embedding.pieces[0].stored.key.startswith("model.language_model.")
+    if not nested:
+        return lambda key: key
+
+    def spelt(key: str) -> str:
+        for ours, theirs in NESTED:
+            if key.startswith(ours):
+                return theirs + key.removeprefix(ours)
+        return key
+
+    return spelt
+
+
 def _write_model(
-    directory: Path, family: str, sizes: dict[str, Any], wrapped: bool, scheme: str, dtype: str, files: int, seed: int
+    directory: Path,
+    prefix: str,
+    sizes: dict[str, Any],
+    wrapper: str | None,
+    quantised: dict[str, Any] | None,
+    dtype: str,
+    files: int,
+    seed: int,
+    named: Callable[[str], str] = str,
 ) -> None:
-    weights, described = _build(family, sizes, wrapped, getattr(torch, dtype), seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    weights, described = _build(prefix, sizes, wrapper, getattr(torch, dtype), seed)
     described["dtype"] = dtype
-    if scheme != "none":
-        described["quantization_config"] = _quantization_config(scheme, wrapped)
+    scheme = "none"
+    if quantised:
+        described["quantization_config"] = quantised
+        scheme = "block128" if quantised.get("weight_block_size") else "tensor"
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    stored = dict(_quantise(weights, scheme))
+    static = (quantised or {}).get("activation_scheme") == "static"
+    stored = dict(_quantise({named(key): weight for key, weight in weights.items()}, scheme, static=static))
     del weights
     _save(stored, directory, files)
 
@@ -152,19 +217,18 @@ def _family_sizes(family: str, heads: int, experts: int, top_k: int, moe_interme
 
 
 def _build(
-    family: str, sizes: dict[str, Any], wrapped: bool, dtype: torch.dtype, seed: int
+    prefix: str, sizes: dict[str, Any], wrapper: str | None, dtype: torch.dtype, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The library's model with random weights: state under the names it has on disk, and config.json's content."""
     transformers = importlib.import_module("transformers")
     from transformers.core_model_loading import revert_weight_conversion
 
-    prefix = CLASSES[family]
     text = getattr(transformers, f"{prefix}Config")(**sizes)
     architecture = f"{prefix}ForCausalLM"
     config = text
-    if wrapped:
-        architecture = "Mistral3ForConditionalGeneration"
-        config = transformers.Mistral3Config(
+    if wrapper:
+        architecture = wrapper
+        config = getattr(transformers, WRAPPERS[wrapper])(
             text_config=text,
             vision_config=transformers.PixtralVisionConfig(
                 hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28
@@ -198,8 +262,8 @@ def _quantization_config(scheme: str, wrapped: bool) -> dict[str, Any]:
     }
 
 
-def _quantise(weights: dict[str, Tensor], scheme: str) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor, with the scales beside those that become FP8."""
+def _quantise(weights: dict[str, Tensor], scheme: str, *, static: bool) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor, with the scales beside those that become FP8. `static`: activations have scales too."""
     for key, weight in weights.items():
         if scheme == "none" or not QUANTISED.search(key) or NOT_QUANTISED.search(key):
             yield key, weight.contiguous()
@@ -208,7 +272,7 @@ def _quantise(weights: dict[str, Tensor], scheme: str) -> Iterator[tuple[str, Te
         yield key, code
         fused = not key.endswith(".weight")
         yield f"{key}_scale_inv", scale
-        if scheme == "tensor":
+        if static:
             activation = torch.full((weight.shape[0],) if fused else (), 0.0625, dtype=torch.bfloat16)
             yield f"{key}_activation_scale" if fused else f"{key.removesuffix('weight')}activation_scale", activation
 

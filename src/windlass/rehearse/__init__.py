@@ -1,0 +1,1 @@
+"""`windlass rehearse`: the whole run in small, on this machine."""
