@@ -1,0 +1,190 @@
+"""The base in FP8: the same numbers as in 16 bits, in half the bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from windlass.model import fp8
+from windlass.model.fp8 import Coding, Fp8Linear, dequantise, grouped
+
+E4M3 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def random_codes(*shape: int, seed: int = 0) -> Tensor:
+    """Every code but the two that are no number."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.where((codes & 0x7F) == 0x7F, 0, codes)
+
+
+def random_scale(*shape: int, seed: int = 1) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 1e-3
+
+
+def truth(codes: Tensor, scale: Tensor, sides: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Element by element, and in float64 before the float32 product is rounded: no code of the loader's."""
+    rows = torch.arange(codes.shape[-2]) // sides[0]
+    columns = torch.arange(codes.shape[-1]) // sides[1]
+    wide = codes.view(E4M3).double() * scale[..., rows, :][..., columns].double()
+    return wide.float().to(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_part_of_any_parameter_is_the_truth(data: st.DataObject) -> None:
+    draw = data.draw
+    rows, columns = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    sides = (draw(st.integers(1, 45)), draw(st.integers(1, 45)))
+    codes = random_codes(2, rows, columns)
+    scale = random_scale(2, math.ceil(rows / sides[0]), math.ceil(columns / sides[1]))
+    dtype = draw(st.sampled_from(DTYPES))
+    (top, bottom), (left, right) = (
+        sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True))) for size in (rows, columns)
+    )
+    got = dequantise(codes[:, top:bottom, left:right], scale, Coding(E4M3, sides, dtype), dtype, (top, left))
+    assert got.dtype == dtype
+    assert torch.equal(got, truth(codes, scale, sides, dtype)[:, top:bottom, left:right])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_multiplying_in_place_rounds_once(dtype: torch.dtype) -> None:
+    """The way of a GPU: codes in the target's dtype, times float32 in place."""
+    codes, scale = random_codes(64, 64), random_scale(1, 1)
+    values = codes.view(E4M3).to(dtype).mul_(scale)
+    assert torch.equal(values, truth(codes, scale, (64, 64), dtype))
+
+
+def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[Fp8Linear, nn.Linear]:
+    """The same layer twice: held in FP8, and in `dtype`."""
+    coding = Coding(E4M3, (16, 16), dtype)
+    plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
+    held = Fp8Linear(plain, coding)
+    held.weight.copy_(random_codes(24, 40))
+    held.weight_scale.copy_(random_scale(2, 3))
+    plain.weight.data = truth(held.weight, held.weight_scale, coding.sides, dtype)
+    plain.weight.requires_grad_(False)
+    return held, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_is_the_16_bit_one(dtype: torch.dtype, bias: bool) -> None:
+    found = []
+    for layer in linear(dtype, bias=bias):
+        x = torch.randn(2, 5, 40, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        y = layer(x)
+        y.square().sum().backward()
+        found.append((y, x.grad, None if layer.bias is None else layer.bias.grad))
+    for held, plain in zip(*found, strict=True):
+        assert (held is None and plain is None) or torch.equal(held, plain)
+
+
+def test_a_linear_layer_under_autocast_is_the_16_bit_one() -> None:
+    held, plain = linear(torch.float32)
+    x = torch.randn(5, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(held(x), plain(x))
+        assert held(x).dtype == torch.bfloat16
+
+
+def test_backward_keeps_codes_alone() -> None:
+    held, _ = linear(torch.float32)
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        held(torch.randn(5, 40, requires_grad=True))
+    assert [tensor.data_ptr() for tensor in kept] == [held.weight.data_ptr(), held.weight_scale.data_ptr()]
+
+
+def test_casting_a_model_leaves_codes_alone() -> None:
+    held, _ = linear(torch.float32)
+    before = held.weight.clone()
+    held.to(torch.bfloat16)
+    assert torch.equal(held.weight, before)
+
+
+OFFSETS = torch.tensor([3, 3, 10, 12, 12], dtype=torch.int32)  # of five experts two have no token
+
+
+def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """Five experts with ragged blocks twice: held in FP8, and in `dtype`."""
+    coding = Coding(E4M3, (16, 32), dtype)
+    held, plain = nn.Module(), nn.Module()
+    fp8.hold(held, "gate_up_proj", torch.empty(5, 40, 48), coding)
+    codes, scale = random_codes(5, 40, 48), random_scale(5, 3, 2)
+    held.get_parameter("gate_up_proj").copy_(codes)
+    held.get_buffer("gate_up_proj_scale").copy_(scale)
+    plain.gate_up_proj = nn.Parameter(truth(codes, scale, coding.sides, dtype), requires_grad=False)
+    return held, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("way", ["by_expert", "by_columns"])
+def test_grouped_products_are_the_16_bit_ones(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "products", getattr(fp8, way))
+    monkeypatch.setattr(fp8, "ALIGN", 8)
+    monkeypatch.setattr(fp8, "TEMPORARY", 5 * 48 * dtype.itemsize * 16)  # 16 columns of 40 at a time: also a ragged one
+    found = []
+    for module in experts(dtype):
+        x = torch.randn(12, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        y = grouped(x, module, "gate_up_proj", OFFSETS)
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+    for held, plain in zip(*found, strict=True):
+        # A matrix product of another width may add up in another order.
+        torch.testing.assert_close(held, plain, rtol=0, atol=1e-6 if way == "by_columns" else 0)
+
+
+def test_wide_inputs_are_multiplied_in_the_weights_dtype() -> None:
+    """A norm under autocast hands on float32."""
+    x = torch.randn(12, 48)
+    held, plain = (grouped(x, module, "gate_up_proj", OFFSETS) for module in experts(torch.bfloat16))
+    assert torch.equal(held, plain)
+
+
+def test_only_experts_with_tokens_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, _ = experts(torch.float32)
+    shapes: list[torch.Size] = []
+
+    def counted(codes: Tensor, *rest: object) -> Tensor:
+        shapes.append(codes.shape)
+        return dequantise(codes, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fp8, "dequantise", counted)
+    grouped(torch.randn(12, 48), held, "gate_up_proj", OFFSETS)
+    assert shapes == [torch.Size((40, 48))] * 3
+
+
+def test_the_stated_temporary_is_what_a_gpu_would_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (5, 40, 48)
+    held, _ = experts(torch.bfloat16)
+    sizes: list[int] = []
+
+    def counted(codes: Tensor, *rest: object) -> Tensor:
+        values = dequantise(codes, *rest)  # type: ignore[arg-type]
+        sizes.append(values.nbytes)
+        return values
+
+    monkeypatch.setattr(fp8, "dequantise", counted)
+    monkeypatch.setattr(fp8, "products", fp8.by_columns)
+    monkeypatch.setattr(fp8, "ALIGN", 8)
+    monkeypatch.setattr(fp8, "TEMPORARY", 10_000)
+    x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
+    torch.autograd.grad(grouped(x, held, "gate_up_proj", OFFSETS).sum(), x)
+    assert max(sizes) == fp8.temporary(shape, 2) <= 10_000
+    assert sum(sizes) == 2 * 2 * math.prod(shape)
+
+
+def test_the_temporary_of_the_published_model() -> None:
+    gate_up, down = (128, 4096, 4096), (128, 4096, 2048)
+    assert fp8.temporary(gate_up, 2) == fp8.temporary(down, 2) == 2**30
+    assert fp8.temporary((4096, 8192), 2) == 2 * 4096 * 8192
