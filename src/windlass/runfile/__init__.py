@@ -2,9 +2,10 @@
 
 from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, Watch
 from windlass.runfile.machines import Cluster, FabricFigures, GpuFigures, LayoutSection, Secret, User, Volume
-from windlass.runfile.read import Loaded, read
+from windlass.runfile.read import Loaded, LoadedScript, Said, read, read_any
 from windlass.runfile.reference import describe, keys, schema
 from windlass.runfile.rules import accumulation, contradictions
+from windlass.runfile.script import Script, ScriptRun
 from windlass.runfile.starts import init, presets
 from windlass.runfile.training import Train
 
@@ -16,9 +17,13 @@ __all__ = [
     "GpuFigures",
     "LayoutSection",
     "Loaded",
+    "LoadedScript",
     "Lora",
     "Model",
     "RunFile",
+    "Said",
+    "Script",
+    "ScriptRun",
     "Secret",
     "Train",
     "User",
@@ -31,5 +36,6 @@ __all__ = [
     "keys",
     "presets",
     "read",
+    "read_any",
     "schema",
 ]

@@ -12,7 +12,8 @@ from windlass.errors import Problem
 from windlass.runfile.document import Steps, dotted
 from windlass.runfile.fields import RunFile
 from windlass.runfile.names import NOT_TAKEN, RENAMED, close_names
-from windlass.runfile.reference import annotation_at, keys, options, owners, section, words
+from windlass.runfile.reference import Root, annotation_at, keys, options, owners, section, words
+from windlass.runfile.script import SECTIONS, ScriptRun
 
 Where = Callable[[Steps], str]
 
@@ -22,22 +23,26 @@ _BOUNDS = {
     "less_than": ("lt", "must be below {:g}"),
     "less_than_equal": ("le", "must be at most {:g}"),
 }
-_MAPPINGS = ("model", "lora", "data", "train", "cluster", "watch")
+_MAPPINGS = ("model", "lora", "data", "train", "cluster", "watch", "script")
 
 
-def complaints(error: ValidationError, tree: dict[str, Any], where: Where) -> tuple[list[Problem], list[Steps]]:
+def complaints(
+    error: ValidationError, tree: dict[str, Any], where: Where, root: Root = RunFile
+) -> tuple[list[Problem], list[Steps]]:
     """Every problem once, and the paths that they are about."""
     grouped: dict[Steps, list[Any]] = {}
     for item in error.errors(include_url=False):
         grouped.setdefault(_steps(item, tree), []).append(item)
     # In `a list or text`, a wrong item of the list is also "not text": the deeper complaint is the one to make.
     kept = {s: i for s, i in grouped.items() if not any(len(o) > len(s) and o[: len(s)] == s for o in grouped)}
-    headless: list[Steps] = [steps for steps in kept if len(steps) == 1 and _unknown(kept[steps]) and _owner(steps[0])]
-    problems = _without_header(headless, tree, where)
+    headless: list[Steps] = [
+        steps for steps in kept if len(steps) == 1 and _unknown(kept[steps]) and _owner(steps[0], root)
+    ]
+    problems = _without_header(headless, tree, where, root)
     for steps, items in kept.items():
         if steps in headless:
             continue
-        problem = _unknown_key(steps, where) if _unknown(items) else _wrong_value(steps, items, tree, where)
+        problem = _unknown_key(steps, where, root) if _unknown(items) else _wrong_value(steps, items, tree, where, root)
         problems.append(problem)
     return problems, list(kept)
 
@@ -60,19 +65,20 @@ def _unknown(items: list[Any]) -> bool:
     return any(item["type"] == "extra_forbidden" for item in items)
 
 
-def _owner(key: str | int) -> str:
+def _owner(key: str | int, root: Root) -> str:
     """The section whose key this is, if it stands at the top of the file by mistake."""
-    new = next((new for old, new in RENAMED.items() if old.rpartition(".")[2] == key), None)
-    found = [path for path in owners(str(key)) if path.count(".") == 1] or ([new] if new else [])
+    renamed = RENAMED if root is RunFile else {}
+    new = next((new for old, new in renamed.items() if old.rpartition(".")[2] == key), None)
+    found = [path for path in owners(str(key), root) if path.count(".") == 1] or ([new] if new else [])
     return found[0].partition(".")[0] if found else ""
 
 
-def _without_header(headless: list[Steps], tree: dict[str, Any], where: Where) -> list[Problem]:
+def _without_header(headless: list[Steps], tree: dict[str, Any], where: Where, root: Root) -> list[Problem]:
     problems = []
-    for owner in dict.fromkeys(_owner(steps[0]) for steps in headless):
-        lost = [str(steps[0]) for steps in headless if _owner(steps[0]) == owner]
+    for owner in dict.fromkeys(_owner(steps[0], root) for steps in headless):
+        lost = [str(steps[0]) for steps in headless if _owner(steps[0], root) == owner]
         first, plural = where((lost[0],)), len(lost) > 1
-        known = [*RunFile.model_fields[owner].annotation.model_fields] if owner in RunFile.model_fields else []  # type: ignore[union-attr]
+        known = owner in root.model_fields
         what = f"{', '.join(lost)} {'belong' if plural else 'belongs'} to `{owner}`"
         if owner in tree:
             hint = f"move {'them' if plural else 'it'} under `{owner}:`"
@@ -83,16 +89,18 @@ def _without_header(headless: list[Steps], tree: dict[str, Any], where: Where) -
     return problems
 
 
-def _unknown_key(steps: Steps, where: Where) -> Problem:
+def _unknown_key(steps: Steps, where: Where, root: Root) -> Problem:
     key, parent = str(steps[-1]), dotted(steps[:-1])
-    there = section(annotation_at(steps[:-1]))
+    if other := _other_kind(steps, root):
+        return Problem(other[0], where(steps), other[1])
+    there = section(annotation_at(steps[:-1], root))
     names = [*there.model_fields] if there is not None else []
     names += [old.rpartition(".")[2] for old in RENAMED if old.rpartition(".")[0] == parent]
     place = where(steps)
     home = f"`{parent}` has no such key" if parent else "a run file has no such section"
     if key in NOT_TAKEN:
         return Problem(home, place, NOT_TAKEN[key])
-    elsewhere = [path for path in owners(key) if path != dotted(steps)]
+    elsewhere = [path for path in owners(key, root) if path != dotted(steps)]
     if elsewhere:
         return Problem(
             f"{home}; it belongs to `{elsewhere[0].rpartition('.')[0] or 'the top'}`", place, _move(elsewhere)
@@ -100,9 +108,9 @@ def _unknown_key(steps: Steps, where: Where) -> Problem:
     near = close_names(key, names)
     if near:
         return Problem(home, place, f"nearest: {', '.join(near)}")
-    far = close_names(key, [path.rpartition(".")[2] for path in keys()], 1)
+    far = close_names(key, [path.rpartition(".")[2] for path in keys(root)], 1)
     if far:
-        return Problem(home, place, f"nearest: {owners(far[0])[0]}")
+        return Problem(home, place, f"nearest: {owners(far[0], root)[0]}")
     return Problem(home, place, f"there are: {', '.join(names)}" if names else "take it out")
 
 
@@ -110,20 +118,31 @@ def _move(paths: list[str]) -> str:
     return f"write it as {' or '.join(paths)}"
 
 
-def nearest_paths(path: str) -> list[str]:
+def _other_kind(steps: Steps, root: Root) -> tuple[str, str] | None:
+    """What to say of a key that the other kind of run has."""
+    path = dotted(steps)
+    if root is RunFile and path == "script":
+        return "is a section of runs of kind: script, and this is none", "write `kind: script` above it"
+    if root is ScriptRun and path in keys(RunFile) and path not in keys(ScriptRun):
+        hint = f"take it out; the script has its own settings: {', '.join(SECTIONS)} are what windlass has to know"
+        return "is of runs that train a language model, and this one is of kind: script", hint
+    return None
+
+
+def nearest_paths(path: str, root: Root = RunFile) -> list[str]:
     """Paths that a misspelt one may have meant: by its whole, then by its last name."""
-    by_last = {known.rpartition(".")[2]: known for known in reversed(keys())}
+    by_last = {known.rpartition(".")[2]: known for known in reversed(keys(root))}
     last = close_names(path.rpartition(".")[2], by_last)
-    return list(dict.fromkeys([*close_names(path, keys()), *(by_last[name] for name in last)]))[:3]
+    return list(dict.fromkeys([*close_names(path, keys(root)), *(by_last[name] for name in last)]))[:3]
 
 
-def _wrong_value(steps: Steps, items: list[Any], tree: Any, where: Where) -> Problem:
+def _wrong_value(steps: Steps, items: list[Any], tree: Any, where: Where, root: Root) -> Problem:
     place, value = where(steps), _value(tree, steps)
     key = dotted(steps).partition("[")[0]
     hint = f"`windlass explain {key}` says what it is"
     for item in items:
         if item["type"] == "missing":
-            return Problem("is missing", place, f"it takes {_takes(steps)}")
+            return Problem("is missing", place, f"it takes {_takes(steps, root)}")
         if item["type"] == "value_error":
             return Problem(item["msg"].removeprefix("Value error, "), place, hint)
         if item["type"] in _BOUNDS:
@@ -134,18 +153,18 @@ def _wrong_value(steps: Steps, items: list[Any], tree: Any, where: Where) -> Pro
         if item["type"] == "finite_number":
             return Problem(f"must be a finite number, not {shown(value)}", place, hint)
     if value is None:
-        return Problem(f"must be {_takes(steps)}, not empty", place, "write a value, or take the line out")
-    return Problem(f"must be {_takes(steps)}, not {shown(value)}", place, _mend(steps, value) or hint)
+        return Problem(f"must be {_takes(steps, root)}, not empty", place, "write a value, or take the line out")
+    return Problem(f"must be {_takes(steps, root)}, not {shown(value)}", place, _mend(steps, value, root) or hint)
 
 
-def _takes(steps: Steps) -> str:
+def _takes(steps: Steps, root: Root) -> str:
     if len(steps) == 1 and steps[0] in _MAPPINGS:
         return "a section: keys and values, indented under it"
-    return words(annotation_at(steps))
+    return "lora or script" if steps == ("kind",) else words(annotation_at(steps, root))
 
 
-def _mend(steps: Steps, value: Any) -> str:
-    kinds = options(annotation_at(steps))
+def _mend(steps: Steps, value: Any, root: Root) -> str:
+    kinds = options(annotation_at(steps, root))
     if isinstance(value, bool | int | float) and str in kinds:
         return f'write it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
     if isinstance(value, str):
@@ -153,9 +172,9 @@ def _mend(steps: Steps, value: Any) -> str:
             return f"write {value.lower()} without quotes"
         if {int, float} & set(kinds) and re.fullmatch(r"[-+0-9._eE]+", value):
             return "write the number without quotes and without leading zeros"
-        near = close_names(value, words(annotation_at(steps)).replace(" or ", ", ").split(", "), 1)
+        near = close_names(value, _takes(steps, root).replace(" or ", ", ").split(", "), 1)
         return f"nearest: {near[0]}" if near else ""
-    inner = section(annotation_at(steps))
+    inner = section(annotation_at(steps, root))
     if inner is not None and issubclass(inner, BaseModel):
         return f"it has {', '.join(list(inner.model_fields)[:6])}"
     return ""

@@ -216,6 +216,8 @@ def _named(value: Any) -> Any:
 class RunFile(Section):
     """One run: the model, the adapter, the data, the training, and the machines it runs on."""
 
+    kind: Literal["lora"] = "lora"
+    """What is run: the adapter of a language model (lora), or any PyTorch script (script), with other sections."""
     name: RunName | None = None
     """Name of the run and of the job that is submitted. Default: made from train.output_dir."""
     model: Model = Field(default_factory=Model)
@@ -232,6 +234,11 @@ class RunFile(Section):
     """The machines: how many, which GPUs and fabrics, and how a job gets onto them."""
     watch: Watch = Field(default_factory=Watch)
     """What is looked for while the run goes on, and what happens when it is found."""
+
+    @property
+    def folder(self) -> str:
+        """The run folder."""
+        return self.train.output_dir
 
     @property
     def ranks(self) -> int:

@@ -10,12 +10,12 @@ from windlass.runfile.complaints import nearest_paths
 from windlass.runfile.document import Steps, dotted, parse, scalar, unprintable
 from windlass.runfile.fields import RunFile
 from windlass.runfile.names import RENAMED
-from windlass.runfile.reference import annotation_at, options, section
+from windlass.runfile.reference import Root, annotation_at, options, section
 
 _STEP = re.compile(r"\.?([^.\[\]=]+)|\[(\d{1,6})\]")
 
 
-def apply(tree: dict[str, Any], text: str) -> Steps | Problem:
+def apply(tree: dict[str, Any], text: str, root: Root = RunFile) -> Steps | Problem:
     """Put the override's value into the tree; the path that it set, or what is wrong with it."""
     place = f"--override {text}"
     if unprintable(text):
@@ -24,36 +24,36 @@ def apply(tree: dict[str, Any], text: str) -> Steps | Problem:
     path = path.strip()
     if not equals or not path:
         return Problem("is not of the form a.b=value", place, "such as --override train.learning_rate=1e-4")
-    steps = _steps(path)
-    if steps is None or annotation_at(steps) is None:
-        near = nearest_paths(path)
+    steps = _steps(path, root)
+    if steps is None or annotation_at(steps, root) is None:
+        near = nearest_paths(path, root)
         hint = f"nearest: {', '.join(near)}" if near else "`windlass schema` lists every key"
         return Problem(f"the run file has no {path}", place, hint)
     try:
-        _put(tree, steps, _typed(value, annotation_at(steps)))
+        _put(tree, steps, _typed(value, annotation_at(steps, root)), root)
     except UserError as error:
         return Problem(error.problems[0].problem, place, error.problems[0].hint)
     return steps
 
 
-def _steps(path: str) -> Steps | None:
+def _steps(path: str, root: Root) -> Steps | None:
     """The steps of a path, old spellings translated; keys of free mappings may hold dots."""
     steps: Steps = ()
     position = 0
     while position < len(path):
-        free = steps and _free(annotation_at(steps))
+        free = steps and _free(annotation_at(steps, root))
         if free:
             return (*steps, path[position:].removeprefix("."))
         found = _STEP.match(path, position)
         if found is None:
             return None
         name, index = found.groups()
-        numbered = index or (name if name.isdecimal() and _is_list(annotation_at(steps)) else None)
+        numbered = index or (name if name.isdecimal() and _is_list(annotation_at(steps, root)) else None)
         steps = (*steps, int(numbered) if numbered else name)
         position = found.end()
         if len(steps) > 12:
             return None
-        if len(steps) == 2 and dotted(steps) in RENAMED:
+        if root is RunFile and len(steps) == 2 and dotted(steps) in RENAMED:
             steps = tuple(RENAMED[dotted(steps)].split("."))
     return steps
 
@@ -93,7 +93,7 @@ def _yaml(text: str) -> Any:
     return document.value
 
 
-def _put(tree: dict[str, Any], steps: Steps, value: Any) -> None:
+def _put(tree: dict[str, Any], steps: Steps, value: Any, root: Root) -> None:
     current: Any = tree
     for depth, step in enumerate(steps):
         last = depth == len(steps) - 1
@@ -107,13 +107,15 @@ def _put(tree: dict[str, Any], steps: Steps, value: Any) -> None:
             current[step] = value
             return
         there = current[step] if isinstance(step, int) else current.get(step)
-        current[step] = current = _container(there, steps[: depth + 1], list_next=isinstance(steps[depth + 1], int))
+        current[step] = current = _container(
+            there, steps[: depth + 1], list_next=isinstance(steps[depth + 1], int), root=root
+        )
 
 
-def _container(there: Any, steps: Steps, *, list_next: bool) -> Any:
+def _container(there: Any, steps: Steps, *, list_next: bool, root: Root) -> Any:
     """What the next step goes into: what is there, or what its absence stands for."""
     if list_next:
-        there = _default(steps) if there is None else there
+        there = _default(steps, root) if there is None else there
         if not isinstance(there, list):
             raise UserError(f"{dotted(steps)} is not a list here", "", "give the whole list: [a, b]")
         return list(there)
@@ -122,8 +124,8 @@ def _container(there: Any, steps: Steps, *, list_next: bool) -> Any:
     return {"name": there} if steps == ("layout",) and isinstance(there, str) else {}
 
 
-def _default(steps: Steps) -> Any:
-    value: Any = RunFile()
+def _default(steps: Steps, root: Root) -> Any:
+    value: Any = root.model_construct()
     for step in steps:
         value = getattr(value, step, None) if isinstance(step, str) else None
     return value if value is not None else []

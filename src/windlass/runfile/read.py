@@ -16,16 +16,16 @@ from windlass.runfile.document import Document, Steps, dotted, load
 from windlass.runfile.fields import RunFile
 from windlass.runfile.names import RENAMED
 from windlass.runfile.rules import contradictions, remarks
+from windlass.runfile.script import ScriptRun
 
-_SECTIONS = ("model", "lora", "data", "train", "layout", "cluster", "watch")
+_SECTIONS = ("script", "model", "lora", "data", "train", "layout", "cluster", "watch")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A run file that was read, and the place of every value."""
+class Said:
+    """The places of all values of a run file."""
 
     path: Path
-    run: RunFile
     notes: tuple[str, ...]
     places: dict[str, str]
 
@@ -38,15 +38,42 @@ class Loaded:
         return not self.where(path).startswith("default: ")
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded(Said):
+    """The run file of a language model's run, and the place of every value."""
+
+    run: RunFile
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedScript(Said):
+    """The run file of a script's run, and the place of every value."""
+
+    run: ScriptRun
+
+
+KINDS: dict[str, type[RunFile | ScriptRun]] = {"lora": RunFile, "script": ScriptRun}
+
+
 def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The run of a run file that trains a language model; for what makes sense for no other."""
+    loaded = read_any(path, overrides)
+    if isinstance(loaded, LoadedScript):
+        hint = "plan, check, train, submit, watch and report are for scripts too"
+        raise UserError("this is for runs that train a language model, not for a script", loaded.where("kind"), hint)
+    return loaded
+
+
+def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
     """The run of a run file. Raises UserError with all that is wrong, each with its place and a hint."""
     document = load(Path(path))
     tree = _mapping(document)
     places = {dotted(steps): document.place(line, steps) for steps, line in document.lines.items() if steps}
     problems = list(document.problems)
-    notes = _renamed(tree, places, problems)
+    root = KINDS.get(_kind(tree, overrides), RunFile)
+    notes = _renamed(tree, places, problems) if root is RunFile else []
     for text in overrides:
-        done = overriding.apply(tree, text)
+        done = overriding.apply(tree, text, root)
         if isinstance(done, Problem):
             problems.append(done)
         else:
@@ -54,7 +81,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     if isinstance(tree.get("layout"), str) and "layout" in places:
         places["layout.name"] = places["layout"]
     tree = {key: _section(key, value) for key, value in tree.items()}
-    run, wrong = _validated(tree, lambda steps: _place(places, steps, document.file), problems)
+    run, wrong = _validated(tree, root, lambda steps: _place(places, steps, document.file), problems)
 
     def where(path: str) -> str:
         return _where(places, path)
@@ -64,7 +91,16 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
     problems += contradictions(run, where, sound=sound)
     raise_all(problems)
-    return Loaded(Path(path), run, (*notes, *remarks(run, where)), places)
+    told = (*notes, *remarks(run, where))
+    if isinstance(run, ScriptRun):
+        return LoadedScript(Path(path), told, places, run)
+    return Loaded(Path(path), told, places, run)
+
+
+def _kind(tree: dict[str, Any], overrides: Sequence[str]) -> str:
+    """The override counts; a kind that there is not is reported with all else, as of a language model's run."""
+    said = [text.partition("=")[2] for text in overrides if text.partition("=")[0].strip() == "kind"]
+    return str([tree.get("kind"), *said][-1])
 
 
 def _mapping(document: Document) -> dict[str, Any]:
@@ -146,20 +182,20 @@ def _where(places: dict[str, str], path: str) -> str:
 
 
 def _validated(
-    tree: dict[str, Any], where: Callable[[Steps], str], problems: list[Problem]
-) -> tuple[RunFile, list[str]]:
+    tree: dict[str, Any], root: type[RunFile | ScriptRun], where: Callable[[Steps], str], problems: list[Problem]
+) -> tuple[RunFile | ScriptRun, list[str]]:
     """The run; where values are wrong they are reported and taken out, so that contradictions among the others show."""
     wrong: list[str] = []
     for _ in range(8):
         try:
-            return RunFile.model_validate(tree), wrong
+            return root.model_validate(tree), wrong
         except ValidationError as error:
-            found, paths = complaints(error, tree, where)
+            found, paths = complaints(error, tree, where, root)
             problems += found
             wrong += [dotted(steps) for steps in paths]
             for steps in paths:
                 tree = _without(tree, steps)
-    return RunFile(), list(_SECTIONS)
+    return (RunFile() if root is RunFile else ScriptRun(kind="script")), list(_SECTIONS)
 
 
 def _without(tree: dict[str, Any], steps: Steps) -> dict[str, Any]:

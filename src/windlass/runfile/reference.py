@@ -14,7 +14,9 @@ from pydantic.fields import FieldInfo
 from windlass.runfile.document import Steps
 from windlass.runfile.fields import RunFile
 from windlass.runfile.names import RENAMED
+from windlass.runfile.script import SECTIONS, ScriptRun
 
+Root = type[BaseModel]
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -38,9 +40,9 @@ def _arguments(annotation: Any, kind: type) -> tuple[Any, ...]:
     return next((get_args(option) for option in options(annotation) if get_origin(option) is kind), ())
 
 
-def annotation_at(steps: Steps) -> Any:
+def annotation_at(steps: Steps, root: Root = RunFile) -> Any:
     """The annotation of the value at this path; None where a run file has no such path."""
-    current: Any = RunFile
+    current: Any = root
     for step in steps:
         inner = section(current)
         if isinstance(step, int):
@@ -81,9 +83,9 @@ def _literal(value: Any) -> str:
 
 
 @cache
-def keys() -> tuple[str, ...]:
+def keys(root: Root = RunFile) -> tuple[str, ...]:
     """Every path of a run file, in order; what is inside list items and mappings once, without index or key."""
-    return tuple(path for path, _ in _walk(RunFile, ""))
+    return tuple(path for path, _ in _walk(root, ""))
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
@@ -102,9 +104,9 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def owners(key: str) -> list[str]:
+def owners(key: str, root: Root = RunFile) -> list[str]:
     """Paths that end in this key, sections of the published recipe first."""
-    return [path for path in keys() if path.rpartition(".")[2] == key]
+    return [path for path in keys(root) if path.rpartition(".")[2] == key]
 
 
 def describe(path: str) -> str | None:
@@ -112,6 +114,9 @@ def describe(path: str) -> str | None:
     path = re.sub(r"\[\d*\]", "", path.strip())
     if path in keys():
         return _described(path)
+    own = [key for key in keys(ScriptRun) if key.startswith("script") and path in (key, key.rpartition(".")[2])]
+    if path in own or (own and not owners(path) and path not in RENAMED):
+        return "\n\n".join(_described(key, ScriptRun) for key in own)
     by_last = {old.rpartition(".")[2]: new for old, new in reversed(RENAMED.items())}
     new = RENAMED.get(path) or by_last.get(path)
     if new is not None and not owners(path):
@@ -122,11 +127,11 @@ def describe(path: str) -> str | None:
     return "\n\n".join(map(_described, owners(path))) or None
 
 
-def _described(path: str) -> str:
-    field = dict(_walk(RunFile, ""))[path]
+def _described(path: str, root: Root = RunFile) -> str:
+    field = dict(_walk(root, ""))[path]
     lines = [path, f"  {' '.join((field.description or '').split())}", f"  takes: {words(field.annotation)}"]
     if _section_like(field):
-        inside = [key for key in keys() if key.startswith(f"{path}.") and "." not in key[len(path) + 1 :]]
+        inside = [key for key in keys(root) if key.startswith(f"{path}.") and "." not in key[len(path) + 1 :]]
         lines[2] = f"  keys: {', '.join(key.rpartition('.')[2] for key in inside)}"
     elif field.is_required():
         lines += [] if "Default:" in (field.description or "") else ["  required"]
@@ -147,7 +152,31 @@ def _shown(value: Any) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of the run file; old spellings are there too, marked as deprecated."""
+    """JSON Schema of both kinds of run file: `kind: script` chooses the second."""
+    lora, script = _lora_schema(), _script_schema()
+    sections = {**lora.pop("$defs"), **script.pop("$defs")}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "windlass run file",
+        "if": {"properties": {"kind": {"const": "script"}}, "required": ["kind"]},
+        "then": script,
+        "else": lora,
+        "$defs": sections,
+    }
+
+
+def _script_schema() -> dict[str, Any]:
+    found = ScriptRun.model_json_schema(mode="validation")
+    for name in SECTIONS:
+        described = {"description": ScriptRun.model_fields[name].description}
+        found["properties"][name] = described | {
+            "anyOf": [{"$ref": f"#/$defs/{_definition(name, ScriptRun)}"}, {"type": "null"}]
+        }
+    return found
+
+
+def _lora_schema() -> dict[str, Any]:
+    """Old spellings are there too, marked as deprecated."""
     found = RunFile.model_json_schema(mode="validation")
     sections = found["$defs"]
     for old, new in RENAMED.items():
@@ -169,14 +198,10 @@ def schema() -> dict[str, Any]:
     experts = sections["Lora"]["properties"]["experts"]
     experts["anyOf"] = [*experts["anyOf"], {"type": "boolean"}]
     sections["ExpertLora"].pop("required", None)  # what is left out follows from the section around it
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **found,
-        "title": "windlass run file",
-    }
+    return found
 
 
-def _definition(name: str) -> str:
-    inner = section(RunFile.model_fields[name].annotation)
+def _definition(name: str, root: Root = RunFile) -> str:
+    inner = section(root.model_fields[name].annotation)
     assert inner is not None
     return inner.__name__

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from windlass.errors import Problem, UserError
+from windlass.runfile import script
 from windlass.runfile.fields import RunFile
 from windlass.runfile.names import ATTENTION, OPTIMIZERS, OPTIMIZERS_REFUSED, SCHEDULES, TRACKERS, close_names
+from windlass.runfile.script import ScriptRun
 from windlass.runfile.training import Train
 
 Where = Callable[[str], str]
@@ -24,10 +26,13 @@ class Clash:
 
 
 def contradictions(
-    run: RunFile, where: Where, *, ranks: int | None = None, sound: Callable[[str], bool] = lambda _: True
+    run: RunFile | ScriptRun, where: Where, *, ranks: int | None = None, sound: Callable[[str], bool] = lambda _: True
 ) -> list[Problem]:
     """All contradictions of a run, for so many ranks (default: the run file's own)."""
     ranks = ranks or run.ranks
+    if isinstance(run, ScriptRun):
+        found = [*(Clash(*said) for said in script.contradictions(run)), *_machines(run), *_cluster(run, ranks)]
+        return [_problem(clash, where) for clash in found if all(map(sound, clash.keys))]
     found = [clash for rule in _RULES for clash in rule(run, ranks)]
     problems = [_problem(clash, where) for clash in found if all(map(sound, clash.keys))]
     if run.train.global_batch_size and sound("train") and sound("cluster") and not wrong_batch(sound):
@@ -198,13 +203,18 @@ def _shapes(run: RunFile, _ranks: int) -> Iterator[Clash]:
         yield Clash(named, f"{' and '.join(named)} each say what a row is", "keep the one that fits the data")
 
 
-def _spread(run: RunFile, ranks: int) -> Iterator[Clash]:
+def _machines(run: RunFile | ScriptRun) -> Iterator[Clash]:
     layout, cluster = run.layout, run.cluster
     there = cluster.nodes * cluster.gpus_per_node
     if layout.ranks is not None and {"nodes", "gpus_per_node"} & cluster.model_fields_set and layout.ranks != there:
         what = f"{layout.ranks} ranks, but the cluster has {cluster.nodes} x {cluster.gpus_per_node} = {there} GPUs"
         keys = ("layout.ranks", "cluster.nodes", "cluster.gpus_per_node")
         yield Clash(keys, what, "take layout.ranks out: it follows from the cluster")
+
+
+def _spread(run: RunFile, ranks: int) -> Iterator[Clash]:
+    layout = run.layout
+    yield from _machines(run)
     shard, replicate = layout.shard, layout.replicate
     product = (shard or 1) * (replicate or 1)
     if ranks % product or (shard and replicate and product != ranks):
@@ -227,7 +237,7 @@ def _bytes(quantity: str) -> Decimal:
     return Decimal(number) * _UNITS[quantity[len(number) :]]
 
 
-def _cluster(run: RunFile, _ranks: int) -> Iterator[Clash]:
+def _cluster(run: RunFile | ScriptRun, _ranks: int) -> Iterator[Clash]:
     cluster = run.cluster
     if (
         cluster.memory_request
@@ -259,8 +269,10 @@ _RULES: tuple[Callable[[RunFile, int], Iterator[Clash]], ...] = (
 )
 
 
-def remarks(run: RunFile, where: Where) -> list[str]:
+def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     """What was said and does something else than one may think, or nothing."""
+    if isinstance(run, ScriptRun):
+        return script.remarks(where)
 
     def said(key: str) -> bool:
         return not where(key).startswith("default: ")

@@ -30,7 +30,7 @@ def again(run_folder: Path, *, eval_data: Path | None, ranks: int | None) -> Loa
     places = {
         f"{section}.{key}": f"{manifest}: run.{section}.{key}" for section in tree for key in _keys(tree[section])
     }
-    return Loaded(run_folder / "manifest.json", run, (), places)
+    return Loaded(run_folder / "manifest.json", (), places, run)
 
 
 def _rows(data: dict[str, Any], eval_data: Path | None) -> dict[str, Any]:
