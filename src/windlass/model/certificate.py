@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.errors import RunError, UserError
+from windlass.model.fp8 import Held
 from windlass.model.reading import BLOCK, Box, intersection, piece_box
 from windlass.weights import Checkpoint, Parameter, Piece
 
@@ -106,8 +108,13 @@ def agree(problems: Sequence[str], what: str, error: type[UserError] = RunError)
     )
 
 
-def check(targets: Mapping[str, Tensor], checkpoint: Checkpoint, rank: int) -> tuple[list[str], dict[str, int]]:
-    """Compare sampled rows of every parameter with the disk. Returns what differs, and how much was compared."""
+def check(
+    targets: Mapping[str, Tensor], checkpoint: Checkpoint, rank: int, held: Mapping[str, Held] = MappingProxyType({})
+) -> tuple[list[str], dict[str, int]]:
+    """Compare sampled rows of every parameter with the disk. Returns what differs, and how much was compared.
+
+    Of those that are `held` in FP8: codes with codes, true values with true values, and all scales.
+    """
     block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
     files = {source.file for source in checkpoint.unread}
     for parameter in checkpoint.parameters:
@@ -117,7 +124,10 @@ def check(targets: Mapping[str, Tensor], checkpoint: Checkpoint, rank: int) -> t
     counts = {"parameters": 0, "slices": 0, "elements": 0}
     wrong: list[str] = []
     for parameter in checkpoint.parameters:
-        differs, slices, elements = _check_one(parameter, targets[parameter.name], Disk(where, block), rank)
+        disk, stays = Disk(where, block), held.get(parameter.name)
+        differs, slices, elements = _check_one(parameter, targets[parameter.name], disk, rank, stays)
+        if stays and not differs:
+            differs = _check_scales(parameter, stays, disk)
         counts = {
             "parameters": counts["parameters"] + 1,
             "slices": counts["slices"] + slices,
@@ -127,7 +137,9 @@ def check(targets: Mapping[str, Tensor], checkpoint: Checkpoint, rank: int) -> t
     return wrong, counts
 
 
-def _check_one(parameter: Parameter, tensor: Tensor, disk: Disk, rank: int) -> tuple[list[str], int, int]:
+def _check_one(
+    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, held: Held | None
+) -> tuple[list[str], int, int]:
     """One parameter's sampled rows: the first that differs is enough to say so."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     intervals = own_intervals(tensor)
@@ -142,9 +154,41 @@ def _check_one(parameter: Parameter, tensor: Tensor, disk: Disk, rank: int) -> t
             expected, source = disk.values(piece, shared)
             part = got[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, place, strict=True))]
             slices, elements = slices + 1, elements + part.numel()
-            if not torch.equal(part, expected.to(part.dtype).reshape(part.shape)):
+            true = part if held is None else true_values(part, held, shared)
+            if not torch.equal(true, expected.to(true.dtype).reshape(true.shape)) or (
+                held is not None and not torch.equal(part, disk.codes(piece, shared).view(part.dtype).view(part.shape))
+            ):
                 return [f"{parameter.name} is not what {source} holds"], slices, elements
     return [], slices, elements
+
+
+def true_values(codes: Tensor, held: Held, box: Box) -> Tensor:
+    """Codes x scales in float32, each element with the scale that its place in the parameter has."""
+    rows, columns = (torch.arange(*span) // side for span, side in zip(box[-2:], held.coding.sides, strict=True))
+    outer = [torch.arange(*span) - held.first for span in box[:-2]]
+    scale = held.scale.cpu()[torch.meshgrid(*outer, rows, columns, indexing="ij")]
+    return codes.view(held.coding.codes).float() * scale
+
+
+def _check_scales(parameter: Parameter, held: Held, disk: Disk) -> list[str]:
+    """All scales that this rank holds, at the first element of each block."""
+    mine = held.scale.cpu()
+    for piece in parameter.pieces:
+        box = piece_box(piece)
+        axes = [torch.arange(*span) for span in box]
+        if len(box) == 3:
+            axes[0] = axes[0][(axes[0] >= held.first) & (axes[0] < held.first + len(mine))]
+        axes[-2:] = [axis[::side] for axis, side in zip(axes[-2:], held.coding.sides, strict=True)]
+        if not all(len(axis) for axis in axes):
+            continue
+        there = [axis - start for axis, (start, _) in zip(axes, box, strict=True)][-len(piece.stored.shape) :]
+        places = [axes[0] - held.first] if len(box) == 3 else []
+        places += [axis // side for axis, side in zip(axes[-2:], held.coding.sides, strict=True)]
+        got = mine[torch.meshgrid(*places, indexing="ij")]
+        name = f"{piece.stored.key}_scale_inv"
+        if not torch.equal(got, disk.scale(piece, there).float().expand(got.shape)):
+            return [f"the scales of {parameter.name} are not what {name!r} of {disk.where[name].name} holds"]
+    return []
 
 
 def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
@@ -233,23 +277,38 @@ class Disk:
     def values(self, piece: Piece, box: Box) -> tuple[Tensor, str]:
         """True values of a box of the parameter that this piece fills, and what to call their source."""
         key = piece.stored.key
-        outer = len(piece.offset) - len(piece.stored.shape)
-        there = [slice(a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True)][outer:]
-        stored = self.handle(key).get_slice(key)
-        codes = stored[tuple(there)] if there else self.handle(key).get_tensor(key)
+        codes = self.codes(piece, box)
         name = f"{key}_scale_inv"
         if name not in self.where:
             return codes, f"{key!r} of {self.where[key].name}"
-        scale = self.handle(name).get_tensor(name).double()
-        if scale.numel() > 1:
-            axes = [self._scale_index(i, scale.shape[i], stored.get_shape(), span) for i, span in enumerate(there)]
-            scale = scale[torch.meshgrid(*axes, indexing="ij")]
+        scale = self.scale(piece, [torch.arange(*span) for span in self._there(piece, box)])
         # e4m3 x bf16 is exact in float64; rounded to float32, then to the model's dtype, as the loader has to.
         return (codes.double() * scale).float(), f"{key!r} x {name!r} of {self.where[key].name}"
 
-    def _scale_index(self, axis: int, count: int, shape: Sequence[int], span: slice) -> Tensor:
+    def codes(self, piece: Piece, box: Box) -> Tensor:
+        """What is stored, as it is."""
+        key = piece.stored.key
+        there = tuple(slice(*span) for span in self._there(piece, box))
+        stored: Tensor = self.handle(key).get_slice(key)[there] if there else self.handle(key).get_tensor(key)
+        return stored
+
+    def scale(self, piece: Piece, indices: Sequence[Tensor]) -> Tensor:
+        """The scales of a stored tensor's elements at the crossings of these indices along its dimensions."""
+        name = f"{piece.stored.key}_scale_inv"
+        scale: Tensor = self.handle(name).get_tensor(name).double()
+        if scale.numel() == 1:
+            return scale
+        shape = self.handle(piece.stored.key).get_slice(piece.stored.key).get_shape()
+        axes = [self._scale_index(i, scale.shape[i], shape, index) for i, index in enumerate(indices)]
+        return scale[torch.meshgrid(*axes, indexing="ij")]
+
+    def _there(self, piece: Piece, box: Box) -> Box:
+        """A box of the parameter in the coordinates of the stored tensor that fills it there."""
+        outer = len(piece.offset) - len(piece.stored.shape)
+        return tuple((a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True))[outer:]
+
+    def _scale_index(self, axis: int, count: int, shape: Sequence[int], index: Tensor) -> Tensor:
         """Which scale each index along an axis has."""
-        index = torch.arange(span.start, span.stop)
         if count == 1:
             return torch.zeros_like(index)
         return index if count == shape[axis] else index.div(self.block[axis - len(shape)], rounding_mode="floor")

@@ -12,18 +12,22 @@ those, and 8-bit activations would make the gradients those of another model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
-from windlass.model.reading import decode
+from windlass.errors import Problem, raise_all
+from windlass.model.reading import BLOCK, DTYPES, NEEDS_SCALE, decode, sides
+from windlass.weights import Checkpoint
 
 TEMPORARY: Final = 2**30  # bytes of a stack of experts that exist in 16 bits at once
+WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
 ALIGN: Final = 128  # columns of a product are cut at multiples of this: whole tiles, and 16-byte strides
 
 
@@ -121,6 +125,75 @@ def hold(module: nn.Module, name: str, weight: Tensor, coding: Coding) -> None:
     setattr(module, name, nn.Parameter(codes, requires_grad=False))
     module.register_buffer(f"{name}_scale", scale, persistent=False)  # no name of the model's own state
     module.__dict__.setdefault("fp8", {})[name] = coding
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The scales of a parameter that is held in FP8, as this rank has them."""
+
+    scale: Tensor
+    coding: Coding
+    first: int  # the first expert that `scale` is for: under expert parallelism a rank has its own experts' alone
+
+
+def install(model: nn.Module, published: Mapping[str, Coding]) -> None:
+    """Make these parameters of a model (on the meta device) codes: linear layers and stacks of experts."""
+    problems = []
+    for name, coding in published.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if type(module) is nn.Linear:
+            model.set_submodule(owner, Fp8Linear(module, coding))
+        elif getattr(module, "is_transposed", None) is False and not module.has_bias:
+            hold(module, leaf, module.get_parameter(leaf), coding)
+        else:
+            what = f"{name} is stored in FP8 and belongs to {type(module).__name__}, which can't compute with that"
+            problems.append(Problem(what, WHERE, HINT))
+    raise_all(problems)
+
+
+def published(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Coding]:
+    """The parameters that the checkpoint stores in FP8, by name. None, or one in part only, is the user's error."""
+    block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
+    found: dict[str, Coding] = {}
+    problems = []
+    for parameter in checkpoint.parameters:
+        kinds = {piece.stored.dtype: piece.stored.key for piece in parameter.pieces}
+        if not kinds.keys() & set(NEEDS_SCALE):
+            continue
+        if len(kinds) > 1:
+            what = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
+            problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {what}", WHERE, HINT))
+        (kind, *_) = kinds
+        found[parameter.name] = Coding(DTYPES[kind], sides(parameter, block), dtype)
+    if not found:
+        problems.append(Problem(f"{checkpoint.name} is not stored in FP8: nothing is there to be held so", WHERE, HINT))
+    raise_all(problems)
+    return found
+
+
+def held(model: nn.Module) -> dict[str, Held]:
+    """The parameters that the model holds in FP8, by name; scales cut to this rank's experts. Not filled yet."""
+    found: dict[str, Held] = {}
+    for prefix, module in model.named_modules():
+        for leaf, coding in codings(module).items():
+            first, count = _own_experts(module.get_parameter(leaf))
+            scale = module.get_buffer(f"{leaf}_scale")
+            if scale.ndim == 3 and len(scale) != count:
+                scale = torch.empty_like(scale[:count])
+                setattr(module, f"{leaf}_scale", scale)
+            found[f"{prefix}.{leaf}"] = Held(scale, coding, first)
+    return found
+
+
+def _own_experts(parameter: Tensor) -> tuple[int, int]:
+    """The first of this rank's experts and how many it computes with, of a stack that may be sharded besides."""
+    names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+    if "ep" not in names:
+        return 0, len(parameter)
+    mesh = parameter.device_mesh["ep"]  # type: ignore[attr-defined]
+    count = len(parameter) // mesh.size()
+    return mesh.get_local_rank() * count, count
 
 
 def codings(module: nn.Module) -> dict[str, Coding]:

@@ -17,8 +17,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,9 +31,22 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from windlass.errors import UserError
 from windlass.layout import Layout
-from windlass.model import shard
+from windlass.model import fp8, shard
 from windlass.model.certificate import Certificate, agree, check, parameter_record, unread_records
-from windlass.model.reading import BLOCK, DTYPES, NEEDS_SCALE, Box, Files, TruncatedError, fill, piece_box, scale_fits
+from windlass.model.fp8 import Held
+from windlass.model.reading import (
+    BLOCK,
+    DTYPES,
+    NEEDS_SCALE,
+    Box,
+    Files,
+    TruncatedError,
+    fill,
+    fill_codes,
+    fill_scale,
+    piece_box,
+    scale_fits,
+)
 from windlass.weights import Checkpoint, Parameter
 
 
@@ -53,11 +67,11 @@ def load(
     model = shard.build(checkpoint, layout, dtype, attn_implementation)
     shard.assert_sharded(model, layout)
     shard.allocate(model, layout)
-    targets = unique_tensors(model)
+    targets, held = unique_tensors(model), fp8.held(model)
     agree(model_problems(targets, checkpoint), "the checkpoint does not fill the model", UserError)
-    problems, bytes_read = read_all(targets, checkpoint)
+    problems, bytes_read = read_all(targets, checkpoint, held)
     agree(problems, "the checkpoint could not be read", UserError)
-    wrong, checked = check(targets, checkpoint, rank)
+    wrong, checked = check(targets, checkpoint, rank, held)
     agree(wrong, "the loaded model is not the one on disk")
     model.requires_grad_(False)
     mine = {
@@ -67,7 +81,8 @@ def load(
         "rss_before_bytes": before,
         "seconds": round(time.perf_counter() - started, 3),
     }
-    return model, _certificate(checkpoint, layout, targets, checked, mine)
+    dtypes = {name: held[name].coding.codes if name in held else tensor.dtype for name, tensor in targets.items()}
+    return model, _certificate(checkpoint, layout, dtypes, checked, mine)
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -151,15 +166,24 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 @torch.no_grad()
-def read_all(targets: dict[str, Tensor], checkpoint: Checkpoint) -> tuple[list[str], int]:
-    """Fill this rank's part of every parameter. Returns what went wrong and the bytes asked of the files."""
+def read_all(
+    targets: dict[str, Tensor], checkpoint: Checkpoint, held: Mapping[str, Held] = MappingProxyType({})
+) -> tuple[list[str], int]:
+    """Fill this rank's part of every parameter. Returns what went wrong and the bytes asked of the files.
+
+    `held` are those that stay in FP8: they get their codes as they are, and every rank their scales whole.
+    """
     block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
     problems: list[str] = []
     with Files() as files:
         for parameter in checkpoint.parameters:
             local, offset = own_part(targets[parameter.name])
             try:
-                fill(local, offset, parameter.pieces, files, block)
+                if stays := held.get(parameter.name):
+                    fill_codes(local.view(stays.coding.codes), offset, parameter.pieces, files)
+                    fill_scale(stays.scale, stays.first, parameter, files, block, stays.coding.sides)
+                else:
+                    fill(local, offset, parameter.pieces, files, block)
             except (OSError, TruncatedError) as error:
                 problems.append(f"{parameter.name}: {error}")
         return problems, files.bytes_read
@@ -168,7 +192,7 @@ def read_all(targets: dict[str, Tensor], checkpoint: Checkpoint) -> tuple[list[s
 def _certificate(
     checkpoint: Checkpoint,
     layout: Layout,
-    targets: dict[str, Tensor],
+    dtypes: dict[str, torch.dtype],
     checked: dict[str, int],
     mine: dict[str, Any],
 ) -> Certificate:
@@ -182,7 +206,7 @@ def _certificate(
     return Certificate(
         checkpoint=str(checkpoint.path or checkpoint.name),
         layout=layout.name,
-        parameters=[parameter_record(parameter, targets[parameter.name].dtype) for parameter in parameters],
+        parameters=[parameter_record(parameter, dtypes[parameter.name]) for parameter in parameters],
         loaded=len(parameters),
         missing=[],
         unread=unread_records(checkpoint),

@@ -12,13 +12,14 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from windlass.weights import Piece, Stored
+from windlass.weights import Parameter, Piece, Stored
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
 
@@ -105,6 +106,63 @@ def _fill_box(
         values = decode(values)
         values *= spread(scale, piece.stored.shape, there, block)
     region.copy_(values)
+
+
+def fill_codes(target: Tensor, offset: Sequence[int], pieces: Sequence[Piece], files: Files) -> None:
+    """As `fill`, for a parameter that stays in FP8: the stored bytes as they are."""
+    fill(target, offset, [replace(piece, scale=None) for piece in pieces], files, BLOCK)
+
+
+def fill_scale(
+    target: Tensor, first: int, parameter: Parameter, files: Files, block: Sequence[int], sides: Sequence[int]
+) -> None:
+    """The scales of a parameter that stays in FP8, one for each block of `sides`; of a stack, its experts from `first`.
+
+    Every piece's scale is repeated for as many of those blocks as it covers.
+    """
+    stack = target if target.ndim == 3 else target[None]
+    for piece in parameter.pieces:
+        *outer, rows, columns = piece_box(piece)
+        begin, end = outer[0] if outer else (0, 1)
+        own, past = max(begin, first), min(end, first + len(stack))
+        if own >= past or piece.scale is None:
+            continue
+        scale = whole(piece.scale, files).float()
+        scale = (
+            scale.reshape((1,) * (3 - scale.ndim) + tuple(scale.shape)) if scale.numel() > 1 else scale.view(1, 1, 1)
+        )
+        place = []
+        for axis, (start, stop), side in zip((-2, -1), (rows, columns), sides, strict=True):
+            index = torch.arange(0, stop - start, side) // scale_side(piece, axis, block)
+            scale = scale.index_select(axis, index)
+            place.append(slice(start // side, start // side + len(index)))
+        scale = scale.expand(end - begin, -1, -1)[own - begin : past - begin]
+        stack[own - first : past - first, place[0], place[1]] = scale.to(stack.device)
+
+
+def sides(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of the largest blocks of a parameter that have one scale each, wherever they lie.
+
+    The blocks of a stored tensor begin where it does: pieces of 160 rows in blocks of 128 make blocks of 32.
+    """
+    found = []
+    for axis in (-2, -1):
+        edges = 0
+        for piece in parameter.pieces:
+            start, stop = piece_box(piece)[axis]
+            side = scale_side(piece, axis, block)
+            inside = side if side < stop - start else 0
+            edges = math.gcd(edges, start, stop if stop < parameter.shape[axis] else 0, inside)
+        found.append(edges or parameter.shape[axis])
+    return found[0], found[1]
+
+
+def scale_side(piece: Piece, axis: int, block: Sequence[int]) -> int:
+    """Elements of a stored tensor that share a scale along one of the last two dimensions (-2 or -1)."""
+    size = piece.stored.shape[axis]
+    if piece.scale is None or math.prod(piece.scale.shape) == 1 or piece.scale.shape[axis] == 1:
+        return size
+    return 1 if piece.scale.shape[axis] == size else block[axis]
 
 
 def decode(codes: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.layout import Layout
+from windlass.model import experts, fp8
 from windlass.weights import Checkpoint
 
 KEEP = "keep_full_weight"  # transformers' word for not resharding after the forward
@@ -71,6 +72,8 @@ def build(
             f"{checkpoint.family.causal_lm} keeps {', '.join(kept)} in float32: the loader can't beside {dtype}",
             hint="set model.torch_dtype: float32",
         )
+    if layout.base_dtype == "fp8":
+        fp8.install(model, fp8.published(checkpoint, dtype))
     model = model_class.maybe_distribute_model(model, wanted, mesh)
     if mesh is not None and not layout.reshard_after_forward:
         for module in model.modules():  # expert groups reshard upstream whatever the plan says
@@ -80,13 +83,14 @@ def build(
 
 
 def text_config(checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`."""
+    """The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`, or held so by us."""
     replaced = ("quantization_config", "dtype", "torch_dtype")
     described = {key: value for key, value in checkpoint.config.items() if key not in replaced}
     tied = all(parameter.name != "lm_head.weight" for parameter in checkpoint.parameters)  # a wrapper's config may rule
     described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
     config_class = transformers.CONFIG_MAPPING[checkpoint.family.model_type]
     config = config_class.from_dict(described, attn_implementation=attn_implementation)
+    config._experts_implementation = experts.NAME
     config.name_or_path = str(checkpoint.path or checkpoint.name)  # a saved adapter names its base by it
     return config
 
