@@ -76,14 +76,20 @@ def plan(
     Reads the run file, config.json and the safetensors headers; no weights and no torch.
     Whether the run fits is an answer, not a failure: the exit code is 0 either way, and the JSON says `memory.fits`.
     """
+    from windlass.plan import Plan
+
     made = make_plan(run, override, accelerate)
     written = made.write(out)
     if as_json:
         write_json(made.as_dict())
-    else:
+    elif isinstance(made, Plan):
         from windlass.plan.show import show
 
         show(made, formulas=explain, compare=compare)
+    else:
+        from windlass.plan.script import show as show_script
+
+        show_script(made)
     if written:
         print(f"plan written to {written}", file=sys.stderr)
 

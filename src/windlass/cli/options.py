@@ -12,7 +12,7 @@ import typer
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
-    from windlass.plan import Plan
+    from windlass.plan.script import AnyPlan
 
 TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
 FAILED, USER_INPUT = 1, 2  # exit codes: a check or run that failed; input that is wrong
@@ -78,9 +78,9 @@ def write_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> Plan:
-    from windlass import plan as planning
+def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
     from windlass.layout import read_accelerate
-    from windlass.runfile import read
+    from windlass.plan.script import make_any
+    from windlass.runfile import read_any
 
-    return planning.make(read(run, override or ()), read_accelerate(accelerate) if accelerate else None)
+    return make_any(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)

@@ -80,19 +80,22 @@ class Plan:
 
     def write(self, out: Path | None = None) -> Path | None:
         """plan.json into `out`, or into the run folder where that exists already."""
-        folder = out or Path(self.loaded.run.train.output_dir)
-        if out is not None:
-            _make(out)
-        if not folder.is_dir():
-            return None
-        path = folder / "plan.json"
-        try:
-            path.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"the plan cannot be written: {error.strerror}", str(path), "give another --out DIR"
-            ) from None
-        return path
+        return write(self.as_dict(), Path(self.loaded.run.folder), out)
+
+
+def write(record: dict[str, Any], run_folder: Path, out: Path | None) -> Path | None:
+    """A plan's JSON, on its way to whoever reads it later."""
+    folder = out or run_folder
+    if out is not None:
+        _make(out)
+    if not folder.is_dir():
+        return None
+    path = folder / "plan.json"
+    try:
+        path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the plan cannot be written: {error.strerror}", str(path), "give another --out DIR") from None
+    return path
 
 
 def _make(folder: Path) -> None:

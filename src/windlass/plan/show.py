@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.cost import Row
-from windlass.hardware import GIB
+from windlass.hardware import GIB, Machine
 from windlass.layout import Layout
 from windlass.plan import Plan
 from windlass.plan.compare import Contender
+from windlass.plan.script import Spread
 
 
 def show(plan: Plan, *, formulas: bool = False, compare: bool = False) -> None:
@@ -50,10 +51,9 @@ def _table(title: str, *columns: str) -> Table:
 
 def _header(plan: Plan) -> Table:
     layout, batch, length = plan.layout, plan.batch, plan.schedule
-    gpus = f"{layout.nodes} node{'s' * (layout.nodes != 1)} x {layout.gpus_per_node} {plan.machine.gpu.name}"
     lines = [
         ("model", f"{plan.checkpoint.name}: {plan.checkpoint.family.causal_lm}"),
-        ("machine", f"{gpus}{_fabrics(plan)}"),
+        ("machine", machines(layout, plan.machine)),
         ("layout", f"{layout.name}: {layout.reason}"),
         (
             "batch",
@@ -68,11 +68,11 @@ def _header(plan: Plan) -> Table:
     return grid
 
 
-def _fabrics(plan: Plan) -> str:
-    """What lies between the GPUs, where there is anything between."""
-    machine, layout = plan.machine, plan.layout
-    between = f"; {machine.network.name} between nodes" if layout.nodes > 1 else ""
-    return f"{between}; {machine.link.name} inside" if layout.gpus_per_node > 1 else between
+def machines(layout: Layout | Spread, machine: Machine) -> str:
+    """How many of what, and what lies between the GPUs, where there is anything between."""
+    said = f"{layout.nodes} node{'s' * (layout.nodes != 1)} x {layout.gpus_per_node} {machine.gpu.name}"
+    said += f"; {machine.network.name} between nodes" if layout.nodes > 1 else ""
+    return f"{said}; {machine.link.name} inside" if layout.gpus_per_node > 1 else said
 
 
 def _length(plan: Plan) -> str:
