@@ -29,7 +29,7 @@ class Script:
             torch_compile=False,
         )
         self.state = SimpleNamespace(global_step=0, epoch=0.0)
-        self.control = SimpleNamespace(should_log=False)
+        self.control = SimpleNamespace(should_log=False, should_training_stop=False)
         self.ids = torch.ones(2, 4, dtype=torch.int64)
 
     def tell(self, event: str, **named: Any) -> None:

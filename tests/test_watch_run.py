@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import random
 import socket
+import sqlite3
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -55,9 +59,11 @@ def port() -> int:
 
 
 PORT = port()
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+HERE = [name for name in TRACKERS if importlib.util.find_spec(name)] or ["none"]
 # The last one ends the processes.
 CASES: dict[str, dict[str, Any]] = {
-    "clean": {"faults": ["scrape"], "set": [f"watch.prometheus_port={PORT}", "train.report_to=tensorboard"]},
+    "clean": {"faults": ["scrape"], "set": [f"watch.prometheus_port={PORT}", f"train.report_to=[{','.join(HERE)}]"]},
     "sleeper": {"faults": ["sleeper"], "set": ["train.max_steps=60", "watch.straggler=stop"]},
     "poison": {
         "faults": ["poison"],
@@ -67,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "leak": {"faults": ["leak"], "set": ["train.max_steps=100000", "watch.memory_growth=stop"]},
     "nan": {"faults": ["nan"], "set": []},
     "nan left out": {"faults": ["nan"], "set": ["watch.non_finite=skip", "train.max_steps=7"]},
+    "grip": {"faults": ["grip"], "set": ["train.max_steps=6", "watch.stall_seconds=2"]},
     "hang": {"faults": ["hang"], "set": ["watch.stall=stop", "watch.stall_seconds=3"]},
 }
 
@@ -103,11 +110,9 @@ def launched(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     texts = [" ".join(chance.choices(WORDS.split(), k=chance.randint(8, 12))) for _ in range(400)]
     (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "run.yaml").write_text(RUN.format(folder=folder))
-    tensorboard = any((Path(p) / "tensorboard").is_dir() for p in sys.path)
     cases = {}
     for name, each in runs.items():
-        said = [text for text in each["set"] if tensorboard or "tensorboard" not in text]
-        cases[name] = {"faults": each["faults"], "overrides": [*said, f"train.output_dir={folder / name}"]}
+        cases[name] = {"faults": each["faults"], "overrides": [*each["set"], f"train.output_dir={folder / name}"]}
     (folder / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("watch_ranks.py")
     command = [
@@ -117,7 +122,14 @@ def launched(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
         str(folder / "cases.json"),
         str(folder / "outcome"),
     ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SCRAPED_PORT": str(PORT)}
+    stores = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        "TRACKIO_DIR": str(folder / "trackio"),
+    }
+    environ = {**os.environ, **stores, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SCRAPED_PORT": str(PORT)}
     program = (
         "import json, os, sys; from windlass.train import ranks; from windlass.cli.options import print_error\n"
         "from windlass.errors import UserError\n"
@@ -195,6 +207,18 @@ def test_a_stall_names_the_absent_rank_and_its_collective_with_all_stacks(runs: 
     assert "Traceback" not in runs.said
 
 
+def test_a_rank_that_holds_pythons_lock_is_named_with_its_stack(runs: Outcomes) -> None:
+    """No thread of it can say anything: faulthandler's timer does, and the other rank waits for that."""
+    alarm = runs.alarm("grip", "stall")
+    assert "no sign of life from rank 1 (pid " in alarm["message"]
+    assert "rank 1 holds Python's lock: File " in alarm["message"]
+    assert "in held_in_c" in alarm["message"]
+    folder = runs.folder / "grip"
+    assert (folder / "stacks-rank1.txt").read_text().startswith("Timeout (0:00:03)!")
+    assert "training_step" in (folder / "stacks-rank0.txt").read_text()
+    assert runs["grip"] == {"code": 0}, "it is only warned of, and goes on when it can"
+
+
 def test_the_page_for_prometheus_was_scraped_while_it_trained(runs: Outcomes) -> None:
     page = runs.by_rank[0]["scraped"]
     assert page["type"].startswith("text/plain; version=0.0.4")
@@ -204,17 +228,74 @@ def test_the_page_for_prometheus_was_scraped_while_it_trained(runs: Outcomes) ->
     assert float(samples['windlass_step_seconds{run="clean",rank="1"}']) > 0
 
 
-def test_trackers_get_every_step(runs: Outcomes) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+Logged = dict[str, dict[int, float]]  # name -> step -> value
+
+
+def of_tensorboard(folder: Path) -> Logged:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = next((runs.folder / "clean").rglob("events.out.tfevents*")).parent
-    found = EventAccumulator(str(events)).Reload()
+    found = EventAccumulator(str(next((folder / "clean").rglob("events.out.tfevents*")).parent)).Reload()
+    return {name: {each.step: each.value for each in found.Scalars(name)} for name in found.Tags()["scalars"]}
+
+
+def of_wandb(folder: Path) -> Logged:
+    """The file that `wandb sync` would send: LevelDB's log format after a head of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    stored, at, data = next(folder.rglob("run-*.wandb")).read_bytes(), 7, b""
+    logged: Logged = {}
+    while at + 7 <= len(stored):
+        if 0x8000 - at % 0x8000 < 7:  # too little of a block for another head
+            at += 0x8000 - at % 0x8000
+        size, part = struct.unpack("<HB", stored[at + 4 : at + 7])
+        data += stored[at + 7 : at + 7 + size]
+        at += 7 + size
+        if part not in (1, 4):  # whole, or the last part
+            continue
+        record = Record()
+        record.ParseFromString(data)
+        data = b""
+        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for name in items.keys() - {"train/global_step"}:
+            logged.setdefault(name, {})[items.get("train/global_step", -1)] = items[name]
+    return logged
+
+
+def of_mlflow(folder: Path) -> Logged:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    run = client.search_runs(["0"])[0]
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return {name: {each.step: each.value for each in values} for name, values in history.items()}
+
+
+def of_trackio(folder: Path) -> Logged:
+    logged: Logged = {}
+    with contextlib.closing(sqlite3.connect(next((folder / "trackio").glob("*.db")))) as store:
+        for (text,) in store.execute("SELECT metrics FROM metrics"):
+            items = json.loads(text)
+            for name in items.keys() - {"train/global_step"}:
+                logged.setdefault(name, {})[items["train/global_step"]] = items[name]
+    return logged
+
+
+STORES = {"tensorboard": of_tensorboard, "wandb": of_wandb, "mlflow": of_mlflow, "trackio": of_trackio}
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.filterwarnings("default")
+def test_a_tracker_gets_every_step(name: str, runs: Outcomes) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed (pip install 'windlass[{name}]')")
+    logged = STORES[name](runs.folder)
     lines = {line["step"]: line for line in steps.lines(runs.folder / "clean" / "steps-rank0.jsonl")}
-    logged = {each.step: each.value for each in found.Scalars("train/step/loss")}
-    assert logged.keys() == lines.keys()
-    assert all(logged[step] == pytest.approx(line["loss"], rel=1e-5) for step, line in lines.items())
-    assert len(found.Scalars("train/step/step_seconds")) == 26
+    assert len(lines) == 26
+    for field in ("loss", "grad_norm", "learning_rate", "step_seconds", "tokens", "tokens_per_second", "meter_seconds"):
+        found = logged[f"train/step/{field}"]
+        assert found.keys() == lines.keys(), field
+        assert all(found[step] == pytest.approx(lines[step][field], rel=1e-5) for step in lines), field
+    given = {field for line in lines.values() for field, value in line.items() if isinstance(value, int | float)}
+    assert {n for n in logged if "step/" in n} == {f"train/step/{field}" for field in given - {"step", "time", "epoch"}}
 
 
 def test_the_same_alarms_from_the_files_alone(runs: Outcomes) -> None:

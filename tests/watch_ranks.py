@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -95,6 +96,16 @@ def asleep_for_good() -> None:
         time.sleep(1)
 
 
+def grip(_loop: Loop, step: int) -> None:
+    if step == 4:
+        held_in_c()
+
+
+def held_in_c() -> None:
+    """A C function called as if it were Python's own: no other thread of this process runs meanwhile."""
+    ctypes.PyDLL(None).sleep(7)
+
+
 SCRAPED: dict[str, str] = {}
 
 
@@ -114,6 +125,7 @@ FAULTS: dict[str, tuple[int, Callable[[Loop, int], None]]] = {
     "rising 1": (1, rising),
     "nan": (1, blown_up),
     "hang": (1, hang),
+    "grip": (1, grip),
     "scrape": (0, scrape),
 }
 

@@ -80,23 +80,41 @@ class Spans:
         return {phase: max(seconds, 0.0) for phase, seconds in total.items()}
 
 
+# NCCL does a blocking collective in the stream that it is called in, so its time passes where it is issued; others
+# (gloo) do it elsewhere, and it passes in `Work.wait`.
+ISSUED = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter", "alltoall"),
+    *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    # the same in torch before 2.13
+    *("_allgather_base", "_reduce_scatter_base", "alltoall_base", "allgather_into_tensor_coalesced"),
+    "reduce_scatter_tensor_coalesced",
+)
+
+
 class Waits:
     """Marks every wait for a collective while it is in place.
 
-    torch's blocking collectives end in `Work.wait`, the functional ones (expert parallelism) in `wait_tensor`, and
-    FSDP in `wait_for_unshard`, which also unpacks what came. On a GPU these make the stream wait, not the host: marks
-    before and after enclose just the time that did not overlap. Waits inside autograd's own C++ nodes are not seen;
-    they count as backward.
+    torch's collectives are issued by methods of the process group and end in `Work.wait`, the functional ones (expert
+    parallelism) in `wait_tensor`, and FSDP's in `wait_for_unshard`, which also unpacks what came. On a GPU these make
+    the stream wait, not the host: marks before and after enclose just the time that did not overlap, so only what is
+    done in the loop's own stream counts. Waits inside autograd's own C++ nodes are not seen; they count as backward.
     """
 
-    def __init__(self, mark: Callable[[], Mark], seen: Callable[[Mark, Mark], None]) -> None:
-        self.mark, self.seen = mark, seen
+    def __init__(
+        self, mark: Callable[[], Mark], seen: Callable[[Mark, Mark], None], stream: Callable[[], Any] = lambda: None
+    ) -> None:
+        self.mark, self.seen, self.stream = mark, seen, stream
         self.inside = False
+        self.home: Any = None
         self.replaced: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not self.replaced:
-            for owner, name in ((dist.Work, "wait"), (functional, "wait_tensor"), (FSDPParamGroup, "wait_for_unshard")):
+            self.home = self.stream()
+            ends = ((dist.Work, "wait"), (functional, "wait_tensor"), (FSDPParamGroup, "wait_for_unshard"))
+            issued = ((dist.ProcessGroup, name) for name in ISSUED if hasattr(dist.ProcessGroup, name))
+            for owner, name in (*ends, *issued):
                 self.replaced.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, self._timed(getattr(owner, name)))
 
@@ -106,7 +124,7 @@ class Waits:
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
-            if self.inside or torch.compiler.is_compiling():
+            if self.inside or torch.compiler.is_compiling() or self.stream() != self.home:
                 return wait(*arguments, **named)
             self.inside = True
             start = self.mark()

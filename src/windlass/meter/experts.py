@@ -56,7 +56,7 @@ class Balance:
             chosen = output[-1] if isinstance(output, tuple) else output
             if not isinstance(chosen, Tensor) or chosen.is_floating_point():
                 return
-            flat = chosen.detach().reshape(-1)
+            flat = chosen.detach().reshape(-1).long()
             # scatter_add and not bincount: bincount asks the GPU for the largest value and so waits for it.
             total = self.counts.setdefault(layer, torch.zeros(experts, device=flat.device))
             total.scatter_add_(0, flat.clamp(0, experts - 1), torch.ones(flat.shape, device=flat.device))

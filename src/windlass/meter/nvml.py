@@ -12,7 +12,7 @@ except ImportError:  # nvidia-ml-py belongs to the extra `gpu`
 
 GIB = 2**30
 
-# Bits of nvmlDeviceGetCurrentClocksThrottleReasons, from nvml.h. Idle and application clocks are no fault.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons, from nvml.h. Idle and application clocks are no fault.
 THROTTLE = {
     0x4: "software power cap",
     0x8: "hardware slowdown",
@@ -60,12 +60,14 @@ def handle(uuid: str, index: int) -> Any:
     return _ask(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
 
 
-def read(gpu: Any) -> dict[str, Any]:
-    """Everything that one GPU says now."""
+def read(gpu: Any, *, pcie: bool = True) -> dict[str, Any]:
+    """Everything that one GPU says now. PCIe takes its time: the driver counts for 20 ms in each direction."""
     rates = _ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu))
     memory = _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu))
     milliwatts = _ask(lambda: pynvml.nvmlDeviceGetPowerUsage(gpu))
-    reasons = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
+    reasons = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+    if reasons is None:  # its name in drivers before 535
+        reasons = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
     name = _ask(lambda: pynvml.nvmlDeviceGetName(gpu))
     return {
         "name": name.decode() if isinstance(name, bytes) else name,
@@ -78,8 +80,8 @@ def read(gpu: Any) -> dict[str, Any]:
         "gpu_sm_clock_mhz": _ask(lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
         "gpu_memory_clock_mhz": _ask(lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM)),
         "gpu_throttle": None if reasons is None else [text for bit, text in THROTTLE.items() if reasons & bit],
-        "pcie_sent_gb_per_second": _pcie(gpu, "NVML_PCIE_UTIL_TX_BYTES"),
-        "pcie_received_gb_per_second": _pcie(gpu, "NVML_PCIE_UTIL_RX_BYTES"),
+        "pcie_sent_gb_per_second": _pcie(gpu, "NVML_PCIE_UTIL_TX_BYTES") if pcie else None,
+        "pcie_received_gb_per_second": _pcie(gpu, "NVML_PCIE_UTIL_RX_BYTES") if pcie else None,
         **_nvlink(gpu),
     }
 

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from windlass import steps
+
 PATIENCE = 120  # seconds that the end of a run waits for its report
 
 
 class Page:
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.command = [sys.executable, "-m", "windlass.report", str(folder), "--quiet"]
         self.writing: subprocess.Popen[bytes] | None = None
 
@@ -23,7 +26,9 @@ class Page:
                 print(f"the report can't be made: {error}", file=sys.stderr)
 
     def finish(self) -> None:
-        """At the end of the run, whatever ended it: the page that stays."""
+        """At the end of the run, whatever ended it: the page that stays. Nothing to show: no page."""
+        if not steps.files(self.folder):
+            return
         try:
             if self.writing is not None:
                 self.writing.wait(PATIENCE)

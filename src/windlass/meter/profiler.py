@@ -28,7 +28,8 @@ class LLMStepProfiler(StepProfiler, TrainerCallback):  # type: ignore[misc]
     output_dir: the run folder; default: the Trainer's own.
     report_meta, script_name: shown in the report as they are.
     flops_per_token, recompute_flops_per_token: default: counted on the model.
-    report: write report.html at every save and at the end.
+    report: write report.html at every save and at the end, also where an exception ends the script.
+    saves: write down the Trainer's saves; False where the loop saves in the background, and itself says when one ended.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class LLMStepProfiler(StepProfiler, TrainerCallback):  # type: ignore[misc]
         flops_per_token: float | None = None,
         recompute_flops_per_token: float | None = None,
         report: bool = True,
+        saves: bool = True,
     ) -> None:
         super().__init__(output_dir, "tokens", debug_freq, report_meta, script_name, report=report)
         self.rates = Rates(seq_len, flops_per_token, recompute_flops_per_token)
+        self.saves = saves
         self.handles: list[RemovableHandle] = []
         self._fresh()
 
@@ -132,11 +135,13 @@ class LLMStepProfiler(StepProfiler, TrainerCallback):  # type: ignore[misc]
         }
         names = ("loss" if self.losses else "", *TOKENS)
         sums = self._on_its_way(self._sums())
-        self._queue(Pending(record, self.spans, sums, names, bool(control.should_log)))
+        self._queue(
+            Pending(record, self.spans, sums, names, bool(control.should_log)), last=bool(control.should_training_stop)
+        )
         self._fresh()
 
     @metered
-    def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(self, _args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.pending and self.pending[-1].log_follows:
             last = self.pending[-1]
             last.log_follows = False
@@ -146,7 +151,7 @@ class LLMStepProfiler(StepProfiler, TrainerCallback):  # type: ignore[misc]
                 if single and name in (logs or {}):
                     last.record.setdefault(name, logs[name])
             self.logged = int(state.global_step)
-            self._flush()
+            self._flush(wait=bool(control.should_training_stop))  # trackers close before `on_train_end` comes here
         self._pause()
 
     @metered
@@ -156,8 +161,12 @@ class LLMStepProfiler(StepProfiler, TrainerCallback):  # type: ignore[misc]
         self._pause()
 
     @metered
-    def on_save(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        self._event("save", int(state.global_step))
+    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if self.saves and self.events is not None:
+            written = Path(args.output_dir, f"checkpoint-{state.global_step}").rglob("*")
+            size = sum(path.stat().st_size for path in written if path.is_file())
+            seconds = round(time.perf_counter() - self.idle, 3)
+            self._event("save", int(state.global_step), seconds=seconds, bytes=size, ok=True)
         if self.page is not None:
             self.page.start()
         self._pause()
@@ -165,10 +174,8 @@ class LLMStepProfiler(StepProfiler, TrainerCallback):  # type: ignore[misc]
     @metered
     def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._event("end", int(state.global_step))
-        page = self.page
         self.close()
-        if page is not None:
-            page.finish()
+        self._last_page()
 
     def close(self) -> None:
         """Write what is still under way and let go of the model. Safe to call twice; for a loop's `finally`."""

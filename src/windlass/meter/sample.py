@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from windlass.meter import nvml
 from windlass.meter.host import Host, infiniband_ports
 
 GIB = 2**30
+PCIE_SECONDS = 10.0  # between two questions for PCIe, which hold the host up for 40 ms
 NVLINK = {"nvlink_sent_total_gb": "nvlink_sent_gb", "nvlink_received_total_gb": "nvlink_received_gb"}
 
 
@@ -25,6 +27,7 @@ class Sampler:
             self.unmeasured["infiniband_*"] = "no active InfiniBand port in /sys/class/infiniband"
         self.gpu = self._gpu()
         self.links: dict[str, float] = {}
+        self.pcie_at = -PCIE_SECONDS
 
     def _gpu(self) -> Any:
         if self.device.type != "cuda":
@@ -66,7 +69,9 @@ class Sampler:
         }
 
     def _nvml(self) -> dict[str, Any]:
-        read = {name: value for name, value in nvml.read(self.gpu).items() if value is not None}
+        pcie = time.monotonic() - self.pcie_at >= PCIE_SECONDS
+        self.pcie_at = time.monotonic() if pcie else self.pcie_at
+        read = {name: value for name, value in nvml.read(self.gpu, pcie=pcie).items() if value is not None}
         for name in ("name", "memory_total_gib", "memory_used_gib"):
             read.pop(name, None)
         for total, since in NVLINK.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import math
@@ -110,7 +111,7 @@ class StepProfiler:
         self.report = report
         self.page: Page | None = None
         self.steps: TextIO | None = None
-        self.events: TextIO | None = None
+        self.events: Path | None = None  # the folder, on rank 0 while it trains
         self.pending: deque[Pending] = deque()
         self.waits: Waits | None = None
         self.latest: dict[str, Any] = {}  # the last record written
@@ -137,12 +138,10 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        page = self.page
         if kind is None:
             self._event("end", self.made)
         self.close()
-        if kind is None and page is not None:
-            page.finish()
+        self._last_page()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The loader's batches. What lies between two rounds over a loader (setting up, evaluating) is a pause."""
@@ -204,10 +203,9 @@ class StepProfiler:
             self._flush(wait=True)
         if self.waits is not None:
             self.waits.remove()
-        for handle in (self.steps, self.events):
-            if handle is not None:
-                handle.close()
-        self.steps = self.events = self.page = None
+        if self.steps is not None:
+            self.steps.close()
+        self.steps = self.events = None
 
     # What every meter does.
 
@@ -221,18 +219,21 @@ class StepProfiler:
     def _begin(self, folder: Path, rank: int, device: torch.device) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.steps = (folder / steps.STEPS.format(rank=rank)).open("a", buffering=1, encoding="utf-8")
-        self.events = (folder / steps.EVENTS).open("a", buffering=1, encoding="utf-8") if rank == 0 else None
+        self.events = folder if rank == 0 else None
         self.device = device
         self.now: Callable[[], Mark] = gpu_mark if device.type == "cuda" else host_mark
         self.sampler = Sampler(device)
-        self.page = Page(folder) if self.report and rank == 0 else None
-        self.waits = Waits(self.now, self._waited)
+        if self.report and rank == 0:
+            self.page = Page(folder)
+            atexit.register(self._last_page)  # a script that an exception ends has a report too
+        stream = torch.cuda.current_stream if device.type == "cuda" else lambda: None
+        self.waits = Waits(self.now, self._waited, stream)
         self.waits.install()
 
     def _go(self) -> None:
         """From here on time counts."""
         self.debugging = bool(self.debug_freq)
-        self.begun = time.perf_counter()
+        self.begun = self.idle = time.perf_counter()
         self.spans = Spans([("start", self.now())])
 
     def _waited(self, start: Mark, end: Mark) -> None:
@@ -256,13 +257,19 @@ class StepProfiler:
 
     def _event(self, kind: str, step: int, **fields: Any) -> None:
         if self.events is not None:
-            event = {"time": round(time.time(), 3), "step": step, "kind": kind, **fields}
-            self.events.write(json.dumps(event, default=str) + "\n")
+            steps.event(self.events, kind, step, **fields)
+
+    def _last_page(self) -> None:
+        if self.page is not None:
+            page, self.page = self.page, None
+            atexit.unregister(self._last_page)
+            page.finish()
 
     def _pause(self) -> None:
         """Everything since the step ended was logging, evaluating or saving."""
         if self.steps is not None:
             self.spans.marks.append(("pause", self.now()))
+            self.idle = time.perf_counter()  # what the loop does from here on is another evaluation or save
 
     def _sample(self) -> dict[str, Any]:
         """Counters, as often as the budget allows, and always in a step that is looked at closely."""
@@ -285,12 +292,13 @@ class StepProfiler:
         self.spans.marks.append(("other", self.now()))  # passed only when the copy has arrived
         return host
 
-    def _queue(self, done: Pending) -> None:
+    def _queue(self, done: Pending, *, last: bool = False) -> None:
         self.pending.append(done)
         self.spans = Spans([("start", self.now())])
+        self.idle = time.perf_counter()
         if self.debugging and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._flush(wait=len(self.pending) > MOST_PENDING)
+        self._flush(wait=last or len(self.pending) > MOST_PENDING)
 
     def _flush(self, wait: bool = False) -> None:
         """Write every step, in order, whose times and values have arrived."""

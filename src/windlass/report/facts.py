@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from windlass import steps
+from windlass.report.html import duration
 from windlass.report.read import NAN, Columns, Run, ask, known, mean, median, number
 
 Facts = dict[str, Any]
+SILENT_SECONDS = 120  # without a heartbeat of any rank: nobody is there any more, however the manifest calls it
 SHOWN = 200  # alarms and targets that are listed; the counts say how many there are
 
 
@@ -64,10 +66,12 @@ def state(run: Run) -> str:
     said = run.ask("manifest.json", "state")
     if isinstance(said, str) and said not in ("", "running"):
         return said
-    if [event.get("kind") for event in run.events[-1:]] == ["end"]:
+    last = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
+    if last.get("kind") == "end":
         steps_planned = number(run.ask("plan.json", "batch", "steps"))
-        made = number(run.events[-1].get("step"))
-        return "ended early" if made < steps_planned else "finished"
+        return "ended early" if number(last.get("step")) < steps_planned else "finished"
+    if run.silent_seconds is not None and run.silent_seconds > SILENT_SECONDS:
+        return "killed"
     return "running" if said else "running or ended without a word"
 
 
@@ -308,7 +312,9 @@ def certificate(run: Run) -> Facts | None:
 def verdict(run: Run, made: Facts) -> Facts:
     """good, warn or bad; a sentence; and what speaks against the run."""
     head, against = made["headline"], []
-    bad = bool(run.first.non_finite)
+    bad = bool(run.first.non_finite) or made["state"] in ("failed", "killed")
+    if made["state"] == "killed":
+        against.append(f"no sign of life from any rank for {duration(run.silent_seconds)}, and no word of an end")
     if run.first.non_finite:
         against.append(f"loss or gradient is not a finite number at step {run.first.non_finite[0]}")
     if head["skipped_steps"]:

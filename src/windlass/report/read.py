@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Run:
     alarms: list[dict[str, Any]]
     files: dict[str, dict[str, Any]]  # plan.json and the others, as far as they are there
     absent: list[str]  # and why
+    silent_seconds: float | None = None  # since the last heartbeat of any rank, where the run has some
 
     @property
     def first(self) -> Columns:
@@ -127,7 +129,15 @@ def read(folder: Path) -> Run:
         alarms=list(read_lines(folder / steps.ALARMS)),
         files=files,
         absent=absent,
+        silent_seconds=silent(folder),
     )
+
+
+def silent(folder: Path) -> float | None:
+    """By the files' own clock and this machine's."""
+    times = [number(ask(read_object(path)[0], "time")) for path in folder.glob("heartbeat-rank*.json")]
+    newest = max(known(times), default=NAN)
+    return None if math.isnan(newest) else max(time.time() - newest, 0.0)
 
 
 def columns(path: Path, *, first: bool) -> Columns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 
 # Old or upstream spellings that keep working, and the key of the run file that they mean. TRL's trainer takes data
@@ -101,13 +102,24 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "greedy": (),
 }
 
-# transformers 5.23, integrations.integration_utils.INTEGRATION_TO_CALLBACK.
-TRACKERS = frozenset(
-    (
-        *("none", "azure_ml", "comet_ml", "mlflow", "neptune", "tensorboard", "trackio", "wandb", "codecarbon"),
-        *("clearml", "dagshub", "flyte", "dvclive", "swanlab"),
-    )
-)
+# transformers 5.23, integrations.integration_utils.INTEGRATION_TO_CALLBACK, and the modules of which each needs one.
+TRACKERS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "azure_ml": ("azureml",),
+    "comet_ml": ("comet_ml",),
+    "mlflow": ("mlflow",),
+    "neptune": ("neptune",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+    "codecarbon": ("codecarbon",),
+    "clearml": ("clearml",),
+    "dagshub": ("dagshub",),
+    "flyte": ("flytekit",),
+    "dvclive": ("dvclive",),
+    "swanlab": ("swanlab",),
+}
+TRACKER_EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")  # those of pyproject, which the tests run with
 
 # transformers 5.23, modeling_utils.ALL_ATTENTION_FUNCTIONS, and eager, which every model has.
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
@@ -119,3 +131,11 @@ def close_names(word: str, among: Iterable[str], count: int = 3) -> list[str]:
     by_fold = {name.lower().replace("-", "_"): name for name in names}
     found = difflib.get_close_matches(word[:100].lower().replace("-", "_"), list(by_fold), n=count, cutoff=0.6)
     return [by_fold[name] for name in found]
+
+
+def absent_trackers(report_to: str | list[str]) -> dict[str, str]:
+    """Trackers of `train.report_to` that are not installed here -> how to install each."""
+    names = [report_to] if isinstance(report_to, str) else report_to
+    lacking = [n for n in names if TRACKERS[n] and not any(map(importlib.util.find_spec, TRACKERS[n]))]
+    packages = {n: f"'windlass[{n}]'" if n in TRACKER_EXTRAS else TRACKERS[n][0] for n in lacking}
+    return {name: f"pip install {package}" for name, package in packages.items()}

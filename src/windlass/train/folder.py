@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import importlib.metadata
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from windlass.plan import Plan
 
 MANIFEST = "manifest.json"
-FINISHED, RUNNING, STOPPED = "finished", "running", "stopped by a signal"
+FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal", "failed"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
 UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -237,3 +238,13 @@ def note(folder: Path, **found: Any) -> None:
     """Add to the manifest what became known later."""
     if checkpoint.rank() == 0:
         write(folder, MANIFEST, {**read(folder), **found})
+
+
+@contextlib.contextmanager
+def failing(folder: Path) -> Iterator[None]:
+    """A run that an error ends says so: its manifest would go on calling it running."""
+    try:
+        yield
+    except Exception:
+        note(folder, state=FAILED)
+        raise

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass import checkpoint
+from transformers import TrainerCallback
+
+from windlass import checkpoint, steps
 from windlass.errors import RunError
 
 if TYPE_CHECKING:
@@ -19,20 +22,28 @@ class Interrupted(Exception):  # noqa: N818  (it is no error)
     """All ranks have agreed to stop in the middle of an evaluation."""
 
 
-class Saving:
-    """The loop's checkpoints. Every method is a collective; rank 0 writes."""
+class Saving(TrainerCallback):  # type: ignore[misc]
+    """The loop's checkpoints. Every method is a collective unless it says otherwise; rank 0 writes."""
 
-    def __init__(self, folder: Path, limit: int | None, facts: dict[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limit: int | None,
+        facts: dict[str, Any],
+        say: Callable[[str], None],
+        saved: Callable[[], None] = lambda: None,
+    ) -> None:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self.facts = facts  # for the manifest of every checkpoint
-        self.writer = checkpoint.Writer(folder, limit, say)
+        self.writer = checkpoint.Writer(folder, limit, say, self._ended)
+        self.saved = saved  # called on rank 0 after every checkpoint, from the thread that wrote it
         self.proven = False  # one file has been read back and held against the ranks' tensors
 
     def save(self, loop: Loop, *, evaluation_due: bool, wait: bool) -> None:
         """Copy what is to be saved; training waits for the rest only when asked to, and the first time."""
         self._require_equal_replicas(loop)
-        step = loop.state.global_step
+        step, began = loop.state.global_step, time.monotonic()
         made = checkpoint.contents(
             step,
             model=loop.model,
@@ -48,7 +59,7 @@ class Saving:
             },
         )
         if made is not None:
-            self.writer.begin(made)
+            self.writer.begin(made, time.monotonic() - began)
         if wait or not self.proven:
             failure = self.finish()
             if failure and wait:
@@ -69,6 +80,16 @@ class Saving:
     def close(self) -> None:
         """The run ends, perhaps by a failure: a checkpoint that is nearly there is not thrown away. No collective."""
         self.writer.finish()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Before the meter says that the run has ended. No collective."""
+        self.close()
+
+    def _ended(self, step: int, seconds: float, size: int, problem: str) -> None:
+        """What became of it, written down when it is known; a resubmitted job gets the time that saving took."""
+        outcome: dict[str, Any] = {"ok": False, "error": problem} if problem else {"ok": True}
+        steps.event(self.folder, "save", step, seconds=round(seconds, 3), bytes=size, **outcome)
+        self.saved()
 
     def best(self) -> Path | None:
         """The best whole checkpoint, the same on every rank."""

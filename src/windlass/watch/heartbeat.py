@@ -2,6 +2,7 @@
 
 A rank that waits in a collective holds no GIL, so the thread runs. Where something holds the GIL for good, the
 thread's last act was to set faulthandler's own timer, which is C and needs no GIL: the stacks are written all the same.
+The other ranks see that this one gives no sign of life, and wait for those stacks before they tell or leave.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Heartbeat(threading.Thread):
 
     def arm(self) -> None:
         if self.stall_seconds:
-            faulthandler.dump_traceback_later(self.stall_seconds + 4 * self.period, file=self.stacks)
+            faulthandler.dump_traceback_later(self.stall_seconds + 2 * self.period, file=self.stacks)
 
     def dump(self) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -108,11 +109,35 @@ class Heartbeat(threading.Thread):
         """One rank tells; with action `stop` every rank then ends itself, before the process group's timeout does."""
         words = read(self.folder)
         fresh = [rank for rank, word in words.items() if time.time() - word["time"] < 4 * self.period]
-        message = stall_message(words, self.ranks, fresh, quiet)
+        self.await_stacks({*range(self.ranks)} - {*fresh})
+        stuck = {rank: where for rank in range(self.ranks) if (where := holds_lock(self.folder, rank))}
+        message = stall_message(words, self.ranks, fresh, quiet, stuck)
         if min(fresh, default=self.rank) == self.rank:
             self.stalled(Alarm("stall", now.step, message))
         if self.leave is not None:
             self.leave(message)
+
+    def await_stacks(self, silent: set[int]) -> None:
+        """A while: a rank that is dead, or on a node that is, writes none."""
+        late = time.monotonic() + 4 * self.period
+        while any(not stacks(self.folder, rank) for rank in silent) and time.monotonic() < late:
+            if self.over.wait(self.period / 4):
+                return
+
+
+def stacks(folder: Path, rank: int) -> str:
+    try:
+        return (folder / STACKS.format(rank=rank)).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def holds_lock(folder: Path, rank: int) -> str:
+    """Where a rank is whose stacks only faulthandler's timer could write; empty for every other rank."""
+    said = stacks(folder, rank)
+    lines = said.splitlines()
+    mains = [at for at, line in enumerate(lines) if line.startswith("Thread ")]  # the main thread is the last one
+    return lines[mains[-1] + 1].strip() if said.startswith("Timeout ") and mains and mains[-1] + 1 < len(lines) else ""
 
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
@@ -125,12 +150,15 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def stall_message(words: Mapping[int, Mapping[str, Any]], ranks: int, fresh: list[int], quiet: float) -> str:
+def stall_message(
+    words: Mapping[int, Mapping[str, Any]], ranks: int, fresh: list[int], quiet: float, stuck: Mapping[int, str]
+) -> str:
     said = [f"no progress for {quiet:.0f} s"]
     silent = [rank for rank in range(ranks) if rank not in fresh]
     if silent:
         where = ", ".join(f"pid {words[r]['pid']} on {words[r]['host']}" for r in silent if r in words)
         said.append(f"no sign of life from {collectives.named(silent)}{f' ({where})' if where else ''}")
+    said += [f"rank {rank} holds Python's lock: {where}" for rank, where in stuck.items()]
     said += collectives.absent({rank: words[rank].get("collectives") or {} for rank in fresh if words[rank]["stalled"]})
     phases = [f"rank {rank} in {word['phase']} of step {word['step']}" for rank, word in words.items()][:8]
     return "; ".join([*said, *phases, f"stacks in {STACKS.format(rank='*')}"])

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -43,8 +44,15 @@ class Watchman(TrainerCallback):  # type: ignore[misc]
     """Around the training: `with Watchman(…):`. Its alarms are written, shown, and acted on by all ranks at once."""
 
     def __init__(
-        self, job: RunFile, loop: Any, note: Callable[[str, str], None], say: Callable[[str], None], ranks: int
+        self,
+        job: RunFile,
+        loop: Any,
+        note: Callable[[str, str], None],
+        say: Callable[[str], None],
+        ranks: int,
+        report: Callable[[], None] = lambda: None,
     ) -> None:
+        self.report = report  # makes the run's page: when all is told, however the training ended
         self.limits, self.loop, self.note, self.say, self.ranks = job.watch, loop, note, say, ranks
         self.folder = Path(job.train.output_dir)
         self.rank = int(loop.args.process_index)
@@ -80,6 +88,7 @@ class Watchman(TrainerCallback):  # type: ignore[misc]
             if isinstance(error, RunError) and error.problems[0].where != "watch":
                 kind = "non_finite" if error.problems[0].where == "watch.non_finite" else "failed"
                 self.patrol.tell(Alarm(kind, self.position().step, error.problems[0].problem, level=STOP))
+            self.report()
         if self.page is not None:
             self.page.close()
 
@@ -129,6 +138,8 @@ class Watchman(TrainerCallback):  # type: ignore[misc]
     def _stalled(self, alarm: Alarm) -> None:
         """On the lowest rank that lives, which need not be rank 0."""
         self.patrol.tell(alarm)
+        if self.limits.stall == STOP:
+            self.report()
 
     def _leave(self, message: str) -> None:
         """Nobody can be asked to stop in a stall: each rank ends itself, once it has said why."""
@@ -147,9 +158,10 @@ class Watchman(TrainerCallback):  # type: ignore[misc]
 
 
 def recorder() -> dict[str, Any]:
-    """This rank's calls of collectives, from torch's flight recorder; nothing where this torch has none."""
-    try:
-        trace = c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-        return collectives.calls(json.loads(trace))
-    except (AttributeError, ValueError, RuntimeError):
-        return {}
+    """This rank's calls of collectives, from torch's flight recorders: NCCL has its own, which counts for itself."""
+    found: dict[str, Any] = {}
+    for kind, dump in (("", "_dump_fr_trace_json"), ("NCCL ", "_dump_nccl_trace_json")):
+        with suppress(AttributeError, ValueError, RuntimeError):  # this torch has none
+            calls = collectives.calls(json.loads(getattr(c10d, dump)()))
+            found |= {f"{kind}{group}": about for group, about in calls.items()}
+    return found

@@ -13,6 +13,7 @@ from windlass import steps
 from windlass.watch.follow import Tail
 
 LEFT_OUT = ("step", "time", "epoch")  # the trackers' own axes
+UNPREFIXED = ("AzureMLCallback", "MLflowCallback")  # hand names on as they are; the others put `train/` before them
 
 
 class Trackers(TrainerCallback):  # type: ignore[misc]
@@ -36,17 +37,22 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
                 at = copy.copy(state)
                 at.global_step = record["step"]
                 for tracker in self.trackers:
-                    tracker.on_log(args, at, control, logs=values(record), model=rest.get("model"))
+                    tracker.on_log(args, at, control, logs=values(record, prefix(tracker)), model=rest.get("model"))
 
     def on_log(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """The meter waits for the Trainer's log before it writes such a step."""
         self.on_step_end(args, state, control, **rest)
 
 
-def values(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of one line; the Trainer's callbacks put `train/` before each name."""
+def values(record: dict[str, Any], prefix: str) -> dict[str, float]:
+    """The numbers of one line."""
     return {
-        f"step/{name}": value
+        f"{prefix}{name}": value
         for name, value in record.items()
         if name not in LEFT_OUT and isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+def prefix(tracker: TrainerCallback) -> str:
+    bare = any(base.__name__ in UNPREFIXED for base in type(tracker).__mro__)
+    return "train/step/" if bare else "step/"
