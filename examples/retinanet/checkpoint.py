@@ -21,14 +21,14 @@ def write(path: Path, content: dict[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def save(folder: Path, model: nn.Module, optimizer: Optimizer, epochs: int, settings: dict[str, Any]) -> None:
-    """After an epoch. Nothing in the training draws from a random state, so none is kept."""
-    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epochs, "settings": settings}
+def save(folder: Path, model: nn.Module, optimizer: Optimizer, steps: int, settings: dict[str, Any]) -> None:
+    """After so many steps. Nothing in the training draws from a random state, so none is kept."""
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps, "settings": settings}
     write(folder / NAME, content)
 
 
 def begin(folder: Path, model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], *, resume: bool) -> int:
-    """Epochs that are done: as the checkpoint says, or none."""
+    """Steps that are made: as the checkpoint says, or none."""
     path = folder / NAME
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -41,4 +41,4 @@ def begin(folder: Path, model: nn.Module, optimizer: Optimizer, settings: dict[s
     raise_all([Problem(f"{name} was {then.get(name)} and is {settings[name]}", str(path)) for name in changed])
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    return int(content["epochs"])
+    return int(content["steps"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,10 +73,16 @@ class Images(Dataset[tuple[Tensor, Target]]):
 
 
 class EpochSampler(DistributedSampler[Item]):
-    """This rank's share, with the epoch told to workers that live longer than one."""
+    """This rank's share, with the epoch told to workers that live longer than one.
+
+    `skip`: so many of the epoch's images were trained on before a stop.
+    """
+
+    skip = 0
 
     def __iter__(self) -> Iterator[Item]:
-        return ((self.epoch, index) for index in super().__iter__())  # type: ignore[misc]
+        indices = itertools.islice(super().__iter__(), self.skip, None)
+        return ((self.epoch, index) for index in indices)  # type: ignore[misc]
 
 
 def loader(

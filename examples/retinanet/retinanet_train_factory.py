@@ -11,13 +11,9 @@ Without data: `--make-synthetic DIR` draws some. Without torchrun: one process o
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import checkpoint
@@ -27,36 +23,15 @@ import synthetic
 import torch
 import torch.distributed as dist
 from evaluate import evaluate
-from images import Batch, EpochSampler, Images, loader, to_device
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from images import EpochSampler, Images, loader
+from ranks import Place, meet
+from training import Steps, Training
 
 from windlass.errors import RunError, UserError
 from windlass.meter import StepProfiler
 
-FRESH_RATE, TUNING_RATE = 3e-4, 1e-4  # learning rate at a global batch of 16 images; others by the square root
-WEIGHT_DECAY = 0.05  # of the weights; not of norms and biases
+SAVED = 75  # exit code: stopped by a signal, everything is saved
 DECIDING = ("batch_size", "accum_steps", "image_size", "max_train", "epochs", "weights_path", "local_image_dir", "seed")
-WARM_UP = 0.1  # of the steps, but no more than 1000
-GRADIENT_NORM = 10.0  # at most
-NAMES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # as torchrun sets them; as it is without
-PATIENCE = timedelta(hours=4)  # while one process reads the data set or works out the average precision
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """This process among the ranks."""
-
-    rank: int
-    local_rank: int
-    ranks: int
-    device: torch.device
-    waiting: dist.ProcessGroup  # where the others wait for one process's work: on the host, and with patience
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
 
 
 def options(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,7 +49,8 @@ def options(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--weights-path", type=Path, metavar="FILE", help="state dict to start from; default: fresh weights")
     add("--local-image-dir", type=Path, metavar="DIR", help="the images")
     add("--cache-dir", type=Path, metavar="DIR", help="annotations, and the cache; default: beside the images")
-    add("--output-dir", type=Path, default=Path("retinanet-run"), metavar="DIR", help="checkpoint, model, report")
+    folder = Path(os.environ.get("WINDLASS_OUTPUT_DIR", "retinanet-run"))
+    add("--output-dir", type=Path, default=folder, metavar="DIR", help="checkpoint, model, report")
     add("--seed", type=int, default=0, metavar="N", help="of fresh weights, of the order and the flips of images")
     add("--resume", action="store_true", help="go on from the output folder's checkpoint, to the same end")
     add("--make-synthetic", type=Path, metavar="DIR", help="draw a small data set there, and end")
@@ -94,143 +70,45 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def meet(backend: str) -> Place:
-    """The ranks find each other: NCCL between GPUs, gloo between CPUs."""
-    gpu = torch.cuda.is_available()
-    if backend == "gpu" and not gpu:
-        raise UserError("there is no GPU to decode images on", "--backend gpu", "--backend cpu")
-    rank, ranks, local = (int(os.environ.get(name, alone)) for name, alone in NAMES.items())
-    device = torch.device("cuda", local) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    store = None if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]  # nobody to look for
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks)
-    return Place(rank, local, ranks, device, dist.new_group(backend="gloo", timeout=PATIENCE))
-
-
-def data(said: argparse.Namespace, here: Place, part: str, limit: int | None, seed: int | None) -> Images:
-    """One part, read and checked by one process; where nodes share no folder, by one of each."""
-    origin = openimages.source(said.local_image_dir, said.cache_dir, part, limit)
-    for builds in (here.rank == 0, here.local_rank == 0):
-        if builds:
-            openimages.prepare(origin, said.cache_dir)
-        dist.barrier(group=here.waiting)
-    found = openimages.read(openimages.cached(origin, said.cache_dir))
-    here.say(f"{part}: " + ", ".join(f"{count} {name}" for name, count in found.counts.items()))
+def part(said: argparse.Namespace, here: Place, name: str, limit: int | None, seed: int | None) -> Images:
+    """One part of the data set: read and checked by one process, the same for all."""
+    told: list[Path | None] = [None]
+    if here.rank == 0:
+        origin = openimages.source(said.local_image_dir, said.cache_dir, name, limit)
+        told = [openimages.prepare(origin, said.cache_dir)]
+    dist.broadcast_object_list(told, group=here.waiting)
+    path = told[0]
+    if path is None or not path.exists():
+        raise UserError("is not to be seen here", str(path), "--cache-dir has to be a folder that all nodes share")
+    found = openimages.read(path)
+    here.say(f"{name}: " + ", ".join(f"{count} {what}" for what, count in found.counts.items()))
     return Images(found, said.local_image_dir, said.image_size, decode=said.backend == "cpu", seed=seed)
 
 
-def optimizer_for(model: nn.Module) -> Optimizer:
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = [parameter for parameter in learning if parameter.dim() > 1]
-    others = [parameter for parameter in learning if parameter.dim() <= 1]
-    return AdamW([{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}])
+def score(images: Images, epoch: int, said: argparse.Namespace, training: Training, meter: StepProfiler) -> None:
+    """Average precision on the validation part, each rank looking at its share."""
+    here = training.here
+    share = [(epoch, index) for index in range(here.rank, len(images), here.ranks)]
+    batches = loader(images, share, said.batch_size, said.num_workers, pin=here.device.type == "cuda")
+    with training.precision():
+        found = evaluate(training.model, batches, here.device, here.waiting)
+    meter.event("eval", **found)
+    here.say(f"epoch {epoch + 1}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
 
 
-def rate_at(step: int, steps: int, peak: float) -> float:
-    """Up in a line, down along a cosine."""
-    rising = min(1000, max(1, round(steps * WARM_UP)))
-    falling = (step - rising) / max(1, steps - rising)
-    return peak * min((step + 1) / rising, 0.5 * (1 + math.cos(math.pi * max(0.0, falling))))
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """How an epoch's micro-batches make optimizer steps. The last step of an epoch may have fewer."""
-
-    batches: int  # per epoch
-    accum: int
-    epochs: int
-
-    @property
-    def per_epoch(self) -> int:
-        return math.ceil(self.batches / self.accum)
-
-    @property
-    def all(self) -> int:
-        return self.per_epoch * self.epochs
-
-    def micro_batches(self, step: int) -> int:
-        return min(self.accum, self.batches - step % self.per_epoch * self.accum)
-
-
-class Training:
-    """The model, and what makes it better step by step."""
-
-    def __init__(self, said: argparse.Namespace, here: Place, model: nn.Module, steps: Steps) -> None:
-        self.said, self.here, self.model, self.steps = said, here, model, steps
-        global_batch = said.batch_size * said.accum_steps * here.ranks
-        self.peak = (TUNING_RATE if said.weights_path else FRESH_RATE) * math.sqrt(global_batch / 16)
-        self.optimizer = optimizer_for(model)
-        # No buffers are sent around: the norms are frozen, or keep none.
-        self.ranks = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-        self.bf16 = here.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        here.say(
-            f"{steps.all} steps of {global_batch} images ({said.batch_size} x {said.accum_steps} x {here.ranks} ranks) "
-            f"on {here.device.type} in {'bfloat16' if self.bf16 else 'float32'}, learning rate up to {self.peak:.3g}"
-        )
-
-    def precision(self) -> torch.autocast:
-        return torch.autocast(self.here.device.type, torch.bfloat16, enabled=self.bf16)
-
-    def epoch(self, number: int, batches: Iterator[Batch], meter: StepProfiler) -> None:
-        for step in range(number * self.steps.per_epoch, (number + 1) * self.steps.per_epoch):
-            count, rate = self.steps.micro_batches(step), rate_at(step, self.steps.all, self.peak)
-            loss = self.gradients(batches, count, meter)
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            meter.mark("optimizer")
-            if (step + 1) % self.said.debug_freq == 0 or (step + 1) % self.steps.per_epoch == 0:
-                self.look(step + 1, loss, norm, meter)
-            epoch = (step + 1) / self.steps.per_epoch
-            items = count * self.said.batch_size
-            meter.step(items, loss=loss, grad_norm=norm, learning_rate=rate, epoch=epoch)
-
-    def gradients(self, batches: Iterator[Batch], count: int, meter: StepProfiler) -> Tensor:
-        """The mean gradient of `count` micro-batches; the ranks exchange it once, in the last backward. Their loss."""
-        total = torch.zeros((), device=self.here.device)
-        for number in range(count):
-            images, targets = to_device(next(batches), self.here.device)
-            meter.mark("data")
-            with nullcontext() if number == count - 1 else self.ranks.no_sync():
-                with self.precision():
-                    loss = sum(self.ranks(images, targets).values()) / count
-                meter.mark("forward")
-                loss.backward()
-                meter.mark("backward")
-            total += loss.detach()
-        return total
-
-    def look(self, step: int, loss: Tensor, norm: Tensor, meter: StepProfiler) -> None:
-        """The loss of all ranks, and whether it still is a number. On a GPU this waits, so not every step does it."""
-        mean = loss.clone()
-        dist.all_reduce(mean)
-        mean /= self.here.ranks
-        if not (mean + norm).isfinite():
-            raise RunError(f"loss {float(mean)}, gradient norm {float(norm)}", f"step {step}", "no checkpoint has it")
-        rate = meter.latest.get("images_per_second", math.nan) * self.here.ranks
-        self.here.say(f"step {step}/{self.steps.all}: loss {mean:.4f}, gradient {norm:.3g}, {rate:.4g} images/s")
-
-
-def train(said: argparse.Namespace, here: Place) -> None:
-    # 1. The data: read and checked before anything else, the same on all ranks.
-    images = data(said, here, "train", said.max_train, said.seed)
-    held_out = None if said.max_val == 0 else data(said, here, "validation", said.max_val, None)
-    classes = images.part.classes
-    if held_out is not None and held_out.part.classes != classes:
-        raise UserError("the classes changed between the two parts", str(said.cache_dir))
-    pin = here.device.type == "cuda"
+def train(said: argparse.Namespace, here: Place) -> int:
+    # 1. The data: read and checked before anything else.
+    images = part(said, here, "train", said.max_train, said.seed)
+    held_out = None if said.max_val == 0 else part(said, here, "validation", said.max_val, None)
     sampler = EpochSampler(images, here.ranks, here.rank, shuffle=True, seed=said.seed, drop_last=True)
-    batches = loader(images, sampler, said.batch_size, said.num_workers, pin=pin)
+    batches = loader(images, sampler, said.batch_size, said.num_workers, pin=here.device.type == "cuda")
     if not len(batches):
         short = f"{len(images)} images are fewer than one batch of {said.batch_size} on {here.ranks} ranks"
         raise UserError(short, str(said.local_image_dir), "a smaller --batch-size")
 
-    # 2. The model: the same on all ranks, whatever each of them drew.
+    # 2. The model: on all ranks as on the first.
     torch.manual_seed(said.seed)
+    classes = images.part.classes
     model, words = detector.build(len(classes), said.image_size, said.weights_path)
     here.say("\n".join(words))
     steps = Steps(len(batches), said.accum_steps, said.epochs)
@@ -239,34 +117,31 @@ def train(said: argparse.Namespace, here: Place) -> None:
     # 3. Where it stands.
     folder = said.output_dir
     settings = {name: str(getattr(said, name)) for name in DECIDING} | {"ranks": here.ranks, "images": len(images)}
-    done = checkpoint.begin(folder, model, training.optimizer, settings, resume=said.resume)
-    here.say(f"{done} of {said.epochs} epochs are done")
+    done = training.done = checkpoint.begin(folder, model, training.optimizer, settings, resume=said.resume)
+    here.say(f"{done} of {steps.all} steps are made")
 
-    # 4. Epoch by epoch.
-    about = {"classes": len(classes), "images": len(images), "global batch": said.batch_size * here.ranks}
-    meter = StepProfiler(
-        folder, "images", said.debug_freq, about, Path(__file__).name, from_step=done * steps.per_epoch
-    )
-    with meter:
-        for number in range(done, said.epochs):
-            sampler.set_epoch(number)
-            training.epoch(number, iter(meter.batches(batches)), meter)
-            if held_out is not None:
-                shares = [(number, index) for index in range(here.rank, len(held_out), here.ranks)]
-                with training.precision():
-                    few = loader(held_out, shares, said.batch_size, said.num_workers, pin=pin)
-                    scores = evaluate(model, few, here.device, here.waiting)
-                meter.event("eval", **scores)
-                here.say(f"epoch {number + 1}: " + ", ".join(f"{name} {score:.4f}" for name, score in scores.items()))
+    # 4. Epoch by epoch, beginning with the one that the last step was in: it may not have been scored.
+    about = {"classes": len(classes), "images": len(images), "image size": said.image_size}
+    with StepProfiler(folder, "images", said.debug_freq, about, Path(__file__).name, from_step=done) as meter:
+        for epoch in range(max(0, done - 1) // steps.per_epoch, said.epochs):
+            sampler.set_epoch(epoch)
+            sampler.skip = (training.done - epoch * steps.per_epoch) * said.accum_steps * said.batch_size
+            finished = training.epoch(epoch, iter(meter.batches(batches)), meter)
             if here.rank == 0:
-                checkpoint.save(folder, model, training.optimizer, number + 1, settings)
+                checkpoint.save(folder, model, training.optimizer, training.done, settings)
             meter.event("save")
+            if not finished:
+                here.say(f"stopped by a signal after step {training.done}; --resume goes on")
+                return SAVED
+            if held_out is not None:
+                score(held_out, epoch, said, training, meter)
 
     # 5. The result.
     if here.rank == 0:
         checkpoint.write(folder / checkpoint.FINAL, model.state_dict())
         (folder / "classes.txt").write_text("\n".join(classes) + "\n", encoding="utf-8")
     here.say(f"{folder / checkpoint.FINAL}: the weights, as --weights-path takes them; classes.txt: their classes")
+    return 0
 
 
 def main() -> int:
@@ -278,14 +153,14 @@ def main() -> int:
         return 0
     try:
         here = meet(said.backend)
-        train(said, here)
+        code = train(said, here)
         dist.barrier(group=here.waiting)
         dist.destroy_process_group()
+        return code
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RunError):  # each node has its own log
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 1 if isinstance(error, RunError) else 2
-    return 0
 
 
 if __name__ == "__main__":

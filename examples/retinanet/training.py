@@ -1,0 +1,136 @@
+"""The loop: micro-batches to gradients, gradients to steps."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from images import Batch, to_device
+from ranks import Place
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from windlass.errors import RunError
+from windlass.meter import StepProfiler
+
+FRESH_RATE, TUNING_RATE = 3e-4, 1e-4  # learning rate at a global batch of 16 images; others by the square root
+WEIGHT_DECAY = 0.05  # of the weights; not of norms and biases
+WARM_UP = 0.1  # of the steps, but no more than 1000
+GRADIENT_NORM = 10.0  # at most
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How an epoch's micro-batches make optimizer steps. The last step of an epoch may have fewer."""
+
+    batches: int  # per epoch
+    accum: int
+    epochs: int
+
+    @property
+    def per_epoch(self) -> int:
+        return math.ceil(self.batches / self.accum)
+
+    @property
+    def all(self) -> int:
+        return self.per_epoch * self.epochs
+
+    def micro_batches(self, step: int) -> int:
+        return min(self.accum, self.batches - step % self.per_epoch * self.accum)
+
+
+class Training:
+    """The model, and what makes it better step by step."""
+
+    def __init__(self, said: argparse.Namespace, here: Place, model: nn.Module, steps: Steps) -> None:
+        self.said, self.here, self.model, self.steps = said, here, model, steps
+        self.done = 0  # steps
+        self.told_to_stop = False
+        signal.signal(signal.SIGTERM, self.stop)
+        global_batch = said.batch_size * said.accum_steps * here.ranks
+        self.peak = (TUNING_RATE if said.weights_path else FRESH_RATE) * math.sqrt(global_batch / 16)
+        self.optimizer = optimizer_for(model)
+        # No buffers are sent around: the norms are frozen, or keep none.
+        self.ranks = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        self.bf16 = here.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        here.say(
+            f"{steps.all} steps of {global_batch} images ({said.batch_size} x {said.accum_steps} x {here.ranks} ranks) "
+            f"on {here.device.type} in {'bfloat16' if self.bf16 else 'float32'}, learning rate up to {self.peak:.3g}"
+        )
+
+    def stop(self, _number: int, _frame: FrameType | None) -> None:
+        self.told_to_stop = True
+
+    def precision(self) -> torch.autocast:
+        return torch.autocast(self.here.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def epoch(self, number: int, batches: Iterator[Batch], meter: StepProfiler) -> bool:
+        """Whether it came to its end: a signal may stop it."""
+        per_epoch, stopped = self.steps.per_epoch, False
+        while self.done < (number + 1) * per_epoch and not stopped:
+            count, rate = self.steps.micro_batches(self.done), rate_at(self.done, self.steps.all, self.peak)
+            loss = self.gradients(batches, count, meter)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            meter.mark("optimizer")
+            self.done += 1
+            if self.done % self.said.debug_freq == 0 or self.done % per_epoch == 0:
+                stopped = self.look(loss, norm, meter)
+            items = count * self.said.batch_size
+            meter.step(items, loss=loss, grad_norm=norm, learning_rate=rate, epoch=self.done / per_epoch)
+        return not stopped
+
+    def gradients(self, batches: Iterator[Batch], count: int, meter: StepProfiler) -> Tensor:
+        """The mean gradient of `count` micro-batches; the ranks exchange it once, in the last backward. Their loss."""
+        total = torch.zeros((), device=self.here.device)
+        for number in range(count):
+            images, targets = to_device(next(batches), self.here.device)
+            meter.mark("data")
+            with nullcontext() if number == count - 1 else self.ranks.no_sync():
+                with self.precision():
+                    loss = sum(self.ranks(images, targets).values()) / count
+                meter.mark("forward")
+                loss.backward()
+                meter.mark("backward")
+            total += loss.detach()
+        return total
+
+    def look(self, loss: Tensor, norm: Tensor, meter: StepProfiler) -> bool:
+        """All ranks' loss; an error if it is no number any more; whether any rank was told to stop: then all do.
+
+        This waits for the GPU and for the other ranks, so it isn't done at every step.
+        """
+        together = torch.stack([loss, torch.tensor(float(self.told_to_stop), device=loss.device)])
+        dist.all_reduce(together)
+        mean, told = together[0].item() / self.here.ranks, bool(together[1])
+        if not math.isfinite(mean + norm.item()):
+            raise RunError(f"loss {mean}, gradient norm {norm.item()}", f"step {self.done}", "no checkpoint has it")
+        rate = meter.latest.get("images_per_second", math.nan) * self.here.ranks
+        where = f"step {self.done}/{self.steps.all}"
+        self.here.say(f"{where}: loss {mean:.4f}, gradient {norm.item():.3g}, {rate:.4g} images/s")
+        return told
+
+
+def optimizer_for(model: nn.Module) -> Optimizer:
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = [parameter for parameter in learning if parameter.dim() > 1]
+    others = [parameter for parameter in learning if parameter.dim() <= 1]
+    return AdamW([{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}])
+
+
+def rate_at(step: int, steps: int, peak: float) -> float:
+    """Up in a line, down along a cosine."""
+    rising = min(1000, max(1, round(steps * WARM_UP)))
+    falling = (step - rising) / max(1, steps - rising)
+    return peak * min((step + 1) / rising, 0.5 * (1 + math.cos(math.pi * max(0.0, falling))))
