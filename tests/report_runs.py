@@ -102,7 +102,8 @@ def events(count: int) -> list[dict[str, Any]]:
     for step in range(max(1, count // 10), count + 1, max(1, count // 10)):
         loss = 1.0 + 1.2 * math.exp(-5 * step / count)
         made.append({"time": BEGAN + 3.5 * step, "step": step, "kind": "eval", "eval_loss": loss})
-        made.append({"time": BEGAN + 3.5 * step, "step": step, "kind": "save"})
+        saved = {"seconds": 2.5, "bytes": 330_000_000, "ok": True}
+        made.append({"time": BEGAN + 3.5 * step, "step": step, "kind": "save", **saved})
     return [*made, {"time": BEGAN + 3.5 * count, "step": count, "kind": "end"}]
 
 

@@ -9,6 +9,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,43 @@ def test_verdict_sees_what_went_wrong(change: dict[str, Any], level: str, said: 
     assert said in " ".join(verdict["against"])
 
 
+def test_saves_that_failed_are_told_with_their_reason(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=1, count=30)
+    good = {"count": 10, "failed": 0, "error": "", "seconds": 2.5, "most_seconds": 2.5, "bytes": 330_000_000}
+    assert only(folder)["saves"] == good
+    assert "10 saved; 2.5\xa0s each, the longest 2.5\xa0s; 330\xa0MB the last." in (folder / "report.html").read_text()
+    lost = {"step": 30, "kind": "save", "seconds": 9.0, "bytes": 5, "ok": False, "error": "No space left on device"}
+    with (folder / "events.jsonl").open("a") as lines:
+        lines.write(json.dumps(lost) + "\n")
+    made = only(folder)
+    assert made["saves"] == {**good, "count": 11, "failed": 1, "error": "No space left on device"}
+    assert "1 of 11 saves failed: No space left on device" in made["verdict"]["against"]
+
+
+def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path) -> None:
+    """Its manifest says running for ever; its heartbeats have stopped."""
+    folder = write(tmp_path / "run", ranks=1, count=30)
+    (folder / "manifest.json").write_text(json.dumps({"state": "running"}))
+    events = [json.dumps({"kind": "start", "step": 0}), json.dumps({"kind": "save", "step": 20, "ok": True})]
+    (folder / "events.jsonl").write_text("\n".join(events) + "\n")
+    for seconds, state in ((5, "running"), (4000, "killed")):
+        (folder / "heartbeat-rank0.json").write_text(json.dumps({"rank": 0, "time": time.time() - seconds}))
+        assert only(folder)["state"] == state
+    verdict = only(folder)["verdict"]
+    assert verdict["level"] == "bad"
+    assert "no sign of life from any rank for 67\xa0min" in verdict["against"][0]
+
+
+def test_no_alarm_is_good_news_only_where_somebody_watched(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=1, count=30)
+    (folder / "alarms.jsonl").unlink()
+    assert "Nobody watched this run" in (report.make([folder]).html).read_text()
+    (folder / "heartbeat-rank0.json").write_text(json.dumps({"rank": 0, "time": time.time()}))
+    made = report.make([folder])
+    assert "Nobody watched" not in made.html.read_text()
+    assert "alarms.jsonl is absent" not in made.runs[0]["absent"]
+
+
 def test_parameters_that_were_not_loaded_are_bad(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=30)
     certificate = json.loads((folder / "load.json").read_text())
@@ -376,7 +414,15 @@ def test_the_report_imports_no_torch(folder: Path) -> None:
 
 def test_every_key_and_field_is_documented(made: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "report.md").read_text()
-    for key in [*made, *made["headline"], *made["step_time"], *made["tokens"], *made["memory"], *made["certificate"]]:
+    for key in [
+        *made,
+        *made["headline"],
+        *made["saves"],
+        *made["step_time"],
+        *made["tokens"],
+        *made["memory"],
+        *made["certificate"],
+    ]:
         assert f"`{key}`" in page, key
     for name, (unit, meaning) in steps.FIELDS.items():
         assert f"| `{name}` | {unit} | {meaning} |" in page, name

@@ -139,6 +139,7 @@ def launched(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(command)], env=environ, capture_output=True, text=True, timeout=200
     )
+    assert (folder / "outcome-0").exists(), done.stdout + done.stderr
     return Outcomes(folder, done.returncode, done.stdout + done.stderr)
 
 

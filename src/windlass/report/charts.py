@@ -39,7 +39,7 @@ def charts(run: Run, points: int = POINTS) -> list[Chart]:
         _chart("utilization", "GPU utilisation", "%", x, _across(run, "gpu_utilization", "busy", cuts, 100)),
         _chart("power", "GPU power", "W", x, _across(run, "gpu_power_watts", "power", cuts)),
         _chart("mfu", "Model FLOPs utilisation", "%", x, _across(run, "mfu", "MFU", cuts, 100)),
-        _chart("experts", "Expert load", "x even share", x, _experts(run, cuts)),
+        _chart("experts", "Expert load", "times an even share", x, _experts(run, cuts)),
     ]
     return [chart for chart in made if chart["series"]]
 

@@ -30,6 +30,8 @@ def facts(run: Run) -> Facts:
         "evaluations": [event for event in run.events if event.get("kind") == "eval"],
         "alarms": run.alarms[:SHOWN],
         "alarm_count": len(run.alarms),
+        "watched": run.watched,
+        "saves": saves(run),
         "ranks": ranks(run),
     }
     made["planned"] = planned(run, made)
@@ -233,6 +235,22 @@ def experts(run: Run) -> Facts | None:
     }
 
 
+def saves(run: Run) -> Facts:
+    """Checkpoints, by the events that were written when each had ended."""
+    found = [event for event in run.events if event.get("kind") == "save"]
+    failed = [event for event in found if event.get("ok") is False]
+    whole_ones = [event for event in found if event.get("ok") is not False]
+    seconds = known(number(event.get("seconds")) for event in whole_ones)
+    return {
+        "count": len(found),
+        "failed": len(failed),
+        "error": str(failed[-1].get("error", "")) if failed else "",
+        "seconds": median(seconds),
+        "most_seconds": max(seconds, default=None),
+        "bytes": whole(whole_ones[-1].get("bytes")) if whole_ones else None,
+    }
+
+
 def ranks(run: Run) -> list[Facts]:
     return [
         {
@@ -334,6 +352,8 @@ def verdict(run: Run, made: Facts) -> Facts:
     if missing:
         bad = True
         against.append(f"{missing} parameters were not loaded from the checkpoint")
+    if made["saves"]["failed"]:
+        against.append(f"{made['saves']['failed']} of {made['saves']['count']} saves failed: {made['saves']['error']}")
     if made["gpu"]["throttled_samples"]:
         against.append(f"GPU clocks were held down: {', '.join(made['gpu']['throttled_samples'])}")
     if len(run.ranks) < head["ranks"]:

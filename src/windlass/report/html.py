@@ -95,6 +95,16 @@ def count(value: Any) -> str:
     return f"{value:,.0f}"
 
 
+def size(count_: Any) -> str:
+    """Bytes for reading."""
+    if isinstance(count_, bool) or not isinstance(count_, int | float) or not math.isfinite(count_):
+        return "–"
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(count_) >= scale:
+            return f"{count_ / scale:.3g}\N{NO-BREAK SPACE}{unit}"
+    return f"{count_:.0f}\N{NO-BREAK SPACE}B"
+
+
 def duration(seconds: Any) -> str:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 0:
         return "–"

@@ -57,7 +57,7 @@ def one_run(facts: Facts, prefix: str, *, alone: bool) -> Html:
     )
     body = [
         _part("", parts.verdict(facts), parts.headline(facts)),
-        _part("Learning", parts.plots(charts, ("loss", "grad_norm", "learning_rate"), prefix)),
+        _part("Learning", parts.plots(charts, ("loss", "grad_norm", "learning_rate"), prefix), parts.marked(facts)),
         _part("Speed", parts.plots(charts, ("rate", "mfu", "time", "slowest"), prefix), parts.phases(facts)),
         _part("Planned and measured", parts.planned(facts)),
         _part("Memory", parts.memory(facts), parts.plots(charts, ("memory",), prefix)),
@@ -65,6 +65,7 @@ def one_run(facts: Facts, prefix: str, *, alone: bool) -> Html:
         _part("Tokens", parts.tokens(facts)),
         _part("Experts", parts.plots(charts, ("experts",), prefix), parts.experts(facts)),
         _part("Alarms", parts.alarms(facts)),
+        _part("Checkpoints", parts.saves(facts)),
         _part("Ranks", parts.ranks(facts)),
         _part("Adapter", parts.adapter(facts)),
         _part("Loading", parts.certificate(facts)),

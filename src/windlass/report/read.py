@@ -88,6 +88,7 @@ class Run:
     alarms: list[dict[str, Any]]
     files: dict[str, dict[str, Any]]  # plan.json and the others, as far as they are there
     absent: list[str]  # and why
+    watched: bool  # by windlass: no alarm then means that there was none
     silent_seconds: float | None = None  # since the last heartbeat of any rank, where the run has some
 
     @property
@@ -119,7 +120,9 @@ def read(folder: Path) -> Run:
             meters[rank] = value
     if not meters:
         absent.append("meter-rank0.json is absent")
-    absent += [f"{name} is absent" for name in (steps.EVENTS, steps.ALARMS) if not (folder / name).is_file()]
+    watched = (folder / steps.ALARMS).is_file() or any(folder.glob("heartbeat-rank*.json"))
+    absent += [f"{steps.EVENTS} is absent"] if not (folder / steps.EVENTS).is_file() else []
+    absent += [f"{steps.ALARMS} is absent"] if not watched else []
     return Run(
         folder=folder,
         name=folder.resolve().name or str(folder),
@@ -129,6 +132,7 @@ def read(folder: Path) -> Run:
         alarms=list(read_lines(folder / steps.ALARMS)),
         files=files,
         absent=absent,
+        watched=watched,
         silent_seconds=silent(folder),
     )
 

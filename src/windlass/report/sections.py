@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from windlass.report.charts import NAMES, Chart
 from windlass.report.facts import Facts
-from windlass.report.html import Html, count, duration, figure, join, percent, table, tag
+from windlass.report.html import Html, count, duration, figure, join, percent, size, table, tag
 from windlass.report.read import ask, number
 
 LEVELS = {"good": "All well", "warn": "Worth a look", "bad": "Something is wrong"}
 PLACES = {"gpu": "GPU", "host": "host"}
+NONE = figure(None)  # how a value that nobody knows is shown
 COLUMN = 44  # pixels that a layer's column may be wide
 MANY = 12  # ranks that are listed openly; more are folded away
 
@@ -38,7 +39,8 @@ def headline(facts: Facts) -> Html:
             f"{figure(head['gpu_hours'])} {'GPU' if memory['place'] == 'gpu' else 'rank'}-hours",
         ),
     ]
-    cells = [tag("div", tag("dt", name), tag("dd", value), tag("p", note)) for name, value, note in tiles]
+    known = [tile for tile in tiles if tile[1] != NONE]
+    cells = [tag("div", tag("dt", name), tag("dd", value), tag("p", note)) for name, value, note in known]
     return tag("dl", *cells, class_="tiles")
 
 
@@ -66,6 +68,8 @@ def plot(chart: Chart, prefix: str, *, wide: bool = False) -> Html:
         )
         for i, series in enumerate(chart["series"])
     ]
+    if len(keys) == 1:  # its name is the title's, and its value is read beside the step
+        keys = []
     title, unit, x = chart["title"], chart["unit"], chart["x"]
     said = f"{title}, steps {x[0]} to {x[-1]}. Arrow keys read values, + and - zoom, 0 resets."
     caption = tag("figcaption", tag("h3", title), tag("span", unit, class_="unit"), tag("output", "", class_="at"))
@@ -75,10 +79,15 @@ def plot(chart: Chart, prefix: str, *, wide: bool = False) -> Html:
         "figure",
         caption,
         area,
-        tag("div", *keys, class_="keys"),
+        tag("div", *keys, class_="keys") if keys else None,
         data_chart=f"{prefix}{chart['id']}",
         class_=kind or None,
     )
+
+
+def marked(facts: Facts) -> Html | None:
+    """What the lines across the charts are."""
+    return tag("p", tag("i", class_="dash"), "An alarm; the list is below.", class_="note") if facts["alarms"] else None
 
 
 def dot(colour: str) -> Html:
@@ -224,13 +233,27 @@ def ranks(facts: Facts) -> Html | None:
         for row in facts["ranks"]
     ]
     head = ("rank", "host", "steps", "step", "waiting", "tokens/s", "GPU busy", "power", "host memory")
-    made = table(head, rows, left=2)
+    filled = [i for i in range(len(head)) if any(row[i] != NONE for row in rows)]
+    made = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows], left=sum(i < 2 for i in filled))
     return tag("details", tag("summary", f"{len(rows)} ranks"), made) if len(rows) > MANY else made
+
+
+def saves(facts: Facts) -> Html | None:
+    found = facts["saves"]
+    if not found["count"]:
+        return None
+    said = f"{figure(found['count'] - found['failed'])} saved"
+    said += f", {figure(found['failed'])} failed: {found['error']}" if found["failed"] else ""
+    if found["seconds"] is not None:
+        said += f"; {duration(found['seconds'])} each, the longest {duration(found['most_seconds'])}"
+    said += f"; {size(found['bytes'])} the last" if found["bytes"] is not None else ""
+    return tag("p", f"{said}.")
 
 
 def alarms(facts: Facts) -> Html:
     if not facts["alarms"]:
-        return tag("p", "None.", class_="note")
+        said = "None." if facts["watched"] else "Nobody watched this run: `windlass train` and kind: script do."
+        return tag("p", said, class_="note")
     rows = [
         (
             figure(number(a.get("step")), digits=6),

@@ -140,7 +140,8 @@
 
   const read = (figure, spec, on, at) => {
     const none = at === null || at === undefined;
-    figure.querySelector(".at").textContent = none ? "" : `step ${spec.x[at].toLocaleString("en")}`;
+    const alone = spec.series.length === 1 ? `: ${none ? "" : number(spec.series[0].values[at])}` : "";
+    figure.querySelector(".at").textContent = none ? "" : `step ${spec.x[at].toLocaleString("en")}${alone}`;
     figure.querySelectorAll(".keys button").forEach((key, i) => {
       key.querySelector("output").textContent = none || !on[i] ? "" : number(spec.series[i].values[at]);
     });
