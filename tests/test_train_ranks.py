@@ -68,7 +68,7 @@ def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others(tmp_path: P
         "RANK": "1", "WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2",
         "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
     }  # fmt: skip
-    made = ranks._environments(2, environ, tmp_path)
+    made = ranks.environments(2, environ)
     assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"], e["MASTER_PORT"]) for e in made] == [
         ("2", "0", "4", "job-master-0", "23456"),
         ("3", "1", "4", "job-master-0", "23456"),

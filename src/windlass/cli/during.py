@@ -61,10 +61,15 @@ def train(
     from importlib.util import find_spec
 
     from windlass import train as training
+    from windlass.runfile import kind
 
-    if missing := [name for name in TRAINING if find_spec(name) is None]:
+    script = kind(run, override or ()) == "script"
+    if missing := [name for name in (("torch",) if script else TRAINING) if find_spec(name) is None]:
         raise without(", ".join(missing))
     overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
+
+    if script:
+        raise typer.Exit(_script(run, overrides, accelerate, resume=resume, debug_freq=debug_freq))
 
     def planned() -> Plan:
         from windlass import plan as planning
@@ -85,6 +90,27 @@ def train(
         planned, arguments=arguments, environ=os.environ, resume=resume, debug_freq=debug_freq, say=print_error
     )
     raise typer.Exit(code)
+
+
+def _script(run: Path, overrides: list[str], accelerate: Path | None, *, resume: bool, debug_freq: int | None) -> int:
+    from windlass.hardware import this_machine
+    from windlass.plan.script import ScriptPlan, make_script, refuse_accelerate
+    from windlass.runfile import LoadedScript, read_any
+    from windlass.train import script
+    from windlass.train.machines import started_on
+
+    def planned() -> ScriptPlan:
+        if debug_freq is not None:
+            hint = "give it to the script's meter, as an argument of the script"
+            raise UserError("a script measures by itself", "--debug-freq", hint)
+        refuse_accelerate(accelerate)
+        loaded = read_any(run, overrides)
+        if found := started_on(loaded, os.environ, len(this_machine().cards)):
+            loaded = read_any(run, [*overrides, *found])
+        assert isinstance(loaded, LoadedScript)
+        return make_script(loaded)
+
+    return script.train(planned, environ=os.environ, resume=resume, say=print_error)
 
 
 @app.command(epilog="**Example**\n\n`windlass demo --dir demo-run`, then `windlass report demo-run/run`")
@@ -122,6 +148,10 @@ def submit(
     accelerate: Accelerate = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the files and start nothing.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Stay and show the run's log.")] = False,
+    api: Annotated[
+        bool,
+        typer.Option("--api", help="Run:ai over REST: by RUNAI_BASE_URL and RUNAI_TOKEN, else payload.json alone."),
+    ] = False,
     out: Out = None,
 ) -> None:
     """Write what starts the run on a platform, and start it there; again, to go on with it.
@@ -129,7 +159,7 @@ def submit(
     Local runs here and now. Script writes launch.sh, which runs on every node, by hand or as a Slurm step.
     The other two go through `runai` and `kubectl` where these are at hand; else their files are written.
     """
-    from windlass.launch import PLATFORMS
+    from windlass.launch import PLATFORMS, runai_api
     from windlass.launch import submit as submitting
 
     made = make_plan(run, override, accelerate)
@@ -144,6 +174,8 @@ def submit(
         out=out,
         dry_run=dry_run,
         follow=follow,
+        api=api,
+        plane=runai_api.control_plane(os.environ) if api else None,
         say=say,
     )
     raise typer.Exit(code)
@@ -154,7 +186,7 @@ def status(run: Run, override: Overrides = None, out: Out = None) -> None:
     """Say what became of a submitted run, in its platform's own words."""
     from windlass.launch import submit as submitting
 
-    raise typer.Exit(submitting.status(_submitted(run, override, out)))
+    raise typer.Exit(submitting.status(*_submitted(run, override, out)))
 
 
 @app.command(epilog="**Example**\n\n`windlass logs run.yaml --follow`")
@@ -167,7 +199,7 @@ def logs(
     """Show what the nodes of a submitted run have printed."""
     from windlass.launch import submit as submitting
 
-    raise typer.Exit(submitting.logs(_submitted(run, override, out), follow=follow, say=say))
+    raise typer.Exit(submitting.logs(*_submitted(run, override, out), follow=follow, say=say))
 
 
 @app.command(epilog="**Example**\n\n`windlass stop run.yaml`, later `windlass submit run.yaml` to go on")
@@ -175,7 +207,7 @@ def stop(run: Run, override: Overrides = None, out: Out = None) -> None:
     """End a submitted run. Its nodes get their time to save; submitting it again goes on from there."""
     from windlass.launch import submit as submitting
 
-    raise typer.Exit(submitting.stop(_submitted(run, override, out), say))
+    raise typer.Exit(submitting.stop(*_submitted(run, override, out), say))
 
 
 @app.command(epilog="**Examples**\n\n`windlass watch run`\n\n`windlass watch run --once`")
@@ -191,8 +223,10 @@ def watch(
     live.watch(folder, once=once, console=Console(highlight=False))
 
 
-def _submitted(run: Path, override: list[str] | None, out: Path | None) -> Path:
+def _submitted(run: Path, override: list[str] | None, out: Path | None) -> tuple[Path, Path]:
+    """Where the run left its record, and the run folder."""
     from windlass.launch import submit as submitting
     from windlass.runfile import read
 
-    return submitting.find(read(run, override or ()), out)
+    loaded = read(run, override or ())
+    return submitting.find(loaded, out), Path(loaded.run.train.output_dir)

@@ -76,10 +76,14 @@ def make_any(loaded: Loaded | LoadedScript, accelerate: AccelerateFile | None = 
     """The plan of a run file, of whichever kind."""
     if isinstance(loaded, Loaded):
         return make(loaded, accelerate)
-    if accelerate is not None:
-        what = "says how a language model is sharded, and this run is of kind: script"
-        raise UserError(what, str(accelerate.path), "leave --accelerate out: a script shards by itself")
+    refuse_accelerate(accelerate.path if accelerate else None)
     return make_script(loaded)
+
+
+def refuse_accelerate(file: Path | None) -> None:
+    if file is not None:
+        what = "says how a language model is sharded, and this run is of kind: script"
+        raise UserError(what, str(file), "leave --accelerate out: a script shards by itself")
 
 
 def make_script(loaded: LoadedScript) -> ScriptPlan:

@@ -2,7 +2,7 @@
 
 from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, Watch
 from windlass.runfile.machines import Cluster, FabricFigures, GpuFigures, LayoutSection, Secret, User, Volume
-from windlass.runfile.read import Loaded, LoadedScript, Said, read, read_any
+from windlass.runfile.read import Loaded, LoadedScript, Said, kind, read, read_any
 from windlass.runfile.reference import describe, keys, schema
 from windlass.runfile.rules import accumulation, contradictions
 from windlass.runfile.script import Script, ScriptRun
@@ -34,6 +34,7 @@ __all__ = [
     "describe",
     "init",
     "keys",
+    "kind",
     "presets",
     "read",
     "read_any",

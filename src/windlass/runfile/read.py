@@ -64,6 +64,15 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     return loaded
 
 
+def kind(path: Path, overrides: Sequence[str] = ()) -> str:
+    """Which kind a run file is, before all that may be wrong with it is looked at: lora where nothing else is said."""
+    try:
+        value = load(Path(path)).value
+    except UserError:
+        return "lora"
+    return "script" if isinstance(value, dict) and _kind(value, overrides) == "script" else "lora"
+
+
 def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
     """The run of a run file. Raises UserError with all that is wrong, each with its place and a hint."""
     document = load(Path(path))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from windlass.runfile import Loaded
+from windlass.runfile import Said
 
 
-def started_on(loaded: Loaded, environ: Mapping[str, str], cards: int) -> list[str]:
+def started_on(loaded: Said, environ: Mapping[str, str], cards: int) -> list[str]:
     """Overrides for what nobody wrote: by the launcher that started this rank, else by this machine's GPUs, `cards`."""
     if loaded.given("cluster.nodes") or loaded.given("cluster.gpus_per_node") or loaded.given("layout.ranks"):
         return []

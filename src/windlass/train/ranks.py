@@ -114,11 +114,11 @@ def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], N
     return code
 
 
-def _outlive_nobody() -> None:
+def _outlive_nobody(farewell: signal.Signals = signal.SIGTERM) -> None:
     """Should whoever started this rank be killed: save and end, rather than go on with nobody to stop it."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     with contextlib.suppress(OSError, AttributeError):  # not Linux: only a convenience is lost
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, farewell)
 
 
 def _nothing_to_save(_number: int, _frame: FrameType | None) -> None:
@@ -143,18 +143,18 @@ def start(
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         desk = Path(folder)
         crew = [
-            _start(command, variables, desk / f"output-{rank}" if rank else None)
-            for rank, variables in enumerate(_environments(ranks, environ, desk))
+            begin(command, {**variables, DESK: str(desk)}, desk / f"output-{rank}" if rank else None)
+            for rank, variables in enumerate(environments(ranks, without_accelerate(dict(environ))))
         ]
-        first, cut_short = _wait(crew, grace_seconds, patience_seconds)
+        first, cut_short = wait(crew, grace_seconds, patience_seconds)
         return _verdict([_code(process.returncode) for process in crew], first, cut_short, desk)
 
 
-def _environments(ranks: int, environ: Mapping[str, str], desk: Path) -> list[dict[str, str]]:
+def environments(ranks: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """One environment per rank. In an operator's pod the other nodes' ranks are counted in."""
     nodes = int(environ.get("PET_NNODES", "1"))
     node = int(environ.get("PET_NODE_RANK", environ.get("RANK", "0"))) if nodes > 1 else 0
-    inherited = without_accelerate(dict(environ))
+    inherited = dict(environ)
     inherited.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads deadlock after a fork
     shared = {
@@ -162,7 +162,6 @@ def _environments(ranks: int, environ: Mapping[str, str], desk: Path) -> list[di
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": environ.get("PET_MASTER_ADDR", "localhost") if nodes > 1 else "localhost",
         "MASTER_PORT": environ.get("PET_MASTER_PORT", "29500") if nodes > 1 else str(_free_port()),
-        DESK: str(desk),
         TELLER: "windlass",
     }
     return [
@@ -195,15 +194,27 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start(command: Sequence[str], environ: dict[str, str], output: Path | None) -> subprocess.Popen[bytes]:
-    """Rank 0 shares this terminal. The others write to a file that is read only when they fail.
+def begin(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    output: Path | None = None,
+    farewell: signal.Signals = signal.SIGTERM,
+) -> subprocess.Popen[bytes]:
+    """Without `output` a rank shares this terminal; what it writes to a file is read only when it fails.
 
     Each in a session of its own: a Ctrl-C reaches it once, through the signals forwarded below.
+    farewell: what it gets should this process be killed.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(output.open("wb")) if output else None
         return subprocess.Popen(
-            list(command), env=environ, start_new_session=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            list(command),
+            env=environ,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            preexec_fn=lambda: _outlive_nobody(farewell),
         )
 
 
@@ -212,7 +223,7 @@ def _code(code: int) -> int:
     return SAVED if code in (-signal.SIGTERM, -signal.SIGUSR1) else code
 
 
-def _wait(
+def wait(
     crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float, patience_seconds: float
 ) -> tuple[int | None, str]:
     """Until all have ended; returns the first that failed, if any, and why ranks that were saving had to be ended.
@@ -226,7 +237,7 @@ def _wait(
         nonlocal cut_short
         received.append(number)
         cut_short = "a second signal ended the ranks before they had saved" if len(received) > 1 else ""
-        _signal(crew, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+        signal_all(crew, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     first: int | None = None
@@ -241,11 +252,11 @@ def _wait(
             if deadline is not None and time.monotonic() > deadline:
                 if received and asked:
                     cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
-                _signal(crew, signal.SIGKILL if asked else signal.SIGTERM)
+                signal_all(crew, signal.SIGKILL if asked else signal.SIGTERM)
                 asked, deadline = True, time.monotonic() + 5.0
             time.sleep(0.05)
     finally:
-        _signal(crew, signal.SIGKILL)
+        signal_all(crew, signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
     return _first([process.returncode for process in crew]) if first is None else first, cut_short
@@ -257,7 +268,7 @@ def _first(codes: Sequence[int | None]) -> int | None:
     return min(ended, key=lambda rank: (codes[rank] != SAVED, rank), default=None)
 
 
-def _signal(crew: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def signal_all(crew: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in crew:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.at = 0
+
+    def skip(self) -> None:
+        """Past what is there already."""
+        with suppress(OSError):
+            self.at = self.path.stat().st_size
 
     def text(self) -> Iterator[bytes]:
         try:

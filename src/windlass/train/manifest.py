@@ -1,0 +1,70 @@
+"""The run folder's manifest and lock, as far as they need no torch: which run the folder holds, and its state."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from windlass.errors import UserError
+
+NAME: Final = "manifest.json"
+FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal", "failed"
+UNLOCKABLE: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+
+@contextlib.contextmanager
+def held(folder: Path, where: str) -> Iterator[None]:
+    """Made, and kept from a second run. Storage without locks is no reason not to run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "wait for it, or name another folder"
+            raise UserError(f"another run is using {folder}", where, hint) from None
+        except OSError as error:
+            if error.errno not in UNLOCKABLE:
+                raise
+        yield
+
+
+def read(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    """One JSON file, whole or not at all."""
+    part = folder / f".{name}.partial"
+    part.write_text(json.dumps(value, indent=2, default=str))
+    part.replace(folder / name)
+
+
+def note(folder: Path, **found: Any) -> None:
+    """Add to the manifest what became known later."""
+    write(folder, NAME, {**read(folder), **found})
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the directory the run was started in, and whether it was changed; None outside of a repository."""
+    try:
+        said = [
+            subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": said[0], "changed": bool(said[1])}
