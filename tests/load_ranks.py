@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import twin
 from windlass.errors import UserError
 from windlass.layout import Layout
-from windlass.model import certificate, shard
-from windlass.model.load import load, unique_tensors
+from windlass.model import certificate, fp8, shard
+from windlass.model.load import load, own_part, unique_tensors
 from windlass.weights import read_checkpoint
 
 PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
@@ -33,8 +36,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "uneven": {"family": "mistral", "vocab": 515, "hidden": 60, "heads": 3, "intermediate": 130, "wrapper": True},
     "llama": {"family": "llama", "tied": True},
     "mixtral": {"family": "mixtral", "quantization": "tensor", "experts": 12},
-    "qwen3_moe": {"family": "qwen3_moe", "quantization": "block128", "hidden": 192},
+    # Blocks of 128 in matrices of 160 rows, two of which are fused: the second one's begin at row 160.
+    "qwen3_moe": {"family": "qwen3_moe", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
 }
+IN_FP8 = ("published", "blocks", "mixtral", "qwen3_moe")
 FOUR = ("published", "uneven", "mixtral")  # what four ranks are tried on
 DTYPE = {"tied": torch.float32}
 
@@ -109,7 +114,10 @@ def equality(root: Path, name: str, layout: Layout, reference: Any, logits: Tens
     shard.assert_sharded(model, layout)
     true = dict(reference.named_parameters())
     mine = dict(model.named_parameters())
+    with Wire() as wire, torch.enable_grad():  # type: ignore[no-untyped-call]
+        passed(model)
     return {
+        "wire": wire.bytes,
         "names": mine.keys() == true.keys(),
         "differ": [key for key in true if not torch.equal(whole(mine[key]), true[key])],
         "plain": [key for key, tensor in mine.items() if not isinstance(tensor, DTensor)],
@@ -119,6 +127,81 @@ def equality(root: Path, name: str, layout: Layout, reference: Any, logits: Tens
         "bytes_read": [each["bytes_read"] for each in made.ranks],
         "checked": made.checked,
     }
+
+
+def in_fp8(root: Path, name: str, layout: Layout, reference: Any) -> dict[str, Any]:
+    """The base held in FP8 under one layout: true values, loss and gradient of the input against the truth."""
+    layout = replace(layout, base_dtype="fp8")
+    model, made = load(read_checkpoint(root / name), layout, dtype=reference.dtype)
+    shard.assert_sharded(model, layout)
+    held, true = fp8.held(model), dict(reference.named_parameters())
+    differ = []
+    with torch.no_grad():
+        for key, tensor in model.named_parameters():
+            part, offset = own_part(tensor)
+            wanted = true[key][tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))]
+            if key in held:
+                scale = held[key].scale
+                if part.ndim == 3:
+                    scale = scale[offset[0] - held[key].first :][: len(part)]
+                part = fp8.dequantise(part, scale, held[key].coding, reference.dtype, (offset[-2], offset[-1]))
+            if not torch.equal(part, wanted):
+                differ.append(key)
+    parts = {key: own_part(tensor)[0] for key, tensor in model.named_parameters()}
+    own_bytes = sum(part.untyped_storage().nbytes() for part in parts.values())
+    with Wire() as wire:  # type: ignore[no-untyped-call]
+        outcome, gradient = passed(model)
+    wanted_outcome, wanted_gradient = passed(reference)
+    return {
+        "differ": differ,
+        "held": len(held),
+        "codes": sum(math.prod(true[key].shape) for key in held),
+        "own_codes": sum(parts[key].numel() for key in held),
+        "own_numbers": sum(part.numel() for part in parts.values()),
+        "own_bytes": own_bytes,
+        "wire": wire.bytes,
+        "logits": float((outcome - wanted_outcome).abs().max()),
+        "gradient": float((gradient - wanted_gradient).abs().max() / wanted_gradient.abs().max()),
+        "dtypes": sorted({each["dtype"] for each in made.parameters}),
+    }
+
+
+def passed(model: Any) -> tuple[Tensor, Tensor]:
+    """Logits, and the gradient that reaches the embedded tokens."""
+    dice = torch.Generator().manual_seed(dist.get_rank())
+    embedded = torch.randn(1, 24, model.config.hidden_size, generator=dice).to(model.dtype).requires_grad_()
+    logits = model(inputs_embeds=embedded).logits.float()
+    (gradient,) = torch.autograd.grad(logits.square().mean(), embedded)
+    return logits.detach(), gradient
+
+
+class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes that all-gathers hand to this rank."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in str(func):
+            self.bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def mixed_up(root: Path, name: str, ranks: int, change: str) -> str:
+    """Codes or scales of one rank that are another's, held in FP8."""
+    checkpoint = read_checkpoint(root / name)
+    layout = replace(layouts(ranks, True)["expert-parallel" if "expert" in change else "full-shard"], base_dtype="fp8")
+    model, _ = load(checkpoint, layout)
+    targets, held = unique_tensors(model), fp8.held(model)
+    victim = "model.layers.1.mlp.experts.down_proj"
+    local = own_part(targets[victim])[0]
+    mine = held[victim].scale if "scale" in change else local
+    parts = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(parts, mine.contiguous())
+    if change == "one rank's scale":
+        mine[-1] *= 1.0 if dist.get_rank() else 1.0078125
+    else:
+        mine.copy_(parts[(dist.get_rank() + 1) % ranks])
+    return verdict(targets, checkpoint, held)
 
 
 def swapped(root: Path, name: str, ranks: int) -> str:
@@ -147,8 +230,8 @@ def one_wrong(root: Path, name: str, ranks: int) -> str:
     return verdict(targets, checkpoint)
 
 
-def verdict(targets: dict[str, Tensor], checkpoint: Any) -> str:
-    wrong, _ = certificate.check(targets, checkpoint, dist.get_rank())
+def verdict(targets: dict[str, Tensor], checkpoint: Any, held: Any = MappingProxyType({})) -> str:
+    wrong, _ = certificate.check(targets, checkpoint, dist.get_rank(), held)
     try:
         certificate.agree(wrong, "check")
     except UserError as error:
@@ -178,10 +261,10 @@ def kept(root: Path, name: str, ranks: int) -> list[bool]:
     return said
 
 
-def bounds(root: Path, ranks: int) -> list[dict[str, Any]]:
+def bounds(root: Path, ranks: int, base_dtype: str) -> list[dict[str, Any]]:
     """A model large enough for its bytes and memory to be told from everything else's."""
     checkpoint = read_checkpoint(root / "large")
-    _, made = load(checkpoint, layouts(ranks, False)["full-shard"])
+    _, made = load(checkpoint, replace(layouts(ranks, False)["full-shard"], base_dtype=base_dtype))
     stored = sum(each.end - each.start for p in checkpoint.parameters for piece in p.pieces for each in [piece.stored])
     elements = [math.prod(parameter.shape) for parameter in checkpoint.parameters]
     return [{**each, "stored": stored, "bytes": 2 * sum(elements), "largest": 2 * max(elements)} for each in made.ranks]
@@ -209,7 +292,8 @@ def main(root: Path, out: Path) -> None:
     ranks = dist.get_world_size()
     results: dict[str, Any] = {}
     if ranks == 2:
-        results["bounds"] = bounds(root, ranks)
+        results["bounds"] = bounds(root, ranks, "bf16")
+        results["bounds in FP8"] = bounds(root, ranks, "fp8")
     for name in CHECKPOINTS if ranks == 2 else FOUR:
         reference = truth(root / f"{name}-true", DTYPE.get(name, torch.bfloat16))
         with torch.no_grad():
@@ -217,7 +301,11 @@ def main(root: Path, out: Path) -> None:
         experts = CHECKPOINTS[name].get("family", "mistral4") in ("mistral4", "mixtral", "qwen3_moe")
         for which, layout in layouts(ranks, experts).items():
             results[f"{name}/{which}"] = equality(root, name, layout, reference, logits)
+            if name in IN_FP8 and (ranks == 2 or name == "published"):
+                results[f"fp8 {name} {which}"] = in_fp8(root, name, layout, reference)
     results["swapped"] = swapped(root, "published", ranks)
+    for change in ("codes", "experts' codes", "experts' scales", "one rank's scale"):
+        results[change] = mixed_up(root, "published", ranks, change)
     results["one_wrong"] = one_wrong(root, "published", ranks)
     results["unsharded"] = unsharded(root, "published", ranks)
     results["kept"] = kept(root, "published", ranks)
