@@ -97,7 +97,7 @@ def test_what_was_saved_comes_back_bit_for_bit_though_training_went_on(tmp_path:
     while not folder.exists():
         time.sleep(0.01)
     checkpoint.load_adapter(other.model, folder)
-    checkpoint.load_optimizer(other.optimizer, other.scheduler, None, folder)
+    checkpoint.load_optimizer(other.optimizer, other.scheduler, None, folder, other.model)
     assert all(torch.equal(load_file(folder / checkpoint.ADAPTER)[key], expected[key]) for key in expected)
     assert all(
         torch.equal(value["exp_avg"], moment)

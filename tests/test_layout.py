@@ -36,7 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "state_dict": None,
     },
     "cluster": {"nodes": 1, "gpus_per_node": 1},
-    "train": {"bf16": True, "fp16": False, "gradient_checkpointing": False},
+    "train": {"bf16": True, "fp16": False, "gradient_checkpointing": False, "optim": "adamw_torch"},
     "lora": {"experts": None, "use_dora": False, "init_lora_weights": True},
 }
 
@@ -338,7 +338,9 @@ def test_check_wrap(name: str, fine: bool) -> None:
     ("written", "barred"),
     [
         ({}, set()),
-        ({"lora__experts": True}, {"expert-parallel"}),
+        ({"lora__experts": True}, set()),
+        ({"train__optim": "adafactor"}, set()),
+        ({"lora__experts": True, "train__optim": "adafactor"}, {"expert-parallel"}),
         ({"lora__use_dora": True}, set(LAYOUTS) - {"resident"}),
         ({"lora__init_lora_weights": "pissa_niter_4"}, set(LAYOUTS) - {"resident"}),
     ],

@@ -19,6 +19,7 @@ from trl import SFTTrainer
 
 from windlass import plan as planning
 from windlass import runfile
+from windlass.adapter import MERGED
 from windlass.data import prepare
 from windlass.errors import RunError, UserError
 from windlass.model.load import load
@@ -132,7 +133,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     plan = planning.make(runfile.read(file, case["overrides"]))
     job = plan.loaded.run
     model, _ = load(plan.checkpoint, plan.layout, dtype=torch.float32)
-    model = attach(model, job.lora, plan.adapter, job.train.seed)
+    model = attach(model, job.lora, plan.adapter, job.train.seed, MERGED)  # PEFT's own forward of experts' adapters
     tokenizer = run.tokenizer_of(plan)
     data = prepare(job, tokenizer)
     arguments = settings(plan, data.arguments, cpu=True)

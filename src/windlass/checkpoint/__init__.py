@@ -5,6 +5,7 @@ trainer_state.json (log, counters), and manifest.json: what the run was, where i
 evaluated, and the SHA-256 of every other file. A folder without a manifest that fits is no checkpoint.
 
 adapter       the adapter's tensors: to a file, from a file, and the file held against all ranks' tensors
+parts         of the experts' adapters, where experts are split over ranks: whole in files, in parts on ranks
 contents      the rest: copied to host memory, written, read again
 disk          what makes a folder whole: flushed, sealed, renamed into place
 keep          which checkpoints there are: newest, best, to be deleted

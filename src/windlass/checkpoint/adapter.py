@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from windlass.adapter import Parts
 from windlass.checkpoint.group import agree, gather, rank
+from windlass.checkpoint.parts import holders, whole
 from windlass.errors import RunError
 
 ADAPTER = "adapter_model.safetensors"
 
 
 def adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """The trained tensors by the names of PEFT's files, as they are on this rank; nothing that ranks hold in parts.
+    """The trained tensors by the names of PEFT's files, as they are on this rank.
 
     (`save_pretrained` asks for the whole model's state, which under FSDP2 is a collective, and asks the hub whether
     the vocabulary has grown.)
@@ -35,9 +38,17 @@ def described(model: PeftModel) -> PeftConfig:
     return config
 
 
+def whole_adapter(model: PeftModel) -> dict[str, Tensor]:
+    """The same with whole tensors, where ranks hold parts: those of rank 0 are. A collective."""
+    state = adapter_state(model)
+    return dict(zip(state, whole(Parts(model), state.items()), strict=True))
+
+
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Plain PEFT opens it. One rank calls this."""
-    write_adapter({name: tensor.to("cpu") for name, tensor in adapter_state(model).items()}, described(model), folder)
+    """Plain PEFT opens it. A collective; rank 0 writes."""
+    state = whole_adapter(model)
+    if rank() == 0:
+        write_adapter({name: tensor.to("cpu") for name, tensor in state.items()}, described(model), folder)
 
 
 def write_adapter(state: dict[str, Tensor], config: PeftConfig, folder: Path) -> None:
@@ -51,7 +62,10 @@ def write_adapter(state: dict[str, Tensor], config: PeftConfig, folder: Path) ->
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
-    state = load_file(folder / ADAPTER)
+    """Of split experts' adapters, every rank takes its own part."""
+    parts = Parts(model)
+    with safe_open(folder / ADAPTER, "pt") as file:  # one tensor at a time: every rank of a node reads them all
+        state = {name: parts.own(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     outcome = set_peft_model_state_dict(model, state)
     missing = [key for key in outcome.missing_keys if "lora_" in key]
     if missing or outcome.unexpected_keys:
@@ -64,10 +78,13 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 
 def read_back(model: PeftModel, folder: Path) -> None:
     """Open the file that was just written and hold it against the tensors of all ranks, bit by bit. A collective."""
-    state = adapter_state(model)
-    written = agree(_fingerprints(load_file(folder / ADAPTER)) if rank() == 0 else None)
-    live = _fingerprints(state)
-    mine = sorted(name for name in written.keys() | live.keys() if written.get(name) != live.get(name))
+    parts = Parts(model)
+    firsts = [*holders(parts)] or [0]
+    written = agree(_written(load_file(folder / ADAPTER), parts, firsts) if rank() == 0 else None)
+    live = {name: (parts.of(name), _fingerprint(tensor)) for name, tensor in adapter_state(model).items()}
+    here = {(name, part.first if part else 0): print_ for name, (part, print_) in live.items()}
+    names = {name for name, _ in written} ^ live.keys()
+    mine = sorted(names | {name for (name, first), print_ in here.items() if written.get((name, first)) != print_})
     found = {i: names for i, names in enumerate(gather(mine)) if names}
     if found:
         first = min(found)
@@ -78,8 +95,18 @@ def read_back(model: PeftModel, folder: Path) -> None:
         )
 
 
-def _fingerprints(state: dict[str, Tensor]) -> dict[str, str]:
-    return {name: f"{t.dtype} {tuple(t.shape)} {_sha256(t)}" for name, t in state.items()}
+def _written(state: dict[str, Tensor], parts: Parts, firsts: list[int]) -> dict[tuple[str, int], str]:
+    """A fingerprint of every tensor, or of every part that some rank holds of it, by name and first expert."""
+    found = {}
+    for name, tensor in state.items():
+        part = parts.of(name)
+        for first in firsts if part else [0]:
+            found[name, first] = _fingerprint(replace(part, first=first).own(name, tensor) if part else tensor)
+    return found
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {_sha256(tensor)}"
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -12,9 +12,11 @@ import torch
 from peft import PeftConfig, PeftModel
 from torch import Tensor
 
-from windlass.checkpoint.adapter import adapter_state, described, write_adapter
+from windlass.adapter import Parts
+from windlass.checkpoint.adapter import described, whole_adapter, write_adapter
 from windlass.checkpoint.disk import MANIFEST, seal
 from windlass.checkpoint.group import gather, rank
+from windlass.checkpoint.parts import own_state, whole_state
 from windlass.checkpoint.random_state import random_state, restore_random
 
 OPTIMIZER = "optimizer.pt"
@@ -60,13 +62,14 @@ def contents(
 ) -> Contents | None:
     """Copy everything to host memory: all that training waits for. A collective; rank 0 gets the copy."""
     random = gather(random_state())
+    adapter, state = whole_adapter(model), whole_state(optimizer, model, Parts(model))
     if rank():
         return None
     return Contents(
         step=step,
-        adapter=_copied(adapter_state(model)),
+        adapter=_copied(adapter),
         config=described(model),
-        optimizer=_copied({"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}),
+        optimizer=_copied({"optimizer": state, "scaler": scaler.state_dict() if scaler else None}),
         scheduler=scheduler.state_dict(),
         random=random,
         trainer_state=trainer_state,
@@ -85,9 +88,11 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, folder: Path) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, folder: Path, model: PeftModel
+) -> None:
     state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
+    optimizer.load_state_dict(own_state(optimizer, model, Parts(model), state["optimizer"]))
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     scheduler.load_state_dict(json.loads((folder / SCHEDULER).read_text()))

@@ -14,6 +14,8 @@ from windlass.layout.shape import LAYOUTS, check_wrap
 AUTO = "auto"
 # PEFT's ways to start an adapter that read the base's weights.
 FROM_BASE_WEIGHTS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
+# Optimizers that treat every number by itself: a part of a tensor becomes what it would have become in the whole.
+ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 # Layouts that the run file may name beside an FSDP file that names another: FSDP files know no experts,
 # and under expert parallelism the dense rest is sharded as they say.
 ALONGSIDE = {"expert-parallel": ("full-shard", "no-reshard", "hybrid")}
@@ -152,7 +154,7 @@ def demand(
         wrap=family.layer if family else str(wrap.value) if wrap else "",
         base_dtype=str(base_dtype.value) if base_dtype else None,
         cpu=bool(cpu and cpu.value),
-        barred=_barred(run.lora) if nodes * gpus > 1 else {},
+        barred=_barred(run) if nodes * gpus > 1 else {},
     )
     raise_all(sources.problems)
     return found
@@ -277,8 +279,9 @@ def _precision(sources: _Sources) -> str:
     return kinds[0] if kinds else "no"
 
 
-def _barred(lora: Any) -> dict[str, str]:
+def _barred(run: Run) -> dict[str, str]:
     """What the adapter does not bear. Each goes when the engine learns it."""
+    lora = run.lora
     init = str(lora.init_lora_weights).lower()
     if lora.use_dora:
         why = "lora.use_dora needs the norm of whole base weights, and a rank would hold a shard of them"
@@ -287,6 +290,7 @@ def _barred(lora: Any) -> dict[str, str]:
     else:
         why = ""
     barred = {name: why for name in LAYOUTS if name != "resident"} if why else {}
-    if lora.experts and not why:
-        barred["expert-parallel"] = "adapters on routed experts (lora.experts) do not work under expert parallelism yet"
+    optim = run.train.optim
+    if lora.experts and optim not in ELEMENTWISE and not why:
+        barred["expert-parallel"] = f"train.optim: {optim} looks at a whole tensor, and experts' adapters would be split"
     return barred

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from windlass.adapter import Part, Parts, by_expert
 from windlass.errors import RunError
 from windlass.model.sync import Replicas, fingerprints
 
@@ -28,11 +29,12 @@ class Liveness:
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self.replicas = replicas
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        zero = _zero(list(self.named.values()))
+        self.device = next(iter(self.named.values())).device if self.named else torch.device("cpu")
+        zero = self._zero(list(self.named.values()))
         starting = {name for name, empty in zip(self.named, zero, strict=True) if empty}
         first = [name for name in self.named if name in starting] or list(self.named)
         self.phases = [first, [name for name in self.named if name not in set(first)]]
-        self.tokens = ExpertTokens(model)
+        self.tokens = ExpertTokens(model, replicas)
         self.before: dict[str, int] = {}
         self.graded = False
         self._require(replicas.differing(), "different on different ranks before the first step")
@@ -54,9 +56,9 @@ class Liveness:
             [name for name, gradient in zip(names, gradients, strict=True) if gradient is None], "without a gradient"
         )
         present = [gradient for gradient in gradients if gradient is not None]
-        finite = [math.isfinite(norm) for norm in _norms(present)]
+        finite = [math.isfinite(value) for value in self._largest(present)]
         self._require([n for n, ok in zip(names, finite, strict=True) if not ok], "with a non-finite gradient")
-        zero = [name for name, empty in zip(names, _zero(present), strict=True) if empty]
+        zero = [name for name, empty in zip(names, self._zero(present), strict=True) if empty]
         self._require(zero, "with a gradient of exactly zero: nothing they do reaches the loss")
         self._require(self.tokens.dead(self.named, names), "had tokens and no gradient")
         self.tokens.step(moved=learning_rate > 0)
@@ -68,8 +70,12 @@ class Liveness:
         """The optimizer has stepped."""
         if self.done or not self.before or learning_rate == 0:
             return
-        after = self._prints(list(self.before))
-        self._require([n for n in after if after[n] == self.before[n]], "did not change in a step")
+        names = list(self.before)
+        after = self._prints(names)
+        changed = self.replicas.most(torch.tensor([after[n] != self.before[n] for n in names]).int().to(self.device))
+        self._require(
+            [n for n, moved in zip(names, changed.tolist(), strict=True) if not moved], "did not change in a step"
+        )
         self._require(self.replicas.differing(), "differ between ranks after a step")
         self.phases.pop(0)
         self.before, self.graded = {}, False
@@ -81,6 +87,16 @@ class Liveness:
     def _prints(self, names: Sequence[str]) -> dict[str, int]:
         prints = fingerprints([_local(self.named[name]) for name in names]).tolist()
         return dict(zip(names, prints, strict=True))
+
+    def _largest(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Largest absolute values, of all parts where ranks hold parts; in one transfer from the device."""
+        if not tensors:
+            return []
+        largest = torch.stack([_local(tensor.detach()).float().abs().max() for tensor in tensors])
+        return [float(value) for value in self.replicas.most(largest.nan_to_num(nan=math.inf)).tolist()]
+
+    def _zero(self, tensors: Sequence[Tensor]) -> list[bool]:
+        return [value == 0 for value in self._largest(tensors)]
 
     @staticmethod
     def _require(names: Sequence[str], fault: str) -> None:
@@ -101,7 +117,9 @@ class ExpertTokens:
     those whose output has one are counted.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, replicas: Replicas) -> None:
+        self.replicas = replicas
+        self.parts = Parts(model)
         self.counts: dict[str, Tensor] = {}
         self.moved: dict[str, Tensor] = {}  # the experts whose B has moved: only their A can have a gradient
         self.excused: set[str] = set()
@@ -109,7 +127,9 @@ class ExpertTokens:
         for name, module in model.named_modules():
             if name.endswith(".experts") and hasattr(module, "parameter_name"):  # PEFT's wrapper, outermost of a nest
                 device = next(p.device for p in module.parameters() if p.requires_grad)
-                self.counts[name] = torch.zeros(int(module.num_experts), dtype=torch.int64, device=device)
+                part = self.parts.of(name)
+                experts = part.total if part else int(module.num_experts)
+                self.counts[name] = torch.zeros(experts, dtype=torch.int64, device=device)
                 self.handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
 
     def _hook(self, name: str) -> Callable[..., None]:
@@ -136,9 +156,17 @@ class ExpertTokens:
             for name in names:
                 gradient = named[name].grad
                 if name.startswith(f"{place}.") and gradient is not None:
-                    dead = due & ~_by_expert(name, gradient, len(counts))
+                    dead = due & ~self._graded(name, gradient, len(counts))
                     found += [f"{name}[{i}]" for i in dead.nonzero().flatten().tolist()]
         return found
+
+    def _graded(self, name: str, gradient: Tensor, experts: int) -> Tensor:
+        """Which experts have any gradient, on whichever rank they are."""
+        part = self.parts.of(name) or Part(0, experts, experts)
+        graded = torch.zeros(experts, dtype=torch.int32, device=gradient.device)
+        own = by_expert(name, gradient, part.count).ne(0).flatten(1).any(dim=1)
+        graded[part.first : part.first + part.count] = own.int()
+        return self.replicas.most(graded).bool()
 
     def step(self, *, moved: bool) -> None:
         """Start counting the next step; remember the experts that this one moved."""
@@ -154,24 +182,5 @@ class ExpertTokens:
         self.counts.clear()
 
 
-def _by_expert(name: str, gradient: Tensor, experts: int) -> Tensor:
-    """Which experts have any gradient. PEFT packs A with the expert slowest and B with the expert fastest."""
-    if ".lora_A." in name:
-        return gradient.reshape(experts, -1).ne(0).any(dim=1)
-    return gradient.reshape(-1, experts).ne(0).any(dim=0)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Largest absolute values, in one transfer from the device."""
-    if not tensors:
-        return []
-    largest = torch.stack([_local(tensor.detach()).float().abs().max() for tensor in tensors])
-    return [float(value) for value in largest.tolist()]
-
-
-def _zero(tensors: Sequence[Tensor]) -> list[bool]:
-    return [norm == 0 for norm in _norms(tensors)]

@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
-from windlass.adapter import Adapter
+from windlass.adapter import MERGED, SPLIT, Adapter, Parts
 from windlass.errors import Problem, UserError, raise_all
+from windlass.model import experts
 from windlass.model.shard import device_of_this_rank
 
 if TYPE_CHECKING:
@@ -26,19 +34,29 @@ NAME = "default"  # PEFT's name of the one adapter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftModel:
-    """Wrap `model` in its adapter: the same values on every rank, only the adapter trainable, as the plan says."""
+def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_path: str = SPLIT) -> PeftModel:
+    """Wrap `model` in its adapter: the same values on every rank, only the adapter trainable, as the plan says.
+
+    Where experts are split over ranks, each has its own experts' part of their adapter, all else is on every rank.
+    """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    raise_all(list(refusals(lora, adapter, sharded=sharded, expert_parallel=expert_parallel(model))))
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
+    split = any(experts.part_of(stack) for stack in stacks)
+    whole = not split and all(stack.is_floating_point() for stack in stacks)
+    if expert_path == MERGED and not whole:
+        raise AssertionError("an adapter is merged into weights that are here in part, or in FP8")
+    raise_all(list(refusals(lora, adapter, sharded=sharded, split=split, merged=expert_path == MERGED)))
     set_seed(seed)  # PEFT draws A on the CPU: the same seed gives every rank the same adapter
-    wide = lora.dtype == "float32"
-    with whole_shapes(), warnings.catch_warnings():
+    wanted = continued(lora) if lora.adapter else config(lora, adapter)
+    with whole_shapes(), experts.own_parts(), warnings.catch_warnings():
         # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
-        if lora.adapter:
-            peft_model = PeftModel.from_pretrained(model, lora.adapter, is_trainable=True, autocast_adapter_dtype=wide)
-        else:
-            peft_model = get_peft_model(model, config(lora, adapter), autocast_adapter_dtype=wide)
+        peft_model = get_peft_model(model, wanted, autocast_adapter_dtype=lora.dtype == "float32")
+    if lora.adapter:
+        fill(peft_model, lora.adapter)
+    if adapter.target_parameters and expert_path == SPLIT:
+        experts.put_beside(peft_model)
+        drop_out(peft_model, lora.lora_dropout)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             # PEFT puts it where the base weight is; an offloaded base computes elsewhere than it lies.
@@ -69,6 +87,35 @@ def whole_shapes() -> Iterator[None]:
         LoraLayer._get_in_out_features = original
 
 
+def continued(lora: Lora) -> PeftConfig:
+    """Of an adapter to go on from, as it was saved; dropout is no property of its weights."""
+    saved = PeftConfig.from_pretrained(lora.adapter)
+    saved.inference_mode = False
+    saved.lora_dropout = 0.0 if saved.target_parameters else lora.lora_dropout
+    return saved
+
+
+def fill(model: PeftModel, folder: str) -> None:
+    """Take over the tensors of a saved adapter; of split experts, this rank's part."""
+    parts, saved = Parts(model), load_peft_weights(folder, device="cpu")
+    outcome = set_peft_model_state_dict(model, {name: parts.own(name, tensor) for name, tensor in saved.items()})
+    missing = [name for name in outcome.missing_keys if "lora_" in name]
+    if missing or outcome.unexpected_keys:
+        raise UserError(
+            f"{folder} is no whole adapter of this model: {[*missing, *outcome.unexpected_keys][0]}", "lora.adapter"
+        )
+
+
+def drop_out(model: PeftModel, share: float) -> None:
+    """Dropout for every adapter, where PEFT refuses it because of those of experts.
+
+    The configuration keeps 0, so that plain PEFT opens what is saved.
+    """
+    for module in model.modules():
+        if share and isinstance(module, LoraLayer):
+            module.lora_dropout.update({NAME: nn.Dropout(share)})
+
+
 def config(lora: Lora, adapter: Adapter) -> LoraConfig:
     """The run file's words in PEFT's. Experts may have a rank of their own."""
     ranks: dict[str, int] = {}
@@ -80,7 +127,7 @@ def config(lora: Lora, adapter: Adapter) -> LoraConfig:
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
+        lora_dropout=0.0 if adapter.target_parameters else lora.lora_dropout,  # PEFT refuses it; see drop_out
         target_modules=list(adapter.target_modules),
         target_parameters=list(adapter.target_parameters) or None,
         rank_pattern=ranks,
@@ -93,35 +140,26 @@ def config(lora: Lora, adapter: Adapter) -> LoraConfig:
     )
 
 
-def refusals(lora: Lora, adapter: Adapter, *, sharded: bool, expert_parallel: bool) -> Iterator[Problem]:
-    """What PEFT can't do here, before it fails in the middle of it."""
+def refusals(lora: Lora, adapter: Adapter, *, sharded: bool, split: bool, merged: bool) -> Iterator[Problem]:
+    """What can't be done here, before it fails in the middle of it. `split`: experts over ranks."""
     if sharded and lora.use_dora:
         yield Problem(
             "DoRA needs the norm of whole base weights, and every rank holds only a shard of them",
             "lora.use_dora",
             "set lora.use_dora: false, or layout: {name: resident}",
         )
-    if adapter.target_parameters and expert_parallel:
+    if adapter.target_parameters and split and lora.bias != "none":
         yield Problem(
-            "adapters on routed experts don't work under expert parallelism yet",
-            "lora.experts",
-            "choose layout: {name: full-shard}, or leave lora.experts out",
+            "biases of the base are not trained beside adapters of experts that are split over ranks",
+            "lora.bias",
+            "set lora.bias: none, or layout: {name: full-shard}",
         )
-    if adapter.target_parameters and lora.lora_dropout:
-        yield Problem(
-            f"adapters on fused experts can't have dropout, and lora_dropout is {lora.lora_dropout}",
-            "lora.lora_dropout",
-            "set lora.lora_dropout: 0",
-        )
+    if adapter.target_parameters and merged and lora.lora_dropout:
+        yield Problem("adapters that are merged into their experts' weights can't have dropout", "lora.lora_dropout")
     if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
         yield Problem(
             f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass saved"
         )
-
-
-def expert_parallel(model: nn.Module) -> bool:
-    distributed: Any = getattr(getattr(model, "config", None), "distributed_config", None)
-    return distributed is not None and distributed.ep_size > 1
 
 
 def realised(model: PeftModel) -> dict[str, int]:
@@ -133,7 +171,9 @@ def realised(model: PeftModel) -> dict[str, int]:
         place = ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "base_layer")
         parameter_name = getattr(module, "parameter_name", None)  # a fused expert parameter, not a module
         own = (p for n, p in module.named_parameters() if not n.startswith("base_layer.") and p.requires_grad)
-        found[f"{place}.{parameter_name}" if parameter_name else place] = sum(p.numel() for p in own)
+        part = getattr(module, "part", None)  # of split experts' adapter, this rank has as much as any other
+        ways = part.total // part.count if part else 1
+        found[f"{place}.{parameter_name}" if parameter_name else place] = ways * sum(p.numel() for p in own)
     return found
 
 
@@ -157,7 +197,8 @@ def prove(model: PeftModel, adapter: Adapter) -> None:
                     f"{target.pattern}: {count:,} trainable parameters, the plan says {target.parameters:,}", "adapter"
                 )
             )
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    others = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name)
+    trainable = sum(found.values()) + others  # biases of the base, where they are trained
     if not problems and trainable != adapter.trainable:
         problems.append(Problem(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}", "adapter"))
     if problems:

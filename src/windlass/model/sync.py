@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from windlass.adapter import Parts
+from windlass.model.experts import peers
+
 BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one
 
 
 class Replicas:
-    """The trainable parameters that every rank holds whole. Sharded ones (DTensors) reduce their own gradients."""
+    """The trainable parameters that ranks hold alike. Sharded ones (DTensors) reduce their own gradients.
+
+    All ranks hold the shared ones; of split experts' adapters, only ranks with the same experts hold the same part,
+    whose gradient comes from the tokens of every rank of their expert group.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        parts = Parts(model)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        self.buckets = list(_buckets(self.parameters))
+        shared = [(name, parameter) for name, parameter in named if parts.of(name) is None]
+        split = [(name, parameter) for name, parameter in named if parts.of(name) is not None]
+        self.names = [name for name, _ in (*shared, *split)]
+        self.shared = [parameter for _, parameter in shared]
+        self.split = [parameter for _, parameter in split]
+        self.buckets = list(_buckets(self.shared))
         self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.alike = peers(model)  # groups that together span the ranks with the same experts; none: each has its own
+        self.holders = _holders(parts, self.world) if split else []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.shared, *self.split]
 
     @torch.no_grad()
     def average(self, sums: Tensor) -> Tensor:
@@ -38,21 +56,73 @@ class Replicas:
             if first:
                 flat, sums = torch.split(flat, [flat.numel() - sums.numel(), sums.numel()])
             first = False
-            gradients = torch.split(flat.div_(self.world), [p.numel() for p in parameters])
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+            _set_gradients(parameters, flat.div_(self.world))
+        for parameters in _buckets(self.split):
+            flat = torch.cat([_gradient(parameter) for parameter in parameters])
+            for group in self.alike:
+                dist.all_reduce(flat, group=group)
+            _set_gradients(parameters, flat.div_(self.world))  # it holds the tokens of all ranks, as any other does
         return sums
 
     @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Of the whole gradient, the same bits on every rank: each part of split experts' counts once."""
+        shared, own = (_norm(parameters) for parameters in (self.shared, self.split))
+        if not self.split:
+            return shared
+        everyones = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(everyones, own)
+        whole: Tensor = torch.linalg.vector_norm(torch.stack([shared, *(everyones[rank] for rank in self.holders)]))
+        return whole
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradient down to `limit`, and return its norm before."""
+        norm = self.norm()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
+        return norm
+
+    @torch.no_grad()
     def differing(self) -> list[str]:
-        """Names of the parameters that are not bit for bit the same on all ranks. A collective: call it everywhere."""
-        if self.world == 1 or not self.parameters:
+        """Names of the parameters that are not bit for bit the same where they should be. A collective."""
+        if self.world == 1 or not self.names:
             return []
-        mine = fingerprints(self.parameters)
-        lowest, highest = mine.clone(), mine.clone()
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        return [name for name, equal in zip(self.names, (lowest == highest).tolist(), strict=True) if not equal]
+        kinds = ((self.shared, [None]), (self.split, self.alike))
+        differ = torch.cat([_differ(parameters, groups) for parameters, groups in kinds if parameters])
+        return [name for name, one in zip(self.names, self.most(differ).tolist(), strict=True) if one]
+
+    def most(self, values: Tensor) -> Tensor:
+        """The largest of every rank's values, where ranks hold parts: what is true of one is true of the whole."""
+        if self.split:
+            values = values.clone()
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+
+def _holders(parts: Parts, world: int) -> list[int]:
+    """For each part of the experts the first rank that holds it."""
+    firsts: list[Any] = [None] * world
+    dist.all_gather_object(firsts, next(iter(parts.held.values())).first)
+    return [firsts.index(first) for first in sorted(set(firsts))]
+
+
+def _differ(parameters: Sequence[nn.Parameter], groups: Sequence[Any]) -> Tensor:
+    """1 for each that is not the same over the ranks that the groups span."""
+    lowest = fingerprints(parameters)
+    highest = lowest.clone()
+    for group in groups:
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return (lowest != highest).int()
+
+
+def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).float()
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    for parameter, gradient in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+        parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:

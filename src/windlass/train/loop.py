@@ -142,8 +142,17 @@ class Loop(SFTTrainer):  # type: ignore[misc]
             job_tokens=int(tokens),
         )
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """The Trainer takes what a rank holds for the whole gradient."""
+        if not self.replicas.split:
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return self.replicas.clip(self.args.max_grad_norm)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The last thing before the update, and on every rank: judge the step, then let it through, or not."""
+        if grad_norm is None and self.replicas.split:
+            grad_norm = self.replicas.norm()
         norm = super()._get_grad_norm(model, grad_norm)
         step = self.latest
         assert step is not None
@@ -227,7 +236,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, from_checkpoint: str | None) -> None:
         if from_checkpoint is not None:
             scaler = self.accelerator.scaler
-            checkpoint.load_optimizer(self.optimizer, self.lr_scheduler, scaler, Path(from_checkpoint))
+            checkpoint.load_optimizer(self.optimizer, self.lr_scheduler, scaler, Path(from_checkpoint), self.model)
 
     def _load_rng_state(self, from_checkpoint: str | None) -> None:
         if from_checkpoint is not None:
