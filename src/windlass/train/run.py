@@ -208,10 +208,11 @@ def load_best(saving: Saving, model: PeftModel, console: Console) -> None:
 
 
 def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
     if checkpoints.rank() == 0:
-        partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        checkpoints.save_adapter(model, partial)
+    checkpoints.save_adapter(model, partial)
+    if checkpoints.rank() == 0:
         tokenizer.save_pretrained(partial)
         checkpoints.appear(partial, folder)
     checkpoints.barrier()
