@@ -1,0 +1,524 @@
+"""What tests/test_retinanet.py runs in a process of its own, where torchvision is to be seen: the example's parts."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from windlass import steps as records
+from windlass.errors import RunError, UserError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "retinanet"))
+
+import detector
+import images
+import openimages
+import operators
+import retinanet_train_factory as factory
+import synthetic
+import training
+from evaluate import evaluate
+from ranks import Place, meet
+from torchvision.models.detection import RetinaNet, retinanet_resnet50_fpn
+from torchvision.ops import FrozenBatchNorm2d, nms
+
+SIZE = 64
+CLASSES = len(synthetic.SHAPES)
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    """A data set that a test may damage."""
+    synthetic.write(tmp_path / "set", {"train": 40, "validation": 4}, SIZE)
+    return tmp_path / "set"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    synthetic.write(folder, {"train": 12, "validation": 3}, SIZE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def here() -> Any:
+    place = meet("cpu")
+    yield place
+    dist.destroy_process_group()
+
+
+def origin(folder: Path, part: str = "train", limit: int | None = None) -> openimages.Source:
+    return openimages.source(folder / "images", folder, part, limit)
+
+
+def rows(path: Path) -> list[list[str]]:
+    with path.open(newline="") as handle:
+        return list(csv.reader(handle))
+
+
+def add_rows(path: Path, *more: list[str]) -> None:
+    with path.open("a", newline="") as handle:
+        csv.writer(handle).writerows(more)
+
+
+def box(image: str, *place: object, label: str = "/m/disc", group: int = 0) -> list[str]:
+    """`place` in the file's order: left, right, top, bottom."""
+    return [image, "test", label, "1", *map(str, place), str(group)]
+
+
+# The operator that torchvision's wheel may lack.
+
+
+def slow_nms(boxes: list[list[float]], scores: list[float], threshold: float) -> list[int]:
+    kept: list[int] = []
+    for index in sorted(range(len(boxes)), key=lambda i: -scores[i]):
+        a = boxes[index]
+        for other in kept:
+            b = boxes[other]
+            overlap = max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+            union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - overlap
+            if union > 0 and overlap / union > threshold:
+                break
+        else:
+            kept.append(index)
+    return kept
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 300])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
+def test_boxes_are_suppressed_as_a_slow_reference_does(count: int, threshold: float) -> None:
+    generator = torch.Generator().manual_seed(count)
+    corner = (torch.rand(count, 2, generator=generator) * 16).round()  # whole numbers: equal boxes, exact overlaps
+    side = (torch.rand(count, 2, generator=generator) * 9).round()  # some without area
+    boxes, scores = torch.cat([corner, corner + side], dim=1), torch.rand(count, generator=generator)
+    for function in (nms, operators.nms):
+        assert function(boxes, scores, threshold).tolist() == slow_nms(boxes.tolist(), scores.tolist(), threshold)
+
+
+def test_operators_are_provided_once() -> None:
+    assert operators.provide() == operators.provide() == (operators.library is not None)
+
+
+# The data set.
+
+
+def test_faults_are_counted_and_left_out(drawn: Path) -> None:
+    files, table = sorted((drawn / "images" / "train").iterdir()), drawn / "train-annotations-bbox.csv"
+    names = [path.stem for path in files]
+    before = openimages.check(origin(drawn))
+    assert before.counts["images"] == 40
+    assert before.counts["images without boxes"] == 40 // synthetic.EMPTY
+    files[3].unlink()
+    files[7].write_bytes(files[7].read_bytes()[:-200])  # its header is whole
+    empty = next(name for name in names if not any(row[0] == name for row in rows(table)))
+    add_rows(
+        table,
+        box(empty, -0.5, 0.5, 0.25, 1.75),  # clipped
+        box(empty, 0.5, 0.5, 0.1, 0.9),  # no width
+        box(empty, 0.6, 0.4, 0.1, 0.9),  # the wrong way round
+        box(empty, 0.5, 0.501, 0.1, 0.9),  # less than a pixel
+        box(empty, 1.2, 1.5, 0.1, 0.9),  # beside the image
+        box(empty, "nan", 0.5, 0.1, 0.9),
+        box(empty, 0.1, 0.9, 0.1, 0.9, group=1),
+        box("0000000000000000", 0.1, 0.9, 0.1, 0.9),
+        box("0000000000000000", 0.1, 0.9, 0.1, 0.9),
+    )
+    after = openimages.check(origin(drawn))
+    lost = sum(row[0] in (names[3], names[7]) for row in rows(table))
+    assert after.counts == before.counts | {
+        "images missing": 1,
+        "images broken": 1,
+        "annotations without an image": 2,
+        "boxes clipped": 1,
+        "boxes dropped": 5,
+        "images": 38,
+        "boxes": before.counts["boxes"] - lost + 2,
+        "images without boxes": after.counts["images without boxes"],
+    }
+    assert [Path(path).stem for path in after.paths] == [name for name in names if name not in (names[3], names[7])]
+    index = [Path(path).stem for path in after.paths].index(empty)
+    start, end = after.starts[index : index + 2].tolist()
+    torch.testing.assert_close(after.boxes[start:end], torch.tensor([[0.0, 0.25, 0.5, 1.0], [0.1, 0.1, 0.9, 0.9]]))
+    assert after.groups[start:end].tolist() == [False, True]
+    for number, path in enumerate(after.paths):  # every box is still with its own image
+        own = [row for row in rows(table) if row[0] == Path(path).stem and row[1] == "drawn"]
+        first = int(after.starts[number])
+        labels = [list(synthetic.SHAPES)[label] for label in after.labels[first : first + len(own)].tolist()]
+        assert labels == [row[2] for row in own]
+
+
+def test_too_many_bad_images_are_an_error(drawn: Path) -> None:
+    for path in sorted((drawn / "images" / "train").iterdir())[:3]:
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"3 of 40 images are missing or broken: .*\.jpg") as caught:
+        openimages.check(origin(drawn))
+    assert caught.value.problems[0].hint == "up to 5% are left out"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (box("x", 0, 1, 0, 1, label="/m/unicorn"), "label '/m/unicorn' is in no class"),
+        (["x", "test"], "2 columns where the header has 9"),
+    ],
+)
+def test_a_row_that_means_nothing_is_an_error_with_its_line(drawn: Path, row: list[str], problem: str) -> None:
+    table = drawn / "train-annotations-bbox.csv"
+    line = len(rows(table)) + 1
+    add_rows(table, row)
+    with pytest.raises(UserError, match=problem) as caught:
+        openimages.check(origin(drawn))
+    assert caught.value.problems[0].where == f"{table}:{line}"
+
+
+def test_a_place_that_is_no_number_is_an_error(drawn: Path) -> None:
+    table = drawn / "train-annotations-bbox.csv"
+    name = rows(table)[1][0]
+    add_rows(table, box(name, 0, "wide", 0, 1))
+    with pytest.raises(UserError, match="could not convert string to float: 'wide'"):
+        openimages.check(origin(drawn))
+
+
+def test_missing_and_ambiguous_tables_are_errors(drawn: Path) -> None:
+    table, classes = drawn / "train-annotations-bbox.csv", drawn / "class-descriptions-boxable.csv"
+    (drawn / "oidv6-train-annotations-bbox.csv").write_bytes(table.read_bytes())
+    with pytest.raises(UserError, match=r"several files are \*train-annotations-bbox.csv"):
+        origin(drawn)
+    (drawn / "oidv6-train-annotations-bbox.csv").unlink()
+    table.write_text(table.read_text().replace("XMin", "X", 1))
+    with pytest.raises(UserError, match="has no column XMin"):
+        openimages.check(origin(drawn))
+    table.unlink()
+    classes.unlink()
+    with pytest.raises(UserError) as caught:
+        origin(drawn)
+    assert len(caught.value.problems) == 2
+    with pytest.raises(UserError, match="is no folder"):
+        openimages.source(drawn / "nowhere", drawn, "train", None)
+
+
+def test_images_in_one_folder_belong_to_the_part_that_annotates_them(drawn: Path) -> None:
+    for part in ("train", "validation"):
+        (drawn / f"{part}-images-boxable.csv").unlink()
+        for path in (drawn / "images" / part).iterdir():
+            path.rename(drawn / "images" / path.name)
+        (drawn / "images" / part).rmdir()
+        annotated = {row[0] for row in rows(drawn / f"{part}-annotations-bbox.csv")[1:]}
+        assert {Path(path).stem for path in openimages.check(origin(drawn, part)).paths} == annotated
+
+
+def test_the_cache_is_used_while_nothing_changes(drawn: Path) -> None:
+    first = openimages.prepare(origin(drawn, limit=10), drawn)
+    stamp = first.stat().st_mtime_ns
+    assert openimages.prepare(origin(drawn, limit=10), drawn) == first
+    assert first.stat().st_mtime_ns == stamp
+    read, checked = openimages.read(first), openimages.check(origin(drawn, limit=10))
+    for name in openimages.Part.__slots__:
+        one, other = getattr(read, name), getattr(checked, name)
+        assert one.equal(other) if isinstance(one, Tensor) else one == other
+    assert len(read.paths) == 10
+    add_rows(drawn / "train-annotations-bbox.csv", box(Path(read.paths[0]).stem, 0.1, 0.9, 0.1, 0.9))
+    second = openimages.prepare(origin(drawn, limit=10), drawn)
+    assert second != first
+    assert openimages.read(second).counts["boxes"] == read.counts["boxes"] + 1
+    assert not [
+        path for path in drawn.iterdir() if path.suffix not in (".csv", ".safetensors", "")
+    ]  # nothing half done
+
+
+# Images on their way to the model.
+
+
+def view(folder: Path, size: int = SIZE, seed: int | None = 0, *, decode: bool = True) -> images.Images:
+    return images.Images(openimages.check(origin(folder)), folder / "images", size, decode=decode, seed=seed)
+
+
+def test_boxes_follow_their_shapes(sound: Path) -> None:
+    colours = [torch.tensor(colour) for _, colour in synthetic.SHAPES.values()]
+    flipped = 0
+    for size in (SIZE, 100):
+        data, plain = view(sound, size), view(sound, size, seed=None)
+        for index in range(len(data)):
+            pixels, target = data[0, index]
+            assert pixels.shape == (3, size, size)
+            flipped += not pixels.equal(plain[0, index][0])
+            for (left, top, right, bottom), label in zip(target["boxes"], target["labels"], strict=True):
+                x, y = int((left + right) / 2), int((top + 3 * bottom) / 4)  # of all shapes, inside
+                assert (pixels[:, y, x] - colours[label]).abs().max() < 60
+    assert 0 < flipped < 2 * len(data)
+
+
+def test_flips_depend_on_the_epoch_and_on_nothing_else(sound: Path) -> None:
+    data = view(sound)
+    epochs = [torch.stack([data[epoch, index][0] for index in range(len(data))]) for epoch in (0, 1, 0)]
+    assert epochs[0].equal(epochs[2])
+    assert not epochs[0].equal(epochs[1])
+    sampler = images.EpochSampler(data, 1, 0, shuffle=True, seed=5, drop_last=True)
+    sampler.set_epoch(1)
+    by_workers = [[batch[0] for batch in images.loader(data, sampler, 4, workers, pin=False)] for workers in (0, 2)]
+    assert [torch.stack(batch).tolist() for batch in by_workers[0]] == [
+        torch.stack(batch).tolist() for batch in by_workers[1]
+    ]
+    sampler.skip = 4
+    rest = [batch[0] for batch in images.loader(data, sampler, 4, 0, pin=False)]
+    assert [torch.stack(batch).tolist() for batch in rest] == [
+        torch.stack(batch).tolist() for batch in by_workers[0][1:]
+    ]
+
+
+def test_the_bytes_of_a_file_give_the_same_image_on_the_device(sound: Path) -> None:
+    cpu = torch.device("cpu")
+    for size in (SIZE, 40):
+        ready, raw = view(sound, size), view(sound, size, decode=False)
+        at_once, targets = images.to_device(images.collate([ready[0, i] for i in range(12)]), cpu)
+        later, others = images.to_device(images.collate([raw[0, i] for i in range(12)]), cpu)
+        assert max(float((a - b).abs().max()) for a, b in zip(at_once, later, strict=True)) < 0.02
+        assert all(a["boxes"].equal(b["boxes"]) and a.keys() == b.keys() for a, b in zip(targets, others, strict=True))
+
+
+def test_an_image_that_broke_after_the_check_is_named(drawn: Path) -> None:
+    data = view(drawn)
+    path = drawn / "images" / data.part.paths[0]
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(RunError, match=r"it was sound when the cache was made") as caught:
+        data[0, 0]
+    assert caught.value.problems[0].where == str(path)
+
+
+def test_a_long_image_is_kept_to_the_longest_side(sound: Path) -> None:
+    data = view(sound, 800)
+    data.part.sizes[:2] = torch.tensor([[4000, 500], [1024, 768]])
+    assert data.size(0) == (1333, 167)
+    assert data.size(1) == (1067, 800)
+
+
+# The model.
+
+
+@pytest.fixture(scope="module")
+def fresh() -> RetinaNet:
+    torch.manual_seed(0)
+    return detector.build(CLASSES, SIZE, None)[0]
+
+
+def test_a_fresh_models_file_is_taken_whole(fresh: RetinaNet, tmp_path: Path) -> None:
+    torch.save(fresh.state_dict(), tmp_path / "model.pth")
+    model, words = detector.build(CLASSES, SIZE, tmp_path / "model.pth")
+    assert all(value.equal(fresh.state_dict()[name]) for name, value in model.state_dict().items())
+    assert words[0] == f"weights: {tmp_path / 'model.pth'}, group norm"
+    assert not any("the classification head is fresh" in line for line in words)
+
+
+def test_the_coco_files_layout_is_taken_but_for_the_head(tmp_path: Path) -> None:
+    """Frozen batch norms without counters, names of the head's first version, 91 classes."""
+    coco = retinanet_resnet50_fpn(weights=None, weights_backbone=None).state_dict()
+    published: dict[str, Tensor] = {}
+    for name, value in coco.items():
+        head, middle, tail = name.partition(".conv.")
+        if head in ("head.classification_head", "head.regression_head") and middle:
+            number, _, last = tail.split(".")
+            name = f"{head}.conv.{2 * int(number)}.{last}"
+        if not name.endswith("num_batches_tracked"):
+            published[name] = value + 0.5 if name.endswith("running_mean") else value
+    torch.save(published, tmp_path / "coco.pth")
+    model, words = detector.build(CLASSES, SIZE, tmp_path / "coco.pth")
+    state = model.state_dict()
+    for name, value in coco.items():
+        if name in state and not name.startswith(detector.HEAD):
+            assert state[name].equal(value + 0.5 if name.endswith("running_mean") else value), name
+    assert state[f"{detector.HEAD}cls_logits.weight"].shape[0] == 9 * CLASSES
+    assert not state[f"{detector.HEAD}conv.0.0.weight"].equal(coco[f"{detector.HEAD}conv.0.0.weight"])
+    said = "the classification head is fresh: the file is for 91 classes, this data has 3; all else is from the file"
+    assert said in words
+    norms = [module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)]
+    assert len(norms) == 53
+    assert {module.eps for module in norms} == {0.0}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    assert all(name.startswith(("backbone.body.conv1", "backbone.body.layer1")) for name in frozen)
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_files_that_do_not_fit_are_errors(fresh: RetinaNet, tmp_path: Path) -> None:
+    state, path = fresh.state_dict(), tmp_path / "model.pth"
+    faults: dict[str, Any] = {
+        "lacks backbone.body.conv1.weight": {k: v for k, v in state.items() if k != "backbone.body.conv1.weight"},
+        "has what no RetinaNet has: roi_heads.weight": state | {"roi_heads.weight": torch.zeros(1)},
+        "size mismatch for backbone.body.conv1.weight": state | {"backbone.body.conv1.weight": torch.zeros(2)},
+        "lacks head.classification_head": {k: v for k, v in state.items() if not k.startswith(detector.HEAD)},
+        "is not a state dict": {"model": {"a": torch.zeros(1)}},
+        "cannot be read: Weights only load failed": Code(),
+    }
+    for problem, content in faults.items():
+        torch.save(content, path)
+        with pytest.raises(UserError, match=problem):
+            detector.build(CLASSES, SIZE, path)
+    with pytest.raises(UserError, match=r"cannot be read: .*No such file"):
+        detector.build(CLASSES, SIZE, tmp_path / "nowhere.pth")
+
+
+def test_places_are_exact_in_half_precision(fresh: RetinaNet) -> None:
+    """torchvision alone computes anchors and boxes in the features' type: whole pixels are lost beyond 256."""
+    seen: list[Tensor] = []
+    handle = fresh.anchor_generator.register_forward_hook(lambda _module, _inputs, anchors: seen.extend(anchors))
+    picture = [torch.rand(3, 416, 416, generator=torch.Generator().manual_seed(0))]
+    score, fresh.score_thresh = fresh.score_thresh, 0.0
+    fresh.eval()
+    with torch.no_grad():
+        fresh(picture)
+        with torch.autocast("cpu", torch.bfloat16):
+            boxes = fresh(picture)[0]["boxes"]
+    fresh.train()
+    fresh.score_thresh = score
+    handle.remove()
+    assert seen[0].equal(seen[1])
+    assert seen[1].max() > 256
+    large = boxes[boxes > 256]
+    assert len(large)
+    assert not large.equal(large.bfloat16().float())
+
+
+# The loop.
+
+
+def test_micro_batches_of_an_epoch_are_all_used() -> None:
+    plan = training.Steps(batches=7, accum=3, epochs=2)
+    assert (plan.per_epoch, plan.all) == (3, 6)
+    assert [plan.micro_batches(step) for step in range(6)] == [3, 3, 1, 3, 3, 1]
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [training.rate_at(step, 100, 2.0) for step in range(100)]
+    assert rates[9] == 2.0 == max(rates)
+    assert rates[0] == 0.2
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+    assert training.rate_at(0, 1, 2.0) == 2.0
+
+
+class Oracle(nn.Module):
+    """Answers with what it was given."""
+
+    def __init__(self, answers: list[images.Target]) -> None:
+        super().__init__()
+        self.answers = iter(answers)
+
+    def forward(self, pictures: list[Tensor]) -> list[images.Target]:
+        return [next(self.answers) for _ in pictures]
+
+
+def test_average_precision(here: Place, sound: Path) -> None:
+    data = view(sound, seed=None)
+    targets = [data[0, index][1] for index in range(len(data))]
+    right = [target | {"scores": torch.ones(len(target["boxes"]))} for target in targets]
+    wrong = [target | {"labels": (target["labels"] + 1) % CLASSES} for target in right]
+    half = [each if index % 2 else other for index, (each, other) in enumerate(zip(right, wrong, strict=True))]
+    found = []
+    for answers in (right, wrong, half):
+        few = images.loader(data, [(0, index) for index in range(len(data))], 5, 0, pin=False)
+        found.append(evaluate(Oracle(answers), few, here.device, here.waiting)["map"])
+    assert found[0] == pytest.approx(1.0)
+    assert found[1] == pytest.approx(0.0)
+    assert 0.1 < found[2] < 0.9
+
+
+def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+    fixed = "--image-size 32 --batch-size 2 --accum-steps 2 --epochs 2 --num-workers 0 --max-val 0 --debug-freq 1"
+    return [*fixed.split(), "--local-image-dir", str(folder / "images"), "--output-dir", str(out), *more]
+
+
+def stop_after(step: int, folder: Path) -> threading.Thread:
+    """SIGTERM to this process once the step is written down."""
+
+    def watch() -> None:
+        path = folder / records.STEPS.format(rank=0)
+        while not path.exists() or sum(1 for _ in records.lines(path)) < step:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(
+    here: Place, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert factory.train(factory.options(arguments(sound, whole)), here) == 0
+    watcher = stop_after(1, parts)
+    assert factory.train(factory.options(arguments(sound, parts)), here) == factory.SAVED
+    watcher.join(5)
+    stopped = torch.load(parts / "checkpoint.pt", weights_only=True)["steps"]
+    assert 0 < stopped < 6
+    with pytest.raises(UserError, match="a run has been here"):
+        factory.train(factory.options(arguments(sound, parts)), here)
+    with pytest.raises(UserError, match="seed was 0 and is 1"):
+        factory.train(factory.options(arguments(sound, parts, "--resume", "--seed", "1")), here)
+    assert factory.train(factory.options(arguments(sound, parts, "--resume")), here) == 0
+    one, other = (torch.load(run / "model.pth", weights_only=True) for run in (whole, parts))
+    assert all(value.equal(other[name]) for name, value in one.items())
+    losses = [[line["loss"] for line in records.lines(run / records.STEPS.format(rank=0))] for run in (whole, parts)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+    said = capsys.readouterr().out
+    assert f"stopped by a signal after step {stopped}" in said
+    assert f"{stopped} of 6 steps are made" in said
+
+
+def test_a_loss_that_is_no_number_ends_the_run(here: Place, sound: Path, tmp_path: Path) -> None:
+    model, _ = detector.build(CLASSES, 32, None)
+    state = model.state_dict()
+    state["backbone.fpn.inner_blocks.0.0.bias"].fill_(float("inf"))
+    torch.save(state, tmp_path / "bad.pth")
+    given = arguments(sound, tmp_path / "run", "--weights-path", str(tmp_path / "bad.pth"))
+    with pytest.raises(RunError, match=r"loss nan, gradient norm nan"):
+        factory.train(factory.options(given), here)
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_fewer_images_than_a_batch_are_an_error(here: Place, sound: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="12 images are fewer than one batch of 13 on 1 ranks"):
+        factory.train(factory.options(arguments(sound, tmp_path, "--batch-size", "13")), here)
+
+
+def test_the_published_command_line_is_understood() -> None:
+    given = (
+        "--batch-size 16 --accum-steps 1 --image-size 800 --max-train 200 --backend cpu --num-workers 8 "
+        "--debug-freq 10 --max-val 500 --epochs 2 "
+        "--weights-path /data/input/Datasets/RetinaNet/pretrained/retinanet_resnet50_fpn_coco.pth "
+        "--local-image-dir /data/input/Datasets/RetinaNet/data/openimages/images "
+        "--cache-dir /data/input/Datasets/RetinaNet/data/openimages"
+    )
+    said = factory.options(given.split())
+    assert (said.batch_size, said.max_val, said.backend) == (16, 500, "cpu")
+    assert said.cache_dir == said.local_image_dir.parent
+
+
+@pytest.mark.parametrize("given", [[], ["--local-image-dir", "x", "--batch-size", "0"], ["--backend", "tpu"]])
+def test_options_that_cannot_be_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        factory.options(given)
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_backend_needs_a_gpu() -> None:
+    with pytest.raises(UserError, match="there is no GPU to decode images on"):
+        meet("gpu")
