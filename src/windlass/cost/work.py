@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from windlass.adapter import Adapter
+from windlass.adapter import Adapter, expert_path
 from windlass.hardware import Machine
 from windlass.layout import Layout
 from windlass.weights import Checkpoint
@@ -36,6 +36,12 @@ class Work:
     dropout: float = 0.0  # lora.lora_dropout
     expert_path: str = "split"  # how expert adapters are computed: beside the experts (split) or merged first (merged)
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
+
+    def under(self, layout: Layout) -> Work:
+        """The same run under another layout, which also decides how adapters of experts can be computed."""
+        mergeable = not self.dropout and layout.expert_parallel == 1 and layout.base_dtype != "fp8"
+        path = expert_path(self.adapter, self.checkpoint, self.batch.tokens, mergeable=mergeable)
+        return replace(self, layout=layout, expert_path=path)
 
 
 @dataclass(frozen=True, slots=True)

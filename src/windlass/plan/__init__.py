@@ -42,6 +42,7 @@ class Plan:
     batch: Batch
     schedule: Schedule
     cost: Cost  # memory when rows are full, time when they are as long as they are known to be
+    expert_path: str  # how adapters of experts are computed: split or merged
     contenders: tuple[Contender, ...]
     notes: tuple[str, ...]
 
@@ -125,7 +126,6 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         optim=run.train.optim,
         base_bytes=BYTES[run.model.torch_dtype],
         dropout=run.lora.lora_dropout,
-        expert_path="merged",
     )
 
     sequences, length, told = rows_as_sequences(rows, batch.length, packing=run.data.packing)
@@ -143,6 +143,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     layout = chosen(contenders) if wanted.name == "auto" else settle(wanted, experts)
     if layout is None:
         raise UserError("no layout is possible", where("layout"), "give cluster.nodes and cluster.gpus_per_node")
+    work = full.under(layout)
     return Plan(
         loaded=loaded,
         checkpoint=checkpoint,
@@ -151,7 +152,8 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         layout=layout,
         batch=batch,
         schedule=scheduled(layout.ranks),
-        cost=weigh(replace(full, layout=layout), length),
+        cost=weigh(work, length),
+        expert_path=work.expert_path,
         contenders=contenders,
         notes=(*loaded.notes, *checkpoint.notes, *adapter.notes, *told),
     )

@@ -37,7 +37,7 @@ def lay_out(work: Work, candidate: Candidate) -> Work | None:
     """The run under a candidate. Everything but the layout (and, for some, the base's dtype) is the run's own."""
     if candidate.layout is None:
         return None
-    return replace(work, layout=candidate.layout, base_bytes=candidate.base_bytes or work.base_bytes)
+    return replace(work.under(candidate.layout), base_bytes=candidate.base_bytes or work.base_bytes)
 
 
 def contend(
