@@ -67,7 +67,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
     here.phase("attaching the adapter")
-    model = attach(model, job.lora, plan.adapter, job.train.seed)
+    model = attach(model, job.lora, plan.adapter, job.train.seed, plan.expert_path)
     assert_sharded(model, plan.layout)
 
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
