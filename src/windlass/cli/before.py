@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.options import (
+    TRAINING,
     Accelerate,
     Json,
     Overrides,
@@ -18,6 +19,7 @@ from windlass.cli.options import (
     make_plan,
     print_error,
     say,
+    without,
     write_json,
 )
 from windlass.errors import UserError
@@ -197,3 +199,46 @@ def check(
     if written:
         say(f"checks written to {written}")
     raise typer.Exit(report.exit_code)
+
+
+@app.command(
+    epilog="**Examples**\n\n"
+    "`windlass rehearse run.yaml`\n\n"
+    "`windlass rehearse run.yaml --keep rehearsal --override cluster.nodes=2`\n\n"
+    "`windlass rehearse run.yaml --json > rehearsal.json`"
+)
+def rehearse(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            metavar="DIR",
+            help="Leave everything there: twin, logs, exports, rehearsal.json. Default: gone when all is well.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the whole run in small on this machine's CPU, in minutes: what would fail on the cluster fails here.
+
+    A twin of the model, your first rows, your launch script, as many ranks: plan, check, train, stop, resume, export,
+    merge, and plain transformers opening the result. Exits with 1 when a phase finds a fault, 2 when it is the input.
+    """
+    from importlib.util import find_spec
+
+    from windlass import rehearse as rehearsing
+    from windlass.rehearse.show import Terminal, show
+
+    if missing := [name for name in TRAINING if find_spec(name) is None]:
+        raise without(", ".join(missing))
+    record = rehearsing.rehearse(
+        run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, screen=Terminal()
+    )
+    if as_json:
+        write_json(record.as_dict())
+    else:
+        show(record)
+    raise typer.Exit(record.exit_code)

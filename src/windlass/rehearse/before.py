@@ -1,0 +1,181 @@
+"""The first half: the user's own run file through the commands that hold no GPU, and the material for the second."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import Problem, UserError
+from windlass.hardware import this_machine
+from windlass.rehearse import process
+from windlass.rehearse.derived import EVERY, MOST_PASSES, MOST_ROWS, Derived, Material, derive
+from windlass.rehearse.record import USER_INPUT, Failed
+from windlass.rehearse.spread import Spread, spread
+from windlass.rehearse.stage import Stage, require
+from windlass.runfile import Loaded, read
+
+
+def plan(stage: Stage) -> Loaded:
+    """The run file against the model's config and headers: keys, targets, layout, shards, scales."""
+    with stage.phase("plan") as phase:
+        ended = stage.call("plan", process.windlass("plan", str(stage.run), *stage.options, "--json"))
+        made = stage.plan = json.loads(ended.out)
+        modules = sum(target["modules"] for target in made["adapter"]["targets"])
+        layout, memory = made["layout"], made["memory"]
+        phase.proved += [
+            f"{made['model']['class']}: {modules} modules are adapted, {made['adapter']['trainable']:,} parameters",
+            f"{layout['name']} on {layout['ranks']} ranks takes {memory['gpu_gib']:.1f} of "
+            f"{memory['gpu_memory_gib']:.1f} GiB on each",
+        ]
+        if made["model"]["path"]:
+            phase.proved.append("every weight of the checkpoint is there, with its scale")
+        return read(stage.run, overrides_of(stage.options))
+
+
+def overrides_of(options: list[str]) -> list[str]:
+    return [value for name, value in itertools.pairwise(options) if name == "--override"]
+
+
+def elsewhere(loaded: Loaded, made: dict[str, Any]) -> bool:
+    """Whether the run is for other machines than this one, whose folders and libraries are then not here."""
+    cluster = loaded.run.cluster
+    if cluster.platform != "local" or cluster.nodes > 1:
+        return True
+    return cluster.gpu != "cpu" and len(this_machine().cards) < made["layout"]["gpus_per_node"]
+
+
+def check(stage: Stage, loaded: Loaded) -> None:
+    """What `windlass check` finds from here, and that the run folder is free."""
+    with stage.phase("check") as phase:
+        free(Path(loaded.run.train.output_dir), loaded.where("train.output_dir"))
+        # `local` would have the folders and libraries of other machines be on this one.
+        local = elsewhere(loaded, stage.plan) and loaded.run.cluster.platform == "local"
+        more = ["--override", "cluster.platform=script"] if local else []
+        command = process.windlass("check", str(stage.run), *stage.options, *more, "--json")
+        with stage.started("check", command) as running:
+            ended = running.ended(stage.tick)
+        try:
+            results = json.loads(ended.out)["results"]
+        except (ValueError, KeyError):
+            require(ended)
+            raise
+        bad = [result for result in results if result["verdict"] == "fail"]
+        if bad:
+            problems = [Problem(r["seen"], r["where"] or r["name"], r["hint"]) for r in bad]
+            raise Failed("\n\n".join(f"error: {problem}" for problem in problems), 1, ended.log.with_suffix(".out"))
+        require(ended)
+        names = {kind: [r["name"] for r in results if r["verdict"] == kind] for kind in ("pass", "warn")}
+        phase.proved.append(f"pass: {', '.join(names['pass'])}")
+        phase.proved += [f"warning: {r['name']}: {r['seen']}" for r in results if r["verdict"] == "warn"]
+        for result in results:
+            if result["verdict"] == "not looked at" and "is not on this machine" in result["seen"]:
+                stage.record.not_proved.append({"what": result["name"], "why": result["seen"]})
+
+
+def free(folder: Path, place: str) -> None:
+    """That the run could take its folder: what only training itself would find, hours later."""
+    standing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not standing.is_dir():
+        raise Failed(f"error: {place}: {standing} is a file\n\nhint: name another train.output_dir", USER_INPUT)
+    try:
+        state = json.loads((folder / "manifest.json").read_text())["state"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if state == "finished":
+        problem = Problem(f"{folder} holds a finished run", place, "name another train.output_dir, or remove it")
+        raise Failed(f"error: {problem}", USER_INPUT)
+
+
+def submit(stage: Stage, loaded: Loaded) -> None:
+    """The job as the user's platform would get it, written and looked at."""
+    platform = loaded.run.cluster.platform
+    to = "script" if platform == "local" else platform
+    with stage.phase("submit") as phase:
+        out = stage.folder / "submit"
+        command = ("submit", str(stage.run), *stage.options, "--to", to, "--dry-run", "--out", str(out))
+        stage.call("submit", process.windlass(*command))
+        written = sorted(path.name for path in out.iterdir())
+        phase.proved.append(
+            f"rendered for {platform}{' as a script' if platform == 'local' else ''}: " + ", ".join(written)
+        )
+        if (out / "launch.sh").exists():
+            stage.call("submit-bash", ["bash", "-n", str(out / "launch.sh")])
+            phase.proved.append("bash reads launch.sh")
+
+
+def material(stage: Stage, loaded: Loaded, spread_here: Spread) -> Material:
+    """The user's first rows and the twin. One process makes both: importing torch twice would take longer."""
+    train = loaded.run.train
+    passes = MOST_PASSES if train.global_batch_size else min(MOST_PASSES, train.gradient_accumulation_steps)
+    step = min(MOST_ROWS, train.per_device_train_batch_size) * spread_here.ranks * passes
+    request = stage.folder / "request.json"
+    asked = {
+        "run": str(stage.run),
+        "overrides": overrides_of(stage.options),
+        "folder": str(stage.folder),
+        "experts_over": spread_here.expert_parallel,
+        "sequences": EVERY * step,
+    }
+    request.write_text(json.dumps(asked))
+    with stage.started("make", [sys.executable, "-m", "windlass.rehearse.make", str(request)]) as running:
+        out = stage.logs / "make.out"
+
+        def told(part: str) -> dict[str, Any]:
+            """What the process says of a part once it is done; a fault that it found."""
+            running.until(lambda: part_of(out, part) is not None or part_of(out, "problems") is not None, stage.tick)
+            if faults := part_of(out, "problems"):
+                error = UserError.of([Problem(**problem) for problem in faults["problems"]])
+                raise Failed("\n\n".join(f"error: {problem}" for problem in error.problems), USER_INPUT, running.log)
+            found = part_of(out, part)
+            if found is None:
+                require(running.ended(stage.tick))
+                raise Failed(f"it ended without making the {part}", 1, running.log)
+            return found
+
+        with stage.phase("data") as phase:
+            rows = told("data")
+            stage.record.stand_ins += rows["stand_ins"]
+            phase.proved += [
+                f"{rows['rows_seen']} rows read: {rows['shape']}; {rows['supervised_share']:.0%} of the tokens learnt",
+                rows["end"],
+            ]
+        with stage.phase("twin") as phase:
+            twin = told("twin")
+            running.ended(stage.tick)
+            stage.record.twin = {key: twin[key] for key in twin if key not in ("part", "seconds")}
+            within = f" in {twin['wrapper']}" if twin["wrapper"] else ""
+            coded = f", {twin['quantization']}" if twin["quantization"] else ""
+            phase.proved.append(
+                f"{twin['class']}{within}{coded}: {twin['parameters']:,} parameters for {twin['yours']:,}, on disk"
+            )
+    return Material(stage.folder / "model", stage.folder / "data", rows["validation"], rows["length"], rows["rows"])
+
+
+def part_of(out: Path, part: str) -> dict[str, Any] | None:
+    for line in out.read_text(encoding="utf-8").splitlines():
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue  # not written to its end yet
+        if found.get("part") == part or part in found:
+            return found
+    return None
+
+
+def small(stage: Stage, loaded: Loaded, made: Material, spread_here: Spread) -> Path:
+    """The run file of the rehearsal."""
+    derived: Derived = derive(loaded.run, stage.plan["layout"], spread_here, made, stage.rehearsal)
+    stage.record.changes = derived.changes
+    path = stage.folder / "rehearsal.yaml"
+    path.write_text(derived.text(), encoding="utf-8")
+    return path
+
+
+def chosen_spread(stage: Stage) -> Spread:
+    layout = stage.plan["layout"]
+    here, why = spread(layout, this_machine())
+    stage.record.ranks = {"yours": layout["ranks"], "here": here.ranks, "layout": layout["name"], "why": why}
+    return here
