@@ -357,6 +357,8 @@ for _ in range(5):
     script.step(exchange)
 script.tell("on_train_end")
 assert dist.Work.wait.__name__ == "wait", "the clock is taken out again"
+dist.barrier()  # and everything is bound as before
+dist.all_reduce(torch.ones(4))
 dist.destroy_process_group()
 """
 
@@ -371,6 +373,32 @@ def test_waiting_for_a_slow_rank_is_communication_and_its_own_time_is_not(tmp_pa
     assert all(0.015 < record["backward_seconds"] < 0.05 for record in fast), "its own 20 ms, not the wait"
     assert all(record["backward_seconds"] > 0.045 for record in slow)
     assert sum(r["communication_seconds"] for r in slow) < sum(r["communication_seconds"] for r in fast) / 2
+
+
+class Issuing:
+    """A process group that does its work where it is asked to, as NCCL does with a blocking collective."""
+
+    def barrier(self) -> None:
+        time.sleep(0.02)
+
+
+def test_a_collective_that_blocks_where_it_is_issued_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, seen = "the loop's", []
+    monkeypatch.setattr(clock, "ISSUED", ("barrier",))
+    monkeypatch.setattr(clock.dist, "ProcessGroup", Issuing)
+    monkeypatch.setattr(clock.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(clock.dist, "get_world_size", lambda: 2)
+    waits = clock.Waits(clock.host_mark, lambda start, end: seen.append(start.until(end)), lambda: stream)
+    waits.install()
+    try:
+        Issuing().barrier()
+        stream = "FSDP's own, beside the loop's"
+        Issuing().barrier()
+    finally:
+        waits.remove()
+    assert len(seen) == 1, "what another stream does is no wait of the loop"
+    assert seen[0] >= 0.02
+    assert Issuing.barrier.__name__ == "barrier"
 
 
 def steps_made(folder: Path, number: int) -> Iterator[int]:

@@ -7,8 +7,10 @@ import json
 import random
 import socket
 import sys
+import textwrap
 import threading
 import time
+import tomllib
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +19,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from windlass import runfile, steps
+from windlass import plan as planning
+from windlass import runfile, steps, train, twin
+from windlass.check import versions
+from windlass.check.result import FAIL
 from windlass.errors import UserError
-from windlass.runfile import Watch
+from windlass.runfile import Watch, names
 from windlass.watch import collectives, heartbeat, live, nccl, prometheus
 from windlass.watch.alarm import KINDS, Alarm, append
 from windlass.watch.detect import OF_EVALUATIONS, OF_STEPS, SAMPLES
@@ -27,6 +32,7 @@ from windlass.watch.follow import Tail
 from windlass.watch.heartbeat import Heartbeat, Position
 from windlass.watch.patrol import Patrol
 
+ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
 Change = Callable[[int, int, Record], None]
 
@@ -395,3 +401,41 @@ def test_watching_needs_no_torch(tmp_path: Path) -> None:
     names = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "rich" in names
     assert not names & {"torch", "transformers", "numpy"}
+
+
+LACKING = sorted(name for name in names.TRACKERS if names.absent_trackers(name))[:2]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    assert len(LACKING) == 2, "nobody has all of them"
+    twin.write(tmp_path / "model", tokenizer=False)
+    text = f"""
+        model: {{model_name_or_path: {tmp_path}/model}}
+        lora: {{target_modules: [o_proj]}}
+        data: {{dataset_name_or_path: {tmp_path}/none, text_field: text}}
+        train: {{output_dir: {tmp_path}/out, report_to: [{", ".join(LACKING)}], bf16: false, max_steps: 1}}
+        cluster: {{nodes: 1, gpus_per_node: 1, gpu: cpu}}
+    """
+    (tmp_path / "run.yaml").write_text(textwrap.dedent(text))
+    with pytest.raises(UserError) as caught:
+        train.train(
+            lambda: planning.make(runfile.read(tmp_path / "run.yaml")),
+            arguments=[],
+            environ={},
+            resume=False,
+            say=lambda error: pytest.fail(str(error)),
+        )
+    problems = caught.value.problems
+    assert [problem.problem for problem in problems] == [f"{name} is not installed" for name in LACKING]
+    assert all("run.yaml:5: train.report_to" in problem.where for problem in problems)
+    assert all(problem.hint.startswith("pip install ") for problem in problems)
+    assert not (tmp_path / "out").exists()
+    results = versions.trackers(runfile.read(tmp_path / "run.yaml"))
+    assert [(result.name, result.verdict) for result in results] == [(f"tracker {name}", FAIL) for name in LACKING]
+
+
+def test_the_hint_names_the_extra_of_each_tracker_that_is_proven() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {*names.TRACKER_EXTRAS} <= {*extras} & {*names.TRACKERS}
+    for name in set(names.TRACKER_EXTRAS) & {*names.absent_trackers([*names.TRACKER_EXTRAS])}:
+        assert names.absent_trackers(name) == {name: f"pip install 'windlass[{name}]'"}

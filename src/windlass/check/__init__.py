@@ -115,7 +115,7 @@ def libraries(loaded: Loaded, plan: Plan | None, have: versions.Installed, depth
         return [unseen("libraries", "those of the image count, not this machine's", static.IN_POD)]
     if depth == ALONE and "torch" not in have:
         return [unseen("libraries", "torch is not installed on this machine", "`--here`, where the run will be")]
-    found = [*versions.libraries(have), versions.torchao(have)]
+    found = [*versions.libraries(have), versions.torchao(have), *versions.trackers(loaded)]
     if plan is None:
         return [*found, unseen("model class", "there is no plan"), unseen("attention", "there is no plan")]
     place = loaded.where("model.model_name_or_path")

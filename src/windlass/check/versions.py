@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.check.result import Result, failed, passed, unseen, warned
+from windlass.runfile.names import absent_trackers
 
 if TYPE_CHECKING:
     from windlass.runfile import Loaded
@@ -166,6 +167,17 @@ def no_class(name: str, version: str, error: Exception, place: str) -> Result:
         said = f"{name} cannot be imported from transformers {version}: {str(error).splitlines()[0]}"
     ran = TESTED["transformers"].ran
     return failed("model class", said, f"pip install transformers=={ran}, which the tests ran with", place)
+
+
+def trackers(loaded: Loaded) -> list[Result]:
+    """Those of train.report_to."""
+    place, asked = loaded.where("train.report_to"), loaded.run.train.report_to
+    absent = absent_trackers(asked)
+    names = [name for name in ([asked] if isinstance(asked, str) else asked) if name not in ("none", *absent)]
+    found = [
+        failed(f"tracker {name}", "not installed", f"{cure}, or take it out", place) for name, cure in absent.items()
+    ]
+    return [*found, *(passed(f"tracker {name}", "installed") for name in names)]
 
 
 def attention(loaded: Loaded, model: Any, have: Installed) -> Result:

@@ -115,7 +115,7 @@ class Waits:
             ends = ((dist.Work, "wait"), (functional, "wait_tensor"), (FSDPParamGroup, "wait_for_unshard"))
             issued = ((dist.ProcessGroup, name) for name in ISSUED if hasattr(dist.ProcessGroup, name))
             for owner, name in (*ends, *issued):
-                self.replaced.append((owner, name, getattr(owner, name)))
+                self.replaced.append((owner, name, vars(owner)[name]))  # as it lies there: getattr would unbind it
                 setattr(owner, name, self._timed(getattr(owner, name)))
 
     def remove(self) -> None:

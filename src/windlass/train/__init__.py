@@ -17,7 +17,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from windlass.errors import UserError
+from windlass.errors import Problem, UserError, raise_all
+from windlass.runfile.names import absent_trackers
 from windlass.train import ranks
 
 if TYPE_CHECKING:
@@ -40,12 +41,24 @@ def train(
 ) -> int:
     """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or be one. Returns the exit code."""
 
+    def planned() -> Plan:
+        plan = make_plan()
+        require_trackers(plan)
+        return plan
+
     def work(here: ranks.Place) -> int:
         from windlass.train.run import run
 
-        return run(make_plan(), here, resume=resume, debug_freq=debug_freq)
+        return run(planned(), here, resume=resume, debug_freq=debug_freq)
 
-    return in_ranks(make_plan, work, arguments=arguments, environ=environ, say=say)
+    return in_ranks(planned, work, arguments=arguments, environ=environ, say=say)
+
+
+def require_trackers(plan: Plan) -> None:
+    """Before anything is loaded: the library that reports to them would fail only once the model is there."""
+    where = plan.loaded.where("train.report_to")
+    absent = absent_trackers(plan.loaded.run.train.report_to)
+    raise_all([Problem(f"{name} is not installed", where, f"{cure}, or take it out") for name, cure in absent.items()])
 
 
 def best(

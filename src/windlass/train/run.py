@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from windlass import checkpoint as checkpoints
 from windlass.data import Prepared, prepare
 from windlass.meter import LLMStepProfiler
+from windlass.meter.page import Page
 from windlass.model.liveness import Liveness
 from windlass.model.load import load
 from windlass.model.lora import attach
@@ -72,13 +73,13 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
 
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
     meter, progress = meter_of(plan, debug_freq), Progress(here, console)
-    saving = saving_of(plan, data, console)
+    saving = saving_of(plan, data, console, (page := Page(folder)).start)
     loop = loop_of(plan, model, data, tokenizer, meter, progress, saving, interruption)
 
     # 7. Train, and be watched. The first steps prove that every part of the adapter lives.
     here.phase("starting to train")
-    watchman = watch.Watchman(job, loop, here.note, console.print, here.world)
-    with watchman, contextlib.closing(saving), contextlib.closing(progress), contextlib.closing(meter):
+    watchman = watch.Watchman(job, loop, here.note, console.print, here.world, page.finish)
+    with watchman, folders.failing(folder), closing(saving), closing(progress), closing(meter):
         loop.train(resume_from_checkpoint=str(from_checkpoint) if from_checkpoint else None)
     if loop.stopped:
         folders.note(folder, state=folders.STOPPED)
@@ -147,12 +148,14 @@ def meter_of(plan: Plan, debug_freq: int | None) -> LLMStepProfiler:
         script_name="windlass train",
         flops_per_token=plan.cost.flops_per_token,
         recompute_flops_per_token=plan.cost.recompute_flops_per_token,
+        report=False,  # the page is made by `run`, which knows of alarms and stops
+        saves=False,  # written down by `Saving`
     )
 
 
-def saving_of(plan: Plan, data: Prepared, console: Console) -> Saving:
+def saving_of(plan: Plan, data: Prepared, console: Console, saved: Callable[[], None]) -> Saving:
     train, facts = plan.loaded.run.train, {**folders.facts(plan), "data": data.fingerprint}
-    return Saving(Path(train.output_dir), train.save_total_limit, facts, say=console.print)
+    return Saving(Path(train.output_dir), train.save_total_limit, facts, say=console.print, saved=saved)
 
 
 def loop_of(
@@ -176,7 +179,7 @@ def loop_of(
         train_dataset=numbered(data.train),
         eval_dataset=data.validation if job.train.eval_strategy != "no" else None,
         processing_class=tokenizer,
-        callbacks=[meter, progress],
+        callbacks=[saving, meter, progress],
         meter=meter,
         replicas=replicas,
         liveness=Liveness(model, replicas),
