@@ -14,6 +14,8 @@ METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this r
 EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
 ALARMS: Final = "alarms.jsonl"  # what the watch found: time, step, rank, kind, level, message
 
+OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
+
 TOKENS, RATE = "tokens", "_per_second"  # what a language model's steps count, and what its rate is called
 
 # Where an optimizer step's wall time goes. Together they are step_seconds.

@@ -27,6 +27,8 @@ from windlass.meter.clock import Mark, Spans, Waits, gpu_mark, host_mark
 from windlass.meter.page import Page
 from windlass.meter.sample import Sampler
 from windlass.meter.summary import hardware
+from windlass.watch.heartbeat import Heartbeat, Position
+from windlass.watch.pulse import NEXT, of_script
 
 BUDGET: Final = 0.005  # share of the run's time that sampling counters may take
 MOST_PENDING: Final = 64  # steps whose GPU times may be under way before the meter waits for them
@@ -61,9 +63,9 @@ def metered(handler: Callable[..., None]) -> Callable[..., None]:
 
 
 class StepProfiler:
-    """Measures every optimizer step of any loop in PyTorch and appends it to `steps-rank*.jsonl` in `output_dir`.
+    """Measures every optimizer step of any loop in PyTorch and appends it to `steps-rank*.jsonl`.
 
-        meter = StepProfiler("run", unit="images", debug_freq=10)
+        meter = StepProfiler(unit="images", debug_freq=10)
         with meter:                                       # once the ranks have met, right before the loop
             for epoch in range(epochs):
                 for images, targets in meter.batches(loader):  # waiting for a batch is `data`
@@ -84,6 +86,7 @@ class StepProfiler:
     `items` are those of all rounds. Loss and gradient norm may be tensors of the device: nobody waits for them.
     Time in collectives is found by itself and taken out of the phase in which it fell.
 
+    output_dir: the run folder; default: that of the run file that started the script.
     unit: what is counted, in the plural: `images` becomes `images` and `images_per_second` of every step.
     debug_freq: every that many steps, also wait for the GPU and sample every counter; 0: never.
     report_meta, script_name: shown in the report as they are.
@@ -93,7 +96,7 @@ class StepProfiler:
 
     def __init__(
         self,
-        output_dir: str | Path | None,
+        output_dir: str | Path | None = None,
         unit: str = "items",
         debug_freq: int = 25,
         report_meta: Mapping[str, Any] | None = None,
@@ -117,22 +120,27 @@ class StepProfiler:
         self.latest: dict[str, Any] = {}  # the last record written
         self.cost = self.sampling = 0.0
         self.debugging = False
+        self.heart: Heartbeat | None = None
+        self.told = 0  # events
 
     # What a loop calls.
 
     def __enter__(self) -> Self:
-        if self.folder is None:
-            raise UserError("no folder to write into", "StepProfiler", "give output_dir")
+        folder = self.folder or Path(os.environ.get(steps.OUTPUT_DIR, ""))
+        if folder == Path():
+            hint = "give output_dir, or start the script with `windlass train`"
+            raise UserError("no folder to write into", "StepProfiler", hint)
         met = dist.is_available() and dist.is_initialized()
         if not met and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             hint = "enter it after torch.distributed.init_process_group"
             raise UserError("the ranks have not met yet, so nobody knows which one this is", "StepProfiler", hint)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if met else (0, 1)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._begin(self.folder, rank, device)
-        self._describe(self.folder, rank, ranks)
+        self._begin(folder, rank, device)
+        self._describe(folder, rank, ranks)
         self._event("start", self.made)
         self._go()
+        self.heart = of_script(folder, rank, ranks, self._position)
         return self
 
     def __exit__(
@@ -140,8 +148,15 @@ class StepProfiler:
     ) -> None:
         if kind is None:
             self._event("end", self.made)
+        if self.heart is not None:
+            self.heart.close()
         self.close()
         self._last_page()
+
+    def _position(self) -> Position:
+        """Asked for by the heartbeat, from its own thread."""
+        marks = self.spans.marks
+        return Position(self.made + 1, NEXT.get(marks[-1][0], "the end of it"), (self.made, self.told, len(marks)))
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The loader's batches. What lies between two rounds over a loader (setting up, evaluating) is a pause."""
@@ -190,6 +205,7 @@ class StepProfiler:
     @metered
     def event(self, kind: str, **numbers: float) -> None:
         """An evaluation (`eval`, best with `eval_loss`), a `save`, or another word of the script's."""
+        self.told += 1
         self._event(kind, self.made, **numbers)
         if kind == "save" and self.page is not None:
             self.page.start()

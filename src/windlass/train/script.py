@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from windlass import __version__
+from windlass import __version__, steps
 from windlass.errors import RunError, UserError
 from windlass.plan.script import ScriptPlan
 from windlass.train import manifest, ranks
@@ -30,7 +30,6 @@ from windlass.watch.patrol import OFF
 
 GRACE_SECONDS: Final = 120.0  # to save in after a signal, where the run file says nothing (cluster.grace_seconds)
 PATIENCE_SECONDS: Final = 20.0  # what the other ranks get once one has failed
-OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where the script's meter writes unless it is told another folder
 LIBRARIES: Final = ("torch", "torchvision", "transformers", "accelerate", "lightning")
 STOP_SIGNALS: Final = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
 
@@ -105,11 +104,11 @@ def _require_here(plan: ScriptPlan) -> None:
 def _told_to_the_script(plan: ScriptPlan, environ: Mapping[str, str]) -> dict[str, str]:
     """Where the meter writes, and what torch and NCCL are to keep for the watch, unless the user said otherwise."""
     job = plan.loaded.run
-    told = {OUTPUT_DIR: str(Path(job.folder).absolute())}
+    told = {steps.OUTPUT_DIR: str(Path(job.folder).absolute())}
     if job.watch.stall != OFF and not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys():
         told["TORCH_FR_BUFFER_SIZE"] = "2000"
     if job.watch.sockets != OFF and plan.layout.nodes > 1:
-        told |= nccl.environment(environ, Path(told[OUTPUT_DIR]))
+        told |= nccl.environment(environ, Path(told[steps.OUTPUT_DIR]))
     return told
 
 

@@ -6,21 +6,20 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from transformers import TrainerCallback
 
 from windlass.errors import Problem, RunError
 from windlass.watch import alarm as alarms
-from windlass.watch import collectives, nccl, prometheus
+from windlass.watch import nccl, prometheus
 from windlass.watch.alarm import Alarm
 from windlass.watch.heartbeat import Heartbeat, Position
 from windlass.watch.patrol import CHECKPOINT, OFF, STOP, Patrol
+from windlass.watch.pulse import NEXT, recorder
 from windlass.watch.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 EVERY_SECONDS: Final = 1.0
 WEIGHT: Final = {CHECKPOINT: 1, STOP: 1000}  # what rank 0 adds to a step's collective sum, read by all alike
-# What follows the last mark that the meter made.
-NEXT: Final = {"start": "data", "data": "forward", "forward": "backward", "backward": "optimizer", "pause": "data"}
 
 
 def environment(environ: Any, job: RunFile, folder: Path) -> dict[str, str]:
@@ -155,13 +152,3 @@ class Watchman(TrainerCallback):  # type: ignore[misc]
     def _metrics(self) -> str:
         with self.patrol.lock:
             return prometheus.exposition(self.name, self.patrol.joined.latest, self.patrol.counts)
-
-
-def recorder() -> dict[str, Any]:
-    """This rank's calls of collectives, from torch's flight recorders: NCCL has its own, which counts for itself."""
-    found: dict[str, Any] = {}
-    for kind, dump in (("", "_dump_fr_trace_json"), ("NCCL ", "_dump_nccl_trace_json")):
-        with suppress(AttributeError, ValueError, RuntimeError):  # this torch has none
-            calls = collectives.calls(json.loads(getattr(c10d, dump)()))
-            found |= {f"{kind}{group}": about for group, about in calls.items()}
-    return found
