@@ -25,12 +25,14 @@ from launch_jobs import (  # type: ignore[import-not-found]
     program,
 )
 from runai.models.distributed_creation_request import DistributedCreationRequest
+from runai.models.training_creation_request import TrainingCreationRequest
 
+from windlass import steps
 from windlass.errors import RunError, UserError
-from windlass.launch import render
+from windlass.launch import render, runai_api
 from windlass.launch import runai as launcher
 from windlass.launch import submit as submitting
-from windlass.launch.job import grace_seconds, job_of
+from windlass.launch.job import job_of
 from windlass.launch.kubernetes import cluster, pod
 
 GOLDEN = ROOT / "tests" / "golden" / "launch"
@@ -57,7 +59,7 @@ def compared(name: str, text: str) -> None:
 @pytest.mark.parametrize("to", ["script", "runai"])
 def test_scripts_and_commands_are_what_a_careful_human_wrote(run: str, to: str) -> None:
     plan, overrides, accelerate = example(run)
-    made = render(plan, to, overrides=overrides, accelerate=accelerate)
+    made = render(plan, to, overrides=overrides, accelerate=accelerate, api=to == "runai")
     for name in ("launch.sh", "accelerate.yaml", "submit.sh", "payload.json"):
         if name in made:
             compared(f"{run}/{to}/{name}", made[name])
@@ -183,9 +185,28 @@ def test_what_has_no_effect_there_is_said() -> None:
 
 def test_time_to_save_follows_from_the_plan() -> None:
     plan, _, _ = example("train")
-    assert grace_seconds(plan) >= plan.cost.step_seconds_serial + 60
+    job = job_of(plan)
+    assert job.grace_seconds >= plan.cost.step_seconds_serial + 60
+    assert "estimated" in job.grace_reason
     asked, _, _ = example("train", FULL)
     assert job_of(asked).grace_seconds == 300
+    assert "cluster.grace_seconds" in render(asked, "kubernetes", overrides=FULL)["job.yaml"]
+
+
+def test_time_to_save_is_what_saving_took_once_that_is_known(tmp_path: Path) -> None:
+    overrides = (*volume(tmp_path), "train.output_dir=" + str(tmp_path / "run"))
+    plan = plan_of(EXAMPLES / "train.yaml", overrides)
+    before = job_of(plan).grace_seconds
+    (tmp_path / "run").mkdir()
+    for step, seconds, ok in ((10, 95.0, True), (20, 402.5, True), (30, 4000.0, False), (40, 90.0, True)):
+        steps.event(tmp_path / "run", "save", step, seconds=seconds, ok=ok)
+    steps.event(tmp_path / "run", "eval", 40, seconds=9000.0)
+    for to in ("script", "runai", "kubernetes"):
+        made = render(plan, to, overrides=overrides)
+        text = "\n".join(made.values())
+        assert "the slowest save in this run folder, 402.5 s" in text, to
+        assert str(job_of(plan).grace_seconds) in text
+    assert job_of(plan).grace_seconds > max(before, 2 * 402.5)
 
 
 def test_another_run_file_is_another_config_map() -> None:
@@ -200,7 +221,7 @@ def test_another_run_file_is_another_config_map() -> None:
 @pytest.mark.parametrize("site", [SITE, FULL], ids=["site", "full"])
 def test_the_rest_body_is_what_runais_own_models_take(site: tuple[str, ...]) -> None:
     plan, overrides, _ = example("train", site)
-    body = launcher.payload(job_of(plan, overrides=overrides))
+    body = runai_api.payload(job_of(plan, overrides=overrides))
     made = DistributedCreationRequest.from_dict(body)
     assert made is not None
     assert made.spec is not None
@@ -221,7 +242,7 @@ def lost(before: Any, after: Any, path: str = "") -> list[str]:
 
 def test_a_field_that_runai_does_not_know_would_be_noticed() -> None:
     plan, _, _ = example("train")
-    body = launcher.payload(job_of(plan))
+    body = runai_api.payload(job_of(plan))
     body["spec"]["gpuDevices"] = 1
     made = DistributedCreationRequest.from_dict(body)
     assert made is not None
@@ -234,7 +255,12 @@ def test_one_node_is_a_standard_training() -> None:
     words = launcher.command(job)
     assert words[:4] == ["runai", "training", "standard", "submit"]
     assert not {"--workers", "--master-extended-resource", "--clean-pod-policy"} & set(words)
-    assert "numWorkers" not in launcher.payload(job)["spec"]
+    body = runai_api.payload(job)
+    assert "numWorkers" not in body["spec"]
+    made = TrainingCreationRequest.from_dict(body)
+    assert made is not None
+    assert lost(body, json.loads(made.to_json())) == []
+    assert runai_api.path(1) == "/api/v1/workloads/trainings"
 
 
 def test_the_script_and_the_words_say_the_same(tmp_path: Path) -> None:
@@ -403,15 +429,15 @@ def test_status_logs_and_stop_go_through_the_platforms_client(
 ) -> None:
     sent(here, "kubernetes")
     folder = here / "run"
-    assert submitting.status(folder) == 0
-    assert submitting.logs(folder, follow=True, say=lambda _: None) == 0
+    assert submitting.status(folder, folder) == 0
+    assert submitting.logs(folder, folder, follow=True, say=lambda _: None) == 0
     assert "step 1" in capfd.readouterr().out
-    assert submitting.stop(folder, lambda _: None) == 0
+    assert submitting.stop(folder, folder, lambda _: None) == 0
     words = calls(kubectl, "kubectl")
     assert "--follow" in words
     assert "app.kubernetes.io/instance=run,app.kubernetes.io/managed-by=windlass" in words
     with pytest.raises(UserError, match="nothing was submitted from here"):
-        submitting.status(here)
+        submitting.status(here, here)
 
 
 def test_without_a_client_the_files_are_left_with_the_next_step(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,8 +456,8 @@ def test_runai_is_run_where_it_is_and_its_failure_is_ours(here: Path) -> None:
     words = calls(here / "bin", "runai")
     assert words[:3] == ["training", "pytorch", "submit"]
     assert words[-3:] == ["--", "bash", f"{here}/run/launch.sh"]
-    assert submitting.logs(here / "run", follow=False, say=lambda _: None) == 0
-    assert submitting.stop(here / "run", lambda _: None) == 0
+    assert submitting.logs(here / "run", here / "run", follow=False, say=lambda _: None) == 0
+    assert submitting.stop(here / "run", here / "run", lambda _: None) == 0
     assert calls(here / "bin", "runai")[-4:] == ["delete", "run", "--project", "research"]
     program(here / "bin", "runai", "echo 'not logged in' >&2; exit 3")
     with pytest.raises(RunError, match="runai ended with 3"):

@@ -344,6 +344,9 @@ def test_secrets_are_demanded_never_written(tiny: Path, tmp_path: Path) -> None:
 def test_a_user_without_a_home_gets_one(tiny: Path, tmp_path: Path) -> None:
     fakes = tmp_path / "bin"
     program(fakes, "accelerate", f'echo "$HOME $LOGNAME $HF_HOME" >{tmp_path}/home')
+    program(
+        fakes, "id", 'case $1 in -un) echo "id: cannot find name for user ID 1000660000" >&2; exit 1;; esac; echo 0'
+    )
     script = written(tmp_path / "run", plan_of(tiny, CPU))
     env = environ(fakes, HOME="/", TMPDIR=str(tmp_path))
     env.pop("LOGNAME", None)
@@ -351,6 +354,10 @@ def test_a_user_without_a_home_gets_one(tiny: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     home = tmp_path / f"windlass-home-{os.getuid()}"
     assert (tmp_path / "home").read_text().split() == [str(home), "windlass", str(home / "huggingface")]
+    # The image has a home for everybody, and still no name.
+    env["HOME"] = str(home)
+    subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=30, check=True)
+    assert (tmp_path / "home").read_text().split() == [str(home), "windlass"]
 
 
 def test_what_the_image_lacks_is_installed_from_the_sites_mirror(tiny: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass import __version__
+from windlass import __version__, steps
 from windlass.errors import UserError
 from windlass.plan import Plan
 from windlass.runfile.machines import Cluster, Secret
@@ -49,6 +49,7 @@ class Job:
     shm_gib: int
     cpu: str
     grace_seconds: int
+    grace_reason: str  # where that figure comes from
     cluster: Cluster
     title: str
     source: str  # name of the run file, for headings
@@ -80,6 +81,7 @@ def job_of(plan: Plan, *, overrides: Sequence[str] = (), accelerate: Path | None
     name = run.name or _name(run.train.output_dir)
     shm_gib = 1 + layout.gpus_per_node * SHM_GIB_PER_RANK
     workers = run.train.dataloader_num_workers
+    grace_seconds, grace_reason = grace(plan)
     return Job(
         name=name,
         nodes=layout.nodes,
@@ -94,18 +96,36 @@ def job_of(plan: Plan, *, overrides: Sequence[str] = (), accelerate: Path | None
         memory_gib=math.ceil(plan.cost.host_gib * 1.5) + (shm_gib if run.cluster.large_shm else 0),
         shm_gib=shm_gib,
         cpu=run.cluster.cpu or str(layout.gpus_per_node * (2 + workers)),
-        grace_seconds=run.cluster.grace_seconds or grace_seconds(plan),
+        grace_seconds=grace_seconds,
+        grace_reason=grace_reason,
         cluster=run.cluster,
         title=f"{name}: {layout.nodes} x {layout.gpus_per_node} {plan.machine.gpu.name}, {layout.name}",
         source=plan.loaded.path.name,
     )
 
 
-def grace_seconds(plan: Plan) -> int:
-    """Time to end a step and save after a stop signal: the step, the adapter with its optimizer onto a slow disk."""
-    saved_bytes = plan.adapter.trainable * 4 * 3  # float32 weights and AdamW's two moments
-    seconds = plan.cost.step_seconds_serial * 1.5 + saved_bytes / DISK_BYTES_PER_SECOND + 60
-    return max(MIN_GRACE_SECONDS, math.ceil(seconds / 30) * 30)
+def grace(plan: Plan) -> tuple[int, str]:
+    """Time to end a step and save after a stop signal, and what it is taken from."""
+    run = plan.loaded.run
+    if run.cluster.grace_seconds:
+        return run.cluster.grace_seconds, "as cluster.grace_seconds says"
+    measured = slowest_save(Path(run.train.output_dir))
+    if measured is None:
+        saving = plan.adapter.trainable * 4 * 3 / DISK_BYTES_PER_SECOND  # float32 weights and AdamW's two moments
+        reason = "estimated from the plan's step and the adapter's size"
+    else:
+        saving = measured * 2  # storage is not equally fast every day
+        reason = f"by the plan's step and the slowest save in this run folder, {measured:.1f} s"
+    seconds = plan.cost.step_seconds_serial * 1.5 + saving + 60
+    return max(MIN_GRACE_SECONDS, math.ceil(seconds / 30) * 30), reason
+
+
+def slowest_save(folder: Path) -> float | None:
+    """Seconds of the longest save that this run has made, where its folder is here and some were."""
+    path = folder / steps.EVENTS
+    events = steps.lines(path) if path.is_file() else ()
+    saves = (event for event in events if event.get("kind") == "save" and event.get("ok", True))
+    return max((event["seconds"] for event in saves if isinstance(event.get("seconds"), int | float)), default=None)
 
 
 def environment(cluster: Cluster) -> tuple[Variable, ...]:

@@ -39,8 +39,9 @@ if [[ -z "$master" ]]; then fail 13 "nobody says where node 0 is: set MASTER_ADD
 unset "${!PET_@}" RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
 # --- a home: an arbitrary user ID has neither a name nor a writable folder ------------------------------------------
+if ! id -un >/dev/null 2>&1; then export LOGNAME="${LOGNAME:-windlass}"; fi # libraries ask for a name
 if [[ "${HOME:-/}" == / || ! -w "$HOME" ]]; then
-  export HOME="${TMPDIR:-/tmp}/windlass-home-$UID" LOGNAME="${LOGNAME:-windlass}"
+  export HOME="${TMPDIR:-/tmp}/windlass-home-$UID"
   mkdir -p "$HOME" || fail 1 "no folder can be made for caches: $HOME"
   export HF_HOME="${HF_HOME:-$HOME/huggingface}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/triton}"
   export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$HOME/inductor}"

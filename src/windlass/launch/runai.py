@@ -1,16 +1,14 @@
-"""Run:ai: the one command that submits the run, as a script for a human and as words for a process; or as REST."""
+"""Run:ai: the one command that submits the run, as a script for a human and as words for a process."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from windlass import __version__
 from windlass.errors import Problem
-from windlass.launch.job import Job, quote, words
+from windlass.launch.job import Job, words
 from windlass.launch.script import launch_sh, one_line
-from windlass.runfile.machines import Cluster, Secret
+from windlass.runfile.machines import Secret
 
 PRIORITIES = ("very-low", "low", "medium-low", "medium", "medium-high", "high", "very-high")
 # What Run:ai's command line has no word for, and what says it there.
@@ -46,13 +44,11 @@ exec {command} "${{options[@]}}" \\
 
 
 def texts(job: Job) -> dict[str, str]:
-    """`payload.json` says the same to Run:ai's API; the two numbers that only the site knows are left open."""
     return {
         "launch.sh": launch_sh(job, exports=False),
         "accelerate.yaml": job.accelerate_text,
         "run.yaml": job.run_text,
         "submit.sh": submit_sh(job),
-        "payload.json": json.dumps(payload(job), indent=2, ensure_ascii=False) + "\n",
     }
 
 
@@ -105,7 +101,7 @@ def _options(job: Job) -> Iterator[tuple[str, list[str]]]:
         yield f"{job.nodes} nodes: a master and {job.nodes - 1} workers", ["--workers", str(job.nodes - 1)]
     if job.gpu:
         yield "of each node", ["--gpu-devices-request", str(job.ranks_per_node)]
-    yield "", ["--cpu-core-request", _cores(job.cpu)]
+    yield "", ["--cpu-core-request", cores(job.cpu)]
     yield (
         f"with units: a bare number would be bytes. The plan needs {job.memory_gib} GiB with /dev/shm",
         ["--cpu-memory-request", job.memory_request, "--cpu-memory-limit", job.memory_limit],
@@ -154,7 +150,10 @@ def _devices(job: Job) -> Iterator[tuple[str, list[str]]]:
 
 def _lifetime(job: Job) -> Iterator[tuple[str, list[str]]]:
     cluster = job.cluster
-    yield "to end a step and save after a stop signal", ["--termination-grace-period", f"{job.grace_seconds}s"]
+    yield (
+        f"to end a step and save after a stop signal; {job.grace_reason}",
+        ["--termination-grace-period", f"{job.grace_seconds}s"],
+    )
     yield (
         "a run that was lost is started again, and resumes from its newest checkpoint",
         ["--backoff-limit", str(cluster.max_restarts), "--restart-policy", "OnFailure"],
@@ -167,90 +166,9 @@ def _lifetime(job: Job) -> Iterator[tuple[str, list[str]]]:
         yield "", ["--priority", cluster.priority_class]
 
 
-def _cores(amount: str) -> str:
+def cores(amount: str) -> str:
     """Run:ai takes plain numbers: 500m is 0.5."""
     return f"{int(amount[:-1]) / 1000:g}" if amount.endswith("m") else amount
-
-
-def payload(job: Job, project_id: str = "PROJECT_ID", cluster_id: str = "CLUSTER_ID") -> dict[str, Any]:
-    """The body of POST /api/v1/workloads/distributed (of …/trainings for one node)."""
-    cluster = job.cluster
-    spec: dict[str, Any] = {
-        "image": cluster.image,
-        "command": "bash",
-        "args": quote(f"{job.folder}/launch.sh"),
-        "workingDir": cluster.working_dir,
-        "compute": _compute(job),
-        "storage": {"pvc": [_pvc(v.claim, v.path) for v in cluster.volumes]} if cluster.volumes else None,
-        "security": _security(cluster),
-        "annotations": [{"name": n, "value": v} for n, v in _annotations(cluster).items()] or None,
-        "environmentVariables": [_variable(v.name, v.value) for v in job.environment],
-        "tolerations": [
-            _toleration(f"toleration-{i}", t.key, t.value, t.effect) for i, t in enumerate(cluster.tolerations)
-        ]
-        or None,
-        "backoffLimit": cluster.max_restarts,
-        "restartPolicy": "OnFailure",
-        "terminationGracePeriodSeconds": job.grace_seconds,
-        "preemptibility": _preemptibility(cluster),
-        "priorityClass": cluster.priority_class,
-    }
-    body: dict[str, Any] = {"name": job.name, "projectId": project_id, "clusterId": cluster_id}
-    if job.nodes > 1:
-        spec |= {"numWorkers": job.nodes - 1, "distributedFramework": "PyTorch", "cleanPodPolicy": "Running"}
-        body["masterSpecSameAsWorker"] = True
-    return body | {"spec": {key: value for key, value in spec.items() if value is not None}}
-
-
-def _preemptibility(cluster: Cluster) -> str | None:
-    if cluster.preemptible is None:
-        return None
-    return "preemptible" if cluster.preemptible else "non-preemptible"
-
-
-def _compute(job: Job) -> dict[str, Any]:
-    cores = float(_cores(job.cpu))
-    compute: dict[str, Any] = {
-        "cpuCoreRequest": int(cores) if cores.is_integer() else cores,
-        "cpuMemoryRequest": job.memory_request,
-        "cpuMemoryLimit": job.memory_limit,
-        "largeShmRequest": job.cluster.large_shm,
-    }
-    if job.gpu:
-        compute["gpuDevicesRequest"] = job.ranks_per_node
-    if job.cluster.extended_resources:
-        compute["extendedResources"] = [
-            {"resource": name, "quantity": str(count)} for name, count in job.cluster.extended_resources.items()
-        ]
-    return compute
-
-
-def _annotations(cluster: Cluster) -> dict[str, str]:
-    networks = {"k8s.v1.cni.cncf.io/networks": ",".join(cluster.networks)} if cluster.networks else {}
-    return networks | cluster.annotations
-
-
-def _pvc(claim: str, path: str) -> dict[str, Any]:
-    return {"claimName": claim, "path": path, "existingPvc": True}
-
-
-def _security(cluster: Cluster) -> dict[str, Any] | None:
-    if cluster.user is None:
-        return None
-    ids = {"runAsUid": cluster.user.uid, "runAsGid": cluster.user.gid}
-    return {"uidGidSource": "custom"} | {key: value for key, value in ids.items() if value is not None}
-
-
-def _variable(name: str, value: str | Secret) -> dict[str, Any]:
-    if isinstance(value, Secret):
-        return {"name": name, "secret": {"name": value.secret, "key": value.key}}
-    return {"name": name, "value": value}
-
-
-def _toleration(name: str, key: str, value: str | None, effect: str | None) -> dict[str, Any]:
-    parts = {"value": value, "effect": effect}
-    operator = "Exists" if value is None else "Equal"
-    return {"name": name, "operator": operator, "key": key} | {k: v for k, v in parts.items() if v is not None}
 
 
 def problems(job: Job, where: Callable[[str], str]) -> Iterator[Problem]:

@@ -64,7 +64,7 @@ def settings(job: Job) -> str:
         ("gpu", str(int(job.gpu)), ""),
         ("port", str(job.port), "where ranks meet, unless the platform says another"),
         ("meet_seconds", str(job.meet_seconds), "until every node must have come"),
-        ("grace_seconds", str(job.grace_seconds), "to end a step and save after a stop signal"),
+        ("grace_seconds", str(job.grace_seconds), f"to end a step and save after a stop signal; {job.grace_reason}"),
         ("fingerprint", quote(job.fingerprint), "of run file and options: the same on every node"),
         ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
         ("install", f"({words(job.cluster.install)})", "what the image lacks"),

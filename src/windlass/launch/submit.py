@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from windlass.errors import Problem, RunError, UserError, raise_all
-from windlass.launch import kubernetes, pods, runai, script
+from windlass.launch import kubernetes, local, pods, runai, runai_api, script
 from windlass.launch.job import Job, environment_notes, job_of
+from windlass.launch.job import words as words_of
 from windlass.launch.kubernetes import checks, cluster, engines
 from windlass.plan import Plan
 from windlass.runfile import Loaded
@@ -31,17 +32,21 @@ def texts(
     accelerate: Path | None = None,
     engine: str | None = None,
     version: str | None = None,
+    api: bool = False,
 ) -> dict[str, str]:
     """All files of one platform, or everything that is wrong."""
     job = job_of(plan, overrides=overrides, accelerate=accelerate)
     engine, version = _engine(job, engine), _version(job, version)
+    if api and to != "runai":
+        raise UserError(f"{to} has no API that windlass speaks", "--api", "it is for --to runai")
     raise_all([*_problems(plan, job, to, engine, version)])
     if to == "local":
         return {}
     if to == "script":
         return script.texts(job)
     if to == "runai":
-        return runai.texts(job)
+        payload = {"payload.json": runai_api.text(runai_api.payload(job))} if api else {}
+        return runai.texts(job) | payload
     raise_all(checks.problems(kubernetes.manifests(job, engine, version)))
     return kubernetes.texts(job, engine, version)
 
@@ -83,11 +88,15 @@ def notes(plan: Plan, to: str, *, engine: str | None = None, version: str | None
         found += pods.notes(section, kubernetes.NOT_TAKEN, "Kubernetes")
         if section.engine == "auto" and engine is None:
             found.append(f"{where('cluster.engine')}: auto, and no cluster was asked: an indexed Job, which all have")
-        chosen = engine or section.engine
+        chosen, spoken = engine or section.engine, version or section.trainer_version or engines.TRAINER
         if chosen == "trainer" and section.trainer_version is None and version is None:
             found.append(f"{where('cluster.trainer_version')}: no cluster was asked: written for {engines.TRAINER}")
         if chosen == "trainer":
             found.append(f"restarts are the runtime's ({section.runtime}): cluster.max_restarts has no effect")
+            if "terminationGracePeriodSeconds" not in engines.POD_FIELDS.get(spoken, ()):
+                found.append(
+                    f"{section.runtime} has to say terminationGracePeriodSeconds: Trainer {spoken}'s jobs can't"
+                )
     if to in ("runai", "kubernetes"):
         found += pods.secured(section, where)
         if section.image and "@sha256:" not in section.image:
@@ -118,45 +127,80 @@ def submit(
     out: Path | None = None,
     dry_run: bool = False,
     follow: bool = False,
+    api: bool = False,
+    plane: runai_api.ControlPlane | None = None,
     say: Say,
 ) -> int:
-    """Write the files and start the run. Returns an exit code."""
+    """Write the files and start the run. Returns an exit code.
+
+    api: Run:ai over REST, by `plane` where the environment names one.
+    """
     engine, version = _look(plan, to, dry_run=dry_run)
-    made = texts(plan, to, overrides=overrides, accelerate=accelerate, engine=engine, version=version)
+    made = texts(plan, to, overrides=overrides, accelerate=accelerate, engine=engine, version=version, api=api)
     for note in notes(plan, to, engine=engine, version=version):
         say(f"note: {note}")
     job = job_of(plan, overrides=overrides, accelerate=accelerate)
-    folder = folder_of(plan.loaded, to, out)
+    order = Order(plan, job, to, folder_of(plan.loaded, to, out), _engine(job, engine), made, follow, say)
     if made:
-        write(folder, made)
-        say(f"written to {folder}: {', '.join(made)}")
+        write(order.folder, made)
+        say(f"written to {order.folder}: {', '.join(made)}")
+    train = [str(plan.loaded.path), *(word for one in overrides for word in ("--override", one))]
+    train += ["--accelerate", str(accelerate)] if accelerate else []
     if dry_run:
+        if to == "local":
+            say(f"nothing is written; it would start: windlass train {words_of(train)} --resume")
         return 0
     if not plan.cost.fits:
         raise UserError("the plan says that it does not fit", str(plan.loaded.path), plan.cost.remedy)
-    engine = _engine(job, engine)
-    facts = {
-        "platform": to,
-        "name": job.name,
-        "engine": engine if to == "kubernetes" else None,
-        "namespace": job.cluster.namespace,
-        "project": job.cluster.project,
-        "nodes": job.nodes,
-        "submitted": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
-    if to == "kubernetes":
-        if cluster.client() is None:
-            say(f"kubectl is not here; where it is: kubectl apply -f {folder / 'job.yaml'}")
-            return 0
-        cluster.create(job, engine, made["job.yaml"], plan.loaded.where, say)
-        write(folder, {RECORD: json.dumps(facts, indent=2) + "\n"})
-        return logs(folder, follow=True, say=say) if follow else 0
-    if to == "runai":
-        return _runai(job, folder, facts, follow=follow, say=say)
+    if to == "local":
+        local.refuse_two(order.folder / RECORD)
+        order.keep(**local.about())
+        local.begin(train)
     if to == "script":
-        say(f"on each node: bash {folder / 'launch.sh'} (its first lines say how)")
+        order.keep()
+        say(f"on each node: bash {order.folder / 'launch.sh'} (its first lines say how)")
         return 0
-    return _local(plan, overrides, accelerate)
+    if to == "kubernetes":
+        return _kubernetes(order)
+    return _runai_api(order, plane) if api else _runai(order)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One submission: what every platform's own part of it needs."""
+
+    plan: Plan
+    job: Job
+    to: str
+    folder: Path  # where the files are
+    engine: str
+    made: dict[str, str]
+    follow: bool
+    say: Say
+
+    def keep(self, **more: Any) -> None:
+        """The record by which status, logs and stop find it again."""
+        facts = {
+            "platform": self.to,
+            "name": self.job.name,
+            "engine": self.engine if self.to == "kubernetes" else None,
+            "namespace": self.job.cluster.namespace,
+            "project": self.job.cluster.project,
+            "nodes": self.job.nodes,
+            "submitted": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        }
+        write(self.folder, {RECORD: json.dumps(facts | more, indent=2) + "\n"})
+
+    def sent(self, **more: Any) -> int:
+        self.keep(**more)
+        return logs(self.folder, Path(self.job.folder), follow=True, say=self.say) if self.follow else 0
+
+    def reachable(self, then: str) -> bool:
+        """Whether the files lie where the pods will look; else what is to be done."""
+        if self.folder != Path(self.job.folder):
+            there = f"{self.job.folder} is not here: copy launch.sh, run.yaml and accelerate.yaml there"
+            self.say(f"{there}, onto the pods' volume; then: {then}")
+        return self.folder == Path(self.job.folder)
 
 
 def _look(plan: Plan, to: str, *, dry_run: bool) -> tuple[str | None, str | None]:
@@ -169,26 +213,43 @@ def _look(plan: Plan, to: str, *, dry_run: bool) -> tuple[str | None, str | None
     return engine, cluster.found_version() if ask else None
 
 
-def _runai(job: Job, folder: Path, facts: dict[str, Any], *, follow: bool, say: Say) -> int:
-    if folder != Path(job.folder):
-        say(f"{job.folder} is not here: copy launch.sh, run.yaml and accelerate.yaml there, onto the pods' volume,")
-        say(f"then: bash {folder / 'submit.sh'}")
+def _kubernetes(order: Order) -> int:
+    if cluster.client() is None:
+        order.say(f"kubectl is not here; where it is: kubectl apply -f {order.folder / 'job.yaml'}")
+        return 0
+    cluster.create(order.job, order.engine, order.made["job.yaml"], order.plan.loaded.where, order.say)
+    return order.sent()
+
+
+def _runai(order: Order) -> int:
+    by_hand = f"bash {order.folder / 'submit.sh'}"
+    if not order.reachable(by_hand):
         return 0
     if shutil.which("runai") is None:
-        say(f"runai is not here; where it is: bash {folder / 'submit.sh'}")
+        order.say(f"runai is not here; where it is: {by_hand}")
         return 0
-    code = subprocess.run(runai.command(job), check=False).returncode
+    code = subprocess.run(runai.command(order.job), check=False).returncode
     if code:
-        raise RunError(f"runai ended with {code}: its own words stand above", "windlass submit", "runai login")
-    write(folder, {RECORD: json.dumps(facts, indent=2) + "\n"})
-    return logs(folder, follow=True, say=say) if follow else 0
+        hint = "not logged in: runai login; the name is taken: windlass stop RUN, or another name"
+        raise RunError(f"runai ended with {code}: its own words stand above", by_hand, hint)
+    return order.sent()
 
 
-def _local(plan: Plan, overrides: Sequence[str], accelerate: Path | None) -> int:
-    """The same command that a user would type; --resume begins anew where there is nothing to go on from."""
-    words = ["train", str(plan.loaded.path), *(word for one in overrides for word in ("--override", one))]
-    words += ["--accelerate", str(accelerate)] if accelerate else []
-    return subprocess.run([sys.executable, "-m", "windlass", *words, "--resume"], check=False).returncode
+def _runai_api(order: Order, plane: runai_api.ControlPlane | None) -> int:
+    payload = order.folder / "payload.json"
+    if plane is None:
+        order.say(
+            f"{runai_api.URL} and {runai_api.TOKEN} are not set: export them and submit again; or put the numbers of "
+            f"project and cluster into {payload}, and POST it to {runai_api.path(order.job.nodes)}"
+        )
+        return 0
+    if not order.reachable("submit again where that folder is"):
+        return 0
+    number = runai_api.create(
+        order.job, plane, order.plan.loaded.where, lambda text: write(order.folder, {payload.name: text})
+    )
+    order.say(f"{order.job.name} is created{f', number {number}' if number else ''}")
+    return order.sent(workload=number)
 
 
 def write(folder: Path, named: dict[str, str]) -> None:
@@ -200,7 +261,8 @@ def write(folder: Path, named: dict[str, str]) -> None:
             if name.endswith(".sh"):
                 path.chmod(0o755)
     except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror}", str(folder), "give another --out DIR") from None
+        hint = "set train.output_dir to a folder that can be, or give another --out DIR"
+        raise UserError(f"{folder} can't be written: {error.strerror}", str(folder), hint) from None
 
 
 # --- what was submitted ---------------------------------------------------------------------------------------------
@@ -215,44 +277,56 @@ def find(loaded: Loaded, out: Path | None = None) -> Path:
 def submitted(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
+        if (folder / "manifest.json").exists():  # `windlass train`, or launch.sh that was carried here
+            return {"platform": "script"}
         raise UserError(
             "nothing was submitted from here", str(path), "windlass submit RUN; or give its --out"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"can't be read: {error}", str(path), "windlass submit writes it") from None
-    return dict(found)
 
 
 def _runai_words(facts: dict[str, Any], *words: str) -> list[str]:
     return runai.verb(facts["name"], facts["nodes"], facts["project"], *words)
 
 
-def status(folder: Path) -> int:
+def status(folder: Path, run: Path) -> int:
+    """`folder`: where the record is; `run`: the run folder."""
     facts = submitted(folder)
     if facts["platform"] == "runai":
         return _pass_on(_runai_words(facts, "describe"))
-    print(cluster.status(facts["name"], facts["engine"], facts["namespace"]))
+    if facts["platform"] == "kubernetes":
+        print(cluster.status(facts["name"], facts["engine"], facts["namespace"]))
+    else:
+        print(local.status(run, facts))
     return 0
 
 
-def logs(folder: Path, *, follow: bool, say: Say) -> int:
+def logs(folder: Path, run: Path, *, follow: bool, say: Say) -> int:
     facts = submitted(folder)
     if facts["platform"] == "runai":
         return _pass_on(_runai_words(facts, "logs", *(["--follow"] if follow else [])))
+    if facts["platform"] != "kubernetes":
+        raise local.by_hand("logs", run, folder / RECORD)
     name, engine, namespace = facts["name"], facts["engine"], facts["namespace"]
     if follow and not cluster.until_started(name, engine, namespace, say, START_SECONDS):
         raise RunError("no pod has started", name, "windlass status RUN")
     return cluster.logs(name, engine, namespace, facts["nodes"], follow=follow)
 
 
-def stop(folder: Path, say: Say) -> int:
+def stop(folder: Path, run: Path, say: Say) -> int:
     """Pods are given their grace to save; submitting again goes on from there."""
     facts = submitted(folder)
     if facts["platform"] == "runai":
         return _pass_on(_runai_words(facts, "delete"))
-    say(cluster.delete(facts["name"], facts["engine"], facts["namespace"]))
+    if facts["platform"] == "kubernetes":
+        say(cluster.delete(facts["name"], facts["engine"], facts["namespace"]))
+    elif facts["platform"] == "local":
+        say(local.stop(run, facts, folder / RECORD))
+    else:
+        raise local.by_hand("stop", run, folder / RECORD)
     return 0
 
 

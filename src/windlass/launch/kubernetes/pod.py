@@ -70,7 +70,7 @@ def spec(job: Job, container: str, env: dict[str, str] | None = None) -> dict[st
     cluster = job.cluster
     found: dict[str, Any] = {
         "terminationGracePeriodSeconds": Note(
-            job.grace_seconds, "to end a step and save after a stop signal, by the plan"
+            job.grace_seconds, f"to end a step and save after a stop signal; {job.grace_reason}"
         ),
         "securityContext": security(job),
     }

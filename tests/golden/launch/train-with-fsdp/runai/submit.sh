@@ -27,7 +27,7 @@ options=(
   --extended-resource openshift.io/mellanoxnics=1
   # what workers get, the master may not
   --master-extended-resource openshift.io/mellanoxnics=1
-  # to end a step and save after a stop signal
+  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
   --termination-grace-period 330s
   # a run that was lost is started again, and resumes from its newest checkpoint
   --backoff-limit 3 --restart-policy OnFailure

@@ -18,7 +18,7 @@ ranks_per_node=1  # one per GPU
 gpu=1
 port=29500  # where ranks meet, unless the platform says another
 meet_seconds=300  # until every node must have come
-grace_seconds=270  # to end a step and save after a stop signal
+grace_seconds=270  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
 fingerprint=a71f7dc9e767  # of run file and options: the same on every node
 working_dir=''  # empty: where this is started
 install=()  # what the image lacks
@@ -61,8 +61,9 @@ if [[ -z "$master" ]]; then fail 13 "nobody says where node 0 is: set MASTER_ADD
 unset "${!PET_@}" RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
 # --- a home: an arbitrary user ID has neither a name nor a writable folder ------------------------------------------
+if ! id -un >/dev/null 2>&1; then export LOGNAME="${LOGNAME:-windlass}"; fi # libraries ask for a name
 if [[ "${HOME:-/}" == / || ! -w "$HOME" ]]; then
-  export HOME="${TMPDIR:-/tmp}/windlass-home-$UID" LOGNAME="${LOGNAME:-windlass}"
+  export HOME="${TMPDIR:-/tmp}/windlass-home-$UID"
   mkdir -p "$HOME" || fail 1 "no folder can be made for caches: $HOME"
   export HF_HOME="${HF_HOME:-$HOME/huggingface}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/triton}"
   export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$HOME/inductor}"

@@ -23,7 +23,7 @@ options=(
   # a second network card in each pod
   --annotation k8s.v1.cni.cncf.io/networks=ssa
   --extended-resource openshift.io/mellanoxnics=1
-  # to end a step and save after a stop signal
+  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
   --termination-grace-period 120s
   # a run that was lost is started again, and resumes from its newest checkpoint
   --backoff-limit 3 --restart-policy OnFailure
