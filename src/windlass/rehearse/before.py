@@ -151,7 +151,14 @@ def material(stage: Stage, loaded: Loaded, spread_here: Spread) -> Material:
             phase.proved.append(
                 f"{twin['class']}{within}{coded}: {twin['parameters']:,} parameters for {twin['yours']:,}, on disk"
             )
-    return Material(stage.folder / "model", stage.folder / "data", rows["validation"], rows["length"], rows["rows"])
+    return Material(
+        stage.folder / "model",
+        stage.folder / "data",
+        rows["validation"],
+        rows["length"],
+        rows["rows"],
+        twin["sizes"]["layers"][1],
+    )
 
 
 def part_of(out: Path, part: str) -> dict[str, Any] | None:
@@ -167,7 +174,7 @@ def part_of(out: Path, part: str) -> dict[str, Any] | None:
 
 def small(stage: Stage, loaded: Loaded, made: Material, spread_here: Spread) -> Path:
     """The run file of the rehearsal."""
-    derived: Derived = derive(loaded.run, stage.plan["layout"], spread_here, made, stage.rehearsal)
+    derived: Derived = derive(loaded.run, stage.plan, spread_here, made, stage.rehearsal)
     stage.record.changes = derived.changes
     path = stage.folder / "rehearsal.yaml"
     path.write_text(derived.text(), encoding="utf-8")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from windlass.rehearse.spread import Spread
-from windlass.runfile import RunFile, Secret
+from windlass.runfile import LayoutSection, RunFile, Secret
 
 STEPS = 12  # optimizer steps of the whole rehearsal
 EVERY = 4  # steps between two evaluations or saves, and steps of an epoch
@@ -40,6 +41,7 @@ class Material:
     validation: bool  # a split of its own
     length: int
     rows: int  # for training
+    layers: int  # of the twin
 
 
 @dataclass
@@ -53,25 +55,30 @@ class Derived:
     def set(self, key: str, here: Any, why: str) -> None:
         """Put a value where the user has another one, and say so."""
         section, _, name = key.partition(".")
-        owner = getattr(self.run, section)
-        yours = getattr(owner, name) if name else owner.model_dump(mode="json", exclude_unset=True)
-        if yours == here:
-            return
-        if name:
+        yours = getattr(getattr(self.run, section), name)
+        if yours != here:
             self.tree.setdefault(section, {})[name] = here
-        else:
-            self.tree[section] = here
-        self.changes.append(Change(key, yours, here, why))
+            self.changes.append(Change(key, yours, here, why))
+
+    def replace(self, section: str, here: dict[str, Any], why: str) -> None:
+        """A whole section: what the user says there and is not here falls away, and that is said too."""
+        yours = getattr(self.run, section).model_dump(mode="json", exclude_unset=True)
+        self.tree[section] = here
+        for key in dict.fromkeys((*yours, *here)):
+            if yours.get(key) != here.get(key):
+                self.changes.append(Change(f"{section}.{key}", yours.get(key), here.get(key), why))
 
     def text(self) -> str:
         head = "# Written by `windlass rehearse`: the run in small. The differences are listed in rehearsal.json.\n"
         return head + yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True)
 
 
-def derive(run: RunFile, layout: Mapping[str, Any], spread: Spread, material: Material, folder: Path) -> Derived:
-    """`layout`: as the plan has it for the user's machines, whoever chose it."""
+def derive(run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path) -> Derived:
+    """`plan`: plan.json of the user's run, which says what `auto` and an Accelerate file came to."""
     made = Derived(run, run.model_dump(mode="json", exclude_unset=True))
+    layout = plan["layout"]
     _model(made, material)
+    _targets(made, plan["adapter"]["targets"], material.layers)
     _data(made, material)
     _training(made, folder, spread)
     _machines(made, layout, spread)
@@ -87,6 +94,26 @@ def _model(made: Derived, material: Material) -> None:
         made.set("model.attn_implementation", "sdpa", "the kernels run on GPUs alone")
     if run.lora.adapter:
         made.set("lora.adapter", None, "it has the shapes of the model, not of the twin")
+
+
+def _targets(made: Derived, targets: Sequence[Mapping[str, Any]], layers: int) -> None:
+    """Names of layers that the twin does not have are left out: the same modules are adapted in all that it has."""
+
+    def there(module: str) -> bool:
+        found = re.search(r"\.layers\.(\d+)\.", module)
+        return found is None or int(found[1]) < layers
+
+    leaves: dict[str, list[str]] = {}  # of each pattern that would match nothing
+    for target in targets:
+        if target["matched"] and target["part"] != "experts":
+            leaves.setdefault(target["pattern"], [])
+            names = target["matched"] if not any(map(there, target["matched"])) else []
+            leaves[target["pattern"]] += dict.fromkeys(name.rpartition(".")[2] for name in names)
+    asked = made.run.lora.target_modules
+    patterns = [asked] if isinstance(asked, str) else asked
+    kept = list(dict.fromkeys(name for one in patterns for name in (leaves.get(one) or [one])))
+    if kept != patterns:
+        made.set("lora.target_modules", kept, f"the twin has layers 0 to {layers - 1}")
 
 
 def _data(made: Derived, material: Material) -> None:
@@ -143,11 +170,11 @@ def _machines(made: Derived, layout: Mapping[str, Any], spread: Spread) -> None:
     section: dict[str, Any] = {"name": layout["name"], "shard": spread.shard, "replicate": spread.replicate}
     if spread.expert_parallel > 1:
         section["expert_parallel"] = spread.expert_parallel
-    for key in ("reshard_after_forward", "base_dtype", "offload", "activation_checkpointing", "state_dict"):
-        section[key] = layout[key]
-    if layout["wrap"]:
-        section["wrap"] = layout["wrap"]
-    made.set("layout", section, "what the plan came to for your machines, on these ranks")
+    usual = LayoutSection()
+    for key in ("reshard_after_forward", "base_dtype", "offload", "activation_checkpointing", "state_dict", "wrap"):
+        if layout[key] != getattr(usual, key) and layout[key] != "":
+            section[key] = layout[key]
+    made.replace("layout", section, "as the plan lays it out on your machines")
     cluster = made.run.cluster
     kept = {"nodes": 1, "gpus_per_node": spread.ranks, "gpu": "cpu", "platform": "script"}
     env = {name: value for name, value in cluster.env.items() if _meant_here(name, value)}
@@ -156,7 +183,7 @@ def _machines(made: Derived, layout: Mapping[str, Any], spread: Spread) -> None:
     for key in ("grace_seconds", "max_restarts"):
         if key in cluster.model_fields_set:
             kept[key] = getattr(cluster, key)
-    made.set("cluster", kept, "this machine's CPU, without what names another's devices, folders and secrets")
+    made.replace("cluster", kept, "this machine is another")
 
 
 def _meant_here(name: str, value: str | Secret) -> bool:
@@ -168,6 +195,6 @@ def _meant_here(name: str, value: str | Secret) -> bool:
 
 def shown(value: Any) -> str:
     """A value in a table."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {shown(inner)}" for key, inner in value.items() if inner not in (None, [], {}))
-    return value if isinstance(value, str) else json.dumps(value)
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -15,7 +15,7 @@ from windlass.rehearse.record import RECORD, Failed, Record
 from windlass.rehearse.stage import Screen, Stage
 from windlass.runfile import Loaded
 
-ALWAYS = {
+ON_GPUS = {
     "NCCL and GPUs": "the ranks talk over gloo, between processes of one machine",
     "kernels": "flash attention, grouped matrix products and FP8 arithmetic of the GPU are not run on a CPU",
 }
@@ -83,13 +83,14 @@ def unproved(stage: Stage, loaded: Loaded) -> list[dict[str, str]]:
     """What no CPU can show, with what the plan estimates of it."""
     made, run = stage.plan, loaded.run
     memory, estimate, layout = made["memory"], made["estimate"], made["layout"]
-    found = dict(ALWAYS)
-    found["GPU memory"] = (
-        f"the plan estimates {memory['gpu_gib']:.1f} of {memory['gpu_memory_gib']:.1f} GiB on each GPU, "
-        f"{memory['host_gib']:.1f} GiB of host memory"
+    gpus = run.cluster.gpu != "cpu"
+    found = dict(ON_GPUS) if gpus else {}
+    found["GPU memory" if gpus else "memory"] = (
+        f"the plan estimates {memory['gpu_gib']:.1f} of {memory['gpu_memory_gib']:.1f} GiB for each rank, "
+        f"{memory['host_gib']:.1f} GiB of each host"
     )
     found["speed"] = (
-        f"the plan estimates {estimate['step_seconds']:.1f} s a step, {estimate['tokens_per_second']:,.0f} tokens/s"
+        f"the plan estimates {estimate['step_seconds']:.2g} s a step, {estimate['tokens_per_second']:,.0f} tokens/s"
     )
     if layout["nodes"] > 1:
         network = run.cluster.network if isinstance(run.cluster.network, str) else "the network"

@@ -83,10 +83,15 @@ def phases(record: Record) -> Table:
 
 def changes(record: Record) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="changed for the rehearsal", title_justify="left")
-    for name in ("key", "yours", "here", "why"):
+    for name in ("key", "yours -> here", "why"):
         table.add_column(name, overflow="fold")
+    dropped = [change for change in record.changes if change.key.startswith("cluster.") and change.here is None]
     for change in record.changes:
-        table.add_row(change.key, shown(change.yours), shown(change.here), change.why)
+        if change not in dropped:
+            table.add_row(change.key, f"{shown(change.yours)} -> {shown(change.here)}", change.why)
+    if dropped:
+        names = ", ".join(change.key.removeprefix("cluster.") for change in dropped)
+        table.add_row("cluster", f"without {names}", dropped[0].why)
     return table
 
 
