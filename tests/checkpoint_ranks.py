@@ -46,9 +46,9 @@ def full_disk(loop: Loop) -> None:
 
     begin = type(loop.saving.writer).begin
 
-    def begun(contents: Any) -> None:
+    def begun(contents: Any, copying_seconds: float) -> None:
         object.__setattr__(contents, "write", write)
-        begin(loop.saving.writer, contents)
+        begin(loop.saving.writer, contents, copying_seconds)
 
     loop.saving.writer.begin = begun  # type: ignore[method-assign]
 

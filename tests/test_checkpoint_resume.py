@@ -220,6 +220,17 @@ def test_a_full_disk_is_said_and_training_goes_on(two: tuple[Outcomes, dict[str,
     assert not list((run / "checkpoints").glob(".*"))
     assert all(not checkpoint.damage(f) for f in checkpoint.saved(run / "checkpoints"))
     assert_same_bits(run / "final", material / "runs" / "plain" / "final")
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    saves = [line for line in lines if line["kind"] == "save"]
+    assert [(line["step"], line["ok"], line.get("error")) for line in saves] == [
+        (4, True, None),
+        (8, False, "No space left on device"),
+        (12, True, None),
+    ]
+    written = sum(path.stat().st_size for path in (run / "checkpoints" / "step-12").iterdir())
+    assert saves[2]["bytes"] == written, "as much as lies there"
+    assert saves[2]["seconds"] > 0
+    assert [line["kind"] for line in lines][-1] == "end", "the last save is waited for"
 
 
 def test_a_stop_that_cannot_be_saved_is_a_failure(two: tuple[Outcomes, dict[str, str]]) -> None:

@@ -159,6 +159,11 @@ def test_pauses_hold_evaluations_and_saves(trained: Trained) -> None:
         ("save", 12),
         ("end", 12),
     ]
+    for event in (e for e in events if e["kind"] == "save"):
+        checkpoint = trained.folder / f"checkpoint-{event['step']}"
+        assert event["bytes"] == sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+        assert event["seconds"] > 0
+    assert next(e["seconds"] for e in events if e["kind"] == "save") < paused[7]
     evaluated = [log["eval_loss"] for log in trained.logs if "eval_loss" in log]
     assert [e["eval_loss"] for e in events if e["kind"] == "eval"] == evaluated
 
@@ -385,9 +390,9 @@ class Issuing:
 def test_a_collective_that_blocks_where_it_is_issued_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, seen = "the loop's", []
     monkeypatch.setattr(clock, "ISSUED", ("barrier",))
-    monkeypatch.setattr(clock.dist, "ProcessGroup", Issuing)
-    monkeypatch.setattr(clock.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(clock.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.ProcessGroup", Issuing)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     waits = clock.Waits(clock.host_mark, lambda start, end: seen.append(start.until(end)), lambda: stream)
     waits.install()
     try:

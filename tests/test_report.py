@@ -136,7 +136,7 @@ def test_no_run_is_a_users_error(there: str, tmp_path: Path) -> None:
         path.write_text("")
     elif there == "empty folder":
         path.mkdir()
-    with pytest.raises(UserError, match=r"holds no steps-rank|is not a folder"):
+    with pytest.raises(UserError, match=r"holds no steps-rank|is not a folder|is not there"):
         report.make([path])
 
 
@@ -149,6 +149,9 @@ def test_a_line_cut_by_a_kill_and_a_damaged_one_are_passed_over(tmp_path: Path) 
     made = only(folder)
     assert made["headline"]["steps"] == 29
     assert made["ranks"][0]["steps"] == 28
+    assert "a line of steps-rank0.jsonl can't be read, the first is line 11" in made["absent"], (
+        "the cut one is no damage"
+    )
 
 
 def test_steps_that_were_trained_again_count_once(tmp_path: Path) -> None:
@@ -178,7 +181,7 @@ def test_a_rank_that_stopped_early_and_one_that_left_nothing(tmp_path: Path) -> 
     [
         ({"loss": math.nan}, "bad", "not a finite number at step 25"),
         ({"loss": None, "non_finite": ["loss"]}, "bad", "not a finite number at step 25"),
-        ({"skipped": True}, "warn", "1 steps were left out"),
+        ({"skipped": True}, "warn", "1 step was left out"),
         ({"gpu_throttle": ["hardware thermal slowdown"]}, "warn", "hardware thermal slowdown"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 import socket
 import sys
@@ -387,8 +388,48 @@ def test_the_live_view_follows_until_the_run_is_over(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
         live.View(tmp_path)
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match=r"nowhere: is not there"):
         live.View(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file: is not a folder"):
+        live.View(tmp_path / "file")
+
+
+ODD: list[Any] = [None, -1, 1e308, math.nan, "text", [], [None], {}, {"a": "b"}, True]
+READ = ("steps-rank0.jsonl", "meter-rank0.json", "manifest.json", "plan.json", "alarms.jsonl", "events.jsonl")
+
+
+@pytest.mark.parametrize("name", [*READ, "heartbeat-rank0.json"])
+def test_odd_values_anywhere_are_survived(name: str, tmp_path: Path) -> None:
+    """Another version's files, or damaged ones."""
+    sound: dict[str, dict[str, Any]] = {
+        "steps-rank0.jsonl": record(1, random.Random(0)) | {"loss": 2.0, "learning_rate": 0.1},
+        "meter-rank0.json": {"ranks": 1, "hardware": {"gpu": None}},
+        "manifest.json": {"state": "running"},
+        "plan.json": {"batch": {"steps": 80}},
+        "alarms.jsonl": {"kind": "stall", "step": 3, "rank": 0, "level": "stop", "message": "m"},
+        "events.jsonl": {"kind": "eval", "step": 3, "eval_loss": 1.5},
+        "heartbeat-rank0.json": {"rank": 0, "time": time.time(), "phase": "forward", "step": 4},
+    }
+    for each, value in sound.items():
+        (tmp_path / each).write_text(json.dumps(value) + "\n")
+    view = live.View(tmp_path)
+    view.round()
+    assert "2.0" in drawn(view) or "2 " in drawn(view)
+    for key in sound[name]:
+        for odd in ODD:
+            (tmp_path / name).write_text(json.dumps({**sound[name], key: odd}) + "\n")
+            try:
+                view = live.View(tmp_path)
+                view.round()
+                drawn(view)
+            except Exception as error:
+                raise AssertionError(f"{name}: {key} = {odd!r}") from error
+    for text in ("", "[]", "no JSON", '{"a": '):
+        (tmp_path / name).write_text(text)
+        view = live.View(tmp_path)
+        view.round()
+        drawn(view)
 
 
 def test_watching_needs_no_torch(tmp_path: Path) -> None:

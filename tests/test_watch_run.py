@@ -208,6 +208,15 @@ def test_a_stall_names_the_absent_rank_and_its_collective_with_all_stacks(runs: 
     assert "Traceback" not in runs.said
 
 
+@pytest.mark.parametrize(("name", "kind"), [("sleeper", "straggler"), ("nan", "non_finite"), ("hang", "stall")])
+def test_a_run_that_did_not_end_well_has_a_page_that_says_why(name: str, kind: str, runs: Outcomes) -> None:
+    """None of these saved anything, so no page was made before."""
+    made = json.loads((runs.folder / name / "report.json").read_text())["runs"][0]
+    assert made["verdict"]["level"] == "bad"
+    assert kind in [alarm["kind"] for alarm in made["alarms"]]
+    assert made["state"] == ("stopped by an alarm" if name == "hang" else "failed")
+
+
 def test_a_rank_that_holds_pythons_lock_is_named_with_its_stack(runs: Outcomes) -> None:
     """No thread of it can say anything: faulthandler's timer does, and the other rank waits for that."""
     alarm = runs.alarm("grip", "stall")

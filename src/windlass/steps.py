@@ -97,16 +97,18 @@ def files(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Each line's object. A last line cut short by a kill, or damage in between, is passed over."""
+def lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Each line's object. A last line cut short by a kill is passed over; other damage too, its lines in `damaged`."""
     with path.open("rb") as handle:
-        for line in handle:
+        for number, line in enumerate(handle, 1):
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
-                continue
+                value = None
             if isinstance(value, dict):
                 yield value
+            elif damaged is not None and line.endswith(b"\n"):
+                damaged.append(number)
 
 
 def event(folder: Path, kind: str, step: int, **fields: Any) -> None:

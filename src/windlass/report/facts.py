@@ -12,6 +12,7 @@ from windlass.report.read import NAN, Columns, Run, ask, known, mean, median, nu
 
 Facts = dict[str, Any]
 SILENT_SECONDS = 120  # without a heartbeat of any rank: nobody is there any more, however the manifest calls it
+BAD_STATES = ("failed", "killed", "stopped by an alarm")
 SHOWN = 200  # alarms and targets that are listed; the counts say how many there are
 
 
@@ -72,6 +73,9 @@ def state(run: Run) -> str:
     if last.get("kind") == "end":
         steps_planned = number(run.ask("plan.json", "batch", "steps"))
         return "ended early" if number(last.get("step")) < steps_planned else "finished"
+    began = number(last.get("time"))
+    if any(alarm.get("level") == "stop" and number(alarm.get("time")) >= began for alarm in run.alarms):
+        return "stopped by an alarm"
     if run.silent_seconds is not None and run.silent_seconds > SILENT_SECONDS:
         return "killed"
     return "running" if said else "running or ended without a word"
@@ -330,13 +334,14 @@ def certificate(run: Run) -> Facts | None:
 def verdict(run: Run, made: Facts) -> Facts:
     """good, warn or bad; a sentence; and what speaks against the run."""
     head, against = made["headline"], []
-    bad = bool(run.first.non_finite) or made["state"] in ("failed", "killed")
+    bad = bool(run.first.non_finite) or made["state"] in BAD_STATES
     if made["state"] == "killed":
         against.append(f"no sign of life from any rank for {duration(run.silent_seconds)}, and no word of an end")
     if run.first.non_finite:
         against.append(f"loss or gradient is not a finite number at step {run.first.non_finite[0]}")
     if head["skipped_steps"]:
-        against.append(f"{head['skipped_steps']} steps were left out because their gradients were not finite")
+        count = "1 step was" if head["skipped_steps"] == 1 else f"{head['skipped_steps']} steps were"
+        against.append(f"{count} left out because their gradients were not finite")
     first, last = head["first_loss"], head["final_loss"]
     if first is not None and last is not None and last > first * 1.02 and head["steps"] >= 20:
         against.append("the loss is higher at the end than at the start")
@@ -367,7 +372,8 @@ def sentence(made: Facts) -> str:
     if not head["steps"]:
         return "No step has been made yet."
     of = f" of {head['steps_planned']:,}" if head["steps_planned"] else ""
-    text = f"{made['state'][:1].upper()}{made['state'][1:]} after {head['steps']:,}{of} steps"
+    name = "step" if head["steps"] == 1 and not of else "steps"
+    text = f"{made['state'][:1].upper()}{made['state'][1:]} after {head['steps']:,}{of} {name}"
     if head["first_loss"] is not None and head["final_loss"] is not None:
         text += f"; the loss went from {head['first_loss']:.3f} to {head['final_loss']:.3f}"
     return text + "."

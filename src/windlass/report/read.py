@@ -103,10 +103,11 @@ def read(folder: Path) -> Run:
     """Everything the report needs. Only a folder without any step file is refused."""
     found = steps.files(folder) if folder.is_dir() else {}
     if not found:
-        problem = "holds no steps-rank*.jsonl" if folder.is_dir() else "is not a folder"
-        raise UserError(f"{folder} {problem}", str(folder), "give a run folder: train.output_dir of a run that began")
-    ranks = {rank: columns(path, first=rank == min(found)) for rank, path in found.items()}
+        known_ = "holds no steps-rank*.jsonl" if folder.is_dir() else "is not a folder"
+        problem = known_ if folder.exists() else "is not there"
+        raise UserError(problem, str(folder), "give a run folder: the output_dir of a run that has begun")
     files, absent = {}, []
+    ranks = {rank: columns(path, absent, first=rank == min(found)) for rank, path in found.items()}
     for name in OPTIONAL:
         value, why = read_object(folder / name)
         if value is not None:
@@ -144,11 +145,16 @@ def silent(folder: Path) -> float | None:
     return None if math.isnan(newest) else max(time.time() - newest, 0.0)
 
 
-def columns(path: Path, *, first: bool) -> Columns:
+def columns(path: Path, absent: list[str], *, first: bool) -> Columns:
+    """One rank's steps; what of its file can't be read is added to `absent`."""
+    damaged: list[int] = []
     names = [name for name in steps.FIELDS if name not in NOT_NUMBERS] if first else PER_RANK
     made = Columns()
-    for line in steps.lines(path):
+    for line in steps.lines(path, damaged):
         made.add(line, names)
+    if damaged:
+        count = "a line" if len(damaged) == 1 else f"{len(damaged)} lines"
+        absent.append(f"{count} of {path.name} can't be read, the first is line {damaged[0]}")
     return made
 
 

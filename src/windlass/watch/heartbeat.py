@@ -24,6 +24,7 @@ from windlass.watch.alarm import Alarm
 
 BEAT: Final = "heartbeat-rank{rank}.json"
 STACKS: Final = "stacks-rank{rank}.txt"
+LATEST: Final = 1e11  # seconds since 1970 that a clock may show
 SLOWEST_BEAT: Final = 5.0  # seconds
 
 
@@ -144,9 +145,10 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
     """Every rank's last sign of life."""
     found = {}
     for path in sorted(folder.glob(BEAT.format(rank="*"))):
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
             word = json.loads(path.read_bytes())
-            found[int(word["rank"])] = {**word, "time": float(word["time"])}
+            if 0 <= (seconds := float(word["time"])) < LATEST:
+                found[int(word["rank"])] = {**word, "time": seconds}
     return dict(sorted(found.items()))
 
 

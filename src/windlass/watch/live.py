@@ -23,9 +23,12 @@ from windlass.watch.patrol import meter
 BARS: Final = "▁▂▃▄▅▆▇█"
 WIDTH: Final = 48  # characters of a curve
 SILENT_SECONDS: Final = 30.0  # without a sign of life
+# What a state is shown in; all others in yellow.
+STATES: Final = {"finished": "green", "running": "cyan", "failed": "bold red"}
 HEADS: Final = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "communication": "wait"}
 SHOWN: Final = 8  # alarms, the newest
 RANKS: Final = 16  # rows; the slowest of more ranks
+NARROW: Final = 100  # columns that a page in a pipe gets at least
 STYLES: Final = {"stop": "bold red", "error": "bold red", "checkpoint": "yellow", "warn": "yellow"}
 
 
@@ -35,10 +38,10 @@ class View:
     def __init__(self, folder: Path) -> None:
         found = steps.files(folder) if folder.is_dir() else {}
         if not found and not (folder / "manifest.json").is_file():
-            what = "holds no run" if folder.is_dir() else "is not a folder"
-            raise UserError(f"{folder} {what}", str(folder), "give a run folder: train.output_dir of a run")
+            what = "holds no run" if folder.is_dir() else "is not a folder" if folder.exists() else "is not there"
+            raise UserError(what, str(folder), "give a run folder: the output_dir of a run")
         self.folder = folder
-        self.ranks = int(meter(folder, 0).get("ranks") or len(found) or 1)
+        self.ranks = self._count() or len(found) or 1
         self.joined = Joined(folder, self.ranks)
         self.alarm_lines, self.event_lines = Tail(folder / steps.ALARMS), Tail(folder / steps.EVENTS)
         self.alarms: deque[dict[str, Any]] = deque(maxlen=SHOWN)
@@ -49,14 +52,19 @@ class View:
         self.beats: dict[int, dict[str, Any]] = {}
         self.state = ""
 
+    def _count(self) -> int:
+        """Ranks, as the meter of the first one says; nobody has more than a machine room."""
+        said = meter(self.folder, 0).get("ranks")
+        return said if isinstance(said, int) and 0 < said <= 1 << 20 else 0
+
     def round(self) -> None:
-        if not self.joined.latest and (ranks := int(meter(self.folder, 0).get("ranks") or self.ranks)) != self.ranks:
+        if not self.joined.latest and (ranks := self._count() or self.ranks) != self.ranks:
             self.ranks, self.joined = ranks, Joined(self.folder, ranks)
         for _, records in self.joined.new():
             for name, curve in self.curves.items():
-                if isinstance(value := records[0].get(name), int | float):
-                    curve.append(float(value))
-            self.seconds.append(max(float(record.get("step_seconds") or 0.0) for record in records.values()))
+                if (value := numbers(records[0]).get(name)) is not None:
+                    curve.append(value)
+            self.seconds.append(max(numbers(record).get("step_seconds", 0.0) for record in records.values()))
         for curve in self.curves.values():
             while len(curve) > 64 * WIDTH:
                 curve[:] = curve[1::2]
@@ -65,7 +73,7 @@ class View:
             self.alarm_count += 1
         for event in self.event_lines.objects():
             if event.get("kind") == "eval":
-                self.evaluation = event
+                self.evaluation = numbers(event)
         self.beats = heartbeat.read(self.folder)
         self.state = str(_object(self.folder / "manifest.json").get("state") or "unknown")
 
@@ -74,13 +82,14 @@ class View:
         return self.state != "running"
 
     def draw(self, now: float) -> Group:
-        first = self.joined.latest.get(0, {})
+        first = numbers(self.joined.latest.get(0, {}))
         return Group(*self._head(first, now), *self._curves(first), self._table(now), *self._alarms())
 
     def _head(self, first: dict[str, Any], now: float) -> list[Text]:
-        planned = (_object(self.folder / "plan.json").get("batch") or {}).get("steps")
-        step = first.get("step", 0)
-        style = {"finished": "green", "running": "cyan"}.get(self.state, "yellow")
+        batch = _object(self.folder / "plan.json").get("batch")
+        planned = int(numbers(batch if isinstance(batch, dict) else {}).get("steps", 0))
+        step = int(first.get("step", 0))
+        style = STATES.get(self.state, "yellow")
         line = Text(f"{self.folder}  ", style="bold") + Text(self.state, style=style)
         line += Text(f"  step {step:,}" + (f" of {planned:,}" if planned else ""))
         if planned and self.seconds and not self.over:
@@ -98,10 +107,10 @@ class View:
             if curve:
                 lines.append(Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {curve_of(curve)}"))
         if "learning_rate" in first:
-            total = sum(float(each.get("tokens_per_second") or 0.0) for each in self.joined.latest.values())
+            total = sum(numbers(each).get("tokens_per_second", 0.0) for each in self.joined.latest.values())
             said = f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} tokens/s"
             if "eval_loss" in self.evaluation:
-                said += f"  evaluation {self.evaluation['eval_loss']:.4f} at step {self.evaluation.get('step')}"
+                said += f"  evaluation {self.evaluation['eval_loss']:.4f} at step {self.evaluation.get('step', 0):.0f}"
             lines.append(Text(said))
         return lines
 
@@ -117,29 +126,27 @@ class View:
             "GPU",
             "alive",
         ):
-            table.add_column(name, justify="left" if name == "in" else "right")
-        slowest = sorted(self.joined.latest, key=lambda rank: -(self.joined.latest[rank].get("step_seconds") or 0.0))
+            table.add_column(name, justify="left" if name == "in" else "right", no_wrap=True)
+        slowest = sorted(self.joined.latest, key=lambda r: -numbers(self.joined.latest[r]).get("step_seconds", 0.0))
         for rank in sorted(slowest[:RANKS]):
             table.add_row(*(Text(cell) for cell in self._row(rank, now)))
         return table
 
     def _row(self, rank: int, now: float) -> list[str]:
-        record, beat = self.joined.latest[rank], self.beats.get(rank)
-        seconds = record.get("step_seconds") or 0.0
-        shares = [
-            f"{(record.get(f'{phase}_seconds') or 0.0) / seconds:.0%}" if seconds else "" for phase in steps.PHASES
-        ]
+        record, beat = numbers(self.joined.latest[rank]), self.beats.get(rank)
+        seconds = record.get("step_seconds", 0.0)
+        shares = [f"{record.get(f'{phase}_seconds', 0.0) / seconds:.0%}" if seconds else "" for phase in steps.PHASES]
         held = record.get("gpu_peak_gib", record.get("rss_gib"))
         used = record.get("gpu_utilization")
         return [
             str(rank),
-            str(record.get("step", "")),
-            str(beat["phase"]) if beat and not self.over else "",
+            f"{record.get('step', 0):.0f}",
+            str(beat.get("phase", "")) if beat and not self.over else "",
             f"{seconds:.3g}",
             *shares,
             "" if held is None else f"{held:.1f}",
             "" if used is None else f"{used:.0%}",
-            f"{max(now - beat['time'], 0):.0f} s ago" if beat and not self.over else "",
+            f"{clock(max(now - beat['time'], 0))} ago" if beat and not self.over else "",
         ]
 
     def _alarms(self) -> list[Text]:
@@ -159,6 +166,8 @@ def watch(folder: Path, *, once: bool, console: Console, every_seconds: float = 
     view = View(folder)
     view.round()
     if once or view.over or not console.is_terminal:
+        if not console.is_terminal:
+            console.width = max(console.width, NARROW)
         console.print(view.draw(time.time()))
         return
     with Live(view.draw(time.time()), console=console, auto_refresh=False) as live:
@@ -175,12 +184,18 @@ def follow(view: View, shown: Callable[[], None], every_seconds: float) -> None:
         shown()
 
 
-def curve_of(numbers: Sequence[float]) -> str:
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    """What of a line can be reckoned with, whoever wrote it."""
+    plain = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in plain.items() if abs(value) < 1e300}  # a NaN is not below either
+
+
+def curve_of(values: Sequence[float]) -> str:
     """A curve in one line: each character is the mean of its part."""
-    parts = min(WIDTH, len(numbers))
+    parts = min(WIDTH, len(values))
     means = []
     for i in range(parts):
-        part = numbers[i * len(numbers) // parts : (i + 1) * len(numbers) // parts]
+        part = values[i * len(values) // parts : (i + 1) * len(values) // parts]
         means.append(sum(part) / len(part))
     low, high = min(means), max(means)
     return "".join(BARS[round((mean - low) / (high - low or 1.0) * (len(BARS) - 1))] for mean in means)
