@@ -115,26 +115,31 @@ def _layers(parameters: tuple[Parameter, ...]) -> dict[int, dict[str, Parameter]
 
 def read(checkpoint: Checkpoint, adapter: Adapter) -> Shape:
     """The shape of this model with this adapter."""
-    by_layer = _layers(checkpoint.parameters)
-    adapted = _adapted(adapter)
-    dims = checkpoint.dims
+    targets = (*adapter.target_modules, *adapter.target_parameters)
+    return _read(checkpoint.parameters, targets, checkpoint.dims.get("heads", 1), checkpoint.dims.get("top_k", 0))
+
+
+@lru_cache(maxsize=32)  # a plan weighs dozens of layouts of one model
+def _read(parameters: tuple[Parameter, ...], targets: tuple[str, ...], heads: int, top_k: int) -> Shape:
+    by_layer = _layers(parameters)
+    adapted = _adapted(targets)
     layers = tuple(_layer(by_layer[i], adapted.get(i, ())) for i in sorted(by_layer))
-    outside = tuple(p for p in checkpoint.parameters if not _LAYER.search(p.name))
+    outside = tuple(p for p in parameters if not _LAYER.search(p.name))
     embedding = next(p for p in outside if p.part == "embedding")
     return Shape(
         hidden=embedding.shape[1],
         vocab=embedding.shape[0],
-        heads=dims.get("heads", 1),
-        top_k=dims.get("top_k", 0),
+        heads=heads,
+        top_k=top_k,
         tied=not any(p.part == "head" for p in outside),
         layers=layers,
         outside=outside,
     )
 
 
-def _adapted(adapter: Adapter) -> dict[int, tuple[str, ...]]:
+def _adapted(targets: Iterable[str]) -> dict[int, tuple[str, ...]]:
     found: dict[int, list[str]] = {}
-    for name in (*adapter.target_modules, *adapter.target_parameters):
+    for name in targets:
         match = _LAYER.search(name)
         if match:
             found.setdefault(int(match[1]), []).append(match[2])
