@@ -479,6 +479,6 @@ def test_a_volume_that_is_not_here_gets_its_files_copied_there(here: Path) -> No
 def test_what_does_not_fit_is_not_started(here: Path) -> None:
     program(here / "bin", "runai", "exit 0")
     with pytest.raises(UserError, match="does not fit"):
-        sent(here, "runai", lambda _: None, "lora.experts=true", "lora.lora_dropout=0")
+        sent(here, "runai", lambda _: None, "train.per_device_train_batch_size=4096")
     assert not calls(here / "bin", "runai")
-    assert sent(here, "runai", lambda _: None, "lora.experts=true", "lora.lora_dropout=0", dry_run=True) == 0
+    assert sent(here, "runai", lambda _: None, "train.per_device_train_batch_size=4096", dry_run=True) == 0

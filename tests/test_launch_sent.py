@@ -316,7 +316,7 @@ def test_a_local_run_is_begun_looked_at_and_stopped(tmp_path: Path) -> None:
     """The commands as they are typed, and real training."""
     file = demo.make(tmp_path / "a")
     options = ("--override", "cluster.gpus_per_node=1", "--override", "train.max_steps=100000")
-    options += ("--override", "train.eval_strategy=no", "--override", "train.save_steps=50000")
+    options = (*options, "--override", "train.eval_strategy=no", "--override", "train.save_steps=50000")
     begun = command("submit", str(file), "--dry-run", *options, folder=tmp_path)
     assert "nothing is written; it would start: windlass train" in begun.stderr
     assert not (tmp_path / "a" / "run").exists()

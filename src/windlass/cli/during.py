@@ -23,6 +23,7 @@ from windlass.cli.options import (
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
+    from windlass.launch.runai_api import ControlPlane
     from windlass.plan import Plan
 
 Out = Annotated[
@@ -159,7 +160,7 @@ def submit(
     Local runs here and now. Script writes launch.sh, which runs on every node, by hand or as a Slurm step.
     The other two go through `runai` and `kubectl` where these are at hand; else their files are written.
     """
-    from windlass.launch import PLATFORMS, runai_api
+    from windlass.launch import PLATFORMS
     from windlass.launch import submit as submitting
 
     made = make_plan(run, override, accelerate)
@@ -175,7 +176,7 @@ def submit(
         dry_run=dry_run,
         follow=follow,
         api=api,
-        plane=runai_api.control_plane(os.environ) if api else None,
+        plane=_control_plane() if api else None,
         say=say,
     )
     raise typer.Exit(code)
@@ -221,6 +222,12 @@ def watch(
     from windlass.watch import live
 
     live.watch(folder, once=once, console=Console(highlight=False))
+
+
+def _control_plane() -> ControlPlane | None:
+    from windlass.launch import runai_api
+
+    return runai_api.control_plane(os.environ)
 
 
 def _submitted(run: Path, override: list[str] | None, out: Path | None) -> tuple[Path, Path]:

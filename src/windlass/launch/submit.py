@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass.errors import Problem, RunError, UserError, raise_all
-from windlass.launch import kubernetes, local, pods, runai, runai_api, script
+from windlass.launch import kubernetes, local, pods, runai, script
 from windlass.launch.job import Job, environment_notes, job_of
 from windlass.launch.job import words as words_of
 from windlass.launch.kubernetes import checks, cluster, engines
 from windlass.plan import Plan
 from windlass.runfile import Loaded
+
+if TYPE_CHECKING:
+    from windlass.launch.runai_api import ControlPlane
 
 RECORD = "submitted.json"
 START_SECONDS = 24 * 3600  # --follow waits so long for a first pod: queues may be long
@@ -45,10 +48,15 @@ def texts(
     if to == "script":
         return script.texts(job)
     if to == "runai":
-        payload = {"payload.json": runai_api.text(runai_api.payload(job))} if api else {}
-        return runai.texts(job) | payload
+        return runai.texts(job) | (_payload(job) if api else {})
     raise_all(checks.problems(kubernetes.manifests(job, engine, version)))
     return kubernetes.texts(job, engine, version)
+
+
+def _payload(job: Job) -> dict[str, str]:
+    from windlass.launch import runai_api  # it brings what speaks HTTP, which nobody else waits for
+
+    return {"payload.json": runai_api.text(runai_api.payload(job))}
 
 
 def _engine(job: Job, found: str | None) -> str:
@@ -128,7 +136,7 @@ def submit(
     dry_run: bool = False,
     follow: bool = False,
     api: bool = False,
-    plane: runai_api.ControlPlane | None = None,
+    plane: ControlPlane | None = None,
     say: Say,
 ) -> int:
     """Write the files and start the run. Returns an exit code.
@@ -235,7 +243,9 @@ def _runai(order: Order) -> int:
     return order.sent()
 
 
-def _runai_api(order: Order, plane: runai_api.ControlPlane | None) -> int:
+def _runai_api(order: Order, plane: ControlPlane | None) -> int:
+    from windlass.launch import runai_api
+
     payload = order.folder / "payload.json"
     if plane is None:
         order.say(
