@@ -1,0 +1,362 @@
+"""Adapters beside routed experts: PEFT's own in values, gradients and files, and small in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from windlass import adapter as adapters
+from windlass import checkpoint
+from windlass.adapter import Adapter, Part, Target, by_expert, expert_path, packed
+from windlass.model import experts, lora
+from windlass.model.experts import stacked
+from windlass.runfile import Lora
+
+# PEFT and TRL still use names of transformers that its next major version drops.
+# PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module:RuntimeWarning"),
+]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 2**10,
+    "experts_implementation": "grouped_mm",
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "mistral4": lambda: Mistral4ForCausalLM(Mistral4Config(**SIZES, **LATENT, n_routed_experts=6)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=6, head_dim=16)),
+}
+R, E = 3, 6
+
+
+def base(family: str = "mistral4", dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return FAMILIES[family]().to(dtype).requires_grad_(False)
+
+
+def names(model: nn.Module, *leaves: str) -> list[str]:
+    return [name for name, _ in model.named_parameters() if name.endswith(tuple(f"experts.{leaf}" for leaf in leaves))]
+
+
+def peft_of(model: nn.Module, *leaves: str, **config: Any) -> PeftModel:
+    """As PEFT alone makes it, B not at zero."""
+    asked = LoraConfig(
+        r=R, lora_alpha=2 * R, target_modules=["o_proj"], target_parameters=names(model, *leaves), **config
+    )
+    return live(get_peft_model(model, asked))
+
+
+def live(model: PeftModel) -> PeftModel:
+    dice = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=dice) * 0.2)
+    return model
+
+
+def plan_of(model: nn.Module, found: list[str]) -> Adapter:
+    shapes = [model.get_parameter(name).shape for name in found]
+    count = sum(shape[0] * R * (shape[1] + shape[2]) for shape in shapes)
+    linear = {name: m for name, m in model.named_modules() if name.endswith(".o_proj")}
+    attention = sum(R * sum(module.weight.shape) for module in linear.values())
+    targets = (
+        Target("o_proj", ("o_proj",), "attention", tuple(linear), attention),
+        Target("experts", ("experts",), "experts", tuple(found), count),
+    )
+    return Adapter(R, 2.0 * R, targets, tuple(linear), tuple(found), count + attention, 4)
+
+
+def ours_of(model: nn.Module, *leaves: str, path: str = adapters.SPLIT, **keys: Any) -> PeftModel:
+    said = {"r": R, "lora_alpha": 2 * R, "lora_dropout": 0, "target_modules": ["o_proj"], "experts": True, **keys}
+    found = names(model, *leaves)
+    return live(lora.attach(model, Lora.model_validate(said), plan_of(model, found), 1, path))
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(1, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model: PeftModel, *, checkpointing: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and the gradients of one backward."""
+    model.train()
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    output = model(**batch())
+    output.loss.backward()
+    return output.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    one, other = (tensor.detach().float() for tensor in (one, other))
+    return float((one - other).norm() / other.norm().clamp(min=1e-12))
+
+
+BOTH = ("gate_up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_those_of_peft(family: str, checkpointing: bool) -> None:
+    logits, gradients = step(ours_of(base(family), *BOTH), checkpointing=checkpointing)
+    theirs, expected = step(peft_of(base(family), *BOTH), checkpointing=checkpointing)
+    assert apart(logits, theirs) < 1e-5
+    assert gradients.keys() == expected.keys()
+    assert sum(".experts." in name for name in gradients) == 2 * 2 * 2
+    worst = {name: apart(gradients[name], expected[name]) for name in gradients}
+    assert max(worst.values()) < 1e-5, worst
+
+
+def stack_of(model: PeftModel) -> Any:
+    """The experts of a layer, in their adapters."""
+    return next(module for name, module in model.named_modules() if name.endswith(".experts"))
+
+
+def one_stack(model: PeftModel, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of one layer's experts on tokens given, so that no router rounds them elsewhere."""
+    dice = torch.Generator().manual_seed(2)
+    x = torch.randn(30, 32, generator=dice).to(dtype).requires_grad_()
+    index = torch.tensor([[0, 1], [4, 1], [3, 0]]).repeat(10, 1)  # 2 and 5 have no token
+    weights = torch.rand(30, 2, generator=dice).to(dtype).requires_grad_()
+    stack = stack_of(model)
+    y = stack(x, index, weights)
+    own = [p for p in stack.parameters() if p.requires_grad]
+    return [y, *torch.autograd.grad(y, [x, weights, *own], torch.randn(y.shape, generator=dice).to(dtype))]
+
+
+def test_in_bfloat16_it_is_as_near_to_float32_as_peft_is() -> None:
+    true = one_stack(peft_of(base(), *BOTH), torch.float32)
+    theirs = one_stack(peft_of(base(dtype=torch.bfloat16), *BOTH), torch.bfloat16)
+    found = one_stack(ours_of(base(dtype=torch.bfloat16), *BOTH), torch.bfloat16)
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in theirs]
+    for one, other, exact in zip(found, theirs, true, strict=True):
+        assert apart(one, exact) < max(2 * apart(other, exact), 1e-6)
+        assert apart(one, exact) < 0.05
+
+
+def test_an_expert_without_a_token_has_a_gradient_of_zero() -> None:
+    found = one_stack(ours_of(base(), *BOTH), torch.float32)[3:]
+    names = [name for name, p in stack_of(ours_of(base(), *BOTH)).named_parameters() if p.requires_grad]
+    for name, gradient in zip(names, found, strict=True):
+        none = by_expert(f".{name}", gradient, E).flatten(1).eq(0).all(dim=1)
+        assert none.tolist() == [False, False, True, False, False, True], name
+
+
+@pytest.mark.parametrize("leaf", BOTH)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_one_of_the_two_alone_and_another_scale(leaf: str, rslora: bool) -> None:
+    logits, gradients = step(ours_of(base(), leaf, experts={"targets": [leaf]}, use_rslora=rslora))
+    theirs, expected = step(peft_of(base(), leaf, use_rslora=rslora))
+    assert apart(logits, theirs) < 1e-5
+    assert all(apart(gradients[name], expected[name]) < 1e-5 for name in expected)
+
+
+def test_the_orders_of_packing_swapped_are_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison with PEFT has to notice."""
+
+    def swapped(name: str, matrix: Tensor, count: int) -> Tensor:
+        if ".lora_B." in name:  # as if B, too, had the expert slowest
+            return matrix.view(matrix.shape[0], count, -1).permute(1, 2, 0)
+        return by_expert(name, matrix, count)
+
+    expected, _ = step(peft_of(base(), *BOTH))
+    monkeypatch.setattr(experts, "by_expert", swapped)
+    assert apart(step(ours_of(base(), *BOTH))[0], expected) > 1e-3
+
+
+def test_the_first_use_without_a_gradient_and_none_at_all() -> None:
+    model = ours_of(base(), *BOTH).eval()
+    with torch.no_grad():
+        logits = model(**batch()).logits
+        with model.disable_adapter():
+            plain = model(**batch()).logits
+    assert apart(logits, step(peft_of(base(), *BOTH))[0]) < 1e-5
+    assert apart(plain, base()(**batch()).logits) < 1e-6
+    assert apart(logits, plain) > 1e-3
+
+
+# --- memory ---
+
+
+def kept(model: PeftModel) -> int:
+    """Bytes that autograd keeps for the backward, besides parameters; what shares memory counts once."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    alive: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**batch())
+    return sum(found.values())
+
+
+def test_what_is_kept_for_the_backward_is_low_rank() -> None:
+    without = get_peft_model(base(), LoraConfig(r=R, lora_alpha=2 * R, target_modules=["o_proj"]))
+    tokens, layers, stacks = 2 * 20, 2, 2
+    narrow = layers * stacks * tokens * 2 * 4 * 4  # x A: top-2, r 3 filled up to 16 bytes
+    hidden = layers * tokens * 32 * 4  # what the rows are made of again; no copy by expert, no expert's weight
+    extra = kept(ours_of(base(), *BOTH)) - kept(live(without))
+    assert hidden < extra <= narrow + hidden
+    assert kept(peft_of(base(), *BOTH)) - kept(ours_of(base(), *BOTH)) > 2 * E * (48 * 32 + 24 * 32) * 4
+
+
+# --- dropout ---
+
+
+class Every(nn.Module):
+    """A dropout that can be computed again: every third value goes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.arange(x.numel()).view(x.shape) % 3 != 0) * 1.5
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_dropout_is_before_the_adapter_alone(name: str) -> None:
+    """One product against the definition, expert by expert: y = x W + s (drop(x) A) B."""
+    model = ours_of(base(), *BOTH, lora_dropout=0.25)
+    stack = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    wrapper = stack.adapters[name]
+    assert wrapper.lora_dropout["default"].p == 0.25
+    wrapper.lora_dropout["default"] = Every()
+    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    weight = getattr(stack, name).detach()
+    ends = torch.tensor([4, 4, 9, 10, 17, 20], dtype=torch.int32)
+    x = torch.randn(20, weight.shape[2], requires_grad=True)
+    y = experts.product(stack, name, x, lambda rows: rows * 1, ends)
+    sent = torch.randn(y.shape)
+    found = torch.autograd.grad(y, [x, a, b], sent)
+    down, up = by_expert(".lora_A.", a, E), by_expert(".lora_B.", b, E)
+    starts = [0, *ends.tolist()]
+    rows = [slice(first, last) for first, last in pairwise(starts)]
+    dropped = Every()(x)
+    wanted = torch.cat([x[r] @ weight[e].T + 2 * (dropped[r] @ down[e].T) @ up[e] for e, r in enumerate(rows)])
+    assert apart(y, wanted) < 1e-5
+    for one, other in zip(found, torch.autograd.grad(wanted, [x, a, b], sent), strict=True):
+        assert apart(one, other) < 1e-5
+
+
+def test_dropout_drops_in_training_and_checkpointing_draws_it_again() -> None:
+    model, other = (ours_of(base(), *BOTH, lora_dropout=0.5) for _ in range(2))
+    torch.manual_seed(3)
+    logits, gradients = step(model)
+    assert apart(logits, model.eval()(**batch()).logits) > 1e-3
+    torch.manual_seed(3)
+    again, recomputed = step(other, checkpointing=True)
+    assert torch.equal(logits, again)
+    assert all(apart(recomputed[name], gradients[name]) < 1e-5 for name in gradients)
+    assert all(m.p == 0.5 for m in model.modules() if isinstance(m, nn.Dropout) and m.p)
+
+
+def test_with_dropout_the_saved_adapter_opens_in_peft_all_the_same(tmp_path: Path) -> None:
+    model = ours_of(base(), *BOTH, lora_dropout=0.5).eval()
+    checkpoint.save_adapter(model, tmp_path)
+    again = PeftModel.from_pretrained(base(), str(tmp_path)).eval()
+    assert apart(model(**batch()).logits, again(**batch()).logits) < 1e-5
+
+
+# --- files ---
+
+
+def test_an_adapter_that_peft_saved_goes_on_here(tmp_path: Path) -> None:
+    theirs = peft_of(base(), *BOTH)
+    theirs.save_pretrained(str(tmp_path))
+    expected = step(theirs)[1]
+    model = base()
+    said = {"r": R, "lora_alpha": 2 * R, "lora_dropout": 0, "experts": True, "adapter": str(tmp_path)}
+    ours = lora.attach(model, Lora.model_validate(said), plan_of(model, names(model, *BOTH)), 1)
+    found = step(ours)[1]
+    assert all(apart(found[name], expected[name]) < 1e-5 for name in expected)
+
+
+# --- parts ---
+
+
+@pytest.mark.parametrize("name", ["x.lora_A.weight", "x.lora_B.weight"])
+def test_parts_put_together_are_the_whole(name: str) -> None:
+    shape = (E * R, 5) if "lora_A" in name else (5, E * R)
+    whole = torch.randn(shape)
+    stack = by_expert(name, whole, E)
+    assert stack.shape == (E, R, 5)
+    assert torch.equal(packed(name, stack), whole)
+    parts = [Part(first, 2, E) for first in (0, 2, 4)]
+    together = torch.cat([by_expert(name, part.own(name, whole), 2) for part in parts])
+    assert torch.equal(packed(name, together), whole)
+    assert not torch.equal(packed(name, together.flip(0)), whole)
+
+
+def test_a_delta_by_parts_is_pefts_own() -> None:
+    """The order of packing, from PEFT's arithmetic alone."""
+    model = peft_of(base(), "down_proj")
+    wrapper = model.get_base_model().model.layers[0].mlp.experts
+    down, up = stacked(wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight, E, torch.float32)
+    delta = 2 * torch.einsum("ero,eri->eoi", up, down)
+    assert torch.allclose(delta, wrapper.get_delta_weight("default"), atol=1e-6)
+
+
+# --- which path ---
+
+
+class Stack:
+    def __init__(self, name: str, *shape: int) -> None:
+        self.name, self.shape = name, shape
+
+
+class Full:
+    """The published Mistral Small 4, one layer of it."""
+
+    parameters = (Stack("up", 128, 4096, 4096), Stack("down", 128, 4096, 2048), Stack("o_proj", 4096, 4096))
+    dims = {"top_k": 4}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("stacks", "tokens", "mergeable", "path"),
+    [
+        (("up",), 65_536, True, "split"),
+        (("up",), 65_537, True, "merged"),
+        (("down",), 43_690, True, "split"),
+        (("down",), 43_691, True, "merged"),
+        (("up", "down"), 56_173, True, "split"),
+        (("up", "down"), 56_174, True, "merged"),
+        (("up", "down"), 10**6, False, "split"),
+        ((), 10**6, True, "split"),
+    ],
+)
+def test_the_path_goes_by_tokens_per_expert(stacks: tuple[str, ...], tokens: int, mergeable: bool, path: str) -> None:
+    adapter = Adapter(4, 8, (), (), stacks, 0, 4)
+    assert expert_path(adapter, Full(), tokens, mergeable=mergeable) == path  # type: ignore[arg-type]
+
+
+def test_the_merged_path_is_pefts_own_forward() -> None:
+    model = ours_of(base(), *BOTH, path=adapters.MERGED)
+    assert not any(isinstance(module, experts.Beside) for module in model.modules())
+    expected = step(peft_of(base(), *BOTH))
+    logits, gradients = step(copy.deepcopy(model))
+    assert torch.equal(logits, expected[0])
+    assert all(torch.equal(gradients[name], expected[1][name]) for name in gradients)
