@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -95,6 +96,47 @@ def trained(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     )
     trainer.train()
     return Trained(folder, read(folder), trainer.state.log_history, rows, trainer)
+
+
+@pytest.fixture(scope="module")
+def plainly(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """transformers' own Trainer, told nothing but the callback; an exception ends its script after the third step."""
+    folder = tmp_path_factory.mktemp("plain")
+    script = textwrap.dedent(f"""
+        import transformers
+        from transformers import Trainer, TrainerCallback, TrainingArguments
+        from windlass.meter import LLMStepProfiler
+
+        class Fault(TrainerCallback):
+            def on_step_end(self, args, state, control, **_):
+                if state.global_step == 3:
+                    raise MemoryError("planted")
+
+        rows = [{{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}}] * 8
+        arguments = TrainingArguments(
+            {str(folder)!r}, max_steps=8, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+            dataloader_pin_memory=False, per_device_train_batch_size=2,
+        )
+        model = transformers.Mistral4ForCausalLM.from_pretrained({str(small)!r})
+        Trainer(model, arguments, train_dataset=rows, callbacks=[LLMStepProfiler(), Fault()]).train()
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "MemoryError: planted" in done.stderr, done.stderr
+    return folder
+
+
+def test_without_any_argument_in_a_plain_trainer(plainly: Path) -> None:
+    assert [record["step"] for record in read(plainly)] == [1, 2, 3]
+    assert [record["tokens"] for record in read(plainly)] == [8, 8, 8]
+    assert all(record["forward_seconds"] > 0 for record in read(plainly))
+    assert "experts" in read(plainly)[0]
+
+
+def test_a_script_that_an_exception_ends_has_a_report(plainly: Path) -> None:
+    made = json.loads((plainly / "report.json").read_text())["runs"][0]
+    assert made["headline"]["steps"] == 3
+    assert made["state"] == "running or ended without a word"
+    assert (plainly / "report.html").stat().st_size > 10_000
 
 
 def test_every_step_is_there_with_its_times(trained: Trained) -> None:

@@ -215,11 +215,20 @@ def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path) -> None:
     """Its manifest says running for ever; its heartbeats have stopped."""
     folder = write(tmp_path / "run", ranks=1, count=30)
     (folder / "manifest.json").write_text(json.dumps({"state": "running"}))
-    events = [json.dumps({"kind": "start", "step": 0}), json.dumps({"kind": "save", "step": 20, "ok": True})]
+    events = [
+        json.dumps({"kind": "start", "step": 0, "time": 10.0}),
+        json.dumps({"kind": "save", "step": 20, "ok": True}),
+    ]
     (folder / "events.jsonl").write_text("\n".join(events) + "\n")
     for seconds, state in ((5, "running"), (4000, "killed")):
         (folder / "heartbeat-rank0.json").write_text(json.dumps({"rank": 0, "time": time.time() - seconds}))
         assert only(folder)["state"] == state
+    stop = {"kind": "stall", "step": 30, "level": "stop", "message": "", "time": time.time()}
+    (folder / "alarms.jsonl").write_text(json.dumps(stop) + "\n")
+    assert only(folder)["state"] == "stopped by an alarm"
+    (folder / "alarms.jsonl").write_text(json.dumps({**stop, "time": 5.0}) + "\n")
+    assert only(folder)["state"] == "killed", "that one stopped an earlier try"
+    (folder / "alarms.jsonl").unlink()
     verdict = only(folder)["verdict"]
     assert verdict["level"] == "bad"
     assert "no sign of life from any rank for 67\xa0min" in verdict["against"][0]

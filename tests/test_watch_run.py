@@ -214,7 +214,8 @@ def test_a_run_that_did_not_end_well_has_a_page_that_says_why(name: str, kind: s
     made = json.loads((runs.folder / name / "report.json").read_text())["runs"][0]
     assert made["verdict"]["level"] == "bad"
     assert kind in [alarm["kind"] for alarm in made["alarms"]]
-    assert made["state"] == ("stopped by an alarm" if name == "hang" else "failed")
+    # In a stall each rank leaves by itself: one that waits may see its peer gone first, and fail of that.
+    assert made["state"] in (("stopped by an alarm", "failed") if name == "hang" else ("failed",))
 
 
 def test_a_rank_that_holds_pythons_lock_is_named_with_its_stack(runs: Outcomes) -> None:
