@@ -30,7 +30,8 @@ from training import Steps, Training
 from windlass.errors import RunError, UserError
 from windlass.meter import StepProfiler
 
-SAVED = 75  # exit code: stopped by a signal, everything is saved
+# Exit codes: stopped by a signal with everything saved; wrong input, said by a rank so that nobody starts it again.
+SAVED, USER_INPUT, RANK_USER_INPUT = 75, 2, 13
 DECIDING = ("batch_size", "accum_steps", "image_size", "max_train", "epochs", "weights_path", "local_image_dir", "seed")
 
 
@@ -160,7 +161,7 @@ def main() -> int:
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RunError):  # each node has its own log
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, RunError) else 2
+        return 1 if isinstance(error, RunError) else (RANK_USER_INPUT if "RANK" in os.environ else USER_INPUT)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 from windlass.errors import RunError
 from windlass.meter import StepProfiler
 
-FRESH_RATE, TUNING_RATE = 3e-4, 1e-4  # learning rate at a global batch of 16 images; others by the square root
+FRESH_RATE, TUNING_RATE = 2e-4, 1e-4  # learning rate at a global batch of 16 images; others by the square root
 WEIGHT_DECAY = 0.05  # of the weights; not of norms and biases
 WARM_UP = 0.1  # of the steps, but no more than 1000
 GRADIENT_NORM = 10.0  # at most
@@ -126,7 +126,8 @@ def optimizer_for(model: nn.Module) -> Optimizer:
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [parameter for parameter in learning if parameter.dim() > 1]
     others = [parameter for parameter in learning if parameter.dim() <= 1]
-    return AdamW([{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}])
+    groups = [{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return AdamW(groups, fused=True)
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
