@@ -1,0 +1,400 @@
+"""The published recipe, its peers and windlass over two gloo ranks of this machine: same model, rows, seed, targets.
+
+    python benchmarks/recipe.py [--text wiki.txt] [--adapt-experts] [--gbit 1.0] [--only recipe windlass]
+                                [--peer llamafactory=/venv/bin/python]
+
+Every engine trains one epoch over the same rows. What is measured is measured from outside, the same way for all:
+the time between the ends of the first and the last optimizer step, peak resident memory of the ranks, bytes that
+left a rank's network interface (in a network namespace of its own, so nothing else is counted). The held-out loss is
+computed from every engine's final adapter by plain transformers + PEFT, in one process.
+Rows are lines of real text: --text FILE (WikiText's validation file, say), else the help pages that Python carries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import pydoc_data.topics
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from race import Measured, race
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LENGTH, R, ALPHA, RATE, SEED = 1024, 16, 32, 1e-3, 42
+ROWS_A_STEP = 32  # two ranks x batch 1 x 16 accumulated, as the recipe has it on two GPUs
+
+
+@dataclass(frozen=True)
+class Engine:
+    kind: str  # who trains: trl, windlass, or a peer
+    what: str
+    ranks: int = 2
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run file, where they differ from the recipe's
+
+
+ALIKE = "{as many tokens}"  # sequences that hold, packed, as many tokens as a rank's rows of one optimizer step
+PACKED = {"data.packing": True, "train.gradient_accumulation_steps": ALIKE}
+LARGER = {"train.per_device_train_batch_size": 16, "train.gradient_accumulation_steps": 1}
+PLANNED = {**PACKED, "layout.name": "auto", "train.per_device_train_batch_size": "auto"}
+ALONE = {"layout.name": "resident", "train.gradient_accumulation_steps": ROWS_A_STEP}
+ENGINES = {
+    "recipe": Engine("trl", "TRL + PEFT, full shard, batch 1 x 16, a row a sequence", settings={"shard": True}),
+    "TRL, one process": Engine("trl", "the same on one rank with all cores, batch 1 x 32", ranks=1),
+    "TRL, DDP": Engine("trl", "the recipe with the base whole on each rank"),
+    "llamafactory": Engine("llamafactory", "its DDP, the same batch and rows"),
+    "swift": Engine("swift", "its DDP, the same batch and rows"),
+    "windlass, one process": Engine("windlass", "as TRL, one process", ranks=1, settings=ALONE),
+    "windlass, same settings": Engine("windlass", "full shard, batch 1 x 16: no lever"),
+    "windlass, packed": Engine("windlass", "full shard, rows packed to 1024", settings=PACKED),
+    "windlass, gathered once": Engine("windlass", "kept through accumulation", settings={"layout.name": "no-reshard"}),
+    "windlass, larger batch": Engine("windlass", "full shard, 16 rows of like length at once", settings=LARGER),
+    "windlass, resident": Engine("windlass", "base whole on each rank", settings={"layout.name": "resident"}),
+    "windlass": Engine("windlass", "as its plan recommends: layout auto, batch auto, packed", settings=PLANNED),
+}
+
+
+@dataclass
+class Sizes:
+    hidden: int = 512
+    layers: int = 4
+    experts: int = 32
+    rows: int = 256
+    held_out: int = 64
+
+
+@dataclass
+class Setting:
+    folder: Path
+    adapt_experts: bool
+    packed_a_rank: int
+    peers: Mapping[str, str]
+
+    def of(self, name: str) -> Path:
+        """The folder of an engine."""
+        return self.folder / re.sub(r"\W+", "-", name)
+
+
+def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
+    """Model, rows and held-out rows, the same for all; returns the tokens of all rows."""
+    from transformers import AutoTokenizer
+
+    from windlass import twin
+
+    twin.write(
+        folder / "model",
+        "qwen3_moe",
+        quantization="none",
+        wrapper=False,
+        dtype="float32",
+        hidden=sizes.hidden,
+        layers=sizes.layers,
+        heads=8,
+        experts=sizes.experts,
+        top_k=4,
+        intermediate=sizes.hidden,
+        moe_intermediate=sizes.hidden // 2,
+        vocab=4096,
+        config={"initializer_range": 0.05},
+    )
+    lines = text.read_text().splitlines() if text else "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
+    lines = list(dict.fromkeys(line.strip() for line in lines if len(line.strip()) > 20))
+    if len(lines) < sizes.rows + sizes.held_out:
+        raise SystemExit(f"the text has {len(lines)} rows; give --rows {len(lines) - sizes.held_out}")
+    random.Random(SEED).shuffle(lines)
+    splits = {"train": lines[: sizes.rows], "validation": lines[sizes.rows : sizes.rows + sizes.held_out]}
+    (folder / "data").mkdir()
+    for split, rows in splits.items():
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    return sum(min(len(tokenizer(row)["input_ids"]) + 1, LENGTH) for row in splits["train"])
+
+
+def command(name: str, setting: Setting) -> list[str]:
+    """What every rank of an engine runs."""
+    engine, out = ENGINES[name], setting.of(name)
+    out.mkdir()
+    if engine.kind == "windlass":
+        return [sys.executable, "-m", "windlass", "train", str(run_file(engine, setting, out))]
+    if engine.kind == "trl":
+        experts = ["--adapt-experts"] if setting.adapt_experts else []
+        return [sys.executable, __file__, "--rank-of", name, "--folder", str(setting.folder), *experts]
+    asked = {**of_peers(out), **{"llamafactory": of_llamafactory, "swift": of_swift}[engine.kind](setting, out)}
+    if engine.kind == "llamafactory":
+        (out / "run.yaml").write_text(json.dumps(asked))
+        return [setting.peers[engine.kind], "-m", "llamafactory.cli", "train", str(out / "run.yaml")]
+    words = ((f"--{key}", *map(str, value if isinstance(value, list) else [value])) for key, value in asked.items())
+    return [setting.peers[engine.kind], "-m", "swift.cli.pt", *(word for pair in words for word in pair)]
+
+
+def of_peers(out: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(out / "final"),
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": ROWS_A_STEP // 2,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "lora_rank": R,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bf16": False,
+        "fp16": False,
+        "use_cpu": True,
+        "seed": SEED,
+        "logging_steps": 1,
+        "save_steps": 100000,
+        "report_to": "none",
+    }
+
+
+def of_llamafactory(setting: Setting, out: Path) -> dict[str, Any]:
+    rows = {"file_name": str(setting.folder / "data" / "train.jsonl"), "columns": {"prompt": "text"}}
+    (out / "dataset_info.json").write_text(json.dumps({"rows": rows}))
+    return {
+        "stage": "pt",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "model_name_or_path": str(setting.folder / "model"),
+        "dataset": "rows",
+        "dataset_dir": str(out),
+        "cutoff_len": LENGTH,
+        "packing": False,
+        "template": "default",
+        "lora_target": ",".join(TARGETS),
+        "disable_gradient_checkpointing": True,
+    }
+
+
+def of_swift(setting: Setting, out: Path) -> dict[str, Any]:
+    lines = (setting.folder / "data" / "train.jsonl").read_text().splitlines()
+    rows = ({"messages": [{"role": "assistant", "content": json.loads(line)["text"]}]} for line in lines)
+    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "model": str(setting.folder / "model"),
+        "model_type": "qwen3_moe",
+        "template": "dummy",
+        "dataset": str(out / "rows.jsonl"),
+        "split_dataset_ratio": 0,
+        "max_length": LENGTH,
+        "tuner_type": "lora",
+        "target_modules": TARGETS,
+        "torch_dtype": "float32",
+        "gradient_checkpointing": False,
+        "packing": False,
+        "add_version": False,
+    }
+
+
+def run_file(engine: Engine, setting: Setting, out: Path) -> Path:
+    """The recipe as windlass's run file, with this engine's settings."""
+    document: dict[str, Any] = {
+        "model": {"model_name_or_path": str(setting.folder / "model"), "torch_dtype": "float32"},
+        "lora": {"r": R, "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": TARGETS},
+        "data": {"dataset_name_or_path": str(setting.folder / "data"), "dataset_config_name": None},
+        "train": {"output_dir": str(out), "num_train_epochs": 1, "per_device_train_batch_size": 1, "seed": SEED},
+        "layout": {"name": "full-shard"},
+        "cluster": {"nodes": 1, "gpus_per_node": engine.ranks, "gpu": "cpu"},
+    }
+    document["lora"] |= {"experts": True} if setting.adapt_experts else {}
+    document["data"] |= {"text_field": "text", "max_length": LENGTH, "packing": False}
+    document["train"] |= {"gradient_accumulation_steps": ROWS_A_STEP // 2, "bf16": False, "weight_decay": 0.0}
+    document["train"] |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "logging_steps": 1}
+    document["train"] |= {"eval_strategy": "no", "save_strategy": "no", "output_dir": str(out / "run")}
+    for key, value in engine.settings.items():
+        section, name = key.split(".")
+        document[section][name] = setting.packed_a_rank if value == ALIKE else value
+    path = out / "run.yaml"
+    path.write_text(json.dumps(document, indent=2))
+    return path
+
+
+def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
+    """One rank of TRL + PEFT: the recipe, repaired just enough to run (keys renamed, really sharded)."""
+    import torch
+    from datasets import load_dataset
+    from overhead import wrapped
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoTokenizer, Qwen3MoeForCausalLM
+    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    class Speak(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            print(STEP, flush=True)
+
+    world, out = int(os.environ["WORLD_SIZE"]), Setting(folder, adapt_experts, 0, {}).of(name)
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(SEED)
+    model = Qwen3MoeForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).requires_grad_(False)
+    experts = EXPERTS if adapt_experts else None
+    config = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=TARGETS, target_parameters=experts, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    arguments = SFTConfig(
+        output_dir=str(out / "trainer"),
+        num_train_epochs=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=ROWS_A_STEP // world,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=LENGTH,
+        seed=SEED,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        log_level="error",
+    )
+    trainer = SFTTrainer(
+        model=wrapped(model) if ENGINES[name].settings.get("shard") else model,
+        args=arguments,
+        train_dataset=load_dataset("json", data_files=str(folder / "data" / "train.jsonl"), split="train"),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[Speak()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    keep(trainer.accelerator.unwrap_model(trainer.model), out / "final")
+
+
+def keep(model: Any, folder: Path) -> None:
+    """The adapter in PEFT's format, its shards put together."""
+    from safetensors.torch import save_file
+    from torch.distributed.tensor import DTensor
+
+    trained = {key.replace(".default", ""): p.detach() for key, p in model.named_parameters() if p.requires_grad}
+    whole = {key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in trained.items()}
+    if int(os.environ["RANK"]) == 0:
+        folder.mkdir()
+        save_file({key: value.contiguous() for key, value in whole.items()}, folder / "adapter_model.safetensors")
+        model.peft_config["default"].save_pretrained(folder)
+
+
+STEP = "'loss'"  # what ends a step in the logs of all but windlass, whose steps are lines of a file
+
+
+def steps_done(name: str, setting: Setting) -> int:
+    if ENGINES[name].kind == "windlass":
+        path = setting.of(name) / "run" / "steps-rank0.jsonl"
+        return sum('"event"' not in line for line in path.read_text().splitlines()) if path.exists() else 0
+    return (setting.of(name) / "rank0.log").read_text(errors="replace").count(STEP)
+
+
+def held_out(setting: Setting, names: list[str]) -> dict[str, float]:
+    """Mean loss a token on the held-out rows of the bare base and of every adapter, by plain transformers + PEFT."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoTokenizer, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(setting.folder / "model")
+    rows = (setting.folder / "data" / "validation.jsonl").read_text().splitlines()
+    texts = [tokenizer(json.loads(row)["text"], return_tensors="pt").input_ids[:, :LENGTH] for row in rows]
+
+    @torch.no_grad()
+    def loss(model: Any) -> float:
+        counts = [text.shape[1] - 1 for text in texts]
+        losses = [model(input_ids=text, labels=text).loss.item() for text in texts]
+        return sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts)
+
+    def base() -> Any:
+        return Qwen3MoeForCausalLM.from_pretrained(setting.folder / "model", dtype=torch.float32).eval()
+
+    found = {"bare base": loss(base())}
+    for name in names:
+        adapter = next(setting.of(name).rglob("final/**/adapter_model.safetensors"))
+        found[name] = loss(PeftModel.from_pretrained(base(), adapter.parent).eval())
+    return found
+
+
+def main() -> None:
+    given = arguments()
+    if given.rank_of:
+        rank_of(given.rank_of, given.folder, given.adapt_experts)
+        return
+    peers = dict(pair.split("=", 1) for pair in given.peer)
+    sizes = Sizes(**{name: getattr(given, name) for name in vars(Sizes())})
+    names = given.only or [name for name, engine in ENGINES.items() if engine.kind in {"trl", "windlass", *peers}]
+    with tempfile.TemporaryDirectory() as made:
+        tokens = make(Path(made), sizes, given.text)
+        packed = max(1, round(ROWS_A_STEP / 2 * tokens / sizes.rows / LENGTH))
+        setting = Setting(Path(made), given.adapt_experts, packed, peers)
+        print_setting(setting, sizes, tokens, given.gbit)
+        found: dict[str, Measured] = {}
+        for name in names:
+            words = command(name, setting)
+            environ = {"DISABLE_VERSION_CHECK": "1", "USE_HF": "1", "PYTHONPATH": str(Path(__file__).parent)}
+            ranks = ENGINES[name].ranks
+
+            def done(name: str = name) -> int:
+                return steps_done(name, setting)
+
+            found[name] = race(words, setting.of(name), done, ranks=ranks, gbit=given.gbit, environ=environ)
+            state = f"{found[name].step_seconds:.2f} s a step" if found[name].ok else f"failed:\n{found[name].why}"
+            print(f"  {name}: {state}", file=sys.stderr, flush=True)
+        print_table(found, tokens, held_out(setting, [name for name in names if found[name].ok]))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in vars(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--text", type=Path, help="real text, a row a line")
+    parser.add_argument("--adapt-experts", action="store_true", help="adapters on the routed experts too")
+    parser.add_argument("--gbit", type=float, help="throttle the link between the two ranks")
+    parser.add_argument("--only", nargs="+", choices=ENGINES, help="others are held against the first of them")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="llamafactory=… or swift=…")
+    parser.add_argument("--rank-of", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def print_setting(setting: Setting, sizes: Sizes, tokens: int, gbit: float | None) -> None:
+    import torch
+    import transformers
+    import trl
+
+    count = sum(path.stat().st_size for path in (setting.folder / "model").glob("*.safetensors")) / 4e6
+    where = "attention and routed experts" if setting.adapt_experts else "attention"
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
+    print(f"{count:,.0f} M parameters in float32, {sizes.layers} layers of {sizes.experts} experts, r={R} on {where}")
+    print(
+        f"{sizes.rows} rows of {tokens / sizes.rows:.0f} tokens; link {f'{gbit} Gbit/s' if gbit else 'unthrottled'}\n"
+    )
+
+
+def print_table(found: Mapping[str, Measured], tokens: int, losses: Mapping[str, float]) -> None:
+    rate = {name: tokens / m.steps / m.step_seconds for name, m in found.items() if m.ok}
+    heads = ("", "tokens/s", "x", "s a step", "steps", "GiB a rank", "MB sent", "first step", "held out")
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    print("| bare base |" + " |" * 7 + f" {losses['bare base']:.4f} |")
+    for name, m in found.items():
+        if not m.ok:
+            print(f"| {name} |" + " |" * 7 + " did not run |")
+            continue
+        sent = "" if m.sent_mb is None else f"{m.sent_mb:,.1f}"
+        told = (f"{rate[name]:,.0f}", f"{rate[name] / next(iter(rate.values())):.1f}", f"{m.step_seconds:.2f}", m.steps)
+        more = (f"{m.peak_gib:.2f}", sent, f"{m.first_step_seconds:.0f} s", f"{losses[name]:.4f}")
+        print(f"| {name} | " + " | ".join(map(str, told + more)) + " |")
+    for name in found:
+        print(f"\n{name}: {ENGINES[name].what}", end="")
+    print()
+
+
+if __name__ == "__main__":
+    main()
