@@ -135,6 +135,24 @@ def test_a_merge_that_is_not_what_was_trained_is_found_by_others_libraries(whole
         reload.main(tmp_path)
 
 
+def test_a_merge_without_the_adapter_is_found_however_little_was_trained(whole: Path, tmp_path: Path) -> None:
+    for name in ("model", "adapter", "run"):
+        (tmp_path / name).symlink_to(whole / name)
+    shutil.copytree(whole / "merged", tmp_path / "merged")
+    base = reload.certified(weights.read_checkpoint(whole / "model")).state_dict()
+    for file in (tmp_path / "merged").glob("model-*.safetensors"):
+        tensors = load_file(file)
+        for key in tensors:
+            if (name := key.removeprefix("language_model.")) in base:
+                tensors[key] = base[name].to(tensors[key].dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
+    record = json.loads((whole / "merged" / "export.json").read_text())
+    record["logits"]["bound_kl"] = 1e9  # as if it had been within the bound
+    (tmp_path / "merged" / "export.json").write_text(json.dumps(record))
+    with pytest.raises(reload.Differs, match=r"of what the adapter changes in the logits, -?\d% is in"):
+        reload.main(tmp_path)
+
+
 def test_an_export_of_another_adapter_is_found(whole: Path, tmp_path: Path) -> None:
     for name in ("model", "merged", "run"):
         (tmp_path / name).symlink_to(whole / name)
@@ -180,7 +198,6 @@ FAULTS: dict[str, tuple[tuple[str, ...], str, str, int]] = {
     "no such model": (("model.model_name_or_path=nowhere",), "plan", "there is no folder 'nowhere'", 2),
     "a run folder inside a file": (("train.output_dir={user}/x",), "check", "run.yaml is a file", 2),
     "a column that is not there": (("data.text_field=content",), "check", "the data have no column 'content'", 1),
-    "an empty split": (("data.train_split=train[:0]",), "check", "train[:0] has no rows", 1),
 }
 
 
@@ -270,6 +287,13 @@ def test_a_wrong_end_token_is_caught(user: Path, copied: Path, tmp_path: Path, n
 def test_prompts_that_leave_no_room_for_an_answer_are_caught(user: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no row of train has a supervised token: of 40 rows"):
         make_data(user, tmp_path, "data.max_length=6")
+
+
+def test_an_empty_split_is_caught(user: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\[:0\] has no rows"):
+        make_data(user, tmp_path, "data.train_split=train[:0]")
+    with pytest.raises(UserError, match=r"validation\[5:5\] has no rows"):
+        make_data(user, tmp_path, "data.val_split=validation[5:5]")
 
 
 def test_an_answer_behind_a_long_prompt_keeps_its_place(user: Path, tmp_path: Path) -> None:

@@ -196,5 +196,5 @@ def _meant_here(name: str, value: str | Secret) -> bool:
 def shown(value: Any) -> str:
     """A value in a table."""
     if value is None:
-        return "-"
+        return "unset"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

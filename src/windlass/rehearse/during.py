@@ -49,7 +49,6 @@ def launch(stage: Stage, run: Path, stack: contextlib.ExitStack) -> Running:
     """Rendered as for a cluster, run here: it checks the machine, meets, and starts the ranks."""
     folder, ranks = stage.rehearsal, stage.record.ranks["here"]
     with stage.phase("launch") as phase:
-        stage.doing = "rendering the script"
         command = ("submit", str(run), "--to", "script", "--dry-run", "--out", str(folder))
         stage.call("launch-submit", process.windlass(*command))
         stage.doing = f"the script checks this machine and starts {ranks} ranks"
@@ -65,7 +64,6 @@ def launch(stage: Stage, run: Path, stack: contextlib.ExitStack) -> Running:
 
 def load(stage: Stage, running: Running, folder: Path) -> None:
     with stage.phase("load") as phase:
-        stage.doing = "preparing the data, loading the model"
         until(stage, running, (folder / "load.json").exists)
         certificate = json.loads((folder / "load.json").read_text())
         checked, each = certificate["checked"], [rank["bytes_read"] for rank in certificate["ranks"]]
@@ -99,7 +97,6 @@ def learn(stage: Stage, running: Running, folder: Path) -> None:
 def stop(stage: Stage, running: Running, folder: Path) -> int:
     """SIGTERM to the script, as a scheduler sends it. Returns the step that was saved."""
     with stage.phase("stop") as phase:
-        stage.doing = "SIGTERM was sent, the ranks save"
         began = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
         ended = running.ended(stage.tick)
@@ -113,7 +110,6 @@ def stop(stage: Stage, running: Running, folder: Path) -> int:
 
 def resume(stage: Stage, running: Running, folder: Path, stopped_at: int) -> None:
     with stage.phase("resume") as phase:
-        stage.doing = "the same script again"
         until(stage, running, lambda: len(lines(folder)) > stopped_at)
         found = [line["step"] for line in lines(folder)]
         if found[: stopped_at + 1] != list(range(1, stopped_at + 2)):

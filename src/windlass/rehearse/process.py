@@ -94,6 +94,20 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """A job that is cancelled ends what it started, as with Ctrl-C."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def windlass(*arguments: str) -> list[str]:
     """A command as a user would type it, with this Python."""
     return [sys.executable, "-m", "windlass", *arguments]

@@ -22,6 +22,7 @@ from windlass.model.load import load
 from windlass.weights import Checkpoint, read_checkpoint
 
 ROWS, LENGTH = 4, 64
+KEPT = 0.5  # how far from all of the adapter's change what is merged may be: 16-bit weights are rounded by as much
 EQUAL = 1e-3  # of logits in float32: the same arithmetic, perhaps in another order
 ALONE = Layout("resident", "compared", 1, 1, shard=1)
 # transformers' own way to read a wrapper's language model alone.
@@ -49,17 +50,21 @@ def main(folder: Path) -> dict[str, Any]:
     if not worst <= EQUAL:
         raise Differs(f"base + exported adapter in plain PEFT: logits differ by {worst:.3g} from what was trained")
     bound = float(record["logits"].get("bound_kl", 5e-3))
-    far = kl(trained, merged)
+    far, kept = kl(trained, merged), share(merged - untrained, trained - untrained)
     if not far <= bound:
         raise Differs(f"the merged model in plain transformers is {far:.3g} nats a token from what was trained")
+    if not abs(kept - 1) <= KEPT:
+        raise Differs(f"of what the adapter changes in the logits, {kept:.0%} is in the merged model")
     return {
         "proved": [
             f"base + adapter, opened by {opener}: logits as trained, to {worst:.0e}",
             f"the merged model, opened by plain transformers as {type_of(folder / 'merged')}, no weight missing or "
-            f"unknown: KL {far:.1e} nats a token to what was trained (the adapter itself: {effect:.1e})",
+            f"unknown: KL {far:.1e} nats a token to what was trained (the adapter itself: {effect:.1e}), "
+            f"{kept:.0%} of the adapter's change of the logits",
         ],
         "adapter_kl": effect,
         "merged_kl": far,
+        "merged_share": kept,
         "adapter_difference": worst,
     }
 
@@ -125,6 +130,11 @@ def of(model: Any, rows: Tensor) -> Tensor:
 def kl(true: Tensor, other: Tensor) -> float:
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (true, other))
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def share(part: Tensor, whole: Tensor) -> float:
+    """How much of one change lies in another: rounding, which goes anywhere, cancels out over so many logits."""
+    return float((part * whole).double().sum() / (whole * whole).double().sum())
 
 
 def sample(run: Path, vocab: int) -> Tensor:

@@ -35,13 +35,19 @@ def rehearse(
     options += ["--accelerate", str(accelerate)] if accelerate else []
     record, began = Record(str(run)), time.monotonic()
     folder = chosen(keep)
-    with tempfile.TemporaryDirectory(prefix="windlass-") as scratch:  # short: sockets have short names
-        stage = Stage(run, options, folder, process.environment(environ, 1, Path(scratch)), record, screen)
-        stage.logs.mkdir()
-        try:
+    loaded: Loaded | None = None
+    try:
+        # A folder with a short name: sockets have short names.
+        with process.ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="windlass-") as scratch:
+            stage = Stage(run, options, folder, process.environment(environ, 1, Path(scratch)), record, screen)
+            stage.logs.mkdir()
             loaded = phases(stage, environ, Path(scratch))
-        except Failed:
-            loaded = None
+    except Failed:  # it is in the record
+        pass
+    except BaseException:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     record.seconds = round(time.monotonic() - began, 1)
     record.folder = str(folder)
     if keep is None and record.failure is None:
@@ -90,7 +96,7 @@ def unproved(stage: Stage, loaded: Loaded) -> list[dict[str, str]]:
         f"{memory['host_gib']:.1f} GiB of each host"
     )
     found["speed"] = (
-        f"the plan estimates {estimate['step_seconds']:.2g} s a step, {estimate['tokens_per_second']:,.0f} tokens/s"
+        f"the plan estimates {estimate['step_seconds']:.3g} s a step, {estimate['tokens_per_second']:,.0f} tokens/s"
     )
     if layout["nodes"] > 1:
         network = run.cluster.network if isinstance(run.cluster.network, str) else "the network"

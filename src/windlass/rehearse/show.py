@@ -11,11 +11,12 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from windlass.rehearse.derived import shown
+from windlass.rehearse.derived import Change, shown
 from windlass.rehearse.record import Phase, Record
 
 SLOW_SECONDS = 10.0  # between lines of one phase where nobody watches a terminal
 NAME = 8
+SECTIONS = ("model", "lora", "data", "train", "layout", "cluster", "watch")
 
 
 class Terminal:
@@ -85,14 +86,21 @@ def changes(record: Record) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="changed for the rehearsal", title_justify="left")
     for name in ("key", "yours -> here", "why"):
         table.add_column(name, overflow="fold")
-    dropped = [change for change in record.changes if change.key.startswith("cluster.") and change.here is None]
-    for change in record.changes:
-        if change not in dropped:
-            table.add_row(change.key, f"{shown(change.yours)} -> {shown(change.here)}", change.why)
-    if dropped:
-        names = ", ".join(change.key.removeprefix("cluster.") for change in dropped)
-        table.add_row("cluster", f"without {names}", dropped[0].why)
+    for section in SECTIONS:
+        own = [change for change in record.changes if change.key.partition(".")[0] == section]
+        added, dropped = ([c for c in own if c.yours is None], [c for c in own if c.here is None])
+        for change in own:
+            if change not in added and change not in dropped:
+                table.add_row(change.key, f"{shown(change.yours)} -> {shown(change.here)}", change.why)
+        if added:
+            table.add_row(section, ", ".join(f"{last(c)}: {shown(c.here)}" for c in added), added[0].why)
+        if dropped:
+            table.add_row(section, f"without {', '.join(map(last, dropped))}", dropped[0].why)
     return table
+
+
+def last(change: Change) -> str:
+    return change.key.partition(".")[2]
 
 
 def listed(console: Console, title: str, lines: list[str]) -> None:

@@ -14,6 +14,24 @@ from windlass.errors import RunError
 from windlass.rehearse import process
 from windlass.rehearse.record import Failed, Phase, Record, fail
 
+# What is shown while a phase goes on, until it knows better.
+DOING = {
+    "plan": "your run file against the model's config and headers",
+    "check": "windlass check, on this machine",
+    "submit": "your job, rendered",
+    "data": "your first rows, tokenised",
+    "twin": "the model in small, onto disk",
+    "launch": "the launch script, rendered and started",
+    "load": "preparing the data, loading the model",
+    "train": "the first steps",
+    "stop": "SIGTERM was sent, the ranks save",
+    "resume": "the same script again",
+    "finish": "the last steps",
+    "best": "every saved adapter, evaluated again",
+    "export": "the best adapter, in PEFT's format",
+    "merge": "the adapter merged into the twin",
+    "reload": "plain transformers and PEFT open both",
+}
 LAST_LINES = 40  # of a log, where a command that failed said nothing shorter
 
 
@@ -53,7 +71,7 @@ class Stage:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Timed, shown, recorded; a fault ends the rehearsal."""
-        phase, began, self.doing = Phase(name), time.monotonic(), ""
+        phase, began, self.doing = Phase(name), time.monotonic(), DOING[name]
         self.record.phases.append(phase)
         self.screen.begin(name)
         try:
