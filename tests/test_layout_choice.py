@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.errors import UserError
-from windlass.layout import LAYOUTS, Candidate, Demand, Figures, candidates, choose, settle
+from windlass.layout import LAYOUTS, Candidate, Demand, Figures, candidates, choose, named, settle
 
 # --- a demand settled -----------------------------------------------------------------------------------------------
 
@@ -81,14 +81,19 @@ def titles(nodes: int, gpus: int, experts: int, fp8: bool = False) -> dict[str, 
 
 
 def test_three_nodes_with_one_gpu_each_as_published() -> None:
-    assert titles(3, 1, 128, fp8=True) == {
+    rows = titles(3, 1, 128, fp8=True)
+    assert [title for title, why in rows.items() if why == "" and "FP8" in title] == [
+        "full-shard, FP8",
+        "no-reshard, FP8",
+        "resident, FP8",
+    ]
+    assert {title: why for title, why in rows.items() if "FP8" not in title} == {
         "full-shard": "",
         "full-shard, parameters offloaded": "",
         "no-reshard": "",
         "hybrid": "one GPU per node: there is nothing to shard over inside a node, it would be resident",
         "expert-parallel 3": ("128 experts do not split evenly over 3 ranks, and the engine refuses uneven splits"),
         "resident": "",
-        "resident, FP8": "training does not hold the base in FP8 yet: it is loaded in BF16",
     }
 
 
@@ -151,11 +156,27 @@ def test_the_rest_of_the_demand_goes_into_every_candidate() -> None:
             assert row.layout.offload == ("offloaded" in row.title)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_demanded_dtype_is_the_only_one_compared(dtype: str) -> None:
+    rows = candidates(want("auto", 2, 8, base_dtype=dtype), 128, fp8=True)
+    assert {row.layout.base_dtype for row in rows if row.layout} == {dtype}
+    assert [c.layout.base_dtype for c in named(want("hybrid", 2, 8, base_dtype=dtype), 128, fp8=True) if c.layout] == [
+        dtype
+    ]
+
+
+def test_a_named_layout_is_weighed_in_both_dtypes_unless_it_is_offloaded() -> None:
+    assert [c.title for c in named(want("no-reshard", 2, 1), 128, fp8=True)] == ["no-reshard", "no-reshard, FP8"]
+    assert [c.title for c in named(want("full-shard", 2, 1, offload=True), 128, fp8=True)] == ["full-shard"]
+    assert [c.title for c in named(want("full-shard", 2, 1), 128, fp8=False)] == ["full-shard"]
+
+
 # --- the choice -----------------------------------------------------------------------------------------------------
 
 
 def figures(*rows: tuple[str, bool, float, float]) -> list[Figures]:
     known = {row.title: row for row in candidates(want("auto", 2, 2), 128, fp8=True)}
+    known["barred"] = replace(known["resident, FP8"], why_not="not with these")
     return [Figures(known[title], fits, gib, seconds) for title, fits, gib, seconds in rows]
 
 
@@ -183,7 +204,7 @@ def test_a_tie_is_told_as_one() -> None:
 
 
 def test_what_training_cannot_run_is_never_chosen_however_fast() -> None:
-    layout = choose(figures(("full-shard", True, 60, 20.0), ("resident, FP8", True, 120, 1.0)))
+    layout = choose(figures(("full-shard", True, 60, 20.0), ("barred", True, 120, 1.0)))
     assert layout is not None
     assert (layout.name, layout.reason) == ("full-shard", "chosen: the only layout that is possible")
 

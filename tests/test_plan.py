@@ -14,8 +14,10 @@ import pytest
 
 from windlass import plan as planning
 from windlass.cost import Batch
+from windlass.errors import UserError
 from windlass.layout import read_accelerate
 from windlass.plan import Plan, rows_as_sequences
+from windlass.plan.compare import HEADROOM, readable, same
 from windlass.plan.schedule import schedule
 from windlass.runfile import Train, read
 from windlass.source import Rows
@@ -81,6 +83,85 @@ def test_auto_takes_the_fastest_that_fits_and_that_training_can_run() -> None:
     assert made.cost.step_seconds == min(c.cost.step_seconds for c in able if c.cost)
 
 
+AUTO = ("train.per_device_train_batch_size=auto", "train.gradient_checkpointing=true", "data.packing=true")
+
+
+def of_train(*overrides: str) -> Plan:
+    return planning.make(read(EXAMPLES / "train.yaml", overrides))
+
+
+def test_the_whole_model_fits_one_h200_in_fp8_at_sixteen_thousand_tokens_a_pass() -> None:
+    made = of_train("cluster.nodes=1", *AUTO)
+    assert (made.layout.name, made.layout.base_dtype, made.cost.fits) == ("resident", "fp8", True)
+    assert made.batch.micro * made.batch.length == 16_384
+    assert made.cost.gpu_gib == pytest.approx(127.0, abs=1)
+
+
+def test_a_chosen_micro_batch_is_the_fastest_that_leaves_room_and_keeps_the_global_batch() -> None:
+    plain, auto = of_train(), of_train(AUTO[0])
+    assert auto.schedule.global_sequences == plain.schedule.global_sequences == 48
+    fitting = [t for t in auto.tried if t.fits]
+    assert auto.batch == min(fitting, key=lambda t: t.cost.step_seconds).batch
+    assert auto.batch.micro > 1
+    assert auto.cost.gpu_gib <= (1 - HEADROOM) * auto.machine.gpu.memory_gib
+    assert not auto.tried[-1].fits  # the next larger one was tried, and is too large
+    assert auto.cost.step_seconds < plain.cost.step_seconds
+    assert plain.tried == ()
+
+
+def test_a_smaller_card_gets_a_smaller_micro_batch() -> None:
+    asked = (AUTO[0], AUTO[2], "layout=full-shard", "cluster.gpus_per_node=8")
+    large, small = (of_train(*asked, f"cluster.gpu={card}") for card in ("h200", "h100"))
+    assert small.batch.micro < large.batch.micro
+    assert small.schedule.global_sequences == large.schedule.global_sequences
+
+
+def test_auto_divides_a_given_global_batch() -> None:
+    made = of_train(*AUTO, "train.global_batch_size=72", "train.gradient_accumulation_steps=24")
+    assert [t.batch.micro * t.batch.accumulation for t in made.tried] == [24] * len(made.tried)
+    assert made.schedule.global_sequences == 72
+    with pytest.raises(UserError, match="70 sequences don't divide"):
+        of_train(*AUTO, "train.global_batch_size=70")
+
+
+def test_every_rank_makes_the_same_plan() -> None:
+    assert of_train(*AUTO).as_dict() == of_train(*AUTO).as_dict()
+
+
+def test_what_packing_would_gain_is_what_the_packed_plan_says() -> None:
+    plain, packed = of_train(), of_train("data.packing=true")
+    told = {advice.change: advice for advice in plain.advice}["data.packing: true"]
+    assert told.gain == pytest.approx(packed.cost.tokens_per_second / plain.cost.tokens_per_second)
+    assert told.gain > 5
+    assert not [advice for advice in packed.advice if "packing" in advice.change]
+
+
+def test_the_levers_together_gain_at_least_what_each_does_alone() -> None:
+    made = of_train("layout=full-shard")
+    changes = [advice.change for advice in made.advice]
+    assert changes[0] == "all of these"
+    assert {"data.packing: true", "train.per_device_train_batch_size: auto", "layout: auto"} <= set(changes)
+    assert all(
+        advice.gain == pytest.approx(advice.tokens_per_second / made.cost.tokens_per_second) for advice in made.advice
+    )
+
+
+def test_a_base_that_is_not_published_in_fp8_is_not_held_so() -> None:
+    with pytest.raises(UserError, match="not published in FP8"):
+        of_train("model.model_name_or_path=Mixtral-8x7B-v0.1", "layout.base_dtype=fp8", "lora.target_modules=[q_proj]")
+
+
+def test_the_table_shows_the_run_and_leaves_out_what_another_row_beats() -> None:
+    made = planned("2x8")
+    rows = readable(made.contenders, made.layout)
+    assert len(rows) < len([c for c in made.contenders if c.cost]) / 2
+    assert [c for c in rows if c.layout and same(c.layout, made.layout)]
+    for c in made.contenders:
+        if c.cost and c.candidate.here and c not in rows:
+            better = [o.cost for o in rows if o.layout and c.layout and o.layout.name == c.layout.name and o.cost]
+            assert any(o.gpu_gib <= c.cost.gpu_gib and o.step_seconds <= c.cost.step_seconds for o in better)
+
+
 @pytest.mark.parametrize(
     ("rows", "ranks", "micro", "accumulation", "steps"),
     [
@@ -111,6 +192,9 @@ def test_rows_as_sequences() -> None:
     short = Rows(1000, "counted", 1000 * 415)  # 100 tokens each
     assert rows_as_sequences(short, 1000, packing=False)[:2] == (1000, 100)
     assert rows_as_sequences(short, 1000, packing=True)[:2] == (100, 1000)
+    half_blank = Rows(2000, "counted", 1000 * 415, blank=1000)
+    assert rows_as_sequences(half_blank, 1000, packing=False)[:2] == (1000, 100)
+    assert rows_as_sequences(half_blank, 1000, packing=True)[:2] == (100, 1000)
     assert rows_as_sequences(Rows(1000, "counted"), 1000, packing=False) == (1000, 1000, ())
     assert rows_as_sequences(Rows(None, "a stream"), 1000, packing=True) == (None, 1000, ())
 

@@ -51,6 +51,22 @@ def test_a_single_file_is_the_training_set_whatever_its_name(tmp_path: Path) -> 
     assert (source.format, dict(source.splits)) == ("text", {"train": (tmp_path / "test.txt",)})
 
 
+def test_blank_lines_are_rows_that_training_leaves_out(tmp_path: Path) -> None:
+    rows = count_rows(data(lines(tmp_path / "train.txt", ["a", "", " ", "b"])), "train")
+    assert (rows.count, rows.blank) == (4, 2)
+    part = count_rows(data(tmp_path / "train.txt"), "train[:50%]")
+    assert (part.count, part.blank) == (2, 1)
+
+
+def test_published_sets_say_how_many_of_their_rows_are_blank() -> None:
+    wikitext = data("/not/here/wikitext", dataset_config_name="wikitext-2-raw-v1")
+    held_out = count_rows(wikitext, "validation")
+    assert (held_out.count, held_out.blank, held_out.blank_how) == (3_760, 1_299, "")
+    train = count_rows(wikitext, "train")
+    assert train.blank == pytest.approx(36_718 * (1_299 + 1_467) / (3_760 + 4_358), abs=1)
+    assert "as in its other parts" in train.blank_how
+
+
 def test_a_folder_is_split_by_its_files_names(tmp_path: Path) -> None:
     for name in ("train-00000-of-00002", "train-00001-of-00002", "wiki.valid", "test"):
         lines(tmp_path / f"{name}.jsonl", ['{"text": "a"}'])

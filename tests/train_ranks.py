@@ -71,7 +71,26 @@ def detach(loop: Loop) -> None:
     module.register_forward_hook(lambda _module, _args, output: output.detach())
 
 
+def over_all(loop: Loop) -> None:
+    """The gradient of a rank's own experts averaged with that of others'."""
+    loop.replicas.alike = [None]
+
+
+def twice(loop: Loop) -> None:
+    """All ranks begin with the part of rank 0."""
+    for parameter in loop.replicas.split:
+        torch.distributed.broadcast(parameter.data, 0)
+
+
+def alone(loop: Loop) -> None:
+    """Ranks with the same experts don't average."""
+    loop.replicas.alike = []
+
+
 FAULTS = {
+    **{f"over all {rank}": At(1, rank, over_all) for rank in range(2)},
+    **{f"twice {rank}": At(1, rank, twice) for rank in range(2)},
+    **{f"alone {rank}": At(1, rank, alone) for rank in range(4)},
     "nan": At(5, 1, not_a_number),
     "drift": At(7, 1, drift),
     "terminate": At(8, 1, terminate),
@@ -87,6 +106,9 @@ def placements(model: nn.Module) -> dict[str, int]:
     return {
         "sharded": sum(isinstance(p, DTensor) for p in base),
         "whole": sum(not isinstance(p, DTensor) for p in base),
+        "adapter of experts": sum(
+            p.numel() for name, p in model.named_parameters() if ".experts." in name and "lora_" in name
+        ),
         "adapter sharded": sum(isinstance(p, DTensor) for p in adapter),
     }
 
@@ -106,7 +128,7 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
     original, run.loop_of = run.loop_of, loop_of  # type: ignore[assignment]
     began = time.perf_counter()
     try:
-        plan = planning.make(runfile.read(file, case["overrides"]))
+        plan = planning.make(runfile.read(file, [*case["overrides"], *case.get("on rank 1", []) * here.rank]))
         seen["code"] = run.run(plan, here, resume=case.get("resume", False))
     except UserError as error:
         seen["error"] = str(error)

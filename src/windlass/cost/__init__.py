@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from windlass.cost.shape import in_fp8
 from windlass.cost.verdict import cost
 from windlass.cost.work import Batch, Cost, Flow, Row, Work
 
-__all__ = ["Batch", "Cost", "Flow", "Row", "Work", "cost"]
+__all__ = ["Batch", "Cost", "Flow", "Row", "Work", "cost", "in_fp8"]

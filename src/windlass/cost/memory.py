@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import prod
 
 from windlass.cost import activations
-from windlass.cost.shape import Shape, sharded
+from windlass.cost.shape import Count, Held, Shape, counted
 from windlass.cost.work import Row, Work
 
 GIB = 2**30
@@ -16,10 +16,13 @@ RESERVE_GPU = 2.0 * GIB
 RESERVE_CPU = 0.6 * GIB  # a process that has imported torch, transformers, peft and trl
 # What the caching allocator cannot use of what it holds, of everything that comes and goes; an assumption.
 FRAGMENTATION = 0.05
+# Of a stack of experts in FP8, so many bytes are in 16 bits at once, but at least so many columns of each.
+DEQUANTISED, COLUMNS = 2**30, 128
 # Resident memory of one training process on the host: interpreter, libraries, CUDA's host side; an assumption.
 HOST_PROCESS = 4.0 * GIB
 
 # Bytes of optimizer state per trained parameter, where b is the bytes of the adapter's own dtype.
+FLOAT = activations.FLOAT
 OPTIMIZERS: dict[str, tuple[float, float, str]] = {  # name -> (states in b, fixed bytes, words)
     "adamw": (2, 0, "two moments"),
     "adam": (2, 0, "two moments"),
@@ -45,12 +48,12 @@ class Item:
 
 def rows(work: Work, shape: Shape) -> tuple[tuple[Row, ...], str]:
     """The table of the peak, and the moment of the step that it belongs to."""
-    held = _held(work, shape)
-    moments = {name: [*held, *items] for name, items in _moments(work, shape).items()}
+    stays = _held(work, shape)
+    moments = {name: [*stays, *items] for name, items in _moments(work, shape).items()}
     peak = max(moments, key=lambda name: sum(item.bytes for item in moments[name]))
     table: list[Row] = [Row("load", "gpu", i.item, i.bytes, i.formula) for i in _load(work, shape)]
     table += [Row("step", "gpu", i.item, i.bytes, i.formula) for i in (*moments[peak], _fragmentation(moments[peak]))]
-    table += [Row("save", "gpu", i.item, i.bytes, i.formula) for i in held]
+    table += [Row("save", "gpu", i.item, i.bytes, i.formula) for i in stays]
     table += [Row(phase, "host", i.item, i.bytes, i.formula) for phase, i in _host(work, shape)]
     return tuple(row for row in table if row.bytes > 0), peak
 
@@ -61,43 +64,63 @@ def total(table: tuple[Row, ...], place: str) -> float:
     return max((sum(r.bytes for r in table if (r.phase, r.place) == (phase, place)) for phase in phases), default=0.0)
 
 
+def expert_adapters(work: Work, shape: Shape) -> int:
+    """Trained parameters of the routed experts."""
+    own = ((layer, times) for layer, times in shape.kinds if layer.experts)
+    return sum(lora.parameters(work.adapter.r) * times for layer, times in own for lora in layer.lora if lora.experts)
+
+
 def adapter_share(work: Work, shape: Shape) -> tuple[int, str]:
     """Trained parameters on one rank. Adapters of experts stay with their expert; all others are replicated."""
     ranks = work.layout.expert_parallel
-    experts = sum(lora.parameters(work.adapter.r) for layer in shape.layers for lora in layer.lora if lora.experts)
+    experts = expert_adapters(work, shape)
     if ranks == 1 or not experts:
         return work.adapter.trainable, f"{work.adapter.trainable} parameters, whole on every rank"
     share = work.adapter.trainable - experts + experts // ranks
     return share, f"{work.adapter.trainable - experts} replicated + {experts} of the experts / {ranks}"
 
 
+def held(work: Work) -> Held:
+    """Bytes of an element of the base, as this run holds and moves it."""
+    if work.layout.base_dtype != "fp8":
+        return Held(work.base_bytes, work.base_bytes)
+    block = (work.checkpoint.quantization or {}).get("weight_block_size")
+    return Held(work.base_bytes, 1 + FLOAT / prod(block) if block else 1)
+
+
+def words(count: Count, size: Held) -> str:
+    """A number of elements in words."""
+    if size.fp8 == size.size or not count.fp8:
+        return f"{count.all} parameters x {size.size}"
+    return f"{count.fp8} parameters in FP8 x {size.fp8:.6g} + {count.all - count.fp8} x {size.size}"
+
+
 def base_bytes(work: Work, shape: Shape) -> tuple[float, str]:
     """The frozen base on one rank."""
-    layout, size = work.layout, work.base_bytes
+    layout, size = work.layout, held(work)
     if layout.shard == 1:
-        return shape.total * size, f"{shape.total} parameters x {size}, whole on every rank"
+        return size.bytes(shape.whole), f"{words(shape.whole, size)}, whole on every rank"
     if layout.expert_parallel == 1:
-        rows = sharded(shape.parameters, layout.shard)
-        return rows * size, f"{shape.total} parameters x {size} / {layout.shard}, rows rounded up"
-    routed = [p for p in shape.parameters if p.part == "experts"]
-    dense = sharded((p for p in shape.parameters if p.part != "experts"), layout.shard)
-    own = sum(p.shape[0] // layout.expert_parallel * prod(p.shape[1:]) for p in routed)
-    held = dense + own * layout.expert_parallel / layout.shard
-    return held * size, (
-        f"({shape.total - shape.experts} dense + {shape.experts} of the experts) / {layout.shard} x {size}"
+        return size.bytes(
+            shape.sharded(layout.shard)
+        ), f"({words(shape.whole, size)}) / {layout.shard}, rows rounded up"
+    own = shape.routed // layout.expert_parallel
+    mine = shape.sharded(layout.shard, experts=False) + own // (layout.shard // layout.expert_parallel)
+    return size.bytes(mine), (
+        f"({shape.total - shape.experts} dense + {shape.experts} of the experts) / {layout.shard}: {words(mine, size)}"
     )
 
 
 def _held(work: Work, shape: Shape) -> list[Item]:
     """What stays from step to step."""
     base, formula = base_bytes(work, shape)
-    mine, words = adapter_share(work, shape)
+    mine, told = adapter_share(work, shape)
     size = work.adapter.dtype_bytes
     state, fixed, kind = optimizer(work.optim)
     on_cpu = work.machine.gpu.name == "cpu"
     return [
         Item("base weights", 0.0 if work.layout.offload else base, formula),
-        Item("adapter", mine * size, f"{words}, x {size}"),
+        Item("adapter", mine * size, f"{told}, x {size}"),
         Item("adapter gradients", mine * size, f"{mine} x {size}"),
         Item("optimizer", mine * (state * size + fixed), f"{mine} x {state * size + fixed:g}: {kind}"),
         Item("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
@@ -118,8 +141,8 @@ def optimizer(name: str) -> tuple[float, float, str]:
 def _moments(work: Work, shape: Shape) -> dict[str, list[Item]]:
     """What comes and goes, at each moment that can be the peak."""
     t = activations.tokens(work, shape)
-    kept, words = _kept(work, shape, t)
-    saved = Item("activations", kept, words)
+    kept, told = _kept(work, shape, t)
+    saved = Item("activations", kept, told)
     loss, loss_words = activations.loss_bytes(shape, t, work.full_logits)
     head, whole = _tail(work, shape), _whole(work, shape)
     layers, layer_words = _gathered_layers(work, shape)
@@ -131,7 +154,7 @@ def _moments(work: Work, shape: Shape) -> dict[str, list[Item]]:
     states = t.count * shape.hidden * (activations.FLOAT + t.width)
     early = kept * (len(shape.layers) - 1) / len(shape.layers)
     moments = {
-        "last layer's gather": [Item("activations", early, words), *whole, Item("gathered layers", last, last_words)],
+        "last layer's gather": [Item("activations", early, told), *whole, Item("gathered layers", last, last_words)],
         "head's gather": [
             saved,
             *whole,
@@ -154,15 +177,16 @@ def _moments(work: Work, shape: Shape) -> dict[str, list[Item]]:
             Item("backward of a layer", worst, inside),
         ],
         "backward of the first layer": [
-            Item("activations", kept / len(shape.layers), words),
+            Item("activations", kept / len(shape.layers), told),
             *whole,
             Item("gathered layers", first, first_words),
             Item("backward of a layer", worst, inside),
         ],
         "optimizer": [Item("optimizer's temporaries", mine * 4.0, "one float32 copy of the adapter")],
     }
-    if work.base_bytes == 1:
-        moments["backward of a layer"].append(_dequantised(work, shape))
+    if work.layout.base_dtype == "fp8":
+        for name in ("backward of a layer", "backward of the first layer"):
+            moments[name].append(_dequantised(work, shape, t))
     return moments
 
 
@@ -174,7 +198,7 @@ def _kept(work: Work, shape: Shape, t: activations.Tokens) -> tuple[float, str]:
         return stream + final, (
             f"{len(shape.layers)} layer inputs of {t.count} tokens x {shape.hidden} x {t.width}, and the final norm's"
         )
-    layers = sum(activations.layer_bytes(layer, t) for layer in shape.layers)
+    layers = sum(activations.layer_bytes(layer, t) * times for layer, times in shape.kinds)
     each = layers / t.count / len(shape.layers)
     return stream + layers + final, (
         f"{len(shape.layers)} layers x {t.count} tokens x {each:.0f} bytes of norms, attention, feed-forward, adapters"
@@ -185,76 +209,89 @@ def _backward(work: Work, shape: Shape, t: activations.Tokens) -> tuple[float, s
     again = work.layout.activation_checkpointing
     worst = max(
         activations.backward_bytes(layer, shape.hidden, t) + (activations.layer_bytes(layer, t) if again else 0)
-        for layer in shape.layers
+        for layer, _ in shape.kinds
     )
-    words = "gradients within the widest layer" + (", and all that its forward keeps, computed again" if again else "")
-    return worst, words
+    told = "gradients within the widest layer" + (", and all that its forward keeps, computed again" if again else "")
+    return worst, told
 
 
 def _gathered_layers(work: Work, shape: Shape) -> tuple[float, str]:
     """FSDP2 copies what it gathers out of the buffer, and has the next layer's buffer on its way meanwhile."""
-    layout, size = work.layout, work.base_bytes
+    layout, size = work.layout, held(work)
     if layout.shard == 1 or not layout.reshard_after_forward:
         return 0.0, ""
     split = layout.expert_parallel > 1
-    sizes = [layer.count(experts=False if split else None) for layer in shape.layers]
+    counts = [layer.dense if split else layer.whole for layer in shape.layers]
+    sizes = [size.bytes(count) for count in counts]
     pairs = [a + b for a, b in pairwise(sizes)] or [sizes[0]]
-    words = f"a layer of {max(sizes)} parameters x {size}, and the next one's buffer"
-    total_bytes = max(pairs) * size
+    told = f"a layer of {words(max(counts, key=size.bytes), size)}, and the next one's buffer"
+    total_bytes = max(pairs)
     if split:
-        copies = max(layer.count(experts=True) for layer in shape.layers) // layout.expert_parallel
+        own = max((layer.routed for layer in shape.layers), key=size.bytes) // layout.expert_parallel
         buffers = 2 if layout.shard > layout.expert_parallel else 1
-        total_bytes += copies * buffers * size
-        words += f"; the rank's own experts of a layer, copied by FSDP2 even when they do not travel: {copies} x {size}"
-    return total_bytes, words
+        total_bytes += size.bytes(own) * buffers
+        told += f"; the rank's own experts of a layer, copied by FSDP2 even when they do not travel: {words(own, size)}"
+    return total_bytes, told
 
 
 def _last_gather(work: Work, shape: Shape) -> tuple[float, str]:
     """In the forward FSDP2 holds the previous layer's buffer until the next is copied out: three layers at once."""
     if work.layout.shard == 1:
         return 0.0, ""
-    split = work.layout.expert_parallel > 1
-    sizes = [layer.count(experts=False if split else None) for layer in shape.layers]
-    before, now = sizes[-2] if len(sizes) > 1 else 0, sizes[-1]
-    words = f"the layer's {now} parameters x {work.base_bytes}, its buffer, and the previous layer's"
-    return float(before + 2 * now) * work.base_bytes, words
+    size, split = held(work), work.layout.expert_parallel > 1
+    counts = [layer.dense if split else layer.whole for layer in shape.layers[-2:]]
+    now = size.bytes(counts[-1])
+    before = size.bytes(counts[-2]) if len(counts) > 1 else 0.0
+    return before + 2 * now, f"the layer's {words(counts[-1], size)}, its buffer, and the previous layer's"
 
 
 def _first_backward(work: Work, shape: Shape) -> tuple[float, str]:
     """With checkpointing the embedding's output asks for a gradient, so its weights are fetched once more."""
     if not work.layout.activation_checkpointing or work.layout.shard == 1 or not work.layout.reshard_after_forward:
         return 0.0, ""
-    split = work.layout.expert_parallel > 1
-    layer = shape.layers[0].count(experts=False if split else None)
-    embedding = sum(prod(p.shape) for p in shape.outside if p.part == "embedding")
-    return float(layer + embedding) * work.base_bytes, f"a layer of {layer} parameters and the embedding's {embedding}"
+    size, first = held(work), shape.layers[0]
+    layer = first.dense if work.layout.expert_parallel > 1 else first.whole
+    told = f"a layer of {layer.all} parameters and the embedding's {shape.embedding.all}"
+    return size.bytes(layer + shape.embedding), told
 
 
 def _whole(work: Work, shape: Shape) -> list[Item]:
     """Without resharding, all layers are whole beside their shards."""
-    if work.layout.shard == 1 or work.layout.reshard_after_forward:
+    layout, size = work.layout, held(work)
+    if layout.shard == 1 or layout.reshard_after_forward:
         return []
-    split = work.layout.expert_parallel
-    gathered = sum(layer.count(experts=False) + layer.count(experts=True) // split for layer in shape.layers) + sum(
-        prod(p.shape) for p in shape.outside if p not in shape.tail
-    )
-    return [
-        Item(
-            "gathered weights", gathered * work.base_bytes, f"{gathered} parameters x {work.base_bytes}, not resharded"
-        )
-    ]
+    gathered = counted((p for p in shape.outside if p not in shape.tail), shape.fp8)
+    for layer, times in shape.kinds:
+        gathered += (layer.dense + layer.routed // layout.expert_parallel) * times
+    return [Item("gathered weights", size.bytes(gathered), f"{words(gathered, size)}, not resharded")]
 
 
 def _tail(work: Work, shape: Shape) -> float:
-    if work.layout.shard == 1:
-        return 0.0
-    return float(sum(prod(p.shape) for p in shape.tail) * work.base_bytes)
+    return 0.0 if work.layout.shard == 1 else held(work).bytes(counted(shape.tail, shape.fp8))
 
 
-def _dequantised(work: Work, shape: Shape) -> Item:
-    widest = max((prod(p.shape) for p in shape.parameters if p.part == "experts"), default=0)
-    widest = widest // work.layout.expert_parallel or max(prod(p.shape) for p in shape.parameters)
-    return Item("dequantised weights", widest * 2.0, f"the widest stack in 16 bits: {widest} x 2")
+def _dequantised(work: Work, shape: Shape, t: activations.Tokens) -> Item:
+    """The true values of the widest parameter, as far as they exist at once."""
+    eight = [p for layer, _ in shape.kinds for p in layer.parameters if p.name in shape.fp8]
+    if work.machine.gpu.name == "cpu":  # one expert after the other, in float32 and then in the products' dtype
+        widest = max((prod(p.shape[-2:]) for p in eight), default=0)
+        each = FLOAT + (t.width if t.width < FLOAT else 0)
+        return Item("dequantised weights", widest * each, f"the widest matrix: {widest} x {each}")
+    sizes = [temporary(p.shape, work.layout.expert_parallel, t.width) for p in eight]
+    return Item(
+        "dequantised weights", max(sizes, default=0), f"of the widest stack at most {DEQUANTISED} bytes at once"
+    )
+
+
+def temporary(shape: tuple[int, ...], expert_parallel: int, width: int) -> int:
+    """Bytes of one parameter's true values at their fullest: a matrix whole, a stack some columns at a time."""
+    if len(shape) < 3:
+        return prod(shape) * width
+    experts = shape[0] // expert_parallel
+    return max(
+        experts * other * width * min(side, max(COLUMNS, DEQUANTISED // (experts * other * width) // COLUMNS * COLUMNS))
+        for side, other in (shape[1:], shape[:0:-1])
+    )
 
 
 def _fragmentation(items: list[Item]) -> Item:
@@ -264,22 +301,22 @@ def _fragmentation(items: list[Item]) -> Item:
 
 def _load(work: Work, shape: Shape) -> list[Item]:
     """Each rank reads its own rows, one parameter at a time."""
-    held = [item for item in _held(work, shape) if item.item in ("base weights", "reserve")]
-    widest = max(prod(p.shape) for p in shape.parameters) / max(work.layout.shard, 1)
-    return [*held, Item("parameter being read", widest * (work.base_bytes + 2), "rows as stored and as loaded")]
+    stays = [item for item in _held(work, shape) if item.item in ("base weights", "reserve")]
+    widest = shape.widest / max(work.layout.shard, 1)
+    return [*stays, Item("parameter being read", widest * (held(work).fp8 + 2), "rows as stored and as loaded")]
 
 
 def _host(work: Work, shape: Shape) -> list[tuple[str, Item]]:
     """Per node."""
     ranks = work.layout.gpus_per_node
     base, formula = base_bytes(work, shape)
-    widest = max(prod(p.shape) for p in shape.parameters) / max(work.layout.shard, 1) * (work.base_bytes + 2)
+    widest = shape.widest / max(work.layout.shard, 1) * (held(work).fp8 + 2)
     mine, _ = adapter_share(work, shape)
     process = Item("processes", ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed")
     saved = Item("adapter being written", ranks * mine * work.adapter.dtype_bytes * 3.0, "adapter and optimizer state")
     items = [("load", process), ("step", process), ("save", process), ("save", saved)]
     items.append(("load", Item("parameter being read", ranks * widest, f"{ranks} x rows as stored and as loaded")))
     if work.layout.offload:
-        held = Item("offloaded base weights", ranks * base, f"{ranks} x {formula}, pinned")
-        items += [(phase, held) for phase in ("load", "step", "save")]
+        there = Item("offloaded base weights", ranks * base, f"{ranks} x {formula}, pinned")
+        items += [(phase, there) for phase in ("load", "step", "save")]
     return items

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, prod
 
 from windlass.adapter import Adapter
@@ -16,6 +17,36 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 # view into what kv_b_proj made, which is therefore kept whole.
 _QUERY = ("q_b_proj", "q_proj")
 _OUTPUT = ("o_proj", "out_proj", "dense")
+# Where no weights are at hand to say it: what publishers store in FP8.
+_IN_FP8 = ("attention", "mlp", "shared_experts", "experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of one element: of most parameters, and of those that are kept as the checkpoint has them in FP8."""
+
+    size: int
+    fp8: float
+
+    def bytes(self, count: Count) -> float:
+        return (count.all - count.fp8) * self.size + count.fp8 * self.fp8
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Elements, and how many of them the checkpoint stores in FP8."""
+
+    all: int = 0
+    fp8: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.all + other.all, self.fp8 + other.fp8)
+
+    def __mul__(self, times: int) -> Count:
+        return Count(self.all * times, self.fp8 * times)
+
+    def __floordiv__(self, ranks: int) -> Count:
+        return Count(self.all // ranks, self.fp8 // ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +63,12 @@ class Lora:
         return r * (self.inputs + self.outputs) * max(self.experts, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer."""
 
     parameters: tuple[Parameter, ...]
+    fp8: frozenset[str] = field(repr=False)  # names of those that are stored in FP8
     norms: int  # summed widths that norms run over
     query: int
     key: int
@@ -47,12 +79,27 @@ class Layer:
     experts: int
     lora: tuple[Lora, ...]
 
-    def count(self, *, experts: bool | None = None) -> int:
-        """Parameters; of the routed experts alone, or of all but them."""
-        return sum(prod(p.shape) for p in self.parameters if experts is None or experts == (p.part == "experts"))
+    @cached_property
+    def dense(self) -> Count:
+        """All but the routed experts."""
+        return counted((p for p in self.parameters if p.part != "experts"), self.fp8)
+
+    @cached_property
+    def routed(self) -> Count:
+        return counted((p for p in self.parameters if p.part == "experts"), self.fp8)
+
+    @cached_property
+    def whole(self) -> Count:
+        return self.dense + self.routed
+
+    @cached_property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for layers that cost the same."""
+        widths = (self.norms, self.query, self.key, self.value, self.attended, self.mlp, self.expert, self.experts)
+        return *widths, self.lora, tuple((p.part, p.shape, p.name in self.fp8) for p in self.parameters)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     hidden: int
     vocab: int
@@ -62,24 +109,62 @@ class Shape:
     layers: tuple[Layer, ...]
     outside: tuple[Parameter, ...] = field(repr=False)  # embedding, final norm, head
 
-    @property
+    fp8: frozenset[str] = field(repr=False)  # names of the parameters that are stored in FP8
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Layer, int], ...]:
+        """One layer of each kind, and how many there are: most models are one layer many times over."""
+        found: dict[tuple[object, ...], list[Layer]] = {}
+        for layer in self.layers:
+            found.setdefault(layer.likeness, []).append(layer)
+        return tuple((same[0], len(same)) for same in found.values())
+
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         return (*self.outside, *(p for layer in self.layers for p in layer.parameters))
 
+    @cached_property
+    def whole(self) -> Count:
+        return self.rest + self.inside
+
+    @cached_property
+    def inside(self) -> Count:
+        """All layers."""
+        return sum((layer.whole * times for layer, times in self.kinds), Count())
+
+    @cached_property
+    def routed(self) -> Count:
+        """Of all routed experts."""
+        return sum((layer.routed * times for layer, times in self.kinds), Count())
+
+    @cached_property
+    def rest(self) -> Count:
+        """Embedding, final norm, head."""
+        return counted(self.outside, self.fp8)
+
     @property
     def total(self) -> int:
-        return sum(prod(p.shape) for p in self.parameters)
+        return self.whole.all
 
     @property
     def experts(self) -> int:
         """Parameters of all routed experts."""
-        return sum(layer.count(experts=True) for layer in self.layers)
+        return self.routed.all
+
+    @cached_property
+    def widest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(prod(p.shape) for p in self.parameters)
+
+    @cached_property
+    def embedding(self) -> Count:
+        return counted((p for p in self.outside if p.part == "embedding"), self.fp8)
 
     @property
     def head(self) -> int:
         return self.hidden * self.vocab
 
-    @property
+    @cached_property
     def tail(self) -> tuple[Parameter, ...]:
         """The group kept whole from the end of the forward to the start of the backward: final norm and head.
 
@@ -87,23 +172,67 @@ class Shape:
         """
         return tuple(p for p in self.outside if p.part in ("norm", "head") or (self.tied and p.part == "embedding"))
 
-    @property
+    @cached_property
     def active(self) -> float:
         """Parameters that multiply each token: the embedding is looked up, of the routed experts top_k of all."""
         per_layer = sum(
-            sum(prod(p.shape) for p in layer.parameters if p.part != "experts" and len(p.shape) > 1)
-            + (layer.count(experts=True) * self.top_k / layer.experts if layer.experts else 0)
-            for layer in self.layers
+            times
+            * (
+                sum(prod(p.shape) for p in layer.parameters if p.part != "experts" and len(p.shape) > 1)
+                + (layer.routed.all * self.top_k / layer.experts if layer.experts else 0)
+            )
+            for layer, times in self.kinds
         )
         return per_layer + self.head
 
+    def sharded(self, ranks: int, *, experts: bool | None = None) -> Count:
+        """What the fullest rank holds; of the routed experts alone, or of all but them."""
 
-def sharded(parameters: Iterable[Parameter], ranks: int) -> int:
+        def share(parameters: Iterable[Parameter]) -> Count:
+            chosen = (p for p in parameters if experts is None or experts == (p.part == "experts"))
+            return sharded(chosen, ranks, self.fp8)
+
+        return sum((share(layer.parameters) * times for layer, times in self.kinds), share(self.outside))
+
+
+def counted(parameters: Iterable[Parameter], fp8: frozenset[str]) -> Count:
+    return sharded(parameters, 1, fp8)
+
+
+def sharded(parameters: Iterable[Parameter], ranks: int, fp8: frozenset[str]) -> Count:
     """Elements that the fullest rank holds: the first dimension is cut into equal pieces, rounded up."""
-    return sum(ceil(p.shape[0] / ranks) * prod(p.shape[1:]) for p in parameters)
+    sizes: Counter[bool] = Counter()
+    for p in parameters:
+        sizes[p.name in fp8] += ceil(p.shape[0] / ranks) * prod(p.shape[1:])
+    return Count(sizes[True] + sizes[False], sizes[True])
 
 
-@lru_cache(maxsize=32)
+def in_fp8(checkpoint: Checkpoint) -> frozenset[str]:
+    """Names of the parameters that the checkpoint stores in FP8; by the publisher's habit where no weights are here."""
+    if checkpoint.quantization is None:
+        return frozenset()
+    return frozenset(p.name for p in checkpoint.parameters if _is_fp8(p))
+
+
+def _is_fp8(parameter: Parameter) -> bool:
+    if parameter.pieces:
+        return all(piece.stored.dtype.startswith("F8") for piece in parameter.pieces)
+    return parameter.part in _IN_FP8 and len(parameter.shape) > 1
+
+
+class _Same:
+    """A key that is equal for the very same objects: hashing thousands of parameters takes longer than using them."""
+
+    def __init__(self, *things: object) -> None:
+        self.things = things
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.things)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and all(a is b for a, b in zip(self.things, other.things, strict=True))
+
+
 def _layers(parameters: tuple[Parameter, ...]) -> dict[int, dict[str, Parameter]]:
     layers: dict[int, dict[str, Parameter]] = {}
     for parameter in parameters:
@@ -115,25 +244,30 @@ def _layers(parameters: tuple[Parameter, ...]) -> dict[int, dict[str, Parameter]
 
 def read(checkpoint: Checkpoint, adapter: Adapter) -> Shape:
     """The shape of this model with this adapter."""
-    targets = (*adapter.target_modules, *adapter.target_parameters)
-    return _read(checkpoint.parameters, targets, checkpoint.dims.get("heads", 1), checkpoint.dims.get("top_k", 0))
+    return _read(_Same(checkpoint, adapter))
 
 
-@lru_cache(maxsize=32)  # a plan weighs dozens of layouts of one model
-def _read(parameters: tuple[Parameter, ...], targets: tuple[str, ...], heads: int, top_k: int) -> Shape:
-    by_layer = _layers(parameters)
-    adapted = _adapted(targets)
-    layers = tuple(_layer(by_layer[i], adapted.get(i, ())) for i in sorted(by_layer))
-    outside = tuple(p for p in parameters if not _LAYER.search(p.name))
+@lru_cache(maxsize=4)
+def _read(key: _Same) -> Shape:
+    checkpoint: Checkpoint
+    adapter: Adapter
+    checkpoint, adapter = key.things  # type: ignore[assignment]
+    fp8 = in_fp8(checkpoint)
+    by_layer = _layers(checkpoint.parameters)
+    adapted = _adapted((*adapter.target_modules, *adapter.target_parameters))
+    dims = checkpoint.dims
+    layers = tuple(_layer(by_layer[i], adapted.get(i, ()), fp8) for i in sorted(by_layer))
+    outside = tuple(p for p in checkpoint.parameters if not _LAYER.search(p.name))
     embedding = next(p for p in outside if p.part == "embedding")
     return Shape(
         hidden=embedding.shape[1],
         vocab=embedding.shape[0],
-        heads=heads,
-        top_k=top_k,
+        heads=dims.get("heads", 1),
+        top_k=dims.get("top_k", 0),
         tied=not any(p.part == "head" for p in outside),
         layers=layers,
         outside=outside,
+        fp8=fp8,
     )
 
 
@@ -146,7 +280,7 @@ def _adapted(targets: Iterable[str]) -> dict[int, tuple[str, ...]]:
     return {index: tuple(names) for index, names in found.items()}
 
 
-def _layer(own: dict[str, Parameter], adapted: tuple[str, ...]) -> Layer:
+def _layer(own: dict[str, Parameter], adapted: tuple[str, ...], fp8: frozenset[str]) -> Layer:
     linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if len(p.shape) == 2}
 
     def out(names: Iterable[str], otherwise: int) -> int:
@@ -164,6 +298,7 @@ def _layer(own: dict[str, Parameter], adapted: tuple[str, ...]) -> Layer:
     norms = sum(_norm_width(name, p, query, key) for name, p in own.items() if p.part == "norm")
     return Layer(
         parameters=tuple(own.values()),
+        fp8=fp8,
         norms=norms,
         query=query,
         key=key,

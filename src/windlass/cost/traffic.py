@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
-
-from windlass.cost.activations import tokens
-from windlass.cost.memory import adapter_share, base_bytes
+from windlass.cost.activations import FLOAT, tokens
+from windlass.cost.memory import adapter_share, base_bytes, expert_adapters, held
 from windlass.cost.shape import Shape
 from windlass.cost.work import Flow, Work
 from windlass.hardware import Fabric
@@ -35,12 +33,13 @@ def ring(work: Work, size: float, ranks: int, groups: int = 1) -> tuple[Fabric, 
 
 def _gathers(work: Work, shape: Shape) -> list[Flow]:
     """All-gather of the sharded weights: forward, and once more for the backward where they were resharded."""
-    layout, size = work.layout, work.base_bytes
+    layout, size = work.layout, held(work)
     if layout.shard == 1:
         return []
     split = layout.expert_parallel > 1
-    dense = sum(layer.count(experts=False if split else None) for layer in shape.layers) * size
-    outside = sum(prod(p.shape) for p in shape.outside) * size
+    parts = ((layer.dense if split else layer.whole) * times for layer, times in shape.kinds)
+    dense = sum(size.bytes(part) for part in parts)
+    outside = size.bytes(shape.rest)
     share = (layout.shard - 1) / layout.shard
     times = work.batch.accumulation if layout.reshard_after_forward else 1
     found = [_flow(work, "all-gather forward", (dense + outside) * share, layout.shard, times, "dense weights")]
@@ -48,11 +47,9 @@ def _gathers(work: Work, shape: Shape) -> list[Flow]:
         found.append(_flow(work, "all-gather backward", dense * share, layout.shard, times, "layers"))
     replicas = layout.shard // layout.expert_parallel
     if split and replicas > 1:
-        held = shape.experts * size / layout.expert_parallel * (replicas - 1) / replicas
+        own = size.bytes(shape.routed) / layout.expert_parallel * (replicas - 1) / replicas
         kinds = ("forward", "backward") if layout.reshard_after_forward else ("forward",)
-        found += [
-            _flow(work, f"all-gather {kind}, experts", held, layout.shard, times, "own experts") for kind in kinds
-        ]
+        found += [_flow(work, f"all-gather {kind}, experts", own, layout.shard, times, "own experts") for kind in kinds]
     return found
 
 
@@ -89,14 +86,27 @@ def _dispatch(work: Work, shape: Shape) -> list[Flow]:
 
 
 def _reduce(work: Work, shape: Shape) -> list[Flow]:
-    """One all-reduce of the replicated adapter's gradients per optimizer step."""
-    ranks = work.layout.ranks
-    if ranks == 1:
+    """One all-reduce of the adapter's gradients per optimizer step, in float32 whatever the adapter's dtype.
+
+    Adapters of experts that are split over ranks are reduced among the ranks that hold the same experts only.
+    """
+    layout = work.layout
+    if layout.ranks == 1:
         return []
-    mine, words = adapter_share(work, shape)
-    size = 2 * (ranks - 1) / ranks * mine * work.adapter.dtype_bytes
-    fabric, seconds = ring(work, size, ranks)
-    return [Flow("adapter all-reduce", fabric.name, size, 1, seconds, f"2 x (ranks - 1) / ranks x {words}")]
+    mine, _ = adapter_share(work, shape)
+    own = expert_adapters(work, shape) // layout.expert_parallel if layout.expert_parallel > 1 else 0
+    found = [_all_reduce(work, "adapter all-reduce", mine - own, layout.ranks, 1)]
+    alike = layout.ranks // layout.expert_parallel
+    if own and alike > 1:  # as many rings side by side as there are different experts on a node
+        groups = min(layout.expert_parallel, layout.gpus_per_node)
+        found.append(_all_reduce(work, "adapter all-reduce, experts", own, alike, groups))
+    return found
+
+
+def _all_reduce(work: Work, kind: str, count: int, ranks: int, groups: int) -> Flow:
+    size = 2 * (ranks - 1) / ranks * count * FLOAT
+    fabric, seconds = ring(work, size, work.layout.ranks, groups)
+    return Flow(kind, fabric.name, size, 1, seconds, f"2 x ({ranks} - 1) / {ranks} x {count} parameters x {FLOAT}")
 
 
 def _offload(work: Work, shape: Shape) -> list[Flow]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 from windlass.cost import memory, shape, traffic
 from windlass.cost.flops import flops
@@ -23,18 +22,26 @@ class Seconds:
 
     compute: float
     reads: float  # weights out of the GPU's own memory, beside which compute can run
-    copies: float  # gathered or dequantised weights written and read once more
+    decoding: float  # an FP8 base turned into 16 bits, in between what computes
+    copies: float  # gathered weights written and read once more
     wire: float
     host: float
     once: float
 
 
-def cost(work: Work) -> Cost:
-    """Memory, traffic and time of this run. Pure: the same work costs the same."""
+def cost(work: Work, usual: int | None = None, *, advise: bool = True) -> Cost:
+    """Memory, traffic and time of this run. Pure: the same work costs the same.
+
+    Memory is counted as when every row is full, for some will be; with `usual`, traffic and time are those of rows
+    of that many tokens. `advise`: where it does not fit, find out what would.
+    """
     model = shape.read(work.checkpoint, work.adapter)
     table, peak = memory.rows(work, model)
     gpu_gib, host_gib = memory.total(table, "gpu") / GIB, memory.total(table, "host") / GIB
     fits = _fits(work, gpu_gib, host_gib)
+    remedy = _remedy(work, gpu_gib, host_gib) if advise and not fits else ""
+    if usual is not None:
+        work = replace(work, batch=replace(work.batch, length=usual))
     moved = traffic.flows(work, model)
     operations = flops(work, model)
     seconds = _seconds(work, model, moved)
@@ -48,7 +55,7 @@ def cost(work: Work) -> Cost:
         gpu_gib=gpu_gib,
         host_gib=host_gib,
         fits=fits,
-        remedy="" if fits else _remedy(work, gpu_gib, host_gib),
+        remedy=remedy,
         flops_per_token=operations.model,
         recompute_flops_per_token=operations.again,
         compute_seconds=seconds.compute,
@@ -57,7 +64,7 @@ def cost(work: Work) -> Cost:
         tokens_per_second=tokens / step,
         mfu=operations.model * tokens / step / peak_flops,
         wire_gb_per_step=wire / 1e9,
-        memory_seconds=seconds.reads + seconds.copies,
+        memory_seconds=seconds.reads + seconds.decoding + seconds.copies,
         wire_seconds=seconds.wire,
         host_seconds=seconds.host,
         bound=_bound(seconds),
@@ -67,54 +74,58 @@ def cost(work: Work) -> Cost:
 
 def _seconds(work: Work, model: Shape, moved: tuple[Flow, ...]) -> Seconds:
     accumulation = work.batch.accumulation
-    wires = [f for f in moved if f.kind not in ("host transfer", "adapter all-reduce")]
+    once = [f for f in moved if f.kind.startswith("adapter all-reduce")]
+    wires = [f for f in moved if f.kind != "host transfer" and f not in once]
     operations = flops(work, model)
     gpu = work.machine.gpu
     rate = (gpu.achieved_tflops if model.experts else gpu.bf16_tflops * DENSE_SHARE) * 1e12
     compute = (work.batch.tokens * (operations.model + operations.again) + operations.fixed) / rate
-    reads, copies = _memory(work, model)
+    reads, decoding, copies = _memory(work, model)
     return Seconds(
         compute=compute,
         reads=reads,
+        decoding=decoding,
         copies=copies,
         wire=sum(f.seconds * f.per_step for f in wires) / accumulation,
         host=sum(f.seconds * f.per_step for f in moved if f.kind == "host transfer") / accumulation,
-        once=sum(f.seconds for f in moved if f.kind == "adapter all-reduce"),
+        once=sum(f.seconds for f in once),
     )
 
 
-def _memory(work: Work, model: Shape) -> tuple[float, float]:
+def _memory(work: Work, model: Shape) -> tuple[float, float, float]:
     """Seconds that weights take through the GPU's memory: each pass reads those that its tokens need."""
-    layout, rate = work.layout, work.machine.gpu.memory_gb_per_second * 1e9
-    passes = 3 if layout.activation_checkpointing else 2
+    layout, machine, size = work.layout, work.machine, memory.held(work)
+    passes, width = 3 if layout.activation_checkpointing else 2, max(work.base_bytes, 2)
     stay = 1 - (1 - model.top_k / max(model.layers[-1].experts, 1)) ** work.batch.tokens if model.experts else 1.0
-    experts = model.experts / layout.expert_parallel
-    dense = model.total - model.experts - sum(prod(p.shape) for p in model.outside if p.part == "embedding")
-    dense += model.head if model.tied else 0
-    touched = dense + experts * stay
-    width = max(work.base_bytes, 2)
-    reads = passes * touched * width
-    copies = 0.0
-    if work.base_bytes == 1:  # read in 8 bits and written in 16 before each pass
-        copies += passes * touched * 3
+    routed = model.routed // layout.expert_parallel
+    dense = model.whole.all - model.experts - model.embedding.all + (model.head if model.tied else 0)
+    reads = passes * (dense + routed.all * stay) * width
+    decoding = copies = 0.0
+    if layout.base_dtype == "fp8":  # codes read, values written, then scaled in place; on GPUs unused experts too
+        used = stay if machine.gpu.name == "cpu" else 1.0
+        decoding = passes * (model.whole.fp8 - model.routed.fp8 + routed.fp8 * used) * (size.fp8 + 3 * width)
     if layout.shard > 1:  # written by the gather, read and written by the copy out of its buffer
         gathers = 2 if layout.reshard_after_forward else 1 / work.batch.accumulation
-        copies += gathers * 3 * work.base_bytes * (dense + experts)
-    return reads / rate, copies / rate
+        gathered = size.bytes(model.inside) - size.bytes(model.routed) + size.bytes(routed) + size.bytes(model.rest)
+        copies = gathers * 3 * gathered
+    rate = machine.gpu.memory_gb_per_second * 1e9
+    return reads / rate, decoding / rate, copies / rate
 
 
 def _step(work: Work, seconds: Seconds) -> tuple[float, float]:
-    """The best case, where everything overlaps, and the worst, where nothing does."""
-    busy = max(seconds.compute, seconds.reads)
-    longest = max(busy, seconds.reads + seconds.copies, seconds.wire, seconds.host)
+    """The best case, where all that can overlaps does, and the worst, where nothing does."""
+    busy = max(seconds.compute, seconds.reads) + seconds.decoding
+    longest = max(busy, seconds.reads + seconds.decoding + seconds.copies, seconds.wire, seconds.host)
     serial = busy + seconds.copies + seconds.wire + seconds.host
+    if work.machine.gpu.name == "cpu":  # gloo's collectives and the copies take the processor that computes
+        longest = serial
     return work.batch.accumulation * longest + seconds.once, work.batch.accumulation * serial + seconds.once
 
 
 def _bound(seconds: Seconds) -> str:
     rates = {
         "compute": seconds.compute,
-        "memory": seconds.reads + seconds.copies,
+        "memory": seconds.reads + seconds.decoding + seconds.copies,
         "wire": seconds.wire,
         "host": seconds.host,
     }
@@ -158,7 +169,8 @@ def _changes(work: Work) -> Iterator[tuple[str, Work]]:
     if layout.offload:
         yield "layout.offload: false", replace(work, layout=replace(checkpointed, offload=False))
     elif layout.shard > 1:
-        yield "layout.offload: true", replace(work, layout=replace(checkpointed, offload=True))
+        offloaded = replace(checkpointed, offload=True, base_dtype="bf16")
+        yield "layout.offload: true", replace(work, layout=offloaded)
 
 
 def _sizes(work: Work) -> tuple[float, float]:

@@ -2,12 +2,13 @@
 
 demand(run, where, family, accelerate)   what the run file and the Accelerate file ask for together
 settle(demand, experts)                  the Layout, where they name one
-candidates(demand, experts)              the layouts to compare, each possible or with its reason why not
+named(demand, experts, fp8)              that layout in each dtype that it leaves open how to hold the base in
+candidates(demand, experts, fp8)         the layouts to compare, each possible or with its reason why not
 choose(figures)                          the best of them, and why
 """
 
 from windlass.layout.accelerate import AccelerateFile, Entry, Wish, read_accelerate
-from windlass.layout.compare import Candidate, Figures, candidates, choose
+from windlass.layout.compare import Candidate, Figures, candidates, choose, named
 from windlass.layout.keys import FATES, KEYS
 from windlass.layout.launcher import Launched, Process, accelerate_file, find_launcher_config, parents
 from windlass.layout.shape import LAYOUTS, Layout, check_wrap
@@ -33,6 +34,7 @@ __all__ = [
     "choose",
     "demand",
     "find_launcher_config",
+    "named",
     "parents",
     "read_accelerate",
     "settle",

@@ -9,8 +9,6 @@ from windlass.layout.shape import Layout
 from windlass.layout.sizes import settle, why_not_expert_parallel
 from windlass.layout.sources import Demand
 
-FP8_RESIDENT = "training does not hold the base in FP8 yet: it is loaded in BF16"
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -19,7 +17,6 @@ class Candidate:
     title: str  # full-shard, parameters offloaded
     layout: Layout | None
     why_not: str = ""  # why training cannot run it; empty where it can
-    base_bytes: int | None = None  # bytes per base parameter, where it is not the run file's dtype
     here: bool = True  # on the nodes that the run has; False: what more or fewer of them would give
 
     @property
@@ -40,7 +37,8 @@ class Figures:
 def candidates(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candidate, ...]:
     """Every layout on the nodes of the run, then those that make sense on 1 to 2 times as many.
 
-    `experts`: routed experts per layer, 0 for a dense model. `fp8`: the checkpoint is published in FP8.
+    `experts`: routed experts per layer, 0 for a dense model. `fp8`: the checkpoint is published in FP8, so that each
+    layout is there with the base as published too, unless the run says how it is to be held.
     """
     free = replace(
         wanted,
@@ -58,10 +56,28 @@ def candidates(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candida
         suffix = f", on {nodes} node{'s' * (nodes > 1)}"
         rows += [
             replace(row, title=row.title + suffix, here=False)
-            for row in (_bar(row, wanted) for row in _on(other, experts, fp8=False))
+            for row in (_bar(row, wanted) for row in _on(other, experts, fp8))
             if row.possible and row.layout and not row.layout.offload and row.layout.name != "no-reshard"
         ]
     return tuple(rows)
+
+
+def named(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candidate, ...]:
+    """The layout that a demand names, in each dtype that it leaves open how to hold the base in."""
+    return tuple(
+        Candidate(
+            wanted.name + (", FP8" if dtype == "fp8" else ""),
+            settle(replace(wanted, base_dtype=dtype), experts),
+        )
+        for dtype in _dtypes(wanted, fp8)
+    )
+
+
+def _dtypes(wanted: Demand, fp8: bool) -> list[str]:
+    """How the base may be held. What is offloaded stays as it is computed with: host memory has the room."""
+    if wanted.base_dtype:
+        return [wanted.base_dtype]
+    return ["bf16", "fp8"] if fp8 and not wanted.offload else ["bf16"]
 
 
 def _bar(row: Candidate, wanted: Demand) -> Candidate:
@@ -78,25 +94,31 @@ def _other_nodes(nodes: int) -> list[int]:
 
 
 def _on(wanted: Demand, experts: int, fp8: bool) -> list[Candidate]:
-    """Every layout on that many nodes."""
-    ranks = wanted.ranks
+    """Every layout on that many nodes, in each dtype that the base may be held in."""
+    rows = [row for dtype in _dtypes(wanted, fp8) for row in _in(replace(wanted, base_dtype=dtype), experts)]
+    impossible = {row.title: row for row in rows if not row.possible and not row.layout}
+    return [row for row in rows if row.layout] + list(impossible.values())  # those say why once, not for each dtype
 
-    def row(title: str, name: str, why_not: str = "", base_bytes: int | None = None, **sizes: int | bool) -> Candidate:
-        layout = None if why_not and base_bytes is None else _layout(wanted, name, experts, **sizes)
-        return Candidate(title, layout, why_not, base_bytes)
+
+def _in(wanted: Demand, experts: int) -> list[Candidate]:
+    """Every layout with the base held in one dtype."""
+    ranks = wanted.ranks
+    held = ", FP8" if wanted.base_dtype == "fp8" else ""
+
+    def row(title: str, name: str, why_not: str = "", **sizes: int | bool) -> Candidate:
+        return Candidate(title, None if why_not else _layout(wanted, name, experts, **sizes), why_not)
 
     alone = "one GPU: there is nothing to shard over" if ranks == 1 else ""
-    rows = [
-        row("full-shard", "full-shard", alone),
-        row("full-shard, parameters offloaded", "full-shard", alone, offload=True),
+    rows = [row("full-shard", "full-shard", alone)]
+    if not held:
+        rows.append(row("full-shard, parameters offloaded", "full-shard", alone, offload=True))
+    rows += [
         row("no-reshard", "no-reshard", alone),
         row("hybrid", "hybrid", _why_not_hybrid(wanted)),
         *_expert_rows(wanted, experts),
         row("resident" if ranks > 1 else "one GPU", "resident"),
     ]
-    if fp8:
-        rows.append(row("resident, FP8", "resident", FP8_RESIDENT, base_bytes=1))
-    return rows
+    return [replace(each, title=each.title + held) if each.layout else each for each in rows]
 
 
 def _why_not_hybrid(wanted: Demand) -> str:
@@ -137,13 +159,14 @@ def choose(figures: Sequence[Figures]) -> Layout | None:
         return None
     if not fitting:
         best = min(able, key=lambda f: f.gpu_gib)
-        reason = f"chosen: none of {len(able)} layouts fits, and this one needs least, {best.gpu_gib:.0f} GiB per GPU"
+        reason = f"none of {len(able)} layouts fits, and this one needs least, {best.gpu_gib:.0f} GiB per GPU"
     else:
         best = min(fitting, key=lambda f: f.step_seconds)
-        reason = f"chosen: {_praise(best, fitting, len(able))}"
+        reason = _praise(best, fitting, len(able))
     layout = best.candidate.layout
     assert layout is not None  # `able` holds no other
-    return replace(layout, reason=reason)
+    held = " with the base kept in FP8 as published" if layout.base_dtype == "fp8" else ""
+    return replace(layout, reason=f"chosen{held}: {reason}")
 
 
 def _praise(best: Figures, fitting: Sequence[Figures], able: int) -> str:

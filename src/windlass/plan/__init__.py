@@ -15,11 +15,13 @@ from pydantic import BaseModel
 from windlass import adapter as adapters
 from windlass import hardware, source, weights
 from windlass.adapter import Adapter
-from windlass.cost import Batch, Cost, Work
+from windlass.cost import Batch, Cost, Work, cost, in_fp8
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.layout import AccelerateFile, Demand, Layout, candidates, demand, settle
-from windlass.plan.compare import Contender, chosen, contend, weigh
+from windlass.layout import AccelerateFile, Demand, Layout, candidates, demand, named
+from windlass.plan.advice import Advice, advise
+from windlass.plan.batch import batches_of
+from windlass.plan.compare import Contender, Trial, chosen, contend
 from windlass.plan.schedule import Schedule, schedule
 from windlass.runfile import Cluster, Loaded, accumulation
 from windlass.source import Rows
@@ -44,6 +46,8 @@ class Plan:
     cost: Cost  # memory when rows are full, time when they are as long as they are known to be
     expert_path: str  # how adapters of experts are computed: split or merged
     contenders: tuple[Contender, ...]
+    tried: tuple[Trial, ...]  # micro-batches, where the plan chooses one
+    advice: tuple[Advice, ...]  # what would make the run faster
     notes: tuple[str, ...]
 
     @property
@@ -114,70 +118,74 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     wanted = demand(run, where, checkpoint.family, accelerate)
     machine = machine_of(run.cluster, where)
     rows = source.count_rows(run.data, run.data.train_split, where)
-    batch = Batch(
-        run.train.per_device_train_batch_size, accumulation(run.train, wanted.ranks, where), run.data.max_length
-    )
+    batches = batches_of(run.train, accumulation(run.train, wanted.ranks, where), run.data.max_length)
     full = Work(
         checkpoint=checkpoint,
         adapter=adapter,
         layout=_first_layout(wanted),
-        batch=batch,
+        batch=batches[0],
         machine=machine,
         optim=run.train.optim,
         base_bytes=BYTES[run.model.torch_dtype],
         dropout=run.lora.lora_dropout,
     )
+    sequences, length, told = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)
 
-    sequences, length, told = rows_as_sequences(rows, batch.length, packing=run.data.packing)
-
-    def scheduled(ranks: int) -> Schedule:
-        return schedule(run.train, batch, ranks, adapter, sequences, rows.how)
-
-    def gpu_hours(layout: Layout, cost: Cost) -> float | None:
-        steps = scheduled(layout.ranks).steps
+    def gpu_hours(layout: Layout, batch: Batch, cost: Cost) -> float | None:
+        steps = schedule(run.train, batch, layout.ranks, adapter, sequences, rows.how).steps
         return None if steps is None else steps * cost.step_seconds * layout.ranks / 3600
 
-    experts = checkpoint.dims.get("experts", 0)
-    table = candidates(wanted, experts, checkpoint.quantization is not None)
-    contenders = contend(full, length, table, gpu_hours)
-    layout = chosen(contenders) if wanted.name == "auto" else settle(wanted, experts)
-    if layout is None:
+    experts, fp8 = checkpoint.dims.get("experts", 0), bool(in_fp8(checkpoint))
+    if wanted.base_dtype == "fp8" and not fp8:
+        what = f"{checkpoint.name} is not published in FP8, and windlass does not quantise"
+        raise UserError(f"base_dtype: fp8, but {what}", where("layout.base_dtype"), "leave it out, or write bf16")
+    contenders = contend(full, length, candidates(wanted, experts, fp8), batches, gpu_hours)
+    asked = wanted.name != "auto"
+    best = chosen(contend(full, length, named(wanted, experts, fp8), batches, gpu_hours) if asked else contenders)
+    if best is None or best.layout is None:
         raise UserError("no layout is possible", where("layout"), "give cluster.nodes and cluster.gpus_per_node")
-    work = full.under(layout)
+    layout = best.layout if not asked else _as_asked(best.layout, wanted)
+    work = replace(full, batch=best.batch).under(layout)
     return Plan(
         loaded=loaded,
         checkpoint=checkpoint,
         adapter=adapter,
         machine=machine,
         layout=layout,
-        batch=batch,
-        schedule=scheduled(layout.ranks),
-        cost=weigh(work, length),
+        batch=best.batch,
+        schedule=schedule(run.train, best.batch, layout.ranks, adapter, sequences, rows.how),
+        cost=cost(work, length),
         expert_path=work.expert_path,
         contenders=contenders,
+        tried=best.tried if len(batches) > 1 else (),
+        advice=advise(work, length, contenders, run, fixed=len(batches) == 1),
         notes=(*loaded.notes, *checkpoint.notes, *adapter.notes, *told),
     )
 
 
+def _as_asked(layout: Layout, wanted: Demand) -> Layout:
+    """Named by the user; said too where the plan filled in how the base is held."""
+    held = "" if wanted.base_dtype or layout.base_dtype != "fp8" else "; base kept in FP8 as published, by the plan"
+    return replace(layout, reason=f"demanded by {wanted.where}{held}")
+
+
 def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:
-    """How many sequences the rows make, their usual length, and what to say about it."""
+    """How many sequences the rows make, their usual length, and what to say about it. Blank rows make none."""
     if not rows.count or not rows.text_bytes:
         return rows.count, limit, ()
-    mean = min(limit, math.ceil(rows.text_bytes / rows.count / BYTES_PER_TOKEN))
+    filled = max(1, rows.count - rows.blank)
+    mean = min(limit, math.ceil(rows.text_bytes / filled / BYTES_PER_TOKEN))
+    told = (f"{rows.blank:,} of {rows.count:,} rows are blank{rows.blank_how} and left out",) if rows.blank else ()
     if packing:
-        packed = math.ceil(rows.count * mean / limit)
-        return packed, limit, (f"packing: {rows.count:,} rows of about {mean} tokens make {packed:,} full sequences",)
+        packed = math.ceil(filled * mean / limit)
+        return packed, limit, (*told, f"packing: {filled:,} rows of about {mean} tokens make {packed:,} full sequences")
     if mean > limit // 2:
-        return rows.count, mean, ()
-    return (
-        rows.count,
-        mean,
-        (
-            f"rows have about {mean} tokens ({rows.how}, {BYTES_PER_TOKEN} bytes a token), so a sequence of {limit} is"
-            f" {mean / limit:.0%} full and time is estimated for that; data.packing: true would put about"
-            f" {limit / mean:.1f} rows into each",
-        ),
+        return filled, mean, told
+    words = (
+        f"rows have about {mean} tokens ({rows.how}, {BYTES_PER_TOKEN} bytes a token), so a sequence of {limit} is"
+        f" {mean / limit:.0%} full and time is estimated for that"
     )
+    return filled, mean, (*told, words)
 
 
 def _first_layout(wanted: Demand) -> Layout:

@@ -1,12 +1,25 @@
-"""The same run under every layout: one row each, those that fit first, the fastest on top."""
+"""The same run under every layout, each with the micro-batch that suits it: one row each, the fastest on top."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from windlass.cost import Cost, Work, cost
+from windlass.cost import Batch, Cost, Work, cost
 from windlass.layout import Candidate, Figures, Layout, choose
+
+# What a micro-batch that the plan chooses leaves free of a GPU: the memory model was held against torch's tracker to
+# within as much.
+HEADROOM = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One way to cut the sequences that a GPU learns from in an optimizer step into micro-batches."""
+
+    batch: Batch
+    cost: Cost
+    fits: bool  # with room to spare, where there is a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,41 +28,56 @@ class Contender:
 
     candidate: Candidate
     ranks: int
+    batch: Batch
     cost: Cost | None  # None where not even its costs can be said
     gpu_hours: float | None
+    tried: tuple[Trial, ...] = ()
 
     @property
     def name(self) -> str:
         return self.candidate.title
 
-
-def weigh(work: Work, length: int) -> Cost:
-    """Memory as when every row is full, for some will be; time and traffic at the length that rows usually have."""
-    full = cost(work)
-    if length == work.batch.length:
-        return full
-    usual = cost(replace(work, batch=replace(work.batch, length=length)))
-    kept = ("rows", "gpu_gib", "host_gib", "fits", "remedy", "peak")
-    return replace(usual, **{name: getattr(full, name) for name in kept})
-
-
-def lay_out(work: Work, candidate: Candidate) -> Work | None:
-    """The run under a candidate. Everything but the layout (and, for some, the base's dtype) is the run's own."""
-    if candidate.layout is None:
-        return None
-    return replace(work.under(candidate.layout), base_bytes=candidate.base_bytes or work.base_bytes)
+    @property
+    def layout(self) -> Layout | None:
+        return self.candidate.layout
 
 
 def contend(
-    work: Work, length: int, candidates: Sequence[Candidate], gpu_hours: Callable[[Layout, Cost], float | None]
+    work: Work,
+    usual: int,
+    candidates: Sequence[Candidate],
+    batches: Sequence[Batch],
+    gpu_hours: Callable[[Layout, Batch, Cost], float | None] = lambda *_: None,
 ) -> tuple[Contender, ...]:
+    """Everything but layout and micro-batch is the run's own. `usual`: the tokens that its rows have, most of them."""
     made = []
     for candidate in candidates:
-        laid = lay_out(work, candidate)
-        weighed = weigh(laid, length) if laid else None
-        hours = gpu_hours(laid.layout, weighed) if laid and weighed else None
-        made.append(Contender(candidate, (laid or work).layout.ranks, weighed, hours))
+        if candidate.layout is None:
+            made.append(Contender(candidate, work.layout.ranks, batches[0], None, None))
+            continue
+        tried = trials(work, candidate.layout, usual, batches)
+        best = chosen_batch(tried)
+        hours = gpu_hours(candidate.layout, best.batch, best.cost)
+        made.append(Contender(candidate, candidate.layout.ranks, best.batch, best.cost, hours, tried))
     return tuple(sorted(made, key=_rank))
+
+
+def trials(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Trial, ...]:
+    """Smallest micro-batch first, up to the first that does not fit: none after it would."""
+    made: list[Trial] = []
+    room = work.machine.gpu.memory_gib * (1 - HEADROOM if len(batches) > 1 else 1)
+    for batch in batches:
+        found = cost(replace(work, batch=batch).under(layout), usual, advise=False)
+        made.append(Trial(batch, found, found.fits and found.gpu_gib <= room))
+        if not made[-1].fits:
+            break
+    return tuple(made)
+
+
+def chosen_batch(tried: Sequence[Trial]) -> Trial:
+    """The fastest that fits, the smaller of equals; where none does, the smallest."""
+    fitting = [trial for trial in tried if trial.fits]
+    return min(fitting, key=lambda trial: round(trial.cost.step_seconds, 9)) if fitting else tried[0]
 
 
 def _rank(contender: Contender) -> tuple[bool, bool, bool, float]:
@@ -59,8 +87,43 @@ def _rank(contender: Contender) -> tuple[bool, bool, bool, float]:
     return c is None, not contender.candidate.possible, not (c and c.fits), per_token
 
 
-def chosen(contenders: Sequence[Contender]) -> Layout | None:
-    """What `layout: auto` takes: the fastest that fits and that training can run on these nodes."""
-    return choose(
+def chosen(contenders: Sequence[Contender]) -> Contender | None:
+    """The fastest that fits and that training can run on these nodes; its layout says why."""
+    layout = choose(
         [Figures(c.candidate, c.cost.fits, c.cost.gpu_gib, c.cost.step_seconds) for c in contenders if c.cost]
     )
+    if layout is None:
+        return None
+    best = next(c for c in contenders if c.layout and c.candidate.here and same(c.layout, layout))
+    return replace(best, candidate=replace(best.candidate, layout=layout))
+
+
+def same(one: Layout, other: Layout) -> bool:
+    """Whatever the reason for either."""
+    return replace(one, reason="") == replace(other, reason="")
+
+
+def readable(contenders: Sequence[Contender], planned: Layout) -> list[Contender]:
+    """The rows to show. Of a layout's variants on the run's own nodes, those that another of them beats in both
+    memory and time are left out; of other numbers of nodes, all but the best."""
+    rows: list[Contender] = []
+    nodes: set[int] = set()
+    for c in contenders:
+        if c.cost is None or c.layout is None:
+            continue
+        here = [o for o in contenders if o.candidate.here and o.layout and o.layout.name == c.layout.name]
+        own = same(c.layout, planned)
+        if (c.candidate.here and (own or not any(_beats(o, c) for o in here))) or (
+            not c.candidate.here and c.candidate.possible and c.layout.nodes not in nodes
+        ):
+            rows.append(c)
+            if not c.candidate.here:
+                nodes.add(c.layout.nodes)
+    return rows
+
+
+def _beats(one: Contender, other: Contender) -> bool:
+    if one.cost is None or other.cost is None or one is other or not one.candidate.possible:
+        return False
+    mine, its = ((c.cost.gpu_gib, c.cost.step_seconds) for c in (one, other) if c.cost)
+    return mine != its and mine[0] <= its[0] and mine[1] <= its[1]

@@ -28,6 +28,17 @@ def record(plan: Plan) -> dict[str, Any]:
             "accumulation": plan.batch.accumulation,
             "max_length": plan.batch.length,
             **asdict(length),
+            "tried": [
+                {
+                    "micro": trial.batch.micro,
+                    "accumulation": trial.batch.accumulation,
+                    "gpu_gib": trial.cost.gpu_gib,
+                    "fits": trial.fits,
+                    "step_seconds": trial.cost.step_seconds,
+                    "tokens_per_second": trial.cost.tokens_per_second,
+                }
+                for trial in plan.tried
+            ],
         },
         "memory": {
             "gpu_gib": cost.gpu_gib,
@@ -55,6 +66,7 @@ def record(plan: Plan) -> dict[str, Any]:
             "hours": plan.hours,
             "gpu_hours": plan.gpu_hours,
         },
+        "advice": [asdict(advice) for advice in plan.advice],
         "notes": list(plan.notes),
     }
 
@@ -89,6 +101,9 @@ def _contender(contender: Contender) -> dict[str, Any]:
         "possible": candidate.possible,
         "why_not": candidate.why_not,
         "fits": cost.fits if cost else None,
+        "base_dtype": candidate.layout.base_dtype if candidate.layout else None,
+        "micro": contender.batch.micro if cost else None,
+        "accumulation": contender.batch.accumulation if cost else None,
         "gpu_gib": cost.gpu_gib if cost else None,
         "wire_gb_per_step": cost.wire_gb_per_step if cost else None,
         "step_seconds": cost.step_seconds if cost else None,

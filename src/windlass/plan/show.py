@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from rich import box
 from rich.console import Console
@@ -14,7 +13,7 @@ from windlass.cost import Row
 from windlass.hardware import GIB, Machine
 from windlass.layout import Layout
 from windlass.plan import Plan
-from windlass.plan.compare import Contender
+from windlass.plan.compare import HEADROOM, Contender, readable, same
 from windlass.plan.script import Spread
 
 
@@ -37,8 +36,12 @@ def _tables(plan: Plan, formulas: bool, compare: bool) -> Iterable[Table]:
     if plan.cost.flows:
         yield _traffic(plan, formulas)
     yield _time(plan, formulas)
+    if plan.tried:
+        yield _tried(plan)
     if compare:
         yield from _contenders(plan, plan.contenders)
+    if plan.advice:
+        yield _advice(plan)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -60,12 +63,53 @@ def _header(plan: Plan) -> Table:
             f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = {length.global_sequences}"
             f" sequences, {length.tokens_per_step:,} tokens a step when rows are full",
         ),
+        *([("", _batch_reason(plan))] if plan.tried else []),
         ("length", _length(plan)),
     ]
     grid = Table.grid(padding=(0, 2))
     for name, value in lines:
         grid.add_row(Text(name, style="bold"), value)
     return grid
+
+
+def _batch_reason(plan: Plan) -> str:
+    """Why this micro-batch, where the plan chose it."""
+    sizes = ", ".join(str(trial.batch.micro) for trial in plan.tried)
+    last = plan.tried[-1]
+    if plan.tried[0].fits and not last.fits:
+        room = plan.machine.gpu.memory_gib * (1 - HEADROOM)
+        return (
+            f"{plan.batch.micro} a pass chosen: the fastest of {sizes} that leave {HEADROOM:.0%} of the GPU free;"
+            f" {last.batch.micro} would need {last.cost.gpu_gib:,.1f} of {room:,.1f} GiB"
+        )
+    if plan.tried[0].fits:
+        return (
+            f"{plan.batch.micro} a pass chosen: the fastest of {sizes}, which all leave {HEADROOM:.0%} of the GPU free"
+        )
+    return f"1 a pass: not even that leaves {HEADROOM:.0%} of the GPU free"
+
+
+def _tried(plan: Plan) -> Table:
+    table = _table("Micro-batches, by memory and time", ">sequences x passes", "fits", ">GiB", ">s/step", ">tok/s")
+    for trial in plan.tried:
+        cost, batch = trial.cost, trial.batch
+        table.add_row(
+            f"{batch.micro} x {batch.accumulation}",
+            "yes" if trial.fits else "no",
+            f"{cost.gpu_gib:,.1f}",
+            f"{cost.step_seconds:,.2f}",
+            f"{cost.tokens_per_second:,.0f}",
+            style="bold" if batch == plan.batch else "",
+        )
+    return table
+
+
+def _advice(plan: Plan) -> Table:
+    """By the same arithmetic as the rest: what is gained is what this table says, if the rest is right."""
+    table = _table("What would make it faster (useful tokens, estimate)", "change", ">tok/s", ">gain", "how")
+    for advice in plan.advice:
+        table.add_row(advice.change, f"{advice.tokens_per_second:,.0f}", f"{advice.gain:,.1f} x", advice.remark)
+    return table
 
 
 def machines(layout: Layout | Spread, machine: Machine) -> str:
@@ -177,36 +221,41 @@ def _time(plan: Plan, formulas: bool) -> Table:
 
 def _contenders(plan: Plan, contenders: Sequence[Contender]) -> Iterable[Table]:
     """The comparison; below it, why some of the layouts can't be."""
+    rows = readable(contenders, plan.layout)
+    left = sum(c.cost is not None for c in contenders) - len(rows)
     table = _table(
         "The same run under other layouts, best on top",
-        *("layout", ">on", "fits", ">GiB", ">GB/step", ">s/step", ">tok/s", ">GPU-h"),
+        *("layout", ">on", ">batch", "fits", ">GiB", ">GB/step", ">s/step", ">tok/s", ">GPU-h"),
     )
     table.columns[0].min_width = 24
     table.padding = (0, 1, 0, 0)
     for column in table.columns[1:]:
         column.no_wrap = True
-    for c in contenders:
-        layout = c.candidate.layout
-        if c.cost is not None and layout is not None:
+    for c in rows:
+        if c.cost is not None and c.layout is not None:
             hours = "" if c.gpu_hours is None else f"{c.gpu_hours:,.1f}"
             figures = (f"{c.cost.gpu_gib:,.1f}", f"{c.cost.wire_gb_per_step:,.1f}", f"{c.cost.step_seconds:,.2f}")
-            fits = "not yet" if not c.candidate.possible else "yes" if c.cost.fits else "no"
-            title, place = c.name.partition(", on ")[0], f"{layout.nodes}x{layout.gpus_per_node}"
+            fits = "barred" if not c.candidate.possible else "yes" if c.cost.fits else "no"
+            place, batch = f"{c.layout.nodes}x{c.layout.gpus_per_node}", f"{c.batch.micro}x{c.batch.accumulation}"
             rate = f"{c.cost.tokens_per_second:,.0f}"
-            table.add_row(title, place, fits, *figures, rate, hours, style=_emphasis(plan, layout))
+            title = c.name.replace(f", on {c.layout.nodes} node{'s' * (c.layout.nodes > 1)}", "")
+            table.add_row(title, place, batch, fits, *figures, rate, hours, style=_emphasis(plan, c.layout))
+    if left:
+        table.caption = f"{left} more are slower and no smaller, or of other numbers of nodes: --json has them all"
+        table.caption_justify = "left"
     yield table
-    without = [c for c in contenders if not c.candidate.possible]
+    without = {c.candidate.why_not: c for c in reversed(contenders) if not c.candidate.possible and c.candidate.here}
     if without:
         reasons = _table("Not possible", "layout", "why")
         reasons.columns[0].no_wrap = True
-        for c in without:
-            reasons.add_row(c.name, c.candidate.why_not)
+        for why, c in without.items():
+            reasons.add_row(c.name, why)
         yield reasons
 
 
 def _emphasis(plan: Plan, layout: Layout) -> str:
     """The row of the run as it is planned stands out."""
-    return "bold" if replace(layout, reason="") == replace(plan.layout, reason="") else ""
+    return "bold" if same(layout, plan.layout) else ""
 
 
 def _verdict(plan: Plan) -> Text:

@@ -57,14 +57,17 @@ def _problem(clash: Clash, where: Where) -> Problem:
 
 
 def accumulation(train: Train, ranks: int, where: Where) -> int:
-    """Passes per optimizer step: as said, or what global_batch_size leaves; an error where that isn't whole."""
+    """Passes per optimizer step: as said, or what global_batch_size leaves; an error where that isn't whole.
+
+    With per_device_train_batch_size: auto, of one sequence each: what the plan may put together.
+    """
     said = not where("train.gradient_accumulation_steps").startswith("default: ")
     if train.global_batch_size is None:
         return train.gradient_accumulation_steps
-    at_once = train.per_device_train_batch_size * ranks
+    at_once = train.least_batch * ranks
     steps, rest = divmod(train.global_batch_size, at_once)
     place = where("train.global_batch_size")
-    product = f"{train.per_device_train_batch_size} per GPU x {ranks} GPUs = {at_once}"
+    product = f"{train.least_batch} per GPU x {ranks} GPUs = {at_once}"
     if rest:
         below = f"{steps * at_once} or " if steps else ""
         hint = f"take {below}{(steps + 1) * at_once}, or change train.per_device_train_batch_size"
@@ -304,8 +307,9 @@ def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
         "model.use_cache": ("training has no use for it: it is left off", run.model.use_cache),
     }
     found = [f"{where(key)}: {text}" for key, (text, applies) in table.items() if applies and said(key)]
-    if train.global_batch_size and not said("train.gradient_accumulation_steps"):
+    cut = train.per_device_train_batch_size != "auto"  # else the plan says how
+    if cut and train.global_batch_size and not said("train.gradient_accumulation_steps"):
         steps = accumulation(train, run.ranks, where)
-        product = f"{train.per_device_train_batch_size} per GPU x {run.ranks} GPUs"
+        product = f"{train.least_batch} per GPU x {run.ranks} GPUs"
         found.append(f"{where('train.global_batch_size')}: {train.global_batch_size} = {product} x {steps} passes")
     return found

@@ -44,8 +44,9 @@ class Train(Section):
     """Passes over the training data; a fraction is taken as well."""
     max_steps: Annotated[Whole, AfterValidator(_steps)] = -1
     """Stop after so many optimizer steps, whatever num_train_epochs says; -1: by epochs."""
-    per_device_train_batch_size: Count = 1
-    """Sequences per GPU in one forward and backward pass."""
+    per_device_train_batch_size: Count | Literal["auto"] = 1
+    """Sequences per GPU in one forward and backward pass. auto: the plan divides the sequences of an optimizer step,
+    which stay gradient_accumulation_steps per GPU (or global_batch_size in all), into the fastest passes that fit."""
     per_device_eval_batch_size: Count = 1
     """Sequences per GPU in one evaluation pass."""
     gradient_accumulation_steps: Count = 16
@@ -130,6 +131,11 @@ class Train(Section):
         if "warmup_ratio" not in section:
             return {**section, "warmup_ratio": 0.0}
         return {**section, "warmup_steps": None} if section["warmup_steps"] == 0 else section
+
+    @property
+    def least_batch(self) -> int:
+        """per_device_train_batch_size; where the plan chooses it, the least that it may choose."""
+        return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
 
     def warmup(self, steps: int) -> int:
         """Steps of warm-up in a run of so many; a share is rounded up, as transformers does."""

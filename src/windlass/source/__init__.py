@@ -17,6 +17,9 @@ __all__ = ["KNOWN", "Part", "Rows", "Source", "count_rows", "find", "locate", "p
 
 # Rows and bytes of text of published sets, which lets `plan` count steps where the data are not mounted: num_examples
 # and num_bytes on the card of huggingface.co/datasets/Salesforce/wikitext.
+# Of which so many are blank, counted in the texts; of the training parts, the share of these two is taken.
+BLANK = {"validation": 1_299, "test": 1_467}
+BLANK_SHARE = sum(BLANK.values()) / (3_760 + 4_358)
 KNOWN: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
     ("wikitext", "wikitext-2-raw-v1"): {
         "train": (36_718, 11_061_717),
@@ -53,7 +56,7 @@ def count_rows(data: Data, split: str, where: Callable[[str], str] = str) -> Row
         return known_slice(said, split, where) or Rows(
             None, f"{source.name} is on the hub: rows are known once fetched"
         )
-    total, size, how = 0, 0, []
+    total, size, blank, how = 0, 0, 0.0, []
     for part in parse(split, where("data.train_split")):
         name = find(part.split, list(source.splits), where("data.train_split"))
         rows = rows_of(source.format, source.splits[name])
@@ -63,28 +66,41 @@ def count_rows(data: Data, split: str, where: Callable[[str], str] = str) -> Row
             return rows
         taken = part.bounds(rows.count)
         total += taken[1] - taken[0]
-        size += round((rows.text_bytes or 0) * (taken[1] - taken[0]) / max(rows.count, 1))
+        share = (taken[1] - taken[0]) / max(rows.count, 1)
+        size += round((rows.text_bytes or 0) * share)
+        blank += rows.blank * share
         how.append(rows.how)
-    return Rows(total, "; ".join(dict.fromkeys(how)), size or None)
+    return Rows(total, "; ".join(dict.fromkeys(how)), size or None, round(blank), rows.blank_how)
 
 
 def known_rows(data: Data) -> dict[str, Rows]:
     """The figures of a well-known published set, by the last part of its name and its config."""
     name = data.dataset_name_or_path.rstrip("/").split("/")[-1]
     table = KNOWN.get((name, data.dataset_config_name or ""), {})  # asked for, or the default of this very set
-    return {split: Rows(count, f"as published: {name}", size) for split, (count, size) in table.items()}
+    return {
+        split: Rows(
+            count,
+            f"as published: {name}",
+            size,
+            BLANK.get(split, round(count * BLANK_SHARE)),
+            "" if split in BLANK else f" ({BLANK_SHARE:.0%}, as in its other parts)",
+        )
+        for split, (count, size) in table.items()
+    }
 
 
 def known_slice(known: dict[str, Rows], split: str, where: Callable[[str], str]) -> Rows | None:
     if not known:
         return None
-    total, size = 0, 0
+    total, size, blank = 0, 0, 0.0
     for part in parse(split, where("data.train_split")):
         rows = known[find(part.split, list(known), where("data.train_split"))]
         start, stop = part.bounds(rows.count or 0)
+        share = (stop - start) / max(rows.count or 0, 1)
         total += stop - start
-        size += round((rows.text_bytes or 0) * (stop - start) / max(rows.count or 0, 1))
-    return Rows(total, next(iter(known.values())).how, size)
+        size += round((rows.text_bytes or 0) * share)
+        blank += rows.blank * share
+    return Rows(total, rows.how, size, round(blank), rows.blank_how)
 
 
 def validation_split(source: Source, name: str | None) -> str | None:

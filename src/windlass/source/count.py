@@ -25,20 +25,24 @@ class Rows:
     how: str
     text_bytes: int | None = None
     """Size of the rows' text where it is known: about four bytes make a token of English."""
+    blank: int = 0
+    """How many of them are known to hold nothing: training leaves those out."""
+    blank_how: str = ""
+    """Where that number comes from, if it isn't counted."""
 
 
 def opened(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def text_lines(path: Path) -> int:
-    """Lines, the last with or without its newline."""
-    lines, last = 0, b"\n"
+def text_lines(path: Path) -> tuple[int, int]:
+    """Lines, the last with or without its newline, and how many of them are blank."""
+    lines = blank = 0
     with opened(path) as file:
-        while block := file.read(1 << 20):
-            lines += block.count(b"\n")
-            last = block[-1:]
-    return lines + (last != b"\n")
+        for line in file:
+            lines += 1
+            blank += line.isspace()
+    return lines, blank
 
 
 def json_lines(path: Path) -> int:
@@ -144,7 +148,7 @@ class Compact:
                 self.skip(header & 15)
 
 
-COUNTERS: dict[str, Callable[[Path], int | None]] = {
+COUNTERS: dict[str, Callable[[Path], int | tuple[int, int] | None]] = {
     "text": text_lines,
     "jsonl": json_lines,
     "json": json_rows,
@@ -162,20 +166,21 @@ def rows_of(kind: str, paths: tuple[Path, ...]) -> Rows:
     bytes_to_read = 0 if kind == "parquet" else sum(path.stat().st_size for path in paths)
     if bytes_to_read > COUNTED_BYTES:
         return Rows(None, f"{bytes_to_read / 2**30:.0f} GiB of {kind} are not read to be counted", bytes_to_read)
-    total = 0
+    total = blank = 0
     for path in paths:
         try:
-            count = counter(path)
+            found = counter(path)
         except (OSError, ValueError, IndexError, csv.Error) as error:
             return Rows(None, f"{path} can't be counted: {error}")
-        if count is None:
+        if found is None:
             return Rows(None, f"{path} is not counted before it is read")
-        total += count
+        count, empty = found if isinstance(found, tuple) else (found, 0)
+        total, blank = total + count, blank + empty
     files = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
     size: int | None = None
     if kind in ("text", "jsonl", "json", "csv", "tsv") and all(path.suffix != ".gz" for path in paths):
         size = sum(path.stat().st_size for path in paths)
-    return Rows(total, f"counted in {files}", size)
+    return Rows(total, f"counted in {files}", size, blank)
 
 
 def published(card: dict[str, Any], config: str | None) -> dict[str, Rows]:

@@ -20,6 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from windlass import checkpoint as checkpoints
 from windlass.data import Prepared, prepare
+from windlass.errors import UserError
 from windlass.meter import LLMStepProfiler
 from windlass.meter.page import Page
 from windlass.model.liveness import Liveness
@@ -50,6 +51,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     # 1. Meet the other ranks; from here on only rank 0 speaks.
     console, interruption = quiet(here), Interruption()
     join(here, job.train.ddp_timeout, watch.environment(os.environ, job, folder))
+    agree_on(plan, here)
 
     # 2. Take the run folder: a new one, or an unfinished one to go on with. A finished one is never touched.
     from_checkpoint = folders.take(folder, plan, resume=resume or job.train.resume == "auto")
@@ -107,6 +109,21 @@ def join(here: Place, timeout_seconds: float, recorders: Mapping[str, str] = Map
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
+        )
+
+
+def agree_on(plan: Plan, here: Place) -> None:
+    """Layout and batch follow from the run file and what a node is; unlike nodes may come to different ones."""
+    mine = f"{plan.layout.name} with a base in {plan.layout.base_dtype}, {plan.batch.micro} x {plan.batch.accumulation}"
+    plans: list[str] = [mine] * here.world
+    if here.world > 1:
+        dist.all_gather_object(plans, mine)
+    other = next((rank for rank, theirs in enumerate(plans) if theirs != plans[0]), None)
+    if other is not None:
+        raise UserError(
+            f"rank 0 plans {plans[0]} passes, rank {other} {plans[other]}",
+            plan.loaded.where("cluster.gpu"),
+            "the nodes are unlike: name the layout, its base_dtype and train.per_device_train_batch_size",
         )
 
 
