@@ -25,8 +25,8 @@ from windlass.rehearse import rows as rehearsed_rows
 from windlass.rehearse.derived import STEPS, Material, derive
 from windlass.rehearse.record import Failed, Phase
 from windlass.rehearse.sizes import shrunk
-from windlass.rehearse.spread import Spread, spread
-from windlass.rehearse.stage import Stage
+from windlass.rehearse.spread import Spread, nodes, spread
+from windlass.rehearse.stage import Stage, said
 from windlass.runfile import RunFile, read
 from windlass.weights.published import CONFIGS
 
@@ -78,7 +78,7 @@ def test_the_whole_run_is_rehearsed_and_what_it_proved_is_written_down(whole: Pa
     assert found["exit_code"] == 0
     assert tuple(phase["name"] for phase in found["phases"]) == PHASES
     assert all(phase["passed"] and phase["seconds"] > 0 and phase["proved"] for phase in found["phases"])
-    assert found["ranks"] == {"yours": 2, "here": 2, "layout": "full-shard", "why": ""}
+    assert found["ranks"] == {"yours": 2, "here": 2, "nodes": 1, "layout": "full-shard", "why": ""}
     assert found["stand_ins"] == []
     assert found["failure"] is None
     assert found["seconds"] >= sum(phase["seconds"] for phase in found["phases"]) * 0.9
@@ -418,6 +418,11 @@ def test_as_many_ranks_as_fit_share_the_model_as_the_run_does(
     assert bool(why) == (own != here)
 
 
+@pytest.mark.parametrize(("own", "ranks", "here"), [(1, 4, 1), (3, 3, 3), (2, 16, 2), (3, 4, 2), (8, 4, 4), (5, 3, 3)])
+def test_nodes_are_played_where_ranks_divide_among_them(own: int, ranks: int, here: int) -> None:
+    assert nodes(own, ranks) == here
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_known_model_has_a_small_config_of_its_kind(name: str) -> None:
     checkpoint = weights.published(name)
@@ -458,7 +463,7 @@ def test_the_twin_of_a_checkpoint_spells_names_as_it_does(tmp_path: Path) -> Non
 def stage(tmp_path: Path) -> Stage:
     (tmp_path / "logs").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    record = Record("run.yaml", ranks={"here": 1})
+    record = Record("run.yaml", ranks={"here": 1, "nodes": 1})
     return Stage(tmp_path / "run.yaml", [], tmp_path, {"PATH": "/usr/bin:/bin"}, record, Nobody())
 
 
@@ -506,6 +511,15 @@ def test_a_stop_without_a_checkpoint_or_with_another_code_is_seen(stage: Stage) 
                 during.stop(stage, running, stage.rehearsal)
 
 
+def test_the_node_that_says_why_is_quoted(stage: Stage) -> None:
+    script = 'if [[ $PET_NODE_RANK == 1 ]]; then echo "error: here" >&2; exit 13; fi; echo "node 1 is gone" >&2; exit 1'
+    environ = {"PATH": "/usr/bin:/bin"}
+    with process.started("launch", ["bash", "-c", script], stage.logs, environ, process.places(3)) as running:
+        ended = running.ended(lambda: None)
+    assert (ended.log.name, ended.code) == ("launch-node1.log", 13)
+    assert said(ended) == "error: here"
+
+
 def test_a_command_that_does_not_end_is_ended(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "LIMIT_SECONDS", 0.3)
     with pytest.raises(Failed, match="has not ended within"), stage.phase("best"):
@@ -518,7 +532,7 @@ def test_a_command_that_does_not_end_is_ended(stage: Stage, monkeypatch: pytest.
 def test_nothing_is_left_running_when_it_is_interrupted(stage: Stage) -> None:
     with pytest.raises(KeyboardInterrupt), stage.started("launch", ["sleep", "60"]) as running:
         raise KeyboardInterrupt
-    assert running.process.returncode == -signal.SIGTERM
+    assert running.processes[0].returncode == -signal.SIGTERM
 
 
 def test_a_folder_with_other_files_is_not_kept_in(user: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from windlass.hardware import this_machine
 from windlass.rehearse import process
 from windlass.rehearse.derived import EVERY, MOST_PASSES, MOST_ROWS, Derived, Material, derive
 from windlass.rehearse.record import USER_INPUT, Failed
-from windlass.rehearse.spread import Spread, spread
+from windlass.rehearse.spread import Spread, nodes, spread
 from windlass.rehearse.stage import Stage, require
 from windlass.runfile import Loaded, read
 
@@ -174,7 +174,7 @@ def part_of(out: Path, part: str) -> dict[str, Any] | None:
 
 def small(stage: Stage, loaded: Loaded, made: Material, spread_here: Spread) -> Path:
     """The run file of the rehearsal."""
-    derived: Derived = derive(loaded.run, stage.plan, spread_here, made, stage.rehearsal)
+    derived: Derived = derive(loaded.run, stage.plan, spread_here, made, stage.rehearsal, stage.record.ranks["nodes"])
     stage.record.changes = derived.changes
     path = stage.folder / "rehearsal.yaml"
     path.write_text(derived.text(), encoding="utf-8")
@@ -185,4 +185,5 @@ def chosen_spread(stage: Stage) -> Spread:
     layout = stage.plan["layout"]
     here, why = spread(layout, this_machine())
     stage.record.ranks = {"yours": layout["ranks"], "here": here.ranks, "layout": layout["name"], "why": why}
+    stage.record.ranks["nodes"] = nodes(layout["nodes"], here.ranks)
     return here

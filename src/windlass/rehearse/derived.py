@@ -73,7 +73,9 @@ class Derived:
         return head + yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True)
 
 
-def derive(run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path) -> Derived:
+def derive(
+    run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path, nodes: int = 1
+) -> Derived:
     """`plan`: plan.json of the user's run, which says what `auto` and an Accelerate file came to."""
     made = Derived(run, run.model_dump(mode="json", exclude_unset=True))
     layout = plan["layout"]
@@ -81,7 +83,7 @@ def derive(run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Mate
     _targets(made, plan["adapter"]["targets"], material.layers)
     _data(made, material)
     _training(made, folder, spread)
-    _machines(made, layout, spread)
+    _machines(made, layout, spread, nodes)
     return made
 
 
@@ -166,7 +168,7 @@ def _training(made: Derived, folder: Path, spread: Spread) -> None:
     made.set("watch.prometheus_port", None, "the port may be taken on this machine")
 
 
-def _machines(made: Derived, layout: Mapping[str, Any], spread: Spread) -> None:
+def _machines(made: Derived, layout: Mapping[str, Any], spread: Spread, nodes: int) -> None:
     section: dict[str, Any] = {"name": layout["name"], "shard": spread.shard, "replicate": spread.replicate}
     if spread.expert_parallel > 1:
         section["expert_parallel"] = spread.expert_parallel
@@ -176,7 +178,9 @@ def _machines(made: Derived, layout: Mapping[str, Any], spread: Spread) -> None:
             section[key] = layout[key]
     made.replace("layout", section, "as the plan lays it out on your machines")
     cluster = made.run.cluster
-    kept = {"nodes": 1, "gpus_per_node": spread.ranks, "gpu": "cpu", "platform": "script"}
+    kept: dict[str, Any] = {"nodes": nodes, "gpus_per_node": spread.ranks // nodes, "gpu": "cpu", "platform": "script"}
+    if nodes > 1:
+        kept["network"] = "ethernet-25"  # what a machine has to itself is faster
     env = {name: value for name, value in cluster.env.items() if _meant_here(name, value)}
     if env:
         kept["env"] = env

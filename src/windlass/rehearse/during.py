@@ -28,13 +28,9 @@ def train(stage: Stage, run: Path) -> None:
         load(stage, running, folder)
         learn(stage, running, folder)
         stopped_at = stop(stage, running, folder)
-    with stage.started("resume", script(folder), WINDLASS_CHECK="no") as running:
+    with stage.launched("resume", WINDLASS_CHECK="no") as running:
         resume(stage, running, folder, stopped_at)
         finish(stage, running, folder)
-
-
-def script(folder: Path) -> list[str]:
-    return ["bash", str(folder / "launch.sh")]
 
 
 def until(stage: Stage, running: Running, done: Callable[[], bool]) -> None:
@@ -47,17 +43,17 @@ def until(stage: Stage, running: Running, done: Callable[[], bool]) -> None:
 
 def launch(stage: Stage, run: Path, stack: contextlib.ExitStack) -> Running:
     """Rendered as for a cluster, run here: it checks the machine, meets, and starts the ranks."""
-    folder, ranks = stage.rehearsal, stage.record.ranks["here"]
+    folder, ranks, nodes = stage.rehearsal, stage.record.ranks["here"], stage.record.ranks["nodes"]
     with stage.phase("launch") as phase:
         command = ("submit", str(run), "--to", "script", "--dry-run", "--out", str(folder))
         stage.call("launch-submit", process.windlass(*command))
-        stage.doing = f"the script checks this machine and starts {ranks} ranks"
-        running = stack.enter_context(stage.started("launch", script(folder)))
+        stage.doing = f"the script checks {nodes} node{'s' * (nodes > 1)} and starts {ranks} ranks"
+        running = stack.enter_context(stage.launched("launch"))
         until(stage, running, (folder / "manifest.json").exists)
         verdicts = [result["verdict"] for result in json.loads((folder / "check.json").read_text())["results"]]
         phase.proved += [
             f"launch.sh checked this machine: {verdicts.count('pass')} passed, none failed",
-            f"{ranks} rank{'s' * (ranks > 1)} met through accelerate launch",
+            f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)} met through accelerate launch",
         ]
     return running
 
@@ -95,16 +91,17 @@ def learn(stage: Stage, running: Running, folder: Path) -> None:
 
 
 def stop(stage: Stage, running: Running, folder: Path) -> int:
-    """SIGTERM to the script, as a scheduler sends it. Returns the step that was saved."""
+    """SIGTERM to the script of one node, as a scheduler sends it. Returns the step that was saved."""
     with stage.phase("stop") as phase:
         began = time.monotonic()
-        running.process.send_signal(signal.SIGTERM)
+        running.processes[-1].send_signal(signal.SIGTERM)
         ended = running.ended(stage.tick)
         require(ended, SAVED)
         saved = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
         if not saved:
             raise Failed("it ended with 75, and no checkpoint is there", 1, ended.log)
-        phase.proved.append(f"SIGTERM: step {saved[-1]} saved, exit code 75 after {time.monotonic() - began:.1f} s")
+        told, seconds = "one node" if len(running.processes) > 1 else "the script", time.monotonic() - began
+        phase.proved.append(f"SIGTERM to {told}: step {saved[-1]} saved, exit code 75 after {seconds:.1f} s")
         return saved[-1]
 
 
@@ -122,7 +119,7 @@ def finish(stage: Stage, running: Running, folder: Path) -> None:
 
         def ended() -> bool:
             stage.doing = f"step {len(lines(folder))} of {STEPS}"
-            return running.process.poll() is not None
+            return running.has_ended
 
         running.until(ended, stage.tick)
         require(running.ended(stage.tick))

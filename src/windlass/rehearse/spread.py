@@ -43,6 +43,11 @@ def spread(layout: Mapping[str, Any], here: Here) -> tuple[Spread, str]:
     return made, f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {made.ranks} of its kind"
 
 
+def nodes(own: int, ranks: int) -> int:
+    """As many as the run has, or fewer, so that each has as many ranks. This machine plays all of them."""
+    return next(count for count in range(min(own, ranks), 0, -1) if ranks % count == 0)
+
+
 def smallest(own: Spread) -> Spread:
     """The fewest ranks that still shard, replicate and split experts as the run does."""
     parallel = 1 if own.expert_parallel == 1 else 2

@@ -93,6 +93,14 @@ class Stage:
         with process.started(name, command, self.logs, {**self.environ, **more}) as running:
             yield running
 
+    @contextlib.contextmanager
+    def launched(self, name: str, **more: str) -> Iterator[process.Running]:
+        """The launch script of the run in small, on every node that this machine plays."""
+        command = ["bash", str(self.rehearsal / "launch.sh")]
+        nodes = process.places(self.record.ranks["nodes"])
+        with process.started(name, command, self.logs, {**self.environ, **more}, nodes) as running:
+            yield running
+
     def call(self, name: str, command: Sequence[str], **more: str) -> process.Ended:
         """Run a command to its end; a failure is a `Failed` with the command's own words."""
         with self.started(name, command, **more) as running:
@@ -113,5 +121,5 @@ def require(ended: process.Ended, code: int = 0) -> None:
 def said(ended: process.Ended) -> str:
     """What a command that failed told: from its first `error:` on, else its last lines."""
     lines = ended.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
+    first = next((i for i, line in enumerate(lines) if line.startswith(process.ERROR)), None)
     return "\n".join(lines[first:] if first is not None else lines[-LAST_LINES:])
