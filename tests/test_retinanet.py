@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from windlass import steps
+from windlass.report.facts import facts
+from windlass.report.read import read
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "retinanet" / "retinanet_train_factory.py"
@@ -139,6 +141,18 @@ def test_the_meter_counts_images_and_the_wait_for_them(two_ranks: Trained) -> No
             assert line["images_per_second"] == pytest.approx(8 / line["step_seconds"], rel=1e-6)
             assert line["data_seconds"] > 0
             assert line["forward_seconds"] > 0 < line["backward_seconds"]
+
+
+@pytest.mark.parametrize(("waits", "level"), [(0.05, "good"), (1.5, "warn")])
+def test_the_report_says_when_loading_is_the_bottleneck(tmp_path: Path, waits: float, level: str) -> None:
+    with (tmp_path / steps.STEPS.format(rank=0)).open("w") as lines:
+        for step in range(1, 31):
+            data = 60.0 if step == 1 else waits  # the loader's processes start
+            line = {"step": step, "time": step, "loss": 1 / step, "data_seconds": data, "step_seconds": data + 2}
+            lines.write(json.dumps(line) + "\n")
+    verdict = facts(read(tmp_path))["verdict"]
+    said = "loading data is a bottleneck: 43% of the time is spent waiting for it"
+    assert (verdict["level"], said in verdict["against"]) == (level, level == "warn")
 
 
 def test_wrong_input_is_said_without_a_traceback(tmp_path: Path) -> None:

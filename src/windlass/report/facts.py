@@ -13,6 +13,8 @@ from windlass.report.read import NAN, Columns, Run, ask, known, mean, median, nu
 Facts = dict[str, Any]
 SILENT_SECONDS = 120  # without a heartbeat of any rank: nobody is there any more, however the manifest calls it
 BAD_STATES = ("failed", "killed", "stopped by an alarm")
+DATA_BOUND = 0.1  # share of the time from which waiting for data is worth a word
+DATA_SHARE = 0.25  # of the step time, from which waiting for data is worth a word
 SHOWN = 200  # alarms and targets that are listed; the counts say how many there are
 
 
@@ -24,7 +26,7 @@ def facts(run: Run) -> Facts:
         "state": state(run),
         "headline": headline(run),
         "step_time": step_time(run),
-        "tokens": tokens(run),
+        "tokens": tokens(run) if run.unit == steps.TOKENS else None,
         "memory": memory(run),
         "gpu": gpu(run),
         "experts": experts(run),
@@ -99,8 +101,10 @@ def headline(run: Run) -> Facts:
         "least_eval_loss": min(evaluations, default=None),
         "final_eval_loss": evaluations[-1] if evaluations else None,
         "step_seconds": median(first["step_seconds"]),
-        "tokens_per_second": median(job_rate(run)),
-        "tokens_per_second_per_gpu": _per_gpu(run),
+        "unit": run.unit,
+        "per_second": median(job_rate(run)),
+        "tokens_per_second": median(job_rate(run)) if run.unit == steps.TOKENS else None,
+        "tokens_per_second_per_gpu": _per_gpu(run) if run.unit == steps.TOKENS else None,
         "mfu": mfu,
         "seconds": clean(wall),
         "gpu_hours": clean(wall * world(run) / 3600),
@@ -129,21 +133,21 @@ def aligned(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]
     return [at.get(step, NAN) for step in by]
 
 
-def job_tokens(run: Run) -> Sequence[float]:
-    """Tokens of all ranks per step: as the loop counted them, else the sum over the ranks whose files are here."""
+def job_items(run: Run) -> Sequence[float]:
+    """What is counted of all ranks per step: by the loop itself, else the sum over the ranks whose files are here."""
     first = run.first
     if len(first["job_tokens"]):
         return first["job_tokens"]
     by = first["step"]
-    rows = [aligned(columns, "tokens", by) for columns in run.ranks.values()]
+    rows = [aligned(columns, run.unit, by) for columns in run.ranks.values()]
     return [math.fsum(row) for row in zip(*rows, strict=True)] if first.length else []
 
 
 def job_rate(run: Run) -> list[float]:
-    """Tokens per second of the whole job, step by step."""
+    """Tokens, or what else is counted, per second of the whole job, step by step."""
     seconds = run.first["step_seconds"]
-    pairs = zip(job_tokens(run), seconds, strict=False)
-    return [tokens / taken if taken and taken > 0 else NAN for tokens, taken in pairs]
+    pairs = zip(job_items(run), seconds, strict=False)
+    return [items / taken if taken and taken > 0 else NAN for items, taken in pairs]
 
 
 def step_time(run: Run) -> Facts:
@@ -163,6 +167,12 @@ def step_time(run: Run) -> Facts:
         "pause_seconds": math.fsum(known(run.first["pause_seconds"])),
         "meter_share": _share(run.first, "meter_seconds", "step_seconds"),
     }
+
+
+def data_share(run: Run) -> float:
+    """The share of their time that ranks waited for data; not at the first step, where the loader has just begun."""
+    waited, total = ([v for c in run.ranks.values() for v in known(c[f"{of}_seconds"][1:])] for of in ("data", "step"))
+    return math.fsum(waited) / (math.fsum(total) or 1.0)
 
 
 def _share(columns: Columns, part: str, whole_: str) -> float | None:
@@ -263,6 +273,7 @@ def ranks(run: Run) -> list[Facts]:
             "steps": columns.length,
             "step_seconds": median(columns["step_seconds"]),
             "communication_share": _share(columns, "communication_seconds", "step_seconds"),
+            "per_second": median(columns[steps.counted(run.unit)[1]]),
             "tokens_per_second": median(columns["tokens_per_second"]),
             "gpu_utilization": mean(columns["gpu_utilization"]),
             "power_watts": mean(columns["gpu_power_watts"]),
@@ -293,7 +304,7 @@ def planned(run: Run, made: Facts) -> list[Facts]:
         if expected is not None or measured is not None:
             ratio = measured / expected if expected and measured is not None else None
             table.append({"what": what, "planned": expected, "measured": measured, "ratio": ratio})
-    return table if run.files.get("plan.json") else []
+    return table if any(row["planned"] is not None for row in table) else []
 
 
 def _hours(seconds: float | None) -> float | None:
@@ -359,6 +370,11 @@ def verdict(run: Run, made: Facts) -> Facts:
         against.append(f"{missing} parameters were not loaded from the checkpoint")
     if made["saves"]["failed"]:
         against.append(f"{made['saves']['failed']} of {made['saves']['count']} saves failed: {made['saves']['error']}")
+    if (waited := data_share(run)) > DATA_BOUND:
+        against.append(f"loading data is a bottleneck: {waited:.0%} of the time is spent waiting for it")
+    waiting = made["step_time"]["shares"].get("data", 0.0)
+    if waiting > DATA_SHARE:
+        against.append(f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck")
     if made["gpu"]["throttled_samples"]:
         against.append(f"GPU clocks were held down: {', '.join(made['gpu']['throttled_samples'])}")
     if len(run.ranks) < head["ranks"]:
