@@ -24,6 +24,7 @@ from windlass.rehearse import Record, during, make, process, rehearse, reload
 from windlass.rehearse import rows as rehearsed_rows
 from windlass.rehearse.derived import STEPS, Material, derive
 from windlass.rehearse.record import Failed, Phase
+from windlass.rehearse.show import show
 from windlass.rehearse.sizes import shrunk
 from windlass.rehearse.spread import Spread, nodes, spread
 from windlass.rehearse.stage import Stage, said
@@ -357,6 +358,7 @@ PLAN: dict[str, Any] = {
         "base_dtype": "bf16", "offload": False, "activation_checkpointing": False, "state_dict": "full", "wrap": "",
     },
     "adapter": {"targets": []},
+    "batch": {"micro": 1, "accumulation": 16},
 }  # fmt: skip
 
 
@@ -454,6 +456,20 @@ def test_the_twin_of_a_checkpoint_spells_names_as_it_does(tmp_path: Path) -> Non
     keys = [{p.pieces[0].stored.key for p in each.parameters if ".layers.1." in p.name} for each in (checkpoint, other)]
     assert keys[0] == keys[1]
     assert all(key.startswith("model.language_model.") for key in keys[0])
+
+
+def test_a_script_is_planned_and_rendered_and_what_is_not_rehearsed_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump({"kind": "script", "script": {"path": "train.py", "output_dir": str(tmp_path)}}))
+    (tmp_path / "train.py").write_text("print('trained')")
+    record = rehearsed(run, "cluster.gpu=cpu")
+    assert record.failure is None, record.failure
+    assert [phase.name for phase in record.phases] == ["plan", "submit"]
+    assert record.not_proved[0]["what"] == "the script itself"
+    show(record)
+    assert "planned and rendered, not rehearsed" in capsys.readouterr().out
 
 
 # --- its own guards

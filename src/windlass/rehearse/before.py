@@ -11,11 +11,11 @@ from typing import Any
 from windlass.errors import Problem, UserError
 from windlass.hardware import this_machine
 from windlass.rehearse import process
-from windlass.rehearse.derived import EVERY, MOST_PASSES, MOST_ROWS, Derived, Material, derive
+from windlass.rehearse.derived import EVERY, Derived, Material, derive, sequences
 from windlass.rehearse.record import USER_INPUT, Failed
 from windlass.rehearse.spread import Spread, nodes, spread
 from windlass.rehearse.stage import Stage, require
-from windlass.runfile import Loaded, read
+from windlass.runfile import Loaded, LoadedScript, read, read_any
 
 
 def plan(stage: Stage) -> Loaded:
@@ -89,7 +89,28 @@ def free(folder: Path, place: str) -> None:
         raise Failed(f"error: {problem}", USER_INPUT)
 
 
-def submit(stage: Stage, loaded: Loaded) -> None:
+def script(stage: Stage) -> None:
+    """A run of a script: what windlass knows of it, which is not how to make it small."""
+    loaded = read_any(stage.run, overrides_of(stage.options))
+    with stage.phase("plan") as phase:
+        made = stage.plan = stage.windlass("plan", "plan", str(stage.run), *stage.options)
+        ranks = made["layout"]["ranks"]
+        phase.proved.append(f"{ranks} ranks: {' '.join(made['script']['command'])}")
+    stage.record.ranks = {
+        "yours": ranks,
+        "here": 0,
+        "nodes": 0,
+        "layout": "script",
+        "why": "a script is not made small",
+    }
+    submit(stage, loaded)
+    why = (
+        "windlass can't make it small; with few data, `windlass train RUN --ranks 2 --override script.args=…` tries it"
+    )
+    stage.record.not_proved.append({"what": "the script itself", "why": why})
+
+
+def submit(stage: Stage, loaded: Loaded | LoadedScript) -> None:
     """The job as the user's platform would get it, written and looked at."""
     platform = loaded.run.cluster.platform
     to = "script" if platform == "local" else platform
@@ -106,18 +127,16 @@ def submit(stage: Stage, loaded: Loaded) -> None:
             phase.proved.append("bash reads launch.sh")
 
 
-def material(stage: Stage, loaded: Loaded, spread_here: Spread) -> Material:
+def material(stage: Stage, spread_here: Spread) -> Material:
     """The user's first rows and the twin. One process makes both: importing torch twice would take longer."""
-    train = loaded.run.train
-    passes = MOST_PASSES if train.global_batch_size else min(MOST_PASSES, train.gradient_accumulation_steps)
-    step = min(MOST_ROWS, train.per_device_train_batch_size) * spread_here.ranks * passes
+    micro, passes = sequences(stage.plan["batch"])
     request = stage.folder / "request.json"
     asked = {
         "run": str(stage.run),
         "overrides": overrides_of(stage.options),
         "folder": str(stage.folder),
         "experts_over": spread_here.expert_parallel,
-        "sequences": EVERY * step,
+        "sequences": EVERY * micro * passes * spread_here.ranks,
     }
     request.write_text(json.dumps(asked))
     with stage.started("make", [sys.executable, "-m", "windlass.rehearse.make", str(request)]) as running:

@@ -82,7 +82,7 @@ def derive(
     _model(made, material)
     _targets(made, plan["adapter"]["targets"], material.layers)
     _data(made, material)
-    _training(made, folder, spread)
+    _training(made, plan["batch"], folder, spread)
     _machines(made, layout, spread, nodes)
     return made
 
@@ -133,22 +133,25 @@ def _data(made: Derived, material: Material) -> None:
     made.set("data.max_length", material.length, "shorter sequences take less time")
 
 
-def _training(made: Derived, folder: Path, spread: Spread) -> None:
+def sequences(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows of a micro-batch and passes of an optimizer step, of those that the plan has."""
+    return min(MOST_ROWS, batch["micro"]), min(MOST_PASSES, batch["accumulation"])
+
+
+def _training(made: Derived, batch: Mapping[str, Any], folder: Path, spread: Spread) -> None:
     train = made.run.train
     less = "one is like another"
     made.set("train.output_dir", str(folder), "the rehearsal's own run folder")
     made.set("train.max_steps", STEPS, "enough to evaluate, save, stop and go on")
-    micro = min(MOST_ROWS, train.per_device_train_batch_size)
+    micro, passes = sequences(batch)
     made.set("train.per_device_train_batch_size", micro, less)
     made.set("train.per_device_eval_batch_size", min(MOST_ROWS, train.per_device_eval_batch_size), less)
     if train.global_batch_size:
-        own = train.global_batch_size // (train.per_device_train_batch_size * made.run.ranks)
-        passes = min(MOST_PASSES, max(1, own))
         made.set("train.global_batch_size", micro * spread.ranks * passes, less)
         if "gradient_accumulation_steps" in train.model_fields_set:
             made.set("train.gradient_accumulation_steps", passes, less)
     else:
-        made.set("train.gradient_accumulation_steps", min(MOST_PASSES, train.gradient_accumulation_steps), less)
+        made.set("train.gradient_accumulation_steps", passes, less)
     often = {"eval_steps": EVERY, "save_steps": EVERY}
     if train.save_steps > train.eval_steps:
         often["eval_steps"] = EVERY // 2

@@ -13,7 +13,7 @@ from windlass.errors import UserError
 from windlass.rehearse import after, before, during, process
 from windlass.rehearse.record import RECORD, Failed, Record
 from windlass.rehearse.stage import Screen, Stage
-from windlass.runfile import Loaded
+from windlass.runfile import Loaded, kind
 
 ON_GPUS = {
     "NCCL and GPUs": "the ranks talk over gloo, between processes of one machine",
@@ -60,7 +60,11 @@ def rehearse(
     return record
 
 
-def phases(stage: Stage, environ: Mapping[str, str], scratch: Path) -> Loaded:
+def phases(stage: Stage, environ: Mapping[str, str], scratch: Path) -> Loaded | None:
+    if kind(stage.run, before.overrides_of(stage.options)) == "script":
+        before.script(stage)
+        return None
+
     # 1. The user's own run file, through what holds no GPU.
     loaded = before.plan(stage)
     before.check(stage, loaded)
@@ -68,7 +72,7 @@ def phases(stage: Stage, environ: Mapping[str, str], scratch: Path) -> Loaded:
 
     # 2. The twin, the first rows, and the run file in small.
     here = before.chosen_spread(stage)
-    made = before.material(stage, loaded, here)
+    made = before.material(stage, here)
     small = before.small(stage, loaded, made, here)
 
     # 3. Trained by as many ranks, stopped, gone on with.

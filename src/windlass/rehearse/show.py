@@ -58,7 +58,8 @@ def show(record: Record) -> None:
     if record.stand_ins:
         listed(console, "stood in for what is not on this machine", record.stand_ins)
     if record.failure is None:
-        console.print(changes(record))
+        if record.changes:
+            console.print(changes(record))
         listed(console, "not proven here", [f"{each['what']}: {each['why']}" for each in record.not_proved])
         console.print(verdict(record))
         return
@@ -118,6 +119,8 @@ def verdict(record: Record) -> Text:
     if record.failure:
         name = record.failure["phase"]
         return Text("failed: ", "bold red") + Text(f"the phase {name} found a fault ({record.seconds:.0f} s)")
+    if not ranks["here"]:
+        return Text("planned and rendered, not rehearsed: ", "yellow") + Text(ranks["why"])
     of = "" if ranks["here"] == ranks["yours"] else f" of {ranks['yours']} ({ranks['why']})"
     where = f"; everything lies in {record.folder}" if record.folder else ""
     said = f"rehearsed with {ranks['here']}{of} ranks, {ranks['layout']}, in {record.seconds:.0f} s{where}"
