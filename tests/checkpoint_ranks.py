@@ -13,6 +13,7 @@ import torch
 import train_ranks  # type: ignore[import-not-found]
 from train_ranks import At
 
+from windlass import checkpoint
 from windlass.errors import RunError
 from windlass.train.loop import Loop
 
@@ -63,6 +64,19 @@ def flipped(loop: Loop) -> None:
     loop.replicas.parameters[3].data[0, 0] += 1e-7
 
 
+def own(loop: Loop) -> None:
+    """This rank's part of an expert's adapter changes once the whole has been put together of all parts."""
+    original = checkpoint.contents
+
+    def contents(*arguments: Any, **named: Any) -> Any:
+        made = original(*arguments, **named)
+        loop.replicas.split[0].data[0, 0] += 1e-3
+        checkpoint.contents = original
+        return made
+
+    checkpoint.contents = contents
+
+
 def unwatched(loop: Loop) -> None:
     """The ranks' adapters are not compared with each other."""
     loop.replicas.differing = list  # type: ignore[method-assign]
@@ -88,6 +102,8 @@ train_ranks.FAULTS |= {
     "disk full at 5": At(5, 0, full_disk),
     "disk emptied at 9": At(9, 0, emptied),
     "flipped 1": At(4, 1, flipped),
+    "own 1": At(4, 1, own),
+    "unwatched 1": At(4, 1, unwatched),
     "unwatched 0": At(4, 0, unwatched),
     "spoilt 0": At(12, 0, spoilt),
     "spoilt 1": At(12, 1, spoilt),

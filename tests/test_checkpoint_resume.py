@@ -66,6 +66,7 @@ STREAM: Case = {"data__streaming": True, "train__per_device_train_batch_size": 2
 TWO_STREAM: Case = {**STREAM, **PACKED, "train__gradient_accumulation_steps": 2}
 SAME: Case = {"lora__lora_dropout": 0}
 SPLIT: Case = {"layout__name": "expert-parallel", "layout__expert_parallel": 2}
+EXPERTS: Case = {**SAME, "lora__experts": {"r": 2, "lora_alpha": 4}}
 
 TWO: dict[str, Case] = {
     "plain": case("plain"),
@@ -99,12 +100,25 @@ TWO: dict[str, Case] = {
     "still, cut": case("still parts", "signal at 7", **SAME),
     "still, other layout": case("still parts", resume=True, **SAME, **SPLIT),
     "still, cut again": case("still for one", "signal at 7", **SAME),
-}  # fmt: skip
-ONE: dict[str, Case] = {
-    "still, on one rank": case(
-        "still for one", resume=True, **SAME,
-        layout__name="resident", cluster__gpus_per_node=1, train__per_device_train_batch_size=8,
+    "experts": case("experts", **EXPERTS, **SPLIT),
+    "experts, cut": case("experts parts", "signal at 7", **EXPERTS, **SPLIT),
+    "experts, resumed": case("experts parts", resume=True, **EXPERTS, **SPLIT),
+    "experts, cut again": case("experts sharded", "signal at 7", **EXPERTS, **SPLIT),
+    "experts, other layout": case("experts sharded", resume=True, **EXPERTS),
+    "experts, cut whole": case("experts for two", "signal at 7", **EXPERTS),
+    "experts, split now": case("experts for two", resume=True, **EXPERTS, **SPLIT),
+    "experts, cut for one": case("experts for one", "signal at 7", **EXPERTS, **SPLIT),
+    "experts, file is not the ranks'": case(
+        "experts flipped", "own 1", "unwatched 0", "unwatched 1", **EXPERTS, **SPLIT
     ),
+    "experts, best": case(
+        "experts best", "spoilt 0", "spoilt 1", train__load_best_model_at_end=True, **EXPERTS, **SPLIT
+    ),
+}  # fmt: skip
+ALONE: Case = {"layout__name": "resident", "cluster__gpus_per_node": 1, "train__per_device_train_batch_size": 8}
+ONE: dict[str, Case] = {
+    "still, on one rank": case("still for one", resume=True, **SAME, **ALONE),
+    "experts, on one rank": case("experts for one", resume=True, **EXPERTS, **ALONE),
 }  # fmt: skip
 
 
@@ -171,7 +185,9 @@ def evaluations(run: Path) -> dict[int, float]:
     return {line["step"]: line["eval_loss"] for line in lines if line["kind"] == "eval"}
 
 
-@pytest.mark.parametrize("name", ["plain", "packed", "stream", "packed stream", "evaluation", "save", "last step"])
+@pytest.mark.parametrize(
+    "name", ["plain", "packed", "stream", "packed stream", "evaluation", "save", "last step", "experts"]
+)
 def test_resumed_equals_never_stopped(two: tuple[Outcomes, dict[str, str]], material: Path, name: str) -> None:
     outcomes, _ = two
     cut = next(key for key in outcomes if key.startswith(f"{name}, cut"))
@@ -198,17 +214,30 @@ def test_a_stopped_evaluation_is_made_up_for_and_its_loss_is_kept(material: Path
     assert not manifests[1]["evaluation_due"]
 
 
-@pytest.mark.parametrize("name", ["other layout", "on one rank"])
+@pytest.fixture(scope="module")
+def one(material: Path, two: object) -> Outcomes:
+    return launched(material, 1, ONE)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("still, other layout", "still parts"),
+        ("still, on one rank", "still for one"),
+        ("experts, other layout", "experts sharded"),
+        ("experts, split now", "experts for two"),
+        ("experts, on one rank", "experts for one"),
+    ],
+)
 def test_another_number_of_ranks_or_layout_goes_on_with_the_same_batches(
-    two: tuple[Outcomes, dict[str, str]], material: Path, name: str
+    two: tuple[Outcomes, dict[str, str]], one: Outcomes, material: Path, name: str, folder: str
 ) -> None:
-    outcomes = two[0] if name == "other layout" else launched(material, 1, ONE)[0]
-    assert [outcome.get("code") for outcome in outcomes[f"still, {name}"]] in ([0, 0], [0])
-    run = material / "runs" / ("still parts" if name == "other layout" else "still for one")
-    again, whole = steps(run), steps(material / "runs" / "still")
+    outcomes = two[0] if name in two[0] else one
+    assert [outcome.get("code") for outcome in outcomes[name]] in ([0, 0], [0]), outcomes[name]
+    again, whole = (steps(material / "runs" / run) for run in (folder, name.split(",")[0]))
     assert len(again) == STEPS
-    for one, other in zip(again, whole, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+    for step, other in zip(again, whole, strict=True):
+        assert step == pytest.approx(other, abs=1e-4)
 
 
 def test_a_full_disk_is_said_and_training_goes_on(two: tuple[Outcomes, dict[str, str]], material: Path) -> None:
@@ -245,6 +274,9 @@ def test_a_file_that_is_not_what_every_rank_holds_stops_the_run(two: tuple[Outco
         assert outcome["kind"] == "RunError"
         assert "1 tensors in " in outcome["error"]
         assert "are not those of rank 1" in outcome["error"]
+    for outcome in two[0]["experts, file is not the ranks'"]:
+        assert "are not those of rank 1: " in outcome["error"]
+        assert ".experts." in outcome["error"]
 
 
 def test_what_would_change_the_run_is_refused_all_at_once(two: tuple[Outcomes, dict[str, str]]) -> None:
@@ -269,11 +301,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
     assert evaluations(run) == evaluations(material / "runs" / "plain")
 
 
-def test_the_best_is_pointed_at_and_loaded_at_the_end(two: tuple[Outcomes, dict[str, str]], material: Path) -> None:
-    run = material / "runs" / "best"
+@pytest.mark.parametrize("name", ["best", "experts best"])
+def test_the_best_is_pointed_at_and_loaded_at_the_end(
+    two: tuple[Outcomes, dict[str, str]], material: Path, name: str
+) -> None:
+    run = material / "runs" / name
     losses = evaluations(run)
     lowest = min(losses, key=lambda step: losses[step])
     assert lowest != STEPS
     assert (run / "best").resolve() == run / "checkpoints" / f"step-{lowest}"
     assert_same_bits(run / "final", run / "best")
-    assert f"the adapter is that of step-{lowest}" in two[1]["best"]
+    assert f"the adapter is that of step-{lowest}" in two[1]["best" if name == "best" else "experts, best"]

@@ -67,7 +67,7 @@ class Part:
 
     def own(self, name: str, whole: Any) -> Any:
         """This part of a matrix (a tensor), packed as the whole is."""
-        return packed(name, by_expert(name, whole, self.total)[self.first : self.first + self.count])
+        return packed(name, by_expert(name, whole, self.total)[self.first : self.first + self.count]).clone()
 
 
 class Parts:
@@ -95,11 +95,11 @@ def by_expert(name: str, matrix: Any, experts: int) -> Any:
 
 
 def packed(name: str, stack: Any) -> Any:
-    """The matrix of which `stack` is the view by expert, in memory of its own."""
+    """The matrix of which `stack` is the view by expert."""
     rows = stack.shape[0] * stack.shape[1]
     if ".lora_A." in name:
-        return stack.reshape(rows, -1).clone()
-    return stack.permute(2, 1, 0).reshape(-1, rows).clone()
+        return stack.reshape(rows, -1)
+    return stack.permute(2, 1, 0).reshape(-1, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,18 +305,17 @@ def _experts(lora: Lora, fused: Sequence[Parameter], where: Callable[[str], str]
     return list(targets.values()), problems
 
 
-def expert_path(adapter: Adapter, checkpoint: Checkpoint, tokens: int, *, mergeable: bool) -> str:
-    """How the experts' adapters are computed when a micro-batch has so many tokens: SPLIT or MERGED.
+def expert_path(shapes: Sequence[Sequence[int]], top_k: int, tokens: int, *, mergeable: bool) -> str:
+    """How the adapters of these stacks [E, m, n] are computed when a micro-batch has so many tokens: SPLIT or MERGED.
 
     Merged first, W + s B A costs r m n for each expert; beside it, (x A) B costs r (m + n) for each of its tokens.
     They meet at E m n / (top_k (m + n)) tokens, whatever the rank: 44,000 to 66,000 for Mistral Small 4.
     `mergeable`: there is no dropout, and a rank has whole experts with their true values, not some, not in FP8.
     """
-    shapes = [p.shape for p in checkpoint.parameters if p.name in set(adapter.target_parameters)]
     if not mergeable or not shapes:
         return SPLIT
     merged = sum(experts * m * n for experts, m, n in shapes)
-    split = sum(m + n for _, m, n in shapes) * checkpoint.dims["top_k"] * tokens
+    split = sum(m + n for _, m, n in shapes) * top_k * tokens
     return MERGED if split > merged else SPLIT
 
 

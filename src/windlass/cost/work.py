@@ -40,7 +40,9 @@ class Work:
     def under(self, layout: Layout) -> Work:
         """The same run under another layout, which also decides how adapters of experts can be computed."""
         mergeable = not self.dropout and layout.expert_parallel == 1 and layout.base_dtype != "fp8"
-        path = expert_path(self.adapter, self.checkpoint, self.batch.tokens, mergeable=mergeable)
+        adapted = set(self.adapter.target_parameters)
+        shapes = [parameter.shape for parameter in self.checkpoint.parameters if parameter.name in adapted]
+        path = expert_path(shapes, self.checkpoint.dims.get("top_k", 0), self.batch.tokens, mergeable=mergeable)
         return replace(self, layout=layout, expert_path=path)
 
 
