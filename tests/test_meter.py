@@ -306,6 +306,8 @@ def test_waits_are_taken_out_of_their_phase() -> None:
     spans = clock.Spans([("start", at(0)), ("data", at(1)), ("forward", at(4)), ("backward", at(10))])
     spans.waits = [(2, at(2), at(2.5)), (3, at(5), at(9))]
     assert spans.seconds() == {"data": 1, "forward": 2.5, "backward": 2, "communication": 4.5}
+    saved = clock.Spans([("start", at(0)), ("pause", at(9)), ("data", at(10))], [(1, at(1), at(8))])
+    assert saved.seconds() == {"pause": 9, "data": 1}, "who waits for a save is not slow in the step after it"
 
 
 def test_steps_are_written_in_order_once_their_time_is_known(tmp_path: Path) -> None:

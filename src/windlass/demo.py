@@ -36,7 +36,7 @@ train:
   per_device_train_batch_size: 4
   per_device_eval_batch_size: 4
   gradient_accumulation_steps: 1
-  learning_rate: 0.02
+  learning_rate: 0.003
   warmup_ratio: 0.05
   bf16: false
   logging_steps: 5

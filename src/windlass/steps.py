@@ -58,7 +58,7 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
     "hfu": ("", "the same with recomputation counted"),
     "gpu_allocated_gib": ("GiB", "tensors on the GPU at the end of the step"),
     "gpu_reserved_gib": ("GiB", "held by the caching allocator at the end of the step"),
-    "gpu_peak_gib": ("GiB", "most that was allocated during the step"),
+    "gpu_peak_gib": ("GiB", "most that was allocated since the sample before"),
     "gpu_fragmentation": ("", "share of the reserved memory that no tensor uses"),
     "gpu_utilization": ("", "share of the last sample period in which a kernel ran (NVML)"),
     "gpu_memory_utilization": ("", "share of it in which memory was read or written (NVML)"),

@@ -67,12 +67,15 @@ class Spans:
         return not self.marks or self.marks[-1][1].passed()
 
     def seconds(self) -> dict[str, float]:
-        """By phase; waits are taken out of the phase in which they fell and counted as communication."""
+        """By phase; waits are taken out of the phase in which they fell and counted as communication.
+
+        Those of a pause stay there: ranks that wait for a save or an evaluation are not waiting in a step.
+        """
         total: dict[str, float] = {}
         for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
             total[phase] = total.get(phase, 0.0) + start.until(end)
         for index, start, end in self.waits:
-            if 0 < index < len(self.marks):
+            if 0 < index < len(self.marks) and self.marks[index][0] != "pause":
                 waited = start.until(end)
                 phase = self.marks[index][0]
                 total[phase] = total.get(phase, 0.0) - waited

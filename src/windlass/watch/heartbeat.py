@@ -120,7 +120,7 @@ class Heartbeat(threading.Thread):
 
     def await_stacks(self, silent: set[int]) -> None:
         """A while: a rank that is dead, or on a node that is, writes none."""
-        late = time.monotonic() + 4 * self.period
+        late = time.monotonic() + 2 * self.period
         while any(not stacks(self.folder, rank) for rank in silent) and time.monotonic() < late:
             if self.over.wait(self.period / 4):
                 return
