@@ -149,7 +149,7 @@ def measure(folder: Path, said: argparse.Namespace) -> dict[str, Any]:
     synthetic.write(folder, {"train": 64}, said.image_size * 2)
     part = openimages.check(openimages.source(folder / "images", folder, "train", None))
     torch.manual_seed(0)
-    norms = detector._empty(CLASSES, said.image_size, FrozenBatchNorm2d, detector.TUNED_STAGES)
+    norms = detector.empty(CLASSES, said.image_size, FrozenBatchNorm2d, detector.TUNED_STAGES)
     torch.save(norms.state_dict(), folder / "weights.pth")
     here = meet("cpu")
     example = Example(part, folder / "images", said, here, folder / "weights.pth")

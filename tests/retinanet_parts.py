@@ -218,6 +218,13 @@ def test_images_in_one_folder_belong_to_the_part_that_annotates_them(drawn: Path
         assert {Path(path).stem for path in openimages.check(origin(drawn, part)).paths} == annotated
 
 
+def test_a_limit_is_reached_past_broken_images(drawn: Path) -> None:
+    files = sorted((drawn / "images" / "train").iterdir())
+    files[3].write_bytes(b"")
+    names = [Path(path).name for path in openimages.check(origin(drawn, limit=30)).paths]
+    assert names == [path.name for path in files[:31] if path != files[3]]
+
+
 def test_the_cache_is_used_while_nothing_changes(drawn: Path) -> None:
     first = openimages.prepare(origin(drawn, limit=10), drawn)
     stamp = first.stat().st_mtime_ns

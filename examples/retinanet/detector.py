@@ -56,10 +56,10 @@ def build(classes: int, image_size: int, weights: Path | None) -> tuple[RetinaNe
     group norms instead.
     """
     if weights is None:
-        return _empty(classes, image_size, group_norm, FRESH_STAGES), ["weights: fresh, with group norm"]
+        return empty(classes, image_size, group_norm, FRESH_STAGES), ["weights: fresh, with group norm"]
     state = _read(weights)
     frozen = any(name.endswith("running_mean") for name in state)
-    model = _empty(classes, image_size, FrozenBatchNorm2d if frozen else group_norm, TUNED_STAGES)
+    model = empty(classes, image_size, FrozenBatchNorm2d if frozen else group_norm, TUNED_STAGES)
     said = [f"weights: {weights}, {'frozen batch norm' if frozen else 'group norm'}"]
     if frozen and not any(name.endswith("num_batches_tracked") for name in state):
         # Trained with torchvision's frozen batch norms, which added no epsilon: so does torchvision for its COCO file.
@@ -71,7 +71,7 @@ def build(classes: int, image_size: int, weights: Path | None) -> tuple[RetinaNe
     return model, [*said, f"{learned:,} parameters learn; the backbone's first stages stay as they are"]
 
 
-def _empty(classes: int, image_size: int, norm: Any, stages: int) -> RetinaNet:
+def empty(classes: int, image_size: int, norm: Any, stages: int) -> RetinaNet:
     backbone = resnet_fpn_backbone(
         backbone_name="resnet50",
         weights=None,

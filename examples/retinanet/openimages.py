@@ -235,8 +235,10 @@ def _sound(origin: Source, names: list[str]) -> tuple[dict[str, tuple[int, int]]
     bad: list[str] = []
     limit = len(names) if origin.limit is None else origin.limit
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for start in range(0, len(names), CHUNK):
-            chunk = names[start : start + min(CHUNK, limit - len(sizes))]
+        seen = 0
+        while len(sizes) < limit and seen < len(names):
+            chunk = names[seen : seen + min(CHUNK, limit - len(sizes))]
+            seen += len(chunk)
             paths = [origin.images / origin.files[name] if name in origin.files else None for name in chunk]
             for name, path, size in zip(chunk, paths, pool.map(_measure, paths), strict=True):
                 if size is not None:
@@ -244,8 +246,6 @@ def _sound(origin: Source, names: list[str]) -> tuple[dict[str, tuple[int, int]]
                 else:
                     counts["images missing" if path is None else "images broken"] += 1
                     bad.append(name if path is None else str(path))
-            if len(sizes) == limit:
-                break
     share = len(bad) / max(1, len(bad) + len(sizes))
     if share > MOST_BAD or not sizes:
         said = f"{len(bad)} of {len(bad) + len(sizes)} images are missing or broken: {', '.join(bad[:3])} …"

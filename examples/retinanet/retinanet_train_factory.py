@@ -119,6 +119,10 @@ def train(said: argparse.Namespace, here: Place) -> int:
     folder = said.output_dir
     settings = {name: str(getattr(said, name)) for name in DECIDING} | {"ranks": here.ranks, "images": len(images)}
     done = training.done = checkpoint.begin(folder, model, training.optimizer, settings, resume=said.resume)
+    told = [done] * here.ranks
+    dist.all_gather_object(told, done, group=here.waiting)
+    if len(set(told)) > 1:
+        raise UserError(f"ranks stand at steps {sorted(set(told))}", str(folder), "a folder that all nodes share")
     here.say(f"{done} of {steps.all} steps are made")
 
     # 4. Epoch by epoch, beginning with the one that the last step was in: it may not have been scored.
