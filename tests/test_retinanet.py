@@ -147,11 +147,11 @@ def test_the_meter_counts_images_and_the_wait_for_them(two_ranks: Trained) -> No
 def test_the_report_says_when_loading_is_the_bottleneck(tmp_path: Path, waits: float, level: str) -> None:
     with (tmp_path / steps.STEPS.format(rank=0)).open("w") as lines:
         for step in range(1, 31):
-            data = 60.0 if step == 1 else waits  # the loader's processes start
-            line = {"step": step, "time": step, "loss": 1 / step, "data_seconds": data, "step_seconds": data + 2}
-            lines.write(json.dumps(line) + "\n")
+            phases = {f"{phase}_seconds": 0.0 for phase in steps.PHASES}
+            phases |= {"data_seconds": waits, "backward_seconds": 2.0, "step_seconds": waits + 2}
+            lines.write(json.dumps({"step": step, "time": step, "loss": 1 / step, **phases}) + "\n")
     verdict = facts(read(tmp_path))["verdict"]
-    said = "loading data is a bottleneck: 43% of the time is spent waiting for it"
+    said = "43% of the step time is waiting for data: loading is the bottleneck"
     assert (verdict["level"], said in verdict["against"]) == (level, level == "warn")
 
 

@@ -13,7 +13,6 @@ from windlass.report.read import NAN, Columns, Run, ask, known, mean, median, nu
 Facts = dict[str, Any]
 SILENT_SECONDS = 120  # without a heartbeat of any rank: nobody is there any more, however the manifest calls it
 BAD_STATES = ("failed", "killed", "stopped by an alarm")
-DATA_BOUND = 0.1  # share of the time from which waiting for data is worth a word
 DATA_SHARE = 0.25  # of the step time, from which waiting for data is worth a word
 SHOWN = 200  # alarms and targets that are listed; the counts say how many there are
 
@@ -167,12 +166,6 @@ def step_time(run: Run) -> Facts:
         "pause_seconds": math.fsum(known(run.first["pause_seconds"])),
         "meter_share": _share(run.first, "meter_seconds", "step_seconds"),
     }
-
-
-def data_share(run: Run) -> float:
-    """The share of their time that ranks waited for data; not at the first step, where the loader has just begun."""
-    waited, total = ([v for c in run.ranks.values() for v in known(c[f"{of}_seconds"][1:])] for of in ("data", "step"))
-    return math.fsum(waited) / (math.fsum(total) or 1.0)
 
 
 def _share(columns: Columns, part: str, whole_: str) -> float | None:
@@ -370,8 +363,6 @@ def verdict(run: Run, made: Facts) -> Facts:
         against.append(f"{missing} parameters were not loaded from the checkpoint")
     if made["saves"]["failed"]:
         against.append(f"{made['saves']['failed']} of {made['saves']['count']} saves failed: {made['saves']['error']}")
-    if (waited := data_share(run)) > DATA_BOUND:
-        against.append(f"loading data is a bottleneck: {waited:.0%} of the time is spent waiting for it")
     waiting = made["step_time"]["shares"].get("data", 0.0)
     if waiting > DATA_SHARE:
         against.append(f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck")
