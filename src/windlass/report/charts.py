@@ -32,7 +32,7 @@ def charts(run: Run, points: int = POINTS) -> list[Chart]:
         _chart("loss", "Loss", "", x, _losses(run, cuts, x, weight)),
         _chart("grad_norm", "Gradient norm", "", x, [_curve("gradient norm", first["grad_norm"], cuts)]),
         _chart("learning_rate", "Learning rate", "", x, [_curve("learning rate", first["learning_rate"], cuts)]),
-        _chart("rate", "Throughput", "tokens/s", x, [_curve("whole job", job_rate(run), cuts)]),
+        _chart("rate", "Throughput", f"{run.unit}/s", x, [_curve("whole job", job_rate(run), cuts)]),
         _chart("time", "Where step time goes", "s", x, _phases(run, cuts), stacked=True),
         _chart("slowest", "Step time of the ranks", "s", x, _across(run, "step_seconds", "step time", cuts)),
         _chart("memory", "Memory", "GiB", x, _memory(run, cuts)),

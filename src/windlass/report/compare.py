@@ -24,13 +24,22 @@ def rows(runs: Sequence[Facts]) -> list[tuple[str, list[Any]]]:
         ("final loss", [figure(head["final_loss"], digits=4) for head in heads]),
         ("lowest evaluation loss", [figure(head["least_eval_loss"], digits=4) for head in heads]),
         ("seconds per step", [duration(head["step_seconds"]) for head in heads]),
-        ("tokens per second", [figure(head["tokens_per_second"]) for head in heads]),
+        *((f"{unit} per second", [_rate(head, unit) for head in heads]) for unit in units(runs)),
         ("model FLOPs used", [percent(head["mfu"], 1) for head in heads]),
         ("peak memory", [figure(peak, "GiB") for peak in peaks]),
         ("waiting for ranks", [percent(facts["step_time"]["shares"].get("communication"), 1) for facts in runs]),
         ("time", [duration(head["seconds"]) for head in heads]),
         ("alarms", [figure(facts["alarm_count"]) for facts in runs]),
     ]
+
+
+def units(runs: Sequence[Facts]) -> list[str]:
+    """What the runs count, each once."""
+    return list(dict.fromkeys(facts["headline"]["unit"] for facts in runs))
+
+
+def _rate(head: Facts, unit: str) -> str:
+    return figure(head["per_second"] if head["unit"] == unit else None)
 
 
 def comparison(runs: Sequence[Facts], overlays: Sequence[Chart]) -> Html:
@@ -44,7 +53,7 @@ def overlay(runs: Sequence[Facts]) -> list[Chart]:
     made = []
     for name in OVERLAID:
         found = [(facts["name"], chart) for facts in runs for chart in facts["charts"] if chart["id"] == name]
-        if not found:
+        if not found or (name == "rate" and len(units(runs)) > 1):
             continue
         x = sorted({step for _, chart in found for step in chart["x"]})
         at = {step: i for i, step in enumerate(x)}

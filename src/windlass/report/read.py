@@ -15,7 +15,8 @@ from windlass import steps
 from windlass.errors import UserError
 
 NAN = math.nan
-OPTIONAL = ("plan.json", "load.json", "data.json", "manifest.json", "check.json")
+OPTIONAL = ("manifest.json", "plan.json", "load.json", "data.json", "check.json")
+OF_MODELS = ("load.json", "data.json")  # a script's run has none
 # Every numeric field is kept of the first rank; of the others what differs between ranks.
 PER_RANK = (
     *("step", "time", "step_seconds", "tokens", "padded_tokens", "supervised_tokens", "tokens_per_second"),
@@ -31,6 +32,7 @@ class Columns:
     """One rank's steps, field by field; NaN where a field was not measured in a step."""
 
     length: int = 0
+    unit: str = steps.TOKENS
     fields: dict[str, array[float]] = field(default_factory=dict)
     experts: dict[int, dict[str, Any]] = field(default_factory=dict)  # by row
     throttled: dict[str, int] = field(default_factory=dict)  # reason -> samples
@@ -88,6 +90,7 @@ class Run:
     alarms: list[dict[str, Any]]
     files: dict[str, dict[str, Any]]  # plan.json and the others, as far as they are there
     absent: list[str]  # and why
+    unit: str  # what is counted: tokens, images …
     watched: bool  # by windlass: no alarm then means that there was none
     silent_seconds: float | None = None  # since the last heartbeat of any rank, where the run has some
 
@@ -106,13 +109,14 @@ def read(folder: Path) -> Run:
         known_ = "holds no steps-rank*.jsonl" if folder.is_dir() else "is not a folder"
         problem = known_ if folder.exists() else "is not there"
         raise UserError(problem, str(folder), "give a run folder: the output_dir of a run that has begun")
-    files, absent = {}, []
+    files: dict[str, dict[str, Any]] = {}
+    absent: list[str] = []
     ranks = {rank: columns(path, absent, first=rank == min(found)) for rank, path in found.items()}
     for name in OPTIONAL:
         value, why = read_object(folder / name)
         if value is not None:
             files[name] = value
-        elif name != "check.json":
+        elif name != "check.json" and not (name in OF_MODELS and ask(files.get("manifest.json"), "kind") == "script"):
             absent.append(f"{name} {why}")
     meters = {}
     for rank in found:
@@ -133,6 +137,7 @@ def read(folder: Path) -> Run:
         alarms=list(read_lines(folder / steps.ALARMS)),
         files=files,
         absent=absent,
+        unit=next((made.unit for made in ranks.values() if made.length), steps.TOKENS),
         watched=watched,
         silent_seconds=silent(folder),
     )
@@ -148,9 +153,12 @@ def silent(folder: Path) -> float | None:
 def columns(path: Path, absent: list[str], *, first: bool) -> Columns:
     """One rank's steps; what of its file can't be read is added to `absent`."""
     damaged: list[int] = []
-    names = [name for name in steps.FIELDS if name not in NOT_NUMBERS] if first else PER_RANK
+    names = [name for name in steps.FIELDS if name not in NOT_NUMBERS] if first else [*PER_RANK]
     made = Columns()
     for line in steps.lines(path, damaged):
+        if not made.length:
+            made.unit = steps.unit(line)
+            names = [*dict.fromkeys((*names, *steps.counted(made.unit)))]
         made.add(line, names)
     if damaged:
         count = "a line" if len(damaged) == 1 else f"{len(damaged)} lines"

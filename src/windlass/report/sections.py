@@ -29,7 +29,7 @@ def headline(facts: Facts) -> Html:
     tiles = [
         ("final loss", figure(head["final_loss"], digits=4), f"from {figure(head['first_loss'], digits=4)}"),
         ("evaluation loss", figure(head["least_eval_loss"], digits=4), "lowest"),
-        ("throughput", figure(head["tokens_per_second"]), "tokens/s, whole job"),
+        ("throughput", figure(head["per_second"]), f"{head['unit']}/s, whole job"),
         ("step", duration(head["step_seconds"]), "median"),
         ("MFU", percent(head["mfu"], 1), "model FLOPs of peak"),
         ("peak memory", figure(peak or None, "GiB"), f"{PLACES[memory['place']]}, fullest rank"),
@@ -140,8 +140,10 @@ def memory(facts: Facts) -> Html:
     return join([tag("ul", *bars, class_="bars"), tag("p", " ".join(said), class_="note")])
 
 
-def tokens(facts: Facts) -> Html:
+def tokens(facts: Facts) -> Html | None:
     found = facts["tokens"]
+    if not found:
+        return None
     parts = [
         ("supervised", found["supervised"], 0),
         ("read, not learned", found["masked"], 1),
@@ -225,14 +227,24 @@ def ranks(facts: Facts) -> Html | None:
             figure(row["steps"]),
             duration(row["step_seconds"]),
             percent(row["communication_share"], 1),
-            figure(row["tokens_per_second"]),
+            figure(row["per_second"]),
             percent(row["gpu_utilization"]),
             figure(row["power_watts"], "W"),
             figure(row["rss_gib"], "GiB"),
         )
         for row in facts["ranks"]
     ]
-    head = ("rank", "host", "steps", "step", "waiting", "tokens/s", "GPU busy", "power", "host memory")
+    head = (
+        "rank",
+        "host",
+        "steps",
+        "step",
+        "waiting",
+        f"{facts['headline']['unit']}/s",
+        "GPU busy",
+        "power",
+        "host memory",
+    )
     filled = [i for i in range(len(head)) if any(row[i] != NONE for row in rows)]
     made = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows], left=sum(i < 2 for i in filled))
     return tag("details", tag("summary", f"{len(rows)} ranks"), made) if len(rows) > MANY else made

@@ -107,8 +107,9 @@ class View:
             if curve:
                 lines.append(Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {curve_of(curve)}"))
         if "learning_rate" in first:
-            total = sum(numbers(each).get("tokens_per_second", 0.0) for each in self.joined.latest.values())
-            said = f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} tokens/s"
+            unit, rate = steps.counted(steps.unit(first))
+            total = sum(numbers(each).get(rate, 0.0) for each in self.joined.latest.values())
+            said = f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s"
             if "eval_loss" in self.evaluation:
                 said += f"  evaluation {self.evaluation['eval_loss']:.4f} at step {self.evaluation.get('step', 0):.0f}"
             lines.append(Text(said))
