@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checks_seen import require_all, watched  # type: ignore[import-not-found]
 
 from windlass import check, demo
 from windlass.check import folders, static, versions
@@ -21,10 +22,19 @@ from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, pass
 from windlass.check.show import show
 from windlass.plan import Plan, make
 from windlass.runfile import Loaded, read
+from windlass.runfile.names import TRACKERS, absent_trackers
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
+LACKING = sorted(name for name in TRACKERS if absent_trackers(name))
 TESTED = {name: tested.ran for name, tested in versions.TESTED.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def said() -> Iterator[set[Any]]:
+    """What the tests of this file made checks say; the last one looks at it."""
+    with watched() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
@@ -412,3 +422,14 @@ def test_caches_and_home_must_be_writable(tmp_path: Path) -> None:
         assert named(results, f"folder {name}").verdict == FAIL, name
     assert named(results, "folder TRITON_CACHE_DIR").verdict == PASS
     assert named(folders.caches({}), "folder HOME").verdict == FAIL
+
+
+@pytest.mark.skipif(not LACKING, reason="every tracker is installed here")
+def test_a_tracker_that_is_not_installed_fails(sound: Path) -> None:
+    found = named(versions.trackers(with_(sound, f"train.report_to={LACKING[0]}")), f"tracker {LACKING[0]}")
+    assert (found.verdict, "pip install" in found.hint) == (FAIL, True)
+    assert versions.trackers(with_(sound, "train.report_to=none")) == []
+
+
+def test_every_check_of_these_has_failed_above(request: pytest.FixtureRequest, said: set[Any]) -> None:
+    require_all(request, [static, versions, folders], said)

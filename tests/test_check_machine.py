@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checks_seen import require_all, watched  # type: ignore[import-not-found]
 
 from windlass.check import fabric, gpus, machine
 from windlass.check.nvml import Card, Seen
@@ -23,6 +25,13 @@ from windlass.runfile import read
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
 H200 = Card(0, "NVIDIA H200", 143771 / 1024, 143000 / 1024, links=18, links_up=18, pcie_width_most=16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def said() -> Iterator[set[Any]]:
+    """What the tests of this file made checks say; the last one looks at it."""
+    with watched() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -366,3 +375,9 @@ def test_what_nvml_says_is_understood(tmp_path: Path, init: int) -> None:
 def test_every_hint_says_what_to_do(server: Plan, tmp_path: Path) -> None:
     bad: Callable[[], list[Result]] = lambda: gpus.check(server, eight(free_gib=1.0, uncorrected=1), tmp_path)  # noqa: E731
     assert all(result.hint for result in bad() if result.verdict in (FAIL, WARN))
+
+
+def test_every_check_of_these_has_failed_above(request: pytest.FixtureRequest, said: set[Any]) -> None:
+    require_all(request, [machine, fabric, gpus], said)
+    asked = {question.name for question in gpus.QUESTIONS} | {"GPU memory", "NVLink"}
+    assert asked <= said, f"{asked - said} is asked of every GPU, and was never answered badly"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks_seen import require_all, watched  # type: ignore[import-not-found]
 
 from windlass import demo
 from windlass.check import doors, fabric, meeting, nodes, pairs, shared
@@ -26,6 +27,13 @@ from windlass.runfile import Loaded, read
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
 NAMES = ("node 0", "node 1", "node 2", "node 3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def said() -> Iterator[set[Any]]:
+    """What the tests of this file made checks say; the last one looks at it."""
+    with watched() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -478,6 +486,30 @@ def test_a_node_that_never_comes_is_named_by_the_rest(sound: Path) -> None:
     assert (found.verdict, "does not answer" in found.seen, alone.speaks) == (FAIL, True, True)
 
 
+def test_a_node_0_that_dies_while_checking_is_told_by_the_others(sound: Path) -> None:
+    port = free_port()
+
+    def dies() -> None:
+        host = meeting.attend(Place(0, 2, "127.0.0.1", port), 20, lambda _: None)
+        host.gather({"results": []}, 20)
+        for seat in host.seats.values():
+            seat.close()
+
+    def node() -> Any:
+        environ = {
+            "PET_NNODES": "2",
+            "PET_NODE_RANK": "1",
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(port),
+        }
+        return nodes.check(spread(sound, 2), make(spread(sound, 2)), [], {}, environ, Path("/"), 20, lambda _: None)
+
+    found = named(at_once([dies, node])[1].results, "nodes")
+    assert found.verdict == FAIL
+    assert "node 1" in found.seen
+    assert "lost the others while checking" in found.seen
+
+
 def test_a_collective_that_would_hang_is_not_begun(sound: Path) -> None:
     wrong = fabric.interface({"GLOO_SOCKET_IFNAME": "net9"}, Path("/"))
     results = nodes_of([spread(sound, 2)] * 2, [[], wrong], [{"torch": "2.13.0"}] * 2)[0].results
@@ -602,3 +634,7 @@ def test_a_slow_host_and_a_cut_between_two_are_named(hosts: list[str], sound: Pa
     assert "node 2" in verdicts["ports"][1]
     assert "node 0" not in verdicts["ports"][1]
     assert verdicts["all-reduce"][0] == UNSEEN  # it would have hung
+
+
+def test_every_check_of_these_has_failed_above(request: pytest.FixtureRequest, said: set[Any]) -> None:
+    require_all(request, [doors, nodes, pairs, shared], said)

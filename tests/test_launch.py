@@ -303,8 +303,8 @@ def volume(here: Path) -> tuple[str, ...]:
 
 KUBECTL = r"""
 case " $* " in
-  *" get customresourcedefinitions "*) printf '%s\n' $CRDS ;;
-  *" get customresourcedefinition "*) cat "$CRD" ;;
+  *" api-resources "*) printf '%s\n' $KINDS ;;
+  *" get --raw /openapi/v3/apis/trainer.kubeflow.org/"*) cat "$SCHEMA" ;;
   *" get $MISSING "*) echo 'Error from server (NotFound): it was not found' >&2; exit 1 ;;
   *" get jobs.batch "*" json "*|*" get trainjobs"*" json "*) cat "$STATE" 2>/dev/null || true ;;
   *" logs "*) echo "[pod/x-0] step 1" ;;
@@ -320,8 +320,8 @@ esac
 def kubectl(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program(here / "bin", "kubectl", KUBECTL)
     for name, value in {
-        "CRDS": "",
-        "CRD": "",
+        "KINDS": "jobs.batch",
+        "SCHEMA": "",
         "MISSING": "-",
         "STATE": "/none",
         "APPLIED": str(here / "applied"),
@@ -394,18 +394,18 @@ def test_the_servers_own_words_are_shown(here: Path, kubectl: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("crds", "engine"),
+    ("kinds", "engine"),
     [
-        ("", "job"),
-        ("customresourcedefinition.apiextensions.k8s.io/jobsets.jobset.x-k8s.io", "jobset"),
-        ("x/jobsets.jobset.x-k8s.io x/pytorchjobs.kubeflow.org", "pytorchjob"),
-        ("x/jobsets.jobset.x-k8s.io x/trainjobs.trainer.kubeflow.org", "trainer"),
+        ("pods jobs.batch", "job"),
+        ("jobs.batch jobsets.jobset.x-k8s.io", "jobset"),
+        ("jobsets.jobset.x-k8s.io pytorchjobs.kubeflow.org", "pytorchjob"),
+        ("jobsets.jobset.x-k8s.io trainjobs.trainer.kubeflow.org", "trainer"),
     ],
 )
 def test_the_engine_is_the_first_that_is_installed(
-    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch, crds: str, engine: str
+    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch, kinds: str, engine: str
 ) -> None:
-    monkeypatch.setenv("CRDS", crds)
+    monkeypatch.setenv("KINDS", kinds)
     assert cluster.found_engine("auto") == engine
     assert cluster.found_engine("jobset") == "jobset"
 
@@ -420,8 +420,56 @@ def test_the_engine_is_the_first_that_is_installed(
     ],
 )
 def test_the_trainers_version_is_read_from_its_fields(fields: dict[str, Any], version: str) -> None:
-    crd = {"spec": {"versions": [{"name": "v1alpha1", "schema": {"openAPIV3Schema": {"properties": fields}}}]}}
-    assert cluster.version_of(crd) == version
+    other = {"properties": {"runtimePatches": {"terminationGracePeriodSeconds": {}}}}  # a runtime has whole pods
+    schemas = {"com.x.v1alpha1.TrainJob": {"properties": fields}, "com.x.v1alpha1.TrainingRuntime": other}
+    assert cluster.version_of({"components": {"schemas": schemas}}) == version
+
+
+def test_the_version_is_asked_of_the_cluster_and_written_for(
+    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = here / "schema.json"
+    schema.write_text(json.dumps({"components": {"schemas": {"com.x.TrainJob": {"runtimePatches": {}}}}}))
+    monkeypatch.setenv("SCHEMA", str(schema))
+    monkeypatch.setenv("KINDS", "trainjobs.trainer.kubeflow.org")
+    said: list[str] = []
+    assert sent(here, "kubernetes", said.append) == 0
+    assert "as Kubeflow Trainer 2.2 wants it" in (here / "applied").read_text()
+    assert "torch-distributed has to say terminationGracePeriodSeconds: Trainer 2.2's jobs can't" in "\n".join(said)
+
+
+REFUSED = """\
+E1121 16:29:24.069138 28924 memcache.go:265] "Unhandled Error" err="couldn't get current server API group list"
+The connection to the server localhost:8080 was refused - did you specify the right host or port?
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "hint"),
+    [
+        (REFUSED, "The connection to the server localhost:8080 was refused", "kubectl config get-contexts"),
+        ('error: context "gone" does not exist\n', 'context "gone" does not exist', "kubectl config get-contexts"),
+        ("error: You must be logged in to the server (Unauthorized)\n", "must be logged in", "log in to the cluster"),
+        ("Error from server (Forbidden): jobs is forbidden\n", "jobs is forbidden", "ask for that right"),
+    ],
+)
+def test_a_cluster_that_can_not_be_asked_is_said_with_the_next_step(
+    here: Path, words: str, says: str, hint: str
+) -> None:
+    (here / "words").write_text(words)
+    program(here / "bin", "kubectl", f"cat {here}/words >&2; exit 1")
+    with pytest.raises(RunError) as caught:
+        sent(here, "kubernetes")
+    (problem,) = caught.value.problems
+    assert problem.problem.startswith(says) or says in problem.problem
+    assert "memcache" not in problem.problem
+    assert hint in problem.hint
+
+
+def test_what_the_run_file_lacks_is_said_before_a_cluster_is_asked(here: Path, kubectl: Path) -> None:
+    with pytest.raises(UserError, match="is a path of this machine's working folder"):
+        sent(here, "kubernetes", lambda _: None, "train.output_dir=out")
+    assert not calls(kubectl, "kubectl")
 
 
 def test_status_logs_and_stop_go_through_the_platforms_client(

@@ -56,7 +56,7 @@ def head(job: Job) -> str:
 
 
 def settings(job: Job) -> str:
-    options = [word for override in job.overrides for word in ("--override", override)]
+    options = "".join(f"\n  {words(('--override', override))}" for override in job.overrides)
     lines = (
         ("title", quote(job.title), ""),
         ("nodes", str(job.nodes), ""),
@@ -68,7 +68,7 @@ def settings(job: Job) -> str:
         ("fingerprint", quote(job.fingerprint), "of run file and options: the same on every node"),
         ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
         ("install", f"({words(job.cluster.install)})", "what the image lacks"),
-        ("options", f"({words(options)})", ""),
+        ("options", f"({options}\n)" if options else "()", ""),
         ("here", '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', ""),
         ("run", "$here/run.yaml", ""),
         ("accelerate", "$here/accelerate.yaml", ""),

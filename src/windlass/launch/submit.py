@@ -143,6 +143,8 @@ def submit(
 
     api: Run:ai over REST, by `plane` where the environment names one.
     """
+    # What the run file alone tells is told before a cluster is asked.
+    raise_all([*_problems(plan, job_of(plan, overrides=overrides, accelerate=accelerate), to, "", "")])
     engine, version = _look(plan, to, dry_run=dry_run)
     made = texts(plan, to, overrides=overrides, accelerate=accelerate, engine=engine, version=version, api=api)
     for note in notes(plan, to, engine=engine, version=version):
@@ -280,7 +282,7 @@ def write(folder: Path, named: dict[str, str]) -> None:
 
 def find(loaded: Loaded, out: Path | None = None) -> Path:
     """Where this run's job left its record."""
-    folders = [folder_of(loaded, to, out) for to in ("runai", "script")]
+    folders = [folder_of(loaded, to, out) for to in ("script", "runai")]
     return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
 
 
@@ -292,7 +294,7 @@ def submitted(folder: Path) -> dict[str, Any]:
         if (folder / "manifest.json").exists():  # `windlass train`, or launch.sh that was carried here
             return {"platform": "script"}
         raise UserError(
-            "nothing was submitted from here", str(path), "windlass submit RUN; or give its --out"
+            "nothing was submitted from here", str(path), "windlass submit RUN; or the --out that it was given"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"can't be read: {error}", str(path), "windlass submit writes it") from None

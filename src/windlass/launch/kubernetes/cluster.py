@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -21,6 +22,14 @@ RESOURCES = {
     "pytorchjob": "pytorchjobs.kubeflow.org",
     "jobset": "jobsets.jobset.x-k8s.io",
     "job": "jobs.batch",
+}
+LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each of its tries before it says what is wrong
+HINTS = {
+    r"refused|no such host|unable to connect|timeout|timed out|context .* does not exist|no configuration": (
+        "kubectl config get-contexts shows which cluster is meant; --dry-run writes the files without one"
+    ),
+    r"unauthorized|logged in|provide credentials": "log in to the cluster again, or --dry-run",
+    r"forbidden": "ask for that right in the namespace, or name another cluster.namespace",
 }
 ENDED = ("Complete", "Completed", "Succeeded", "Failed", "FailureTarget")
 
@@ -44,30 +53,31 @@ def kubectl(*words: str, namespace: str | None = None, feed: str | None = None) 
 
 
 def must(done: subprocess.CompletedProcess[str]) -> str:
-    """Its output; its own words where it failed."""
+    """Its output; its own words where it failed, without its log."""
     if done.returncode:
-        raise RunError(done.stderr.strip() or f"ended with {done.returncode}", " ".join(done.args[:6]))
+        said = LOG.sub("", done.stderr).strip() or done.stderr.strip() or f"ended with {done.returncode}"
+        hint = next((hint for words, hint in HINTS.items() if re.search(words, said, re.IGNORECASE)), "")
+        raise RunError(said, " ".join(done.args[:6]), hint)
     return done.stdout
 
 
 def found_engine(asked: str) -> str:
-    """cluster.engine, or the first that is installed."""
+    """cluster.engine, or the first that is installed. Everybody who is logged in may ask what kinds there are."""
     if asked != "auto":
         return asked
-    names = must(kubectl("get", "customresourcedefinitions", "--output", "name")).split()
-    there = {name.partition("/")[2] for name in names}
+    done = kubectl("api-resources", "--output", "name")  # fails for one group that does not answer, and names the rest
+    there = set((done.stdout or must(done)).split())
     return next((engine for engine, resource in RESOURCES.items() if resource in there), "job")
 
 
 def found_version() -> str:
-    """Kubeflow Trainer's version, told by the fields that its definition has."""
-    text = must(kubectl("get", "customresourcedefinition", RESOURCES["trainer"], "--output", "json"))
-    return version_of(json.loads(text))
+    """Kubeflow Trainer's version, told by the fields of its TrainJob: definitions themselves are not for everybody."""
+    return version_of(json.loads(must(kubectl("get", "--raw", "/openapi/v3/apis/trainer.kubeflow.org/v1alpha1"))))
 
 
-def version_of(definition: dict[str, Any]) -> str:
-    versions = definition.get("spec", {}).get("versions", [])
-    schema = json.dumps([one.get("schema", {}) for one in versions])
+def version_of(document: dict[str, Any]) -> str:
+    schemas = document.get("components", {}).get("schemas", {})
+    schema = json.dumps([one for name, one in schemas.items() if name.endswith(".TrainJob")])
     if '"runtimePatches"' in schema:
         return "2.3" if '"terminationGracePeriodSeconds"' in schema else "2.2"
     for name, version in (('"podTemplateOverrides"', "2.1"), ('"podSpecOverrides"', "2.0")):

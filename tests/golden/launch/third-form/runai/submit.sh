@@ -17,8 +17,8 @@ options=(
   # of each node
   --gpu-devices-request 1
   --cpu-core-request 16
-  # with units: a bare number would be bytes. The plan needs 14 GiB with /dev/shm
-  --cpu-memory-request 14Gi --cpu-memory-limit 14Gi
+  # with units: a bare number would be bytes. The plan needs 13 GiB with /dev/shm
+  --cpu-memory-request 13Gi --cpu-memory-limit 13Gi
   # ranks of one node exchange data through /dev/shm
   --large-shm
   --existing-pvc 'claimname=project-001,path=/data'
@@ -28,7 +28,7 @@ options=(
   # what workers get, the master may not
   --master-extended-resource openshift.io/mellanoxnics=1
   # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
-  --termination-grace-period 150s
+  --termination-grace-period 120s
   # a run that was lost is started again, and resumes from its newest checkpoint
   --backoff-limit 3 --restart-policy OnFailure
   # workers that still run when the master has ended are of no use

@@ -5,7 +5,7 @@
 # Kubernetes and Run:ai start it by themselves. By hand, on each of the machines:
 #   PET_NNODES=2 PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
 # As a Slurm step, with two lines in the batch script (USR1 comes that many seconds before the time limit):
-#   #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --signal=USR1@150 --requeue
+#   #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --signal=USR1@120 --requeue
 #   srun --kill-on-bad-exit=0 bash /data/output/mistral-finetuned/launch.sh
 #
 # Ends with 0: finished; 13: the input is wrong, don't try again; 75: stopped by a signal, saved; 1: anything else.
@@ -18,11 +18,20 @@ ranks_per_node=1  # one per GPU
 gpu=1
 port=29500  # where ranks meet, unless the platform says another
 meet_seconds=300  # until every node must have come
-grace_seconds=150  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
+grace_seconds=120  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
 fingerprint=013b3a62b606  # of run file and options: the same on every node
 working_dir=''  # empty: where this is started
 install=()  # what the image lacks
-options=(--override cluster.project=research --override cluster.namespace=ml --override cluster.image=registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef --override 'cluster.volumes=[{claim: project-001, path: /data}]' --override 'cluster.networks=[ssa]' --override 'cluster.extended_resources={openshift.io/mellanoxnics: 1}' --override 'cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}' --override cluster.cpu=16)
+options=(
+  --override cluster.project=research
+  --override cluster.namespace=ml
+  --override cluster.image=registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
+  --override 'cluster.volumes=[{claim: project-001, path: /data}]'
+  --override 'cluster.networks=[ssa]'
+  --override 'cluster.extended_resources={openshift.io/mellanoxnics: 1}'
+  --override 'cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}'
+  --override cluster.cpu=16
+)
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 run=$here/run.yaml
 accelerate=$here/accelerate.yaml

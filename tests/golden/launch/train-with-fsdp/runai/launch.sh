@@ -22,7 +22,16 @@ grace_seconds=330  # to end a step and save after a stop signal; estimated from 
 fingerprint=d742c4e89f3b  # of run file and options: the same on every node
 working_dir=''  # empty: where this is started
 install=()  # what the image lacks
-options=(--override cluster.project=research --override cluster.namespace=ml --override cluster.image=registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef --override 'cluster.volumes=[{claim: project-001, path: /data}]' --override 'cluster.networks=[ssa]' --override 'cluster.extended_resources={openshift.io/mellanoxnics: 1}' --override 'cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}' --override cluster.cpu=16)
+options=(
+  --override cluster.project=research
+  --override cluster.namespace=ml
+  --override cluster.image=registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
+  --override 'cluster.volumes=[{claim: project-001, path: /data}]'
+  --override 'cluster.networks=[ssa]'
+  --override 'cluster.extended_resources={openshift.io/mellanoxnics: 1}'
+  --override 'cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}'
+  --override cluster.cpu=16
+)
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 run=$here/run.yaml
 accelerate=$here/accelerate.yaml

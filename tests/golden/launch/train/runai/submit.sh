@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# mistral4small-lora-fsdp-2xh200: 3 x 1 h200, full-shard
+# mistral4small-lora-fsdp-2xh200: 3 x 1 h200, resident
 # Written by windlass 0.1.0 from train.yaml: submits the run to Run:ai. launch.sh must lie, with run.yaml and
 # accelerate.yaml beside it, in /data/output/Models/mistral4small-lora-fsdp-2xH200 on the volume that the pods mount.
 # Again with the same run folder: it goes on from the last checkpoint, once the ended job is deleted:
@@ -17,8 +17,8 @@ options=(
   # of each node
   --gpu-devices-request 1
   --cpu-core-request 16
-  # with units: a bare number would be bytes. The plan needs 12 GiB with /dev/shm
-  --cpu-memory-request 12Gi --cpu-memory-limit 12Gi
+  # with units: a bare number would be bytes. The plan needs 17 GiB with /dev/shm
+  --cpu-memory-request 17Gi --cpu-memory-limit 17Gi
   # ranks of one node exchange data through /dev/shm
   --large-shm
   --existing-pvc 'claimname=project-001,path=/data'
@@ -28,7 +28,7 @@ options=(
   # what workers get, the master may not
   --master-extended-resource openshift.io/mellanoxnics=1
   # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
-  --termination-grace-period 270s
+  --termination-grace-period 120s
   # a run that was lost is started again, and resumes from its newest checkpoint
   --backoff-limit 3 --restart-policy OnFailure
   # workers that still run when the master has ended are of no use

@@ -1,28 +1,37 @@
 #!/usr/bin/env bash
-# mistral4small-lora-fsdp-2xh200: 3 x 1 h200, full-shard
+# mistral4small-lora-fsdp-2xh200: 3 x 1 h200, resident
 # Written by windlass 0.1.0 from train.yaml; runs once on every node and starts its ranks.
 #
 # Kubernetes and Run:ai start it by themselves. By hand, on each of the machines:
 #   PET_NNODES=3 PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
 # As a Slurm step, with two lines in the batch script (USR1 comes that many seconds before the time limit):
-#   #SBATCH --nodes=3 --ntasks-per-node=1 --gpus-per-node=1 --signal=USR1@270 --requeue
+#   #SBATCH --nodes=3 --ntasks-per-node=1 --gpus-per-node=1 --signal=USR1@120 --requeue
 #   srun --kill-on-bad-exit=0 bash /data/output/Models/mistral4small-lora-fsdp-2xH200/launch.sh
 #
 # Ends with 0: finished; 13: the input is wrong, don't try again; 75: stopped by a signal, saved; 1: anything else.
 set -euo pipefail
 
 # --- what the plan says ---------------------------------------------------------------------------------------------
-title='mistral4small-lora-fsdp-2xh200: 3 x 1 h200, full-shard'
+title='mistral4small-lora-fsdp-2xh200: 3 x 1 h200, resident'
 nodes=3
 ranks_per_node=1  # one per GPU
 gpu=1
 port=29500  # where ranks meet, unless the platform says another
 meet_seconds=300  # until every node must have come
-grace_seconds=270  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
-fingerprint=a71f7dc9e767  # of run file and options: the same on every node
+grace_seconds=120  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
+fingerprint=f24d1a74acd8  # of run file and options: the same on every node
 working_dir=''  # empty: where this is started
 install=()  # what the image lacks
-options=(--override cluster.project=research --override cluster.namespace=ml --override cluster.image=registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef --override 'cluster.volumes=[{claim: project-001, path: /data}]' --override 'cluster.networks=[ssa]' --override 'cluster.extended_resources={openshift.io/mellanoxnics: 1}' --override 'cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}' --override cluster.cpu=16)
+options=(
+  --override cluster.project=research
+  --override cluster.namespace=ml
+  --override cluster.image=registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
+  --override 'cluster.volumes=[{claim: project-001, path: /data}]'
+  --override 'cluster.networks=[ssa]'
+  --override 'cluster.extended_resources={openshift.io/mellanoxnics: 1}'
+  --override 'cluster.env={NCCL_SOCKET_IFNAME: net1, HF_TOKEN: {secret: hub, key: token}}'
+  --override cluster.cpu=16
+)
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 run=$here/run.yaml
 accelerate=$here/accelerate.yaml
