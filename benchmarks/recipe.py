@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from race import Measured, race
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.race import Measured, race
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -224,11 +226,12 @@ def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
     """One rank of TRL + PEFT: the recipe, repaired just enough to run (keys renamed, really sharded)."""
     import torch
     from datasets import load_dataset
-    from overhead import wrapped
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM
     from transformers.trainer_callback import PrinterCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer
+
+    from benchmarks.overhead import wrapped
 
     class Speak(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -309,7 +312,7 @@ def held_out(setting: Setting, names: list[str]) -> dict[str, float]:
     def loss(model: Any) -> float:
         counts = [text.shape[1] - 1 for text in texts]
         losses = [model(input_ids=text, labels=text).loss.item() for text in texts]
-        return sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts)
+        return float(sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts))
 
     def base() -> Any:
         return Qwen3MoeForCausalLM.from_pretrained(setting.folder / "model", dtype=torch.float32).eval()
@@ -337,7 +340,7 @@ def main() -> None:
         found: dict[str, Measured] = {}
         for name in names:
             words = command(name, setting)
-            environ = {"DISABLE_VERSION_CHECK": "1", "USE_HF": "1", "PYTHONPATH": str(Path(__file__).parent)}
+            environ = {"DISABLE_VERSION_CHECK": "1", "USE_HF": "1"}
             ranks = ENGINES[name].ranks
 
             def done(name: str = name) -> int:
