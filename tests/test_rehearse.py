@@ -39,6 +39,9 @@ PHASES = (
 )
 
 
+pytestmark = pytest.mark.timeout(600)  # a whole rehearsal on a machine that does other things as well
+
+
 class Nobody:
     """A screen that is not there."""
 
@@ -66,7 +69,7 @@ def whole(user: Path) -> Iterator[Path]:
     """One whole rehearsal through the command, kept."""
     keep = user.parent / "kept"
     command = [sys.executable, "-m", "windlass", "rehearse", str(user), "--keep", str(keep)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=290, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (user.parent / "said").write_text(done.stdout)
     yield keep
@@ -98,8 +101,7 @@ def test_what_it_says_it_did_is_on_disk(whole: Path) -> None:
     assert weights.read_checkpoint(whole / "merged").quantization is None
     assert weights.read_checkpoint(whole / "model").wrapper == "Mistral3ForConditionalGeneration"
     launched = (whole / "logs" / "launch.log").read_text()
-    assert "stopped by a signal" in launched
-    assert "2 x 1 cpu" not in launched
+    assert "ended with 75" in launched
 
 
 def test_every_difference_of_the_run_file_is_listed(whole: Path, user: Path) -> None:
@@ -527,6 +529,14 @@ def test_a_stop_without_a_checkpoint_or_with_another_code_is_seen(stage: Stage) 
                 during.stop(stage, running, stage.rehearsal)
 
 
+def test_checks_that_fail_in_the_script_are_told(stage: Stage) -> None:
+    failing = {"name": "host memory", "verdict": "fail", "seen": "too little", "where": "", "hint": "more"}
+    (stage.rehearsal / "check.json").write_text(json.dumps({"results": [failing]}))
+    with stage.started("launch", ["bash", "-c", "exit 13"]) as running, pytest.raises(Failed) as found:
+        during.until(stage, running, (stage.rehearsal / "load.json").exists)
+    assert (found.value.text, found.value.code) == ("error: host memory: too little\n\nhint: more", 2)
+
+
 def test_the_node_that_says_why_is_quoted(stage: Stage) -> None:
     script = 'if [[ $PET_NODE_RANK == 1 ]]; then echo "error: here" >&2; exit 13; fi; echo "node 1 is gone" >&2; exit 1'
     environ = {"PATH": "/usr/bin:/bin"}
@@ -553,9 +563,13 @@ def test_nothing_is_left_running_when_it_is_interrupted(stage: Stage) -> None:
 
 def test_a_folder_with_other_files_is_not_kept_in(user: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"holds other files \(thesis.tex"):
-        rehearsed(user, keep=tmp_path)
-    assert (tmp_path / "thesis.tex").exists()
+    for beside in ((), ("rehearsal.json",), ("logs/plan.log",)):  # also where an earlier one lies
+        for name in beside:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        with pytest.raises(UserError, match=r"holds other files"):
+            rehearsed(user, keep=tmp_path)
+        assert (tmp_path / "thesis.tex").exists()
 
 
 def test_platforms_words_do_not_reach_the_rehearsal(tmp_path: Path) -> None:

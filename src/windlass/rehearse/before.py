@@ -14,7 +14,7 @@ from windlass.rehearse import process
 from windlass.rehearse.derived import EVERY, Derived, Material, derive, sequences
 from windlass.rehearse.record import USER_INPUT, Failed
 from windlass.rehearse.spread import Spread, nodes, spread
-from windlass.rehearse.stage import Stage, require
+from windlass.rehearse.stage import Stage, faults, require
 from windlass.runfile import Loaded, LoadedScript, read, read_any
 
 
@@ -62,10 +62,8 @@ def check(stage: Stage, loaded: Loaded) -> None:
         except (ValueError, KeyError):
             require(ended)
             raise
-        bad = [result for result in results if result["verdict"] == "fail"]
-        if bad:
-            problems = [Problem(r["seen"], r["where"] or r["name"], r["hint"]) for r in bad]
-            raise Failed("\n\n".join(f"error: {problem}" for problem in problems), 1, ended.log.with_suffix(".out"))
+        if text := faults(results):
+            raise Failed(text, ended.code, ended.log.with_suffix(".out"))
         require(ended)
         names = {kind: [r["name"] for r in results if r["verdict"] == kind] for kind in ("pass", "warn")}
         phase.proved.append(f"pass: {', '.join(names['pass'])}")
@@ -117,7 +115,7 @@ def submit(stage: Stage, loaded: Loaded | LoadedScript) -> None:
     with stage.phase("submit") as phase:
         out = stage.folder / "submit"
         command = ("submit", str(stage.run), *stage.options, "--to", to, "--dry-run", "--out", str(out))
-        stage.call("submit", process.windlass(*command))
+        told = stage.call("submit", process.windlass(*command)).log.read_text(encoding="utf-8").splitlines()
         written = sorted(path.name for path in out.iterdir())
         phase.proved.append(
             f"rendered for {platform}{' as a script' if platform == 'local' else ''}: " + ", ".join(written)
@@ -125,6 +123,7 @@ def submit(stage: Stage, loaded: Loaded | LoadedScript) -> None:
         if (out / "launch.sh").exists():
             stage.call("submit-bash", ["bash", "-n", str(out / "launch.sh")])
             phase.proved.append("bash reads launch.sh")
+        phase.proved += [line for line in told if line.startswith("note: ")]
 
 
 def material(stage: Stage, spread_here: Spread) -> Material:

@@ -15,7 +15,7 @@ from windlass.rehearse import process
 from windlass.rehearse.derived import STEPS, STOP_AT
 from windlass.rehearse.process import Running
 from windlass.rehearse.record import Failed
-from windlass.rehearse.stage import Stage, require
+from windlass.rehearse.stage import Stage, faults, require
 
 SAVED = 75  # exit code: stopped by a signal, everything saved
 
@@ -37,6 +37,12 @@ def until(stage: Stage, running: Running, done: Callable[[], bool]) -> None:
     """Wait for a trace in the run folder; a script that ends before it has failed."""
     if not running.until(done, stage.tick):
         ended = running.ended(stage.tick)
+        try:
+            results = json.loads((stage.rehearsal / "check.json").read_text())["results"]
+        except (OSError, ValueError):
+            results = []
+        if ended.code and (text := faults(results)):
+            raise Failed(text, ended.code, ended.log)
         require(ended)
         raise Failed("it ended with 0 too soon", 1, ended.log)
 

@@ -61,7 +61,7 @@ def take(
     least = run.watch.min_supervised_fraction
     raise_all(auditing.problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
     end = ends(tokens["train"], tokenizer, checkpoint if own else None, data.max_length, shape.name, where)
-    length = fitting(tokens["train"], data.max_length, LENGTH_OF_MANY if len(tokenizer) > MANY else LENGTH)
+    length = fitting(tokens["train"], data.max_length, LENGTH_OF_MANY if (vocabulary or 0) > MANY else LENGTH)
     written = write(folder, train, validation, tokens, sequences, length if data.packing else 0)
     figures = audit["splits"]["train"]
     return {

@@ -15,6 +15,8 @@ from windlass.rehearse.record import RECORD, Failed, Record
 from windlass.rehearse.stage import Screen, Stage
 from windlass.runfile import Loaded, kind
 
+# All that a rehearsal leaves in its folder.
+OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
 ON_GPUS = {
     "NCCL and GPUs": "the ranks talk over gloo, between processes of one machine",
     "kernels": "flash attention, grouped matrix products and FP8 arithmetic of the GPU are not run on a CPU",
@@ -122,10 +124,10 @@ def chosen(keep: Path | None) -> Path:
         return Path(tempfile.mkdtemp(prefix="windlass-rehearsal-"))
     try:
         keep.mkdir(parents=True, exist_ok=True)
-        held = sorted(path.name for path in keep.iterdir())
-        if held and RECORD not in held:
-            raise UserError(f"the folder holds other files ({held[0]} …)", f"--keep {keep}", "name a new one")
-        for path in keep.iterdir():  # an earlier rehearsal
+        ours = OURS if (keep / "logs" / "plan.log").is_file() else set()  # an earlier rehearsal
+        if others := sorted(path.name for path in keep.iterdir() if path.name not in ours):
+            raise UserError(f"the folder holds other files ({others[0]} …)", f"--keep {keep}", "name a new one")
+        for path in keep.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", f"--keep {keep}", "name another folder") from None

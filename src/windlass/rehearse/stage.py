@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from windlass.errors import RunError
+from windlass.errors import Problem, RunError
 from windlass.rehearse import process
 from windlass.rehearse.record import Failed, Phase, Record, fail
 
@@ -116,6 +116,12 @@ class Stage:
 def require(ended: process.Ended, code: int = 0) -> None:
     if ended.code != code:
         raise Failed(said(ended) or f"it ended with {ended.code} and said nothing", ended.code, ended.log)
+
+
+def faults(results: Sequence[Mapping[str, Any]]) -> str:
+    """Failed checks as errors: what `windlass check` shows as a table."""
+    bad = [Problem(r["seen"], r["where"] or r["name"], r["hint"]) for r in results if r["verdict"] == "fail"]
+    return "\n\n".join(f"{process.ERROR}{problem}" for problem in bad)
 
 
 def said(ended: process.Ended) -> str:
