@@ -233,7 +233,7 @@ def _control_plane() -> ControlPlane | None:
 def _submitted(run: Path, override: list[str] | None, out: Path | None) -> tuple[Path, Path]:
     """Where the run left its record, and the run folder."""
     from windlass.launch import submit as submitting
-    from windlass.runfile import read
+    from windlass.runfile import read_any
 
-    loaded = read(run, override or ())
-    return submitting.find(loaded, out), Path(loaded.run.train.output_dir)
+    loaded = read_any(run, override or ())
+    return submitting.find(loaded, out), Path(loaded.run.folder)

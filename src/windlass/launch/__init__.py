@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from windlass.plan import Plan
+    from windlass.plan.script import AnyPlan
 
 PLATFORMS = ("local", "script", "runai", "kubernetes")
 
 
 def render(
-    plan: Plan,
+    plan: AnyPlan,
     to: str,
     *,
     overrides: Sequence[str] = (),

@@ -13,6 +13,7 @@ from pathlib import Path
 from windlass import __version__, steps
 from windlass.errors import UserError
 from windlass.plan import Plan
+from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile.machines import Cluster, Secret
 from windlass.variables import DEFAULTS, VARIABLES
 
@@ -20,6 +21,7 @@ PORT = 29500  # torch's default; Run:ai and the Training Operator tell another o
 MEET_SECONDS = 300  # until all nodes must have come; names resolve only once pods are ready
 MIN_GRACE_SECONDS = 120
 DISK_BYTES_PER_SECOND = 100e6  # what a slow shared volume takes; an adapter is small
+SHM_GIB_PER_WORKER = 0.5  # batches of images that a loading process holds ready
 SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
 
 
@@ -42,10 +44,10 @@ class Job:
     gpu: bool  # false: ranks are processes of the CPU
     folder: str  # the run folder, as the ranks see it
     run_text: str
-    accelerate_text: str
+    accelerate_text: str  # of a script empty: torchrun starts it
     overrides: tuple[str, ...]
     environment: tuple[Variable, ...]
-    memory_gib: int  # of each node, /dev/shm included
+    memory_gib: int  # of each node, /dev/shm included; of a script /dev/shm alone: the rest is not known
     shm_gib: int
     cpu: str
     grace_seconds: int
@@ -59,6 +61,14 @@ class Job:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def is_script(self) -> bool:
+        return not self.accelerate_text
+
+    @property
+    def accelerate_file(self) -> dict[str, str]:
+        return {"accelerate.yaml": self.accelerate_text} if self.accelerate_text else {}
 
     @property
     def fingerprint(self) -> str:
@@ -75,27 +85,25 @@ class Job:
         return self.cluster.memory_limit or self.memory_request
 
 
-def job_of(plan: Plan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
+def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
     """The plan as a job. `overrides` and `accelerate` are what the plan was made with besides the run file."""
     run, layout = plan.loaded.run, plan.layout
-    name = run.name or _name(run.train.output_dir)
-    shm_gib = 1 + layout.gpus_per_node * SHM_GIB_PER_RANK
-    workers = run.train.dataloader_num_workers
+    name = run.name or _name(run.folder)
+    shm_gib = _shm_gib(plan)
     grace_seconds, grace_reason = grace(plan)
     return Job(
         name=name,
         nodes=layout.nodes,
         ranks_per_node=layout.gpus_per_node,
         gpu=plan.machine.gpu.name != "cpu",
-        folder=run.train.output_dir,
+        folder=run.folder,
         run_text=_text(plan.loaded.path),
-        accelerate_text=_text(accelerate) if accelerate else accelerate_yaml(plan),
+        accelerate_text=_accelerate_text(plan, accelerate),
         overrides=tuple(overrides),
         environment=environment(run.cluster),
-        # Half as much again as planned: libraries, the page cache that a cgroup counts, growth of the allocator.
-        memory_gib=math.ceil(plan.cost.host_gib * 1.5) + (shm_gib if run.cluster.large_shm else 0),
+        memory_gib=_memory_gib(plan) + (shm_gib if run.cluster.large_shm else 0),
         shm_gib=shm_gib,
-        cpu=run.cluster.cpu or str(layout.gpus_per_node * (2 + workers)),
+        cpu=run.cluster.cpu or str(layout.gpus_per_node * (2 + run.workers)),
         grace_seconds=grace_seconds,
         grace_reason=grace_reason,
         cluster=run.cluster,
@@ -104,12 +112,31 @@ def job_of(plan: Plan, *, overrides: Sequence[str] = (), accelerate: Path | None
     )
 
 
-def grace(plan: Plan) -> tuple[int, str]:
+def _accelerate_text(plan: AnyPlan, file: Path | None) -> str:
+    if isinstance(plan, ScriptPlan):
+        return ""
+    return _text(file) if file else accelerate_yaml(plan)
+
+
+def _memory_gib(plan: AnyPlan) -> int:
+    """Half as much again as planned: libraries, the page cache that a cgroup counts, growth of the allocator."""
+    return 0 if isinstance(plan, ScriptPlan) else math.ceil(plan.cost.host_gib * 1.5)
+
+
+def _shm_gib(plan: AnyPlan) -> int:
+    """A script's loading processes may hold images, where a language model's hold numbers of tokens."""
+    workers = plan.loaded.run.workers if isinstance(plan, ScriptPlan) else 0
+    return 1 + plan.layout.gpus_per_node * (SHM_GIB_PER_RANK + math.ceil(workers * SHM_GIB_PER_WORKER))
+
+
+def grace(plan: AnyPlan) -> tuple[int, str]:
     """Time to end a step and save after a stop signal, and what it is taken from."""
     run = plan.loaded.run
     if run.cluster.grace_seconds:
         return run.cluster.grace_seconds, "as cluster.grace_seconds says"
-    measured = slowest_save(Path(run.train.output_dir))
+    measured = slowest_save(Path(run.folder))
+    if isinstance(plan, ScriptPlan):
+        return MIN_GRACE_SECONDS, "what a script needs is not known: cluster.grace_seconds says more or less"
     if measured is None:
         saving = plan.adapter.trainable * 4 * 3 / DISK_BYTES_PER_SECOND  # float32 weights and AdamW's two moments
         reason = "estimated from the plan's step and the adapter's size"

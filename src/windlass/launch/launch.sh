@@ -120,7 +120,7 @@ fi
 if [[ "${WINDLASS_CHECK:-yes}" != no ]]; then
   # Everything else that can be known of this node and of all together, before anything is loaded.
   PET_NODE_RANK="$node" PET_NNODES="$nodes" PET_MASTER_ADDR="$master" PET_MASTER_PORT="$port" \
-    python3 -m windlass check "$run" --accelerate "$accelerate" --in-pod --wait "$meet_seconds" "${options[@]}" \
+    python3 -m windlass check "$run"@@ACCELERATE@@ --in-pod --wait "$meet_seconds" "${options[@]}" \
     || leave 13
 fi
 
@@ -136,15 +136,7 @@ trap 'stopping=1' TERM USR1 INT
   trap '' TERM USR1 INT
   export PET_SIGNALS_TO_HANDLE=SIGQUIT PET_SHUTDOWN_TIMEOUT="$grace_seconds"
   # A restarted pod goes on from the last checkpoint: --resume begins anew where there is none.
-  exec accelerate launch \
-    --config_file "$accelerate" \
-    --num_machines "$nodes" \
-    --num_processes "$((nodes * ranks_per_node))" \
-    --machine_rank "$node" \
-    --main_process_ip "$master" \
-    --main_process_port "$port" \
-    --rdzv_backend static \
-    --rdzv_conf "timeout=$meet_seconds" \
+  exec @@LAUNCHER@@ \
     -m windlass train "$run" "${options[@]}" --resume
 ) &
 launcher=$!

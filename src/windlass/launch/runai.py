@@ -26,8 +26,8 @@ NOT_TAKEN = {
 SUBMIT = """\
 #!/usr/bin/env bash
 # {title}
-# Written by windlass {version} from {source}: submits the run to Run:ai. launch.sh must lie, with run.yaml and
-# accelerate.yaml beside it, in {folder} on the volume that the pods mount.
+# Written by windlass {version} from {source}: submits the run to Run:ai. \
+launch.sh must lie, with {beside} beside it, in {folder} on the volume that the pods mount.
 # Again with the same run folder: it goes on from the last checkpoint, once the ended job is deleted:
 #   {delete}
 set -euo pipefail
@@ -46,7 +46,7 @@ exec {command} "${{options[@]}}" \\
 def texts(job: Job) -> dict[str, str]:
     return {
         "launch.sh": launch_sh(job, exports=False),
-        "accelerate.yaml": job.accelerate_text,
+        **job.accelerate_file,
         "run.yaml": job.run_text,
         "submit.sh": submit_sh(job),
     }
@@ -83,6 +83,7 @@ def submit_sh(job: Job) -> str:
         version=__version__,
         source=one_line(job.source),
         folder=one_line(job.folder),
+        beside="run.yaml" if job.is_script else "run.yaml and\n# accelerate.yaml",
         delete=one_line(words(verb(job.name, job.nodes, job.cluster.project, "delete"))),
         options="\n".join(lines),
         command=words([*kind(job.nodes), "submit", job.name]),
@@ -103,7 +104,12 @@ def _options(job: Job) -> Iterator[tuple[str, list[str]]]:
         yield "of each node", ["--gpu-devices-request", str(job.ranks_per_node)]
     yield "", ["--cpu-core-request", cores(job.cpu)]
     yield (
-        f"with units: a bare number would be bytes. The plan needs {job.memory_gib} GiB with /dev/shm",
+        "with units: a bare number would be bytes. "
+        + (
+            "What a script needs, the run file says"
+            if job.is_script
+            else f"The plan needs {job.memory_gib} GiB with /dev/shm"
+        ),
         ["--cpu-memory-request", job.memory_request, "--cpu-memory-limit", job.memory_limit],
     )
     if cluster.large_shm:

@@ -22,11 +22,33 @@ HEAD = """\
 # Ends with 0: finished; 13: the input is wrong, don't try again; 75: stopped by a signal, saved; 1: anything else."""
 
 
+ACCELERATE = """\
+accelerate launch \\
+    --config_file "$accelerate" \\
+    --num_machines "$nodes" \\
+    --num_processes "$((nodes * ranks_per_node))" \\
+    --machine_rank "$node" \\
+    --main_process_ip "$master" \\
+    --main_process_port "$port" \\
+    --rdzv_backend static \\
+    --rdzv_conf "timeout=$meet_seconds\""""
+# A script's image may hold no more than torch.
+TORCHRUN = """\
+torchrun \\
+    --nnodes "$nodes" \\
+    --nproc-per-node "$ranks_per_node" \\
+    --node-rank "$node" \\
+    --master-addr "$master" \\
+    --master-port "$port" \\
+    --rdzv-backend static \\
+    --rdzv-conf "timeout=$meet_seconds\""""
+
+
 def texts(job: Job) -> dict[str, str]:
     """All that a node needs, side by side in one folder."""
     return {
         "launch.sh": launch_sh(job, exports=True),
-        "accelerate.yaml": job.accelerate_text,
+        **job.accelerate_file,
         "run.yaml": job.run_text,
     }
 
@@ -38,6 +60,8 @@ def launch_sh(job: Job, *, exports: bool) -> str:
         "@@HEAD@@": head(job),
         "@@SETTINGS@@": settings(job),
         "@@ENVIRONMENT@@": environment(job) if exports else "",
+        "@@ACCELERATE@@": "" if job.is_script else ' --accelerate "$accelerate"',
+        "@@LAUNCHER@@": TORCHRUN if job.is_script else ACCELERATE,
     }
     # Split first: what is put in is never looked at again.
     return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
@@ -71,7 +95,7 @@ def settings(job: Job) -> str:
         ("options", f"({options}\n)" if options else "()", ""),
         ("here", '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', ""),
         ("run", "$here/run.yaml", ""),
-        ("accelerate", "$here/accelerate.yaml", ""),
+        *(() if job.is_script else (("accelerate", "$here/accelerate.yaml", ""),)),
     )
     return "\n".join(f"{name}={value}{f'  # {why}' if why else ''}" for name, value, why in lines)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import Problem, RunError, UserError, raise_all
-from windlass.launch import kubernetes, local, pods, runai, script
+from windlass.launch import PLATFORMS, kubernetes, local, pods, runai, script
 from windlass.launch.job import Job, environment_notes, job_of
 from windlass.launch.job import words as words_of
 from windlass.launch.kubernetes import checks, cluster, engines
-from windlass.plan import Plan
-from windlass.runfile import Loaded
+from windlass.plan.script import AnyPlan, ScriptPlan
+from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
     from windlass.launch.runai_api import ControlPlane
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 def texts(
-    plan: Plan,
+    plan: AnyPlan,
     to: str,
     *,
     overrides: Sequence[str] = (),
@@ -68,7 +68,7 @@ def _version(job: Job, found: str | None) -> str:
     return found or job.cluster.trainer_version or engines.TRAINER
 
 
-def _problems(plan: Plan, job: Job, to: str, engine: str, version: str) -> Iterator[Problem]:
+def _problems(plan: AnyPlan, job: Job, to: str, engine: str, version: str) -> Iterator[Problem]:
     where = plan.loaded.where
     if to == "local" and job.nodes > 1:
         hint = "--to script makes a script for each node; --to runai and --to kubernetes start them"
@@ -86,7 +86,7 @@ def _problems(plan: Plan, job: Job, to: str, engine: str, version: str) -> Itera
             yield Problem(why, where(key), "take cluster.engine: jobset, or leave it to the runtime")
 
 
-def notes(plan: Plan, to: str, *, engine: str | None = None, version: str | None = None) -> tuple[str, ...]:
+def notes(plan: AnyPlan, to: str, *, engine: str | None = None, version: str | None = None) -> tuple[str, ...]:
     """What should be known before it is sent: keys without effect there, policies that are needed, defaults taken."""
     section, where = plan.loaded.run.cluster, plan.loaded.where
     found = [*environment_notes(section)]
@@ -109,15 +109,20 @@ def notes(plan: Plan, to: str, *, engine: str | None = None, version: str | None
         found += pods.secured(section, where)
         if section.image and "@sha256:" not in section.image:
             found.append(f"{where('cluster.image')}: a tag may change between two starts of one run; name a digest")
-    if not plan.cost.fits:
-        found.append(f"it does not fit: {plan.cost.remedy}")
+    if remedy := _does_not_fit(plan):
+        found.append(f"it does not fit: {remedy}")
     return tuple(found)
 
 
-def folder_of(loaded: Loaded, to: str, out: Path | None = None) -> Path:
+def _does_not_fit(plan: AnyPlan) -> str:
+    """The remedy, where the plan knows that it doesn't; of a script nobody knows."""
+    return "" if isinstance(plan, ScriptPlan) or plan.cost.fits else plan.cost.remedy
+
+
+def folder_of(loaded: Loaded | LoadedScript, to: str, out: Path | None = None) -> Path:
     """Where the files go: the run folder, unless that lies on a volume that this machine does not have."""
     run = loaded.run
-    folder = Path(run.train.output_dir)
+    folder = Path(run.folder)
     if out is not None or to in ("local", "script"):
         return out or folder
     here = folder.exists() or any(
@@ -127,7 +132,7 @@ def folder_of(loaded: Loaded, to: str, out: Path | None = None) -> Path:
 
 
 def submit(
-    plan: Plan,
+    plan: AnyPlan,
     to: str,
     *,
     overrides: Sequence[str] = (),
@@ -160,8 +165,8 @@ def submit(
         if to == "local":
             say(f"nothing is written; it would start: windlass train {words_of(train)} --resume")
         return 0
-    if not plan.cost.fits:
-        raise UserError("the plan says that it does not fit", str(plan.loaded.path), plan.cost.remedy)
+    if remedy := _does_not_fit(plan):
+        raise UserError("the plan says that it does not fit", str(plan.loaded.path), remedy)
     if to == "local":
         local.refuse_two(order.folder / RECORD)
         order.keep(**local.about())
@@ -179,7 +184,7 @@ def submit(
 class Order:
     """One submission: what every platform's own part of it needs."""
 
-    plan: Plan
+    plan: AnyPlan
     job: Job
     to: str
     folder: Path  # where the files are
@@ -213,7 +218,7 @@ class Order:
         return self.folder == Path(self.job.folder)
 
 
-def _look(plan: Plan, to: str, *, dry_run: bool) -> tuple[str | None, str | None]:
+def _look(plan: AnyPlan, to: str, *, dry_run: bool) -> tuple[str | None, str | None]:
     """Engine and version by what the cluster has, where one may be asked."""
     section = plan.loaded.run.cluster
     if to != "kubernetes" or dry_run or cluster.client() is None:
@@ -273,14 +278,14 @@ def write(folder: Path, named: dict[str, str]) -> None:
             if name.endswith(".sh"):
                 path.chmod(0o755)
     except OSError as error:
-        hint = "set train.output_dir to a folder that can be, or give another --out DIR"
-        raise UserError(f"{folder} can't be written: {error.strerror}", str(folder), hint) from None
+        hint = "set output_dir to a folder that can be, or give another --out DIR"
+        raise UserError(f"can't be written: {error.strerror}", str(folder), hint) from None
 
 
 # --- what was submitted ---------------------------------------------------------------------------------------------
 
 
-def find(loaded: Loaded, out: Path | None = None) -> Path:
+def find(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
     """Where this run's job left its record."""
     folders = [folder_of(loaded, to, out) for to in ("script", "runai")]
     return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
@@ -289,7 +294,10 @@ def find(loaded: Loaded, out: Path | None = None) -> Path:
 def submitted(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("platform") not in PLATFORMS:
+            raise ValueError("it names no platform")
+        return found
     except FileNotFoundError:
         if (folder / "manifest.json").exists():  # `windlass train`, or launch.sh that was carried here
             return {"platform": "script"}
@@ -297,7 +305,7 @@ def submitted(folder: Path) -> dict[str, Any]:
             "nothing was submitted from here", str(path), "windlass submit RUN; or the --out that it was given"
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"can't be read: {error}", str(path), "windlass submit writes it") from None
+        raise UserError(f"can't be read: {error}", str(path), "windlass submit writes it anew") from None
 
 
 def _runai_words(facts: dict[str, Any], *words: str) -> list[str]:

@@ -25,7 +25,7 @@ class Spread:
 
     nodes: int
     gpus_per_node: int
-    name: str = "ranks"
+    name: str = "script"
 
     @property
     def ranks(self) -> int:

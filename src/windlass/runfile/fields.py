@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -235,10 +235,17 @@ class RunFile(Section):
     watch: Watch = Field(default_factory=Watch)
     """What is looked for while the run goes on, and what happens when it is found."""
 
+    folder_key: ClassVar[str] = "train.output_dir"
+
     @property
     def folder(self) -> str:
         """The run folder."""
         return self.train.output_dir
+
+    @property
+    def workers(self) -> int:
+        """Processes per rank that prepare batches."""
+        return self.train.dataloader_num_workers
 
     @property
     def ranks(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -70,10 +70,17 @@ class ScriptRun(Section):
     watch: Watch = Field(default_factory=Watch)
     """What is looked for while the run goes on, and what happens when it is found."""
 
+    folder_key: ClassVar[str] = "script.output_dir"
+
     @property
     def folder(self) -> str:
         """The run folder."""
         return self.script.output_dir
+
+    @property
+    def workers(self) -> int:
+        """Processes per rank that prepare batches."""
+        return self.script.workers
 
     @property
     def ranks(self) -> int:

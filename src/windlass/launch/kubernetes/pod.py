@@ -44,7 +44,7 @@ def config_map(job: Job) -> dict[str, Any]:
         "immutable": True,
         "data": {
             "run.yaml": job.run_text,
-            "accelerate.yaml": job.accelerate_text,
+            **job.accelerate_file,
             "launch.sh": launch_sh(job, exports=False),
         },
     }
@@ -131,6 +131,7 @@ def resources(job: Job) -> dict[str, Any]:
     devices |= cluster.extended_resources
     counted = {name: str(count) for name, count in devices.items()}
     why = f"the plan's host memory and half as much again, and {job.shm_gib} GiB of /dev/shm, which counts"
+    why = f"as cluster.memory_limit, in which {job.shm_gib} GiB of /dev/shm count" if job.is_script else why
     return {
         "requests": {
             "cpu": job.cpu,
