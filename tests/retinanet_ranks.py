@@ -69,7 +69,7 @@ def gradients(here: Place, data: images.Images, folder: Path) -> dict[str, Any]:
     model, _ = detector.build(CLASSES, SIZE, None)
     said = argparse.Namespace(batch_size=2, accum_steps=1, weights_path=None)
     training, counted = Training(said, here, model, Steps(1, 1, 1)), Counted()
-    training.ranks.register_comm_hook(None, counted)
+    training.ranks.register_comm_hook(None, lambda group, bucket: counted(group, bucket))
     outcome: dict[str, Any] = {}
     for name, indices in cases.items():
         own = [data[0, index] for index in indices[here.rank :: here.ranks]]
@@ -95,9 +95,9 @@ def gradients(here: Place, data: images.Images, folder: Path) -> dict[str, Any]:
 
 
 def difference(one: Tensor, other: Tensor | None) -> float:
-    """As a share of the greatest element."""
+    """As a share of the whole."""
     assert other is not None
-    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-8))
+    return float((one - other).norm() / one.norm().clamp(min=1e-8))
 
 
 def few_images(here: Place, data: images.Images) -> dict[str, Any]:
