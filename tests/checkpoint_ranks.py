@@ -51,7 +51,7 @@ def full_disk(loop: Loop) -> None:
         object.__setattr__(contents, "write", write)
         begin(loop.saving.writer, contents, copying_seconds)
 
-    loop.saving.writer.begin = begun  # type: ignore[method-assign]
+    loop.saving.writer.begin = begun  # type: ignore[method-assign, assignment]
 
 
 def emptied(loop: Loop) -> None:

@@ -84,9 +84,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     with watchman, folders.failing(folder), closing(saving), closing(progress), closing(meter):
         loop.train(resume_from_checkpoint=str(from_checkpoint) if from_checkpoint else None)
     if loop.stopped:
-        folders.note(folder, state=folders.STOPPED)
-        console.print(f"stopped by a signal; step {loop.state.global_step} is saved, go on with --resume")
-        return SAVED
+        return stopped(folder, loop, console)
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
@@ -219,6 +217,12 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
     train = plan.loaded.run.train
     seed = train.seed if train.data_seed is None else train.data_seed
     return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences), len(data.lengths), sequences)
+
+
+def stopped(folder: Path, loop: Loop, console: Console) -> int:
+    folders.note(folder, state=folders.STOPPED)
+    console.print(f"stopped by a signal; step {loop.state.global_step} is saved, go on with --resume")
+    return SAVED
 
 
 def load_best(saving: Saving, model: PeftModel, console: Console) -> None:
