@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from safetensors.torch import load_file, save_file
 
 from windlass import demo, twin, weights
+from windlass.cli import app
 from windlass.errors import UserError
 from windlass.hardware import Here
 from windlass.rehearse import Record, during, make, process, rehearse, reload
@@ -188,8 +191,7 @@ def caught(record: Record, phase: str, words: str, code: int) -> None:
     assert record.exit_code == record.failure["exit_code"] == code
     assert [each.name for each in record.phases if not each.passed] == [phase]
     assert record.phases[-1].name == phase
-    assert record.folder is not None  # the logs are kept
-    shutil.rmtree(record.folder)
+    assert record.folder is record.failure["log"] is None  # it is all told, and nothing is left behind
 
 
 SMALL_EXPERTS = ("layout={name: expert-parallel}", "cluster.gpus_per_node=3")
@@ -464,7 +466,9 @@ def test_a_script_is_planned_and_rendered_and_what_is_not_rehearsed_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run.yaml"
-    run.write_text(yaml.safe_dump({"kind": "script", "script": {"path": "train.py", "output_dir": str(tmp_path)}}))
+    run.write_text(
+        yaml.safe_dump({"kind": "script", "script": {"path": str(tmp_path / "train.py"), "output_dir": str(tmp_path)}})
+    )
     (tmp_path / "train.py").write_text("print('trained')")
     record = rehearsed(run, "cluster.gpu=cpu")
     assert record.failure is None, record.failure
@@ -584,6 +588,26 @@ def test_platforms_words_do_not_reach_the_rehearsal(tmp_path: Path) -> None:
     made = process.environment(given, 2, tmp_path)
     assert not {"PET_NNODES", "RANK", "WORLD_SIZE", "NCCL_IB_HCA"} & made.keys()
     assert (made["HOME"], made["OMP_NUM_THREADS"], made["CUDA_VISIBLE_DEVICES"]) == ("/h", "7", "")
+
+
+def test_its_page_has_every_key_and_its_ci_files_call_what_there_is() -> None:
+    page = (ROOT / "docs" / "rehearse.md").read_text(encoding="utf-8")
+    table = page.split("## rehearsal.json")[1].split("##")[0]
+    documented = {
+        name
+        for row in table.splitlines()
+        if row.startswith("| `")
+        for name in re.findall("`(\\w+)`", row.split("|")[1])
+    }
+    assert documented == Record("run.yaml").as_dict().keys()
+    github, gitlab = (yaml.safe_load(block.split("```")[0]) for block in page.split("```yaml\n")[1:])
+    steps = [step["run"] for step in github["jobs"]["rehearse"]["steps"] if "run" in step]
+    for line in (steps[-1], gitlab["rehearse"]["script"][-1]):
+        words = line.replace("${{ matrix.run }}", "run.yaml").replace('"$RUN"', "run.yaml").split()
+        made = next(c for c in typer.main.get_command(app).commands.values() if c.name == words[1])  # type: ignore[attr-defined]
+        made.make_context(words[1], words[2:], resilient_parsing=True)
+        with pytest.raises(Exception, match="No such option"):
+            made.make_context(words[1], [*words[2:], "--kepe", "x"])
 
 
 def test_it_imports_no_torch_itself() -> None:

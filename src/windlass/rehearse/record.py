@@ -56,6 +56,12 @@ class Record:
         passed = self.failure is None
         return {"windlass": __version__, "passed": passed, "exit_code": self.exit_code, **asdict(self)}
 
+    def gone(self) -> None:
+        """The folder was removed, and the logs with it."""
+        self.folder = None
+        if self.failure:
+            self.failure["log"] = None
+
     def write(self, folder: Path) -> Path:
         path = folder / RECORD
         path.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from windlass.runfile import Loaded, kind
 
 # All that a rehearsal leaves in its folder.
 OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
+TOLD = ("plan", "check", "submit", "data")  # phases whose faults are told in full: no log says more
 ON_GPUS = {
     "NCCL and GPUs": "the ranks talk over gloo, between processes of one machine",
     "kernels": "flash attention, grouped matrix products and FP8 arithmetic of the GPU are not run on a CPU",
@@ -46,15 +47,15 @@ def rehearse(
             loaded = phases(stage, environ, Path(scratch))
     except Failed:  # it is in the record
         pass
-    except BaseException:
+    except (KeyboardInterrupt, SystemExit):
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     record.seconds = round(time.monotonic() - began, 1)
     record.folder = str(folder)
-    if keep is None and record.failure is None:
+    if keep is None and (record.failure is None or record.failure["phase"] in TOLD):
         shutil.rmtree(folder)
-        record.folder = None
+        record.gone()
     for place in {folder if record.folder else None, run_folder(loaded)}:
         if place is not None:
             with contextlib.suppress(OSError):
