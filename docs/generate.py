@@ -46,13 +46,30 @@ def index_page() -> str:
 
 
 def with_output(text: str) -> str:
-    """The page with what each `<!-- windlass … -->` in it prints, in the block that follows."""
+    """The page with what each `<!-- windlass … -->` in it prints, in the block that follows.
+
+    `<!-- windlass …: TITLE -->` takes only the table of that title, or the lines that begin so, out of the output.
+    """
 
     def block(match: re.Match[str]) -> str:
-        command = match["command"]
-        return f"<!-- {command} -->\n```\n$ {command}\n{windlass(*shlex.split(command)[1:])}\n```\n<!-- end -->"
+        command, title = match["command"], match["title"]
+        shown = windlass(*shlex.split(command)[1:])
+        marked = f"{command}: {title}" if title else command
+        printed = table(shown, title) if title else shown
+        return f"<!-- {marked} -->\n```\n$ {command}\n{printed}\n```\n<!-- end -->"
 
-    return re.sub(r"<!-- (?P<command>windlass .*?) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+    pattern = r"<!-- (?P<command>windlass [^:\n]*?)(: (?P<title>[^\n]*?))? -->\n.*?<!-- end -->"
+    return re.sub(pattern, block, text, flags=re.DOTALL)
+
+
+def table(shown: str, title: str) -> str:
+    """From the title to the blank line below the rows; a line that is no title stands alone."""
+    lines = shown.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(title))
+    if start + 1 < len(lines) and lines[start + 1]:
+        return lines[start]
+    blanks = [number for number in range(start, len(lines)) if not lines[number]] + [len(lines)] * 2
+    return "\n".join(lines[start : blanks[1]])
 
 
 def pages() -> dict[Path, str]:
@@ -61,8 +78,8 @@ def pages() -> dict[Path, str]:
     from claims import page
 
     made = {COMMANDS / f"{name}.md": command_page(name) for name in commands()}
-    readme = ROOT / "README.md"
-    made[readme] = with_output(readme.read_text(encoding="utf-8"))
+    for page_with_output in (ROOT / "README.md", ROOT / "docs" / "layouts.md"):
+        made[page_with_output] = with_output(page_with_output.read_text(encoding="utf-8"))
     return {**made, COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
 
 

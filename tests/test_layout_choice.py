@@ -203,6 +203,16 @@ def test_a_tie_is_told_as_one() -> None:
     assert layout.reason.endswith("20 s a step (full-shard, parameters offloaded 20 s)")
 
 
+def test_of_equals_the_one_with_least_to_overlap_is_taken() -> None:
+    hybrid, split = figures(("hybrid", True, 52, 2.50), ("expert-parallel 4", True, 24, 2.52))
+    layout = choose([replace(hybrid, serial_seconds=4.8), replace(split, serial_seconds=2.9)])
+    assert layout is not None
+    assert layout.name == "expert-parallel"
+    layout = choose([replace(hybrid, serial_seconds=4.8), replace(split, step_seconds=2.6, serial_seconds=2.9)])
+    assert layout is not None
+    assert layout.name == "hybrid"
+
+
 def test_what_training_cannot_run_is_never_chosen_however_fast() -> None:
     layout = choose(figures(("full-shard", True, 60, 20.0), ("barred", True, 120, 1.0)))
     assert layout is not None

@@ -16,6 +16,7 @@ from windlass import plan as planning
 from windlass.cost import Batch
 from windlass.errors import UserError
 from windlass.layout import read_accelerate
+from windlass.layout.compare import EQUAL
 from windlass.plan import Plan, rows_as_sequences
 from windlass.plan.compare import HEADROOM, readable, same
 from windlass.plan.schedule import schedule
@@ -80,7 +81,7 @@ def test_the_parts_of_a_plan_agree(case: str) -> None:
 def test_auto_takes_the_fastest_that_fits_and_that_training_can_run() -> None:
     made = planned("train")
     able = [c for c in made.contenders if c.cost and c.cost.fits and c.candidate.possible and c.candidate.here]
-    assert made.cost.step_seconds == min(c.cost.step_seconds for c in able if c.cost)
+    assert made.cost.step_seconds <= EQUAL * min(c.cost.step_seconds for c in able if c.cost)
 
 
 AUTO = ("train.per_device_train_batch_size=auto", "train.gradient_checkpointing=true", "data.packing=true")

@@ -32,6 +32,11 @@ class Figures:
     fits: bool
     gpu_gib: float
     step_seconds: float
+    serial_seconds: float = 0.0  # when nothing overlaps
+
+
+# Layouts whose best cases are this close are equal; of those the one with least to hide behind computing is taken.
+EQUAL = 1.02
 
 
 def candidates(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candidate, ...]:
@@ -161,7 +166,8 @@ def choose(figures: Sequence[Figures]) -> Layout | None:
         best = min(able, key=lambda f: f.gpu_gib)
         reason = f"none of {len(able)} layouts fits, and this one needs least, {best.gpu_gib:.0f} GiB per GPU"
     else:
-        best = min(fitting, key=lambda f: f.step_seconds)
+        fastest = min(f.step_seconds for f in fitting)
+        best = min((f for f in fitting if f.step_seconds <= fastest * EQUAL), key=lambda f: f.serial_seconds)
         reason = _praise(best, fitting, len(able))
     layout = best.candidate.layout
     assert layout is not None  # `able` holds no other

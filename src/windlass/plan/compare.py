@@ -90,7 +90,11 @@ def _rank(contender: Contender) -> tuple[bool, bool, bool, float]:
 def chosen(contenders: Sequence[Contender]) -> Contender | None:
     """The fastest that fits and that training can run on these nodes; its layout says why."""
     layout = choose(
-        [Figures(c.candidate, c.cost.fits, c.cost.gpu_gib, c.cost.step_seconds) for c in contenders if c.cost]
+        [
+            Figures(c.candidate, c.cost.fits, c.cost.gpu_gib, c.cost.step_seconds, c.cost.step_seconds_serial)
+            for c in contenders
+            if c.cost
+        ]
     )
     if layout is None:
         return None

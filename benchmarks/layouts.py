@@ -1,0 +1,287 @@
+"""Is the plan's order of layouts the measured one? Two ranks in two network namespaces, the link between them throttled.
+
+    python benchmarks/layouts.py              the table; exits with 1 where the orders differ
+    python benchmarks/layouts.py --json       one JSON object
+
+Needs root and iproute2. The rule, fixed before anything is measured: of every two ways whose predicted times differ by
+TIE or more, the one that is predicted to be faster is measured to be faster; and what `auto` takes is measured to be
+no slower than any other by TIE. The processor's rate is what one of the ways needs without a wire (CALIBRATED), its
+memory's rate a copy's; the link's is what it is throttled to. Everything else is the plan's.
+
+All ways train the same rows through the code of `windlass train`. Rounds are interleaved, and the median of each way's
+steps counts, for other work on the machine falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from launch_hosts import Hosts, hosts, why_not  # type: ignore[import-not-found]
+
+from windlass import plan as planning
+from windlass import runfile, steps, twin
+from windlass.plan import Plan
+
+TIE = 0.15
+MEGABITS, TCP = 320, 0.95  # of the link, and the share of it that TCP's payload gets
+PORT = 29517
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+STEPS, ROUNDS = 3, 2  # optimizer steps of a run, of which the first only warms up
+SEQUENCES, LENGTH = 4, 256  # of each rank and optimizer step
+CALIBRATED = "resident"
+BASE = (
+    "layout.base_dtype=bf16",
+    "train.per_device_train_batch_size=1",
+    f"train.gradient_accumulation_steps={SEQUENCES}",
+)
+FP8 = "layout.base_dtype=fp8"
+WHOLE = (f"train.per_device_train_batch_size={SEQUENCES}", "train.gradient_accumulation_steps=1")
+WAYS: dict[str, tuple[str, ...]] = {
+    "full-shard": ("layout.name=full-shard",),
+    "full-shard, FP8": ("layout.name=full-shard", FP8),
+    "full-shard, one pass": ("layout.name=full-shard", *WHOLE),
+    "full-shard, FP8, one pass": ("layout.name=full-shard", FP8, *WHOLE),
+    "no-reshard": ("layout.name=no-reshard",),
+    "no-reshard, FP8": ("layout.name=no-reshard", FP8),
+    "expert-parallel": ("layout.name=expert-parallel",),
+    "expert-parallel, one pass": ("layout.name=expert-parallel", *WHOLE),
+    "resident": ("layout.name=resident",),
+    "resident, FP8": ("layout.name=resident", FP8),
+}
+RUN = """\
+model: {{model_name_or_path: {model}, torch_dtype: float32}}
+lora: {{r: 8, lora_alpha: 16, lora_dropout: 0.0, target_modules: [q_proj, o_proj, gate_proj, up_proj, down_proj]}}
+data:
+  {{dataset_name_or_path: {data}, dataset_config_name: null, val_split: null, max_length: {length}, packing: true}}
+train:
+  output_dir: {out}
+  max_steps: {steps}
+  learning_rate: 0.001
+  bf16: false
+  eval_strategy: "no"
+  save_strategy: "no"
+  ddp_timeout: 300
+cluster:
+  nodes: 2
+  gpus_per_node: 1
+  gpu: {{name: cpu, memory_gib: 4, bf16_tflops: 1, achieved_tflops: {tflops}, memory_gb_per_second: {memory}}}
+  network: {{name: throttled, gb_per_second: {link}}}
+"""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the plan is told of the machine. The first guess stands until the ranks have measured."""
+
+    tflops: float = 0.02
+    memory: float = 5.0
+    link: float = MEGABITS / 8e3 * TCP
+
+
+@dataclass(frozen=True)
+class Outcome:
+    way: str
+    predicted: float
+    measured: float
+    predicted_mb: float  # sent by a rank in a step
+    sent_mb: float  # the same by the kernel's count: loading's and the start's words are in it
+
+
+def make(folder: Path) -> None:
+    """A model whose experts are most of it, in FP8 as published, and rows that are all full."""
+    sizes = {"hidden": 256, "layers": 3, "heads": 4, "experts": 16, "top_k": 2, "moe_intermediate": 256, "vocab": 1024}
+    twin.write(folder / "model", "mistral4", config={"initializer_range": 0.1}, **sizes)  # type: ignore[arg-type]
+    words = "the anchor is heavy and the crew is small so they turn the windlass and it comes up slowly".split()
+    rows = (" ".join(words[(i * j) % len(words)] for j in range(1, 1600)) for i in range(1, 65))
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+
+
+def plan_of(folder: Path, way: Sequence[str], rates: Rates, out: str = "run") -> Plan:
+    file = folder / "run.yaml"
+    text = RUN.format(
+        model=json.dumps(str(folder / "model")),
+        data=json.dumps(str(folder / "train.jsonl")),
+        out=json.dumps(str(folder / out)),
+        length=LENGTH,
+        steps=STEPS,
+        **vars(rates),
+    )
+    file.write_text(text)
+    return planning.make(runfile.read(file, [*BASE, *way]))
+
+
+def copied() -> float:
+    """GB a second that a copy reads and writes, both counted."""
+    import torch
+
+    source = torch.ones(2**24)
+    target = torch.empty_like(source)
+    rates = []
+    for _ in range(6):
+        began = time.perf_counter()
+        target.copy_(source)
+        rates.append(2 * source.nbytes / (time.perf_counter() - began) / 1e9)
+    return statistics.median(rates)
+
+
+def rank(folder: Path) -> None:
+    """In each of the two processes: every way, round by round, through the run that `windlass train` makes."""
+    import torch
+
+    from windlass.train import ranks, run
+
+    here = ranks.place(os.environ)
+    assert here is not None
+    torch.set_num_threads(1)
+    own = folder / f"files-of-{here.rank}"  # run files are written by each rank, the run folders are shared
+    own.mkdir()
+    for name in ("model", "train.jsonl"):
+        (own / name).symlink_to(folder / name)
+    taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    sent: dict[str, float] = {}
+    memory = []
+    for turn, (way, keys) in itertools.product(range(ROUNDS), WAYS.items()):
+        memory.append(copied())
+        plan = plan_of(own, keys, Rates(), f"../{turn} {way}")
+        before = int(SENT.read_text())
+        if run.run(plan, here):
+            raise SystemExit(f"{way} did not finish")
+        sent[way] = (int(SENT.read_text()) - before) / STEPS
+        out = Path(plan.loaded.run.train.output_dir)
+        took = [line["step_seconds"] for line in steps.lines(out / steps.STEPS.format(rank=here.rank))]
+        taken[way] += took[1:]
+    torch.distributed.destroy_process_group()
+    (folder / f"taken-{here.rank}.json").write_text(
+        json.dumps({"seconds": taken, "sent": sent, "memory": statistics.median(memory)})
+    )
+
+
+def measure(folder: Path, machines: Hosts) -> dict[str, Any]:
+    """Both ranks' findings; a step takes as long as its slower rank."""
+    throttle(machines)
+    started = [
+        machines.start(node, command(folder), environ(node, machines), folder / f"log-{node}") for node in (0, 1)
+    ]
+    for node, process in enumerate(started):
+        if process.wait(timeout=1500):
+            raise SystemExit((folder / f"log-{node}").read_text()[-3000:])
+    found = [json.loads((folder / f"taken-{node}.json").read_text()) for node in (0, 1)]
+    seconds = {way: statistics.median(map(max, *(one["seconds"][way] for one in found))) for way in WAYS}
+    return {"seconds": seconds, "memory": statistics.mean(one["memory"] for one in found), "sent": found[0]["sent"]}
+
+
+def command(folder: Path) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), "--rank", str(folder)]
+
+
+def environ(node: int, machines: Hosts) -> dict[str, str]:
+    told = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": machines.address(0), "MASTER_PORT": PORT}
+    settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, **{key: str(value) for key, value in told.items()}, **settings}
+
+
+def throttle(machines: Hosts) -> None:
+    """A token bucket on what each machine sends."""
+    for node in range(machines.count):
+        bucket = ["root", "tbf", "rate", f"{MEGABITS}mbit", "burst", "256kb", "latency", "100ms"]
+        within = ["ip", "netns", "exec", f"{machines.prefix}{node}", "tc", "qdisc", "add", "dev", "eth0", *bucket]
+        subprocess.run(within, check=True, timeout=20)
+
+
+def calibrated(folder: Path, found: Mapping[str, Any]) -> Rates:
+    """One way's measured time says how fast the processor is: without a wire worth the name, it is all work."""
+    plan = plan_of(folder, WAYS[CALIBRATED], Rates(memory=found["memory"]))
+    wire = plan.cost.step_seconds - SEQUENCES * (plan.cost.compute_seconds)
+    work = (found["seconds"][CALIBRATED] - max(wire, 0.0)) / SEQUENCES
+    return Rates(Rates().tflops * plan.cost.compute_seconds / work, found["memory"])
+
+
+def wrong_pairs(rows: Sequence[Outcome]) -> tuple[int, list[tuple[Outcome, Outcome]]]:
+    """How many pairs the prediction tells apart, and those that were measured the other way round."""
+    told = [
+        (one, other) for one, other in itertools.permutations(rows, 2) if one.predicted * (1 + TIE) <= other.predicted
+    ]
+    return len(told), [(one, other) for one, other in told if one.measured >= other.measured]
+
+
+def proof() -> dict[str, Any]:
+    """Everything that the table is made of."""
+    with tempfile.TemporaryDirectory(prefix="layouts-") as name:
+        folder = Path(name)
+        make(folder)
+        with hosts(2) as machines:
+            found = measure(folder, machines)
+        rates = calibrated(folder, found)
+        costs = {way: plan_of(folder, keys, rates).cost for way, keys in WAYS.items()}
+        rows = [
+            Outcome(way, c.step_seconds, found["seconds"][way], c.wire_gb_per_step * 1e3, found["sent"][way] / 1e6)
+            for way, c in costs.items()
+        ]
+        auto = plan_of(folder, ("layout.name=auto", "train.per_device_train_batch_size=auto"), rates)
+        free = plan_of(folder, ("layout.name=auto", "layout.base_dtype=null"), rates)
+        shutil.rmtree(folder / "model")
+    pairs, wrong = wrong_pairs(rows)
+    rows.sort(key=lambda row: row.predicted)
+    return {
+        "rates": vars(rates),
+        "rows": [vars(row) for row in rows],
+        "pairs": pairs,
+        "wrong": [f"{one.way} before {other.way}" for one, other in wrong],
+        "auto": free.layout.name + (", FP8" if free.layout.base_dtype == "fp8" else ""),
+        "auto_batch": f"{auto.layout.name} {auto.batch.micro} x {auto.batch.accumulation}",
+        "load": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        return rank(options.rank)
+    if why_not() or not shutil.which("tc"):
+        raise SystemExit(why_not() or "tc is not installed (iproute2)")
+    answer = proof()
+    if options.json:
+        print(json.dumps(answer))
+    else:
+        show(answer)
+    sys.exit(bool(answer["wrong"]))
+
+
+def show(answer: Mapping[str, Any]) -> None:
+    rates = answer["rates"]
+    print(
+        f"{time.strftime('%Y-%m-%d')}, two ranks over gloo, {MEGABITS} Mbit/s between them; load {answer['load']:.1f};"
+        f" calibrated: {rates['tflops'] * 1e3:.1f} GFLOP/s, {rates['memory']:.1f} GB/s"
+    )
+    print(f"{'way':28} {'predicted s':>12} {'measured s':>11} {'ratio':>6} {'predicted MB':>13} {'sent MB':>8}")
+    for row in answer["rows"]:
+        times = f"{row['predicted']:12.2f} {row['measured']:11.2f} {row['predicted'] / row['measured']:6.2f}"
+        print(f"{row['way']:28} {times} {row['predicted_mb']:13.1f} {row['sent_mb']:8.1f}")
+    print(f"auto takes {answer['auto']}; with the micro-batch left open, {answer['auto_batch']}")
+    right = answer["pairs"] - len(answer["wrong"])
+    print(f"{right} of {answer['pairs']} pairs that differ by {TIE:.0%} or more are in the predicted order")
+    for pair in answer["wrong"]:
+        print(f"predicted {pair}, measured the other way round")
+
+
+if __name__ == "__main__":
+    main()
