@@ -1,6 +1,7 @@
 """`windlass check`: everything that can be known to be wrong before the model is loaded.
 
 result     what one check found
+script     the same for runs of kind: script
 static     the plan, weights, tokenizer, data        versions   libraries, model class, attention
 folders    where the run writes                      machine    memory, limits, account
 gpus       what nvml sees of them                    fabric     InfiniBand, interfaces
@@ -22,13 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import __version__, hardware
-from windlass.check import fabric, folders, gpus, machine, nvml, static, versions
+from windlass.check import fabric, folders, gpus, machine, nvml, script, static, versions
 from windlass.check.result import FAIL, Result, unseen, worst
+from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
     from windlass.layout import AccelerateFile
     from windlass.plan import Plan
-    from windlass.runfile import Loaded
+    from windlass.plan.script import AnyPlan
 
 __all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "run"]
 
@@ -78,7 +80,7 @@ class Report:
 
 
 def run(
-    loaded: Loaded,
+    loaded: Loaded | LoadedScript,
     accelerate: Callable[[], AccelerateFile | None] = lambda: None,
     *,
     depth: str = ALONE,
@@ -92,10 +94,12 @@ def run(
     environ = dict(os.environ if environ is None else environ)  # as it was: importing torch adds to it
     # A run for another platform finds its libraries and volumes there, not on the machine that plans it.
     elsewhere = depth == ALONE and loaded.run.cluster.platform != "local"
-    plan, results = static.planned(loaded, accelerate)
     have = versions.installed()
-    results += libraries(loaded, plan, have, depth)
-    results += storage(loaded, plan, elsewhere=elsewhere)
+    plan: AnyPlan | None
+    if isinstance(loaded, LoadedScript):
+        plan, results = script.static(loaded, have, elsewhere=elsewhere)
+    else:
+        plan, results = whole(loaded, accelerate, have, depth, elsewhere=elsewhere)
     if depth == ALONE:
         results += [unseen("machine", "--here looks at this machine, --in-pod at each of the run's")]
     else:
@@ -107,6 +111,19 @@ def run(
         return Report(depth, met.results, met.speaks, time.monotonic() - began)
     results += [unseen("between nodes", "--in-pod looks, from all nodes of the run at once")]
     return Report(depth, tuple(results), True, time.monotonic() - began)
+
+
+def whole(
+    loaded: Loaded,
+    accelerate: Callable[[], AccelerateFile | None],
+    have: versions.Installed,
+    depth: str,
+    *,
+    elsewhere: bool,
+) -> tuple[Plan | None, list[Result]]:
+    """Of a language model's run: all that can be said before any machine is looked at."""
+    plan, results = static.planned(loaded, accelerate)
+    return plan, [*results, *libraries(loaded, plan, have, depth), *storage(loaded, plan, elsewhere=elsewhere)]
 
 
 def libraries(loaded: Loaded, plan: Plan | None, have: versions.Installed, depth: str) -> list[Result]:
@@ -138,7 +155,9 @@ def storage(loaded: Loaded, plan: Plan | None, *, elsewhere: bool) -> list[Resul
     ]
 
 
-def this_machine(plan: Plan | None, have: versions.Installed, environ: Mapping[str, str], root: Path) -> list[Result]:
+def this_machine(
+    plan: AnyPlan | None, have: versions.Installed, environ: Mapping[str, str], root: Path
+) -> list[Result]:
     """What needs no plan is looked at without one."""
     found = [
         machine.open_files(root),
@@ -168,7 +187,8 @@ def cuda(have: versions.Installed, seen: nvml.Seen) -> Result:
     if "torch" not in have:
         return unseen("CUDA", "torch is not installed")
     try:
+        import torch.cuda
         from torch.version import cuda as built_for
     except (ImportError, OSError) as error:
         return unseen("CUDA", f"torch cannot be imported: {str(error).splitlines()[0]}")
-    return versions.cuda(built_for, seen.driver, len(seen.cards))
+    return versions.cuda(built_for, seen.driver, len(seen.cards), torch.cuda.is_available)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from windlass.check.machine import wants_rdma
 from windlass.check.result import Result, failed, passed, unseen, warned
-from windlass.plan import Plan
+from windlass.plan.script import AnyPlan
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 # A fabric's name gives its line rate: infiniband-400. Those that are named by generation are looked up by alias first.
@@ -58,7 +58,7 @@ def chosen(found: Sequence[Port], hca: str) -> list[Port]:
     return [port for port in found if named(port) != exclude] if names else list(found)
 
 
-def infiniband(plan: Plan, root: Path, environ: Mapping[str, str]) -> Result:
+def infiniband(plan: AnyPlan, root: Path, environ: Mapping[str, str]) -> Result:
     """As many active ports as the plan counts on, at the rate that the fabric's name states."""
     if not wants_rdma(plan):
         return unseen("InfiniBand", "this run asks for none")
@@ -89,7 +89,7 @@ def infiniband(plan: Plan, root: Path, environ: Mapping[str, str]) -> Result:
     return passed("InfiniBand", said)
 
 
-def peer_memory(plan: Plan, root: Path) -> Result:
+def peer_memory(plan: AnyPlan, root: Path) -> Result:
     """GPU memory straight to the network card: a kernel module, or DMA-BUF of newer kernels with the open driver."""
     if not wants_rdma(plan) or plan.machine.gpu.name == "cpu":
         return unseen("GPUDirect RDMA", "this run asks for none")

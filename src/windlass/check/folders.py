@@ -16,7 +16,7 @@ from windlass.check.static import IN_POD, size
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
-    from windlass.runfile import Loaded
+    from windlass.runfile import Loaded, LoadedScript
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TOKEN_BYTES = 8  # of the token cache: an id and a mark of what is learnt, by `windlass.data.store`
@@ -50,14 +50,14 @@ def fault(folder: Path) -> str:
     return ""
 
 
-def output(loaded: Loaded, *, elsewhere: bool) -> Result:
+def output(loaded: Loaded | LoadedScript, *, elsewhere: bool) -> Result:
     """The run folder, which all nodes share."""
-    folder, place = Path(loaded.run.train.output_dir), loaded.where("train.output_dir")
+    folder, place = Path(loaded.run.folder), loaded.where(loaded.run.folder_key)
     if elsewhere and not folder.is_dir():
         return unseen("run folder", f"{folder} is not on this machine", IN_POD)
     wrong = fault(folder)
     if wrong:
-        hint = "mount the volume writable, or name another train.output_dir; a read-only file system stays so for root"
+        hint = "mount the volume writable, or name another folder; a read-only file system stays so for root"
         return failed("run folder", f"files cannot be written, locked and renamed: {wrong}", hint, place)
     made = "" if folder.is_dir() else ", where it will be made"
     return passed("run folder", f"written, locked and renamed in {standing(folder)}{made}")

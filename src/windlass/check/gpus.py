@@ -13,7 +13,7 @@ from windlass import hardware
 from windlass.check.nvml import FAULTS, Card, Seen
 from windlass.check.result import Result, failed, passed, unseen, warned
 from windlass.errors import UserError
-from windlass.plan import Plan
+from windlass.plan.script import AnyPlan, ScriptPlan
 
 # The kernel log's line for a GPU's fault: NVRM: Xid (PCI:0000:3b:00): 79, pid=…, GPU has fallen off the bus.
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
@@ -23,7 +23,7 @@ LOG_BYTES = 1 << 20
 NODE = "ask for another node, and have this one drained: nvidia-smi -q shows the GPU's own account"
 
 
-def check(plan: Plan, seen: Seen, root: Path) -> list[Result]:
+def check(plan: AnyPlan, seen: Seen, root: Path) -> list[Result]:
     """All that can be said of this node's GPUs; a run on processors asks for none."""
     if plan.machine.gpu.name == "cpu":
         return [unseen("GPUs", "the run computes on processors")]
@@ -40,7 +40,7 @@ def check(plan: Plan, seen: Seen, root: Path) -> list[Result]:
     return [first, kind(plan, seen.cards), *sound(seen.cards, plan), xid(root)]
 
 
-def kind(plan: Plan, cards: Sequence[Card]) -> Result:
+def kind(plan: AnyPlan, cards: Sequence[Card]) -> Result:
     """The plan's figures are those of a GPU: that one should be here."""
     planned, place = plan.machine.gpu, plan.loaded.where("cluster.gpu")
     others = []
@@ -105,10 +105,12 @@ QUESTIONS = (
 )
 
 
-def sound(cards: Sequence[Card], plan: Plan) -> list[Result]:
+def sound(cards: Sequence[Card], plan: AnyPlan) -> list[Result]:
     """Every question to every GPU, one result for all of them: those that are wrong are named."""
     if not cards:
         return []
+    if isinstance(plan, ScriptPlan):  # what it needs is not known
+        return [*(each(question, cards) for question in QUESTIONS), links(plan, cards)]
     need = plan.cost.gpu_gib
     memory = Question(
         "GPU memory",
@@ -119,7 +121,7 @@ def sound(cards: Sequence[Card], plan: Plan) -> list[Result]:
     return [*(each(question, cards) for question in (memory, *QUESTIONS)), links(plan, cards)]
 
 
-def links(plan: Plan, cards: Sequence[Card]) -> Result:
+def links(plan: AnyPlan, cards: Sequence[Card]) -> Result:
     if plan.layout.gpus_per_node == 1:
         return unseen("NVLink", "one GPU per node: nothing to link")
     if not plan.machine.link.name.startswith("nvlink"):

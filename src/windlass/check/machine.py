@@ -9,7 +9,7 @@ from pathlib import Path
 
 from windlass.check.result import Result, failed, passed, unseen, warned
 from windlass.hardware import GIB, Here
-from windlass.plan import Plan
+from windlass.plan.script import AnyPlan, ScriptPlan
 
 IPC_LOCK = 14  # number of that capability, capabilities(7)
 # NCCL registers a few MiB of buffers per connection; an unprivileged pod's default of 64 KiB holds not one.
@@ -22,12 +22,14 @@ PROCESSES_LEAST = 1024
 RDMA = ("infiniband", "roce")
 
 
-def wants_rdma(plan: Plan) -> bool:
+def wants_rdma(plan: AnyPlan) -> bool:
     return plan.layout.nodes > 1 and plan.machine.network.name.startswith(RDMA)
 
 
-def host_memory(plan: Plan, here: Here) -> Result:
+def host_memory(plan: AnyPlan, here: Here) -> Result:
     """The host's memory, or the control group's limit, against what the plan needs on a node."""
+    if isinstance(plan, ScriptPlan):
+        return unseen("host memory", f"{here.memory_gib:.1f} GiB; what a script needs is not known")
     need, have = plan.cost.host_gib, here.memory_gib
     limit = f", limited to {here.memory_limit_gib:.1f} by the control group" if here.memory_limit_gib else ""
     said = f"{have:.1f} GiB{limit}; the run needs {need:.1f}"
@@ -38,17 +40,17 @@ def host_memory(plan: Plan, here: Here) -> Result:
     return passed("host memory", said)
 
 
-def processors(plan: Plan, here: Here) -> Result:
+def processors(plan: AnyPlan, here: Here) -> Result:
     """One processor per rank to feed it, and one per loading process."""
     ranks = plan.layout.gpus_per_node
-    need = ranks * (1 + plan.loaded.run.train.dataloader_num_workers)
+    need = ranks * (1 + plan.loaded.run.workers)
     said = f"{here.cpus} for {ranks} ranks" + (f" and {need - ranks} loading processes" if need > ranks else "")
     if here.cpus < need:
         return warned("processors", said, f"set cluster.cpu to at least {need}: ranks wait for each other's processor")
     return passed("processors", said)
 
 
-def shared_memory(plan: Plan, shm: Path) -> Result:
+def shared_memory(plan: AnyPlan, shm: Path) -> Result:
     try:
         stat = os.statvfs(shm)
     except OSError as error:
@@ -56,14 +58,15 @@ def shared_memory(plan: Plan, shm: Path) -> Result:
     return enough_shared(plan, stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize)
 
 
-def enough_shared(plan: Plan, size: float, free: float) -> Result:
+def enough_shared(plan: AnyPlan, size: float, free: float) -> Result:
     """Ranks of one node talk through /dev/shm where the GPUs' own links are not used, loading processes always."""
-    ranks, workers = plan.layout.gpus_per_node, plan.loaded.run.train.dataloader_num_workers
+    ranks, workers = plan.layout.gpus_per_node, plan.loaded.run.workers
     need = (ranks * SHARED_PER_RANK if ranks > 1 else 0) + ranks * workers * SHARED_PER_WORKER
     said = f"{free / GIB:.2f} of {size / GIB:.2f} GiB free; {need / GIB:.2f} wanted"
     if free >= need:
         return passed("/dev/shm", said)
-    hint = "cluster.large_shm: true mounts a larger one; or train.dataloader_num_workers: 0"
+    fewer = "script.workers" if isinstance(plan, ScriptPlan) else "train.dataloader_num_workers"
+    hint = f"cluster.large_shm: true mounts a larger one; or {fewer}: 0"
     return failed("/dev/shm", said, hint, plan.loaded.where("cluster.large_shm"))
 
 
@@ -74,7 +77,7 @@ def limits(root: Path) -> dict[str, float]:
     return {name: float("inf") if value == "unlimited" else float(value) for name, value in found}
 
 
-def locked_memory(plan: Plan, root: Path) -> Result:
+def locked_memory(plan: AnyPlan, root: Path) -> Result:
     """InfiniBand pins memory: an unlimited memlock, or the capability that lifts it."""
     if not wants_rdma(plan):
         return unseen("locked memory", "this run asks for no RDMA")

@@ -15,8 +15,8 @@ from windlass.check.result import FAIL, Result, failed, on, passed, refused, uns
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
-    from windlass.plan import Plan
-    from windlass.runfile import Loaded
+    from windlass.plan.script import AnyPlan
+    from windlass.runfile import Loaded, LoadedScript
 
 MEETING = "nodes"
 NAME_SECONDS = 10.0  # for a name that is known late: every pod is there by then
@@ -31,8 +31,8 @@ class Met:
 
 
 def check(
-    loaded: Loaded,
-    plan: Plan | None,
+    loaded: Loaded | LoadedScript,
+    plan: AnyPlan | None,
     mine: Sequence[Result],
     have: Mapping[str, str],
     environ: Mapping[str, str],
@@ -65,7 +65,7 @@ def check(
     return Met((*counted, *results), here.rank == 0)
 
 
-def count(here: Place, loaded: Loaded) -> list[Result]:
+def count(here: Place, loaded: Loaded | LoadedScript) -> list[Result]:
     """As many as the run file says: this process stands for a node, or for a rank where torchrun started it."""
     cluster = loaded.run.cluster
     if here.world in (cluster.nodes, loaded.run.ranks):
@@ -77,8 +77,8 @@ def count(here: Place, loaded: Loaded) -> list[Result]:
 
 def together(
     meeting: Meeting,
-    loaded: Loaded,
-    plan: Plan | None,
+    loaded: Loaded | LoadedScript,
+    plan: AnyPlan | None,
     mine: Sequence[Result],
     have: Mapping[str, str],
     environ: Mapping[str, str],
@@ -107,8 +107,8 @@ def together(
         knocks = meeting.gather(knock(meeting, present))
         found.append(doors.reach([row and row["reach"] for row in knocks], names))
         found.append(doors.clocks([None if row is None else row["ahead"] for row in knocks], names))
-        volumes = meeting.gather(shared.volume(meeting, Path(loaded.run.train.output_dir)))
-        folder, where = loaded.run.train.output_dir, loaded.where("train.output_dir")
+        volumes = meeting.gather(shared.volume(meeting, Path(loaded.run.folder)))
+        folder, where = loaded.run.folder, loaded.where(loaded.run.folder_key)
         found.append(shared.one_volume(volumes, names, folder, where))
         hanging = [r.name for r in found if r.verdict == FAIL and (r.name in (MEETING, "ports") or "SOCKET" in r.name)]
         return [*found, *speed(meeting, plan, "torch" in have, hanging, names, environ)]
@@ -172,7 +172,7 @@ def knock(meeting: Meeting, present: Sequence[Any]) -> dict[str, Any]:
 
 def speed(
     meeting: Meeting,
-    plan: Plan | None,
+    plan: AnyPlan | None,
     torch: bool,
     hanging: Sequence[str],
     names: Sequence[str],

@@ -20,7 +20,7 @@ from windlass.check.meeting import Meeting
 from windlass.check.result import Result, failed, passed, unseen, warned
 
 if TYPE_CHECKING:
-    from windlass.plan import Plan
+    from windlass.plan.script import AnyPlan
 
 GROUP_SECONDS = 30.0  # after which a collective that hangs is given up
 BYTES = {"gloo": 8 << 20, "nccl": 256 << 20}  # long enough that latency does not count
@@ -192,7 +192,7 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
-def judge(plan: Plan, measured: Measured, names: Sequence[str]) -> list[Result]:
+def judge(plan: AnyPlan, measured: Measured, names: Sequence[str]) -> list[Result]:
     """The figures against the fabric's, and the pairs against each other."""
     if measured.trouble:
         hint = "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to the interface that the nodes share"
@@ -200,7 +200,7 @@ def judge(plan: Plan, measured: Measured, names: Sequence[str]) -> list[Result]:
     return [pairs(plan, measured, names), overall(plan, measured)]
 
 
-def comparable(plan: Plan, backend: str) -> str:
+def comparable(plan: AnyPlan, backend: str) -> str:
     """Why these figures say nothing of the planned fabric; empty where they do."""
     network = plan.machine.network.name
     if plan.layout.nodes < 2:
@@ -210,7 +210,7 @@ def comparable(plan: Plan, backend: str) -> str:
     return ""
 
 
-def pairs(plan: Plan, measured: Measured, names: Sequence[str]) -> Result:
+def pairs(plan: AnyPlan, measured: Measured, names: Sequence[str]) -> Result:
     title = "all-reduce of pairs"
     dead = [f"{names[a]} and {names[b]}" for (a, b), speed in measured.pairs.items() if speed is None]
     if dead:
@@ -237,7 +237,7 @@ def pairs(plan: Plan, measured: Measured, names: Sequence[str]) -> Result:
     return passed(title, said)
 
 
-def overall(plan: Plan, measured: Measured) -> Result:
+def overall(plan: AnyPlan, measured: Measured) -> Result:
     title, fabric, speed = "all-reduce of all", plan.machine.network, measured.overall
     if speed is None:
         return failed(title, f"{measured.backend} gives no result over all nodes", "see the pairs")
@@ -262,7 +262,7 @@ def transports(log: str) -> Counter[str]:
     return found
 
 
-def transport(plan: Plan, log: str) -> Result:
+def transport(plan: AnyPlan, log: str) -> Result:
     """Sockets where InfiniBand was asked for are the fault that costs most and shows least."""
     title = "NCCL transport"
     if not log:

@@ -14,16 +14,19 @@ from windlass.check.folders import standing
 from windlass.check.meeting import Meeting
 from windlass.check.result import Result, failed, passed, unseen, warned
 from windlass.errors import UserError
+from windlass.plan.script import ScriptPlan
+from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
-    from windlass.plan import Plan
-    from windlass.runfile import Loaded
+    from windlass.plan.script import AnyPlan
 
 END_BYTES = 64 << 10  # of each file, so much from its beginning and its end: it is compared, not proven
 SEEN_SECONDS = 10.0  # NFS clients may show a folder as it was for some seconds
 
 
-def facts(loaded: Loaded, plan: Plan | None, have: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
+def facts(
+    loaded: Loaded | LoadedScript, plan: AnyPlan | None, have: Mapping[str, str], environ: Mapping[str, str]
+) -> dict[str, Any]:
     """What must be the same on every node, as texts to compare."""
     return {
         "run file": digest([loaded.run.model_dump_json().encode()]),
@@ -52,8 +55,11 @@ def system() -> str:
     return lines.get("PRETTY_NAME", "").strip('"')
 
 
-def data(loaded: Loaded) -> str | None:
+def data(loaded: Loaded | LoadedScript) -> str | None:
+    """The files of the data; of a script its own."""
     try:
+        if isinstance(loaded, LoadedScript):
+            return files([Path(loaded.run.script.path)]) if loaded.run.script.path else None
         found = source.resolve(loaded.run.data, loaded.where)
     except UserError:
         return None
@@ -62,8 +68,8 @@ def data(loaded: Loaded) -> str | None:
     return files(path for paths in found.splits.values() for path in paths)
 
 
-def model(plan: Plan | None) -> str | None:
-    if plan is None or plan.checkpoint.path is None:
+def model(plan: AnyPlan | None) -> str | None:
+    if plan is None or isinstance(plan, ScriptPlan) or plan.checkpoint.path is None:
         return None
     return files([*sorted(plan.checkpoint.path.glob("*.safetensors")), plan.checkpoint.path / "config.json"])
 

@@ -172,10 +172,13 @@ def check(
     """
     from windlass import check as checking
     from windlass.layout import read_accelerate
-    from windlass.runfile import read
+    from windlass.plan.script import refuse_accelerate
+    from windlass.runfile import LoadedScript, read_any
 
     try:
-        loaded = read(run, override or ())
+        loaded = read_any(run, override or ())
+        if isinstance(loaded, LoadedScript):
+            refuse_accelerate(accelerate)
     except UserError as error:
         if not in_pod:
             raise
@@ -189,7 +192,7 @@ def check(
         patience_seconds=wait,
         say=say,
     )
-    written = report.write(Path(loaded.run.train.output_dir)) if report.speaks else None
+    written = report.write(Path(loaded.run.folder)) if report.speaks else None
     if report.speaks and as_json:
         write_json(report.as_dict())
     elif report.speaks:

@@ -113,9 +113,6 @@ def found(loaded: LoadedScript) -> tuple[str, ...]:
     if path is None or Path(path).is_file():
         return ()
     what = f"{path} is a folder" if Path(path).is_dir() else f"there is no {path} here"
-    if loaded.run.cluster.platform == "local":
-        hint = f"a path is looked for from the folder that the run is started in, now {Path.cwd()}"
-        raise UserError(what, loaded.where("script.path"), hint)
     return (f"{what}: it is looked for where the run starts",)
 
 
