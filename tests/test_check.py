@@ -331,6 +331,13 @@ def test_driver_against_torchs_cuda(cuda: str | None, driver: str | None, gpus: 
     assert versions.cuda(cuda, driver, gpus).verdict == verdict
 
 
+def test_a_driver_that_the_images_own_libraries_make_do_passes() -> None:
+    for works, verdict in ((True, PASS), (False, FAIL)):
+        assert versions.cuda("13.0", "570.10", 1, lambda works=works: works).verdict == verdict  # type: ignore[misc]
+    # Nobody asks where the driver will do: the question starts CUDA.
+    assert versions.cuda("13.0", "580.65.06", 1, lambda: pytest.fail("asked")).verdict == PASS
+
+
 def test_the_model_class_is_imported_and_its_absence_told_with_the_version_that_has_it() -> None:
     found, results = versions.model_class("Mistral4ForCausalLM", versions.installed(), "w")
     assert (found.__name__, results[0].verdict) == ("Mistral4ForCausalLM", PASS)

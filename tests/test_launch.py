@@ -177,6 +177,7 @@ def test_what_has_no_effect_there_is_said() -> None:
     assert "cluster.project has no effect on Kubernetes" in said
     assert "the service account needs the SCC nonroot-v2" in said
     assert "auto, and no cluster was asked" in said
+    assert "needs the SCC nonroot-v2" in "\n".join(plan.notes), "the plan says it too"
     root, _, _ = example("train", (*SITE, "cluster.user={uid: 0}"))
     assert "SCC anyuid" in "\n".join(submitting.notes(root, "kubernetes"))
     plain, _, _ = example("train")
@@ -269,12 +270,13 @@ def test_the_script_and_the_words_say_the_same(tmp_path: Path) -> None:
         "train", (*SITE, f"cluster.annotations={{odd: {json.dumps(odd, ensure_ascii=False)}}}")
     )
     fakes = tmp_path / "bin"
-    program(fakes, "runai", "exit 0")
+    program(fakes, "runai", f'echo "$MSYS_NO_PATHCONV $MSYS2_ARG_CONV_EXCL" >{tmp_path}/msys')
     (tmp_path / "submit.sh").write_text(render(plan, "runai", overrides=overrides)["submit.sh"])
     subprocess.run(["bash", tmp_path / "submit.sh"], env=environ(fakes), check=True, timeout=30)
     words = launcher.command(job_of(plan, overrides=overrides))
     assert calls(fakes, "runai") == words[1:]
     assert f"odd={odd}" in words
+    assert (tmp_path / "msys").read_text() == "1 *\n", "Git Bash leaves paths alone"
     assert words[words.index("--workers") + 1] == "2", "a master and two workers"
     done = subprocess.run(
         [Path(sys.executable).parent / "shellcheck", "--exclude=SC2016", tmp_path / "submit.sh"],
@@ -420,7 +422,7 @@ def test_the_engine_is_the_first_that_is_installed(
     ],
 )
 def test_the_trainers_version_is_read_from_its_fields(fields: dict[str, Any], version: str) -> None:
-    other = {"properties": {"runtimePatches": {"terminationGracePeriodSeconds": {}}}}  # a runtime has whole pods
+    other: dict[str, Any] = {"runtimePatches": {"terminationGracePeriodSeconds": {}}}  # a runtime has whole pods
     schemas = {"com.x.v1alpha1.TrainJob": {"properties": fields}, "com.x.v1alpha1.TrainingRuntime": other}
     assert cluster.version_of({"components": {"schemas": schemas}}) == version
 

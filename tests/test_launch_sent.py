@@ -253,6 +253,13 @@ def test_status_of_a_run_on_this_machine(
     assert "no sign of it" in shown(run, capsys)
 
 
+@pytest.mark.parametrize("text", ["{broken", "[]", "{}", '{"platform": "moon"}'])
+def test_a_record_that_is_none_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "submitted.json").write_text(text)
+    with pytest.raises(UserError, match=r"submitted\.json: can't be read(.|\n)*windlass submit writes it anew"):
+        submitting.status(tmp_path, tmp_path)
+
+
 def test_a_number_that_was_given_again_is_another_process(
     tmp_path: Path, process: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,7 +322,7 @@ def command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_local_run_is_begun_looked_at_and_stopped(tmp_path: Path) -> None:
     """The commands as they are typed, and real training."""
     file = demo.make(tmp_path / "a")
-    options = ("--override", "cluster.gpus_per_node=1", "--override", "train.max_steps=100000")
+    options: tuple[str, ...] = ("--override", "cluster.gpus_per_node=1", "--override", "train.max_steps=100000")
     options = (*options, "--override", "train.eval_strategy=no", "--override", "train.save_steps=50000")
     begun = command("submit", str(file), "--dry-run", *options, folder=tmp_path)
     assert "nothing is written; it would start: windlass train" in begun.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,8 +119,11 @@ def torchao(have: Installed) -> Result:
     return passed("torchao", version)
 
 
-def cuda(torch_cuda: str | None, driver: str | None, gpus: int) -> Result:
-    """torch's CUDA against the driver. `torch_cuda` is None in a build for processors alone."""
+def cuda(torch_cuda: str | None, driver: str | None, gpus: int, works: Callable[[], bool] = lambda: False) -> Result:
+    """torch's CUDA against the driver. `torch_cuda` is None in a build for processors alone.
+
+    works: whether CUDA starts all the same. NVIDIA's images bring libraries by which it does on an older driver.
+    """
     if torch_cuda is None:
         if gpus:
             return failed(
@@ -134,6 +137,8 @@ def cuda(torch_cuda: str | None, driver: str | None, gpus: int) -> Result:
     least = DRIVERS.get(number(torch_cuda)[0])
     if least is None:
         return unseen("CUDA", f"no driver is known to be the oldest for CUDA {torch_cuda}; this one is {driver}")
+    if older(driver, least) and works():
+        return passed("CUDA", f"torch is built for CUDA {torch_cuda}; it starts on driver {driver}, older than {least}")
     if older(driver, least):
         return failed(
             "CUDA",

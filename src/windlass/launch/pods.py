@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from windlass.errors import Problem
@@ -72,15 +72,4 @@ def notes(cluster: Cluster, not_taken: Mapping[str, str], platform: str) -> tupl
         f"cluster.{key} has no effect on {platform}: {why}"
         for key, why in not_taken.items()
         if key in given and getattr(cluster, key)
-    )
-
-
-def secured(cluster: Cluster, where: Callable[[str], str]) -> tuple[str, ...]:
-    """What OpenShift's default policy would refuse, and the one that admits it."""
-    if cluster.user is None:
-        return ()
-    scc = "anyuid" if cluster.user.uid == 0 else "nonroot-v2"
-    return (
-        f"{where('cluster.user')}: user {cluster.user.uid} is not admitted by OpenShift's restricted-v2 unless it lies "
-        f"in the namespace's range: the service account needs the SCC {scc}, or leave cluster.user out",
     )

@@ -18,6 +18,7 @@ from windlass.launch.job import words as words_of
 from windlass.launch.kubernetes import checks, cluster, engines
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile import Loaded, LoadedScript
+from windlass.runfile.machines import admission
 
 if TYPE_CHECKING:
     from windlass.launch.runai_api import ControlPlane
@@ -106,7 +107,7 @@ def notes(plan: AnyPlan, to: str, *, engine: str | None = None, version: str | N
                     f"{section.runtime} has to say terminationGracePeriodSeconds: Trainer {spoken}'s jobs can't"
                 )
     if to in ("runai", "kubernetes"):
-        found += pods.secured(section, where)
+        found += admission(section, where)
         if section.image and "@sha256:" not in section.image:
             found.append(f"{where('cluster.image')}: a tag may change between two starts of one run; name a digest")
     if remedy := _does_not_fit(plan):

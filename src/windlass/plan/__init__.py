@@ -24,6 +24,7 @@ from windlass.plan.batch import batches_of
 from windlass.plan.compare import Contender, Trial, chosen, contend
 from windlass.plan.schedule import Schedule, schedule
 from windlass.runfile import Cluster, Loaded, accumulation
+from windlass.runfile.machines import admission
 from windlass.source import Rows
 from windlass.weights import Checkpoint
 
@@ -159,7 +160,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         contenders=contenders,
         tried=best.tried if len(batches) > 1 else (),
         advice=advise(work, length, contenders, run, fixed=len(batches) == 1),
-        notes=(*loaded.notes, *checkpoint.notes, *adapter.notes, *told),
+        notes=(*loaded.notes, *checkpoint.notes, *adapter.notes, *told, *admission(run.cluster, where)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -204,3 +205,14 @@ class Cluster(Section):
     """Time to save after a stop signal; null: from the plan."""
     deadline_seconds: Count | None = None
     """End the job after so long, whatever it is doing; null: never."""
+
+
+def admission(cluster: Cluster, where: Callable[[str], str]) -> tuple[str, ...]:
+    """What OpenShift's default policy would refuse, and the one that admits it."""
+    if cluster.user is None:
+        return ()
+    scc = "anyuid" if cluster.user.uid == 0 else "nonroot-v2"
+    return (
+        f"{where('cluster.user')}: user {cluster.user.uid} is not admitted by OpenShift's restricted-v2 unless it lies "
+        f"in the namespace's range: the service account needs the SCC {scc}, or leave cluster.user out",
+    )
