@@ -491,7 +491,6 @@ def test_a_node_0_that_dies_while_checking_is_told_by_the_others(sound: Path) ->
 
     def dies() -> None:
         host = meeting.attend(Place(0, 2, "127.0.0.1", port), 20, lambda _: None)
-        host.gather({"results": []}, 20)
         for seat in host.seats.values():
             seat.close()
 
