@@ -23,7 +23,7 @@ from windlass.checkpoint.disk import seal
 from windlass.errors import UserError
 from windlass.export import Names, export, served
 from windlass.export.choose import choose
-from windlass.export.generate import generate
+from windlass.export.generate import generate, loaded
 from windlass.export.values import FORMATS, encode, pattern
 from windlass.layout import Layout
 from windlass.model.load import load
@@ -370,3 +370,20 @@ def test_generate_says_the_same_merged_and_unmerged(cases: dict[str, Path], tmp_
     assert "".join(pieces).strip() == one.strip()
     with pytest.raises(UserError, match="neither a run folder nor an adapter"):
         generate(tmp_path, "x", say=silent)
+
+
+@pytest.mark.parametrize("name", ["published", "blocks"])
+def test_generate_says_the_same_with_the_base_in_fp8(cases: dict[str, Path], name: str) -> None:
+    """Where 16 bits don't fit. Adapters of experts lie beside codes then."""
+    chosen, checkpoint = choose(cases[name] / "adapter"), read_checkpoint(cases[name] / "base")
+    tokens = torch.arange(20)[None]
+    one, other = (loaded(checkpoint, chosen, held)(tokens).logits for held in ("bf16", "fp8"))
+    assert torch.equal(one, other)
+    plain = loaded(checkpoint, None, "fp8")(tokens).logits
+    assert not torch.allclose(one, plain, atol=0.05)
+
+
+def test_a_dora_needs_16_bits_to_generate(cases: dict[str, Path]) -> None:
+    folder = cases["dora"]
+    with pytest.raises(UserError, match="DoRA needs base weights in 16 bits"):
+        loaded(read_checkpoint(folder / "base"), choose(folder / "adapter"), "fp8")

@@ -10,9 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from windlass import twin
+from windlass.adapter import resolve
+from windlass.errors import UserError
+from windlass.layout import Layout
 from windlass.model import fp8
 from windlass.model.fp8 import Coding, Fp8Linear, dequantise, grouped
+from windlass.model.load import load
+from windlass.model.lora import attach
+from windlass.runfile import Lora
+from windlass.weights import Checkpoint, read_checkpoint
 
+# PEFT asks for an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -188,3 +198,50 @@ def test_the_temporary_of_the_published_model() -> None:
     gate_up, down = (128, 4096, 4096), (128, 4096, 2048)
     assert fp8.temporary(gate_up, 2) == fp8.temporary(down, 2) == 2**30
     assert fp8.temporary((4096, 8192), 2) == 2 * 4096 * 8192
+
+
+# --- the adapter beside it ---
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return read_checkpoint(twin.write(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
+
+
+def adapted(checkpoint: Checkpoint, base_dtype: str, **said: object) -> dict[str, Tensor]:
+    """The adapter as it is before the first step, beside a base in BF16."""
+    layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
+    lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", **said})
+    model = load(checkpoint, layout)[0]
+    attached = attach(model, lora, resolve(lora, checkpoint, lambda key: key), seed=1)
+    return {name: tensor for name, tensor in attached.named_parameters() if tensor.requires_grad}
+
+
+def test_the_adapter_is_that_beside_16_bits(published: Checkpoint) -> None:
+    """PEFT rounds what it draws to the base's dtype: to bytes nothing would be left of it."""
+    wide, held = (adapted(published, base, experts={"r": 2}) for base in ("bf16", "fp8"))
+    assert wide.keys() == held.keys()
+    assert any("experts" in name for name in wide)
+    for name, tensor in wide.items():
+        assert torch.equal(tensor, held[name]), name
+        assert tensor.any() or "lora_B" in name
+
+
+def test_an_adapter_that_is_not_rounded_as_beside_16_bits_differs(
+    published: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that the test above guards against."""
+    original = Fp8Linear.__init__
+
+    def forgetful(self: Fp8Linear, plain: nn.Linear, coding: Coding) -> None:
+        original(self, plain, coding)
+        del self.compute_dtype
+
+    monkeypatch.setattr(Fp8Linear, "__init__", forgetful)
+    wide, held = (adapted(published, base) for base in ("bf16", "fp8"))
+    assert any(not torch.equal(tensor, held[name]) for name, tensor in wide.items())
+
+
+def test_dora_is_refused(published: Checkpoint) -> None:
+    with pytest.raises(UserError, match="DoRA needs the norm of base weights, and the base is held in FP8"):
+        adapted(published, "fp8", use_dora=True)

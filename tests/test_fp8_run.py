@@ -80,7 +80,7 @@ def numbers(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("name", [name for name in CASES if " " in name])
 def test_in_fp8_it_is_the_same_training(two: Any, name: str) -> None:
-    """Products are equal bit for bit (test_fp8.py); what is left is the last digit, where sums are ordered otherwise."""
+    """Each product is the same bit for bit (test_fp8.py); whole steps differ in the last digit, if at all."""
     assert two[name].get("error") is None
     reference, steps = two.steps(name.split()[0]), two.steps(name)
     assert len(steps) == (STEPS if "resident" in name else 6)

@@ -14,6 +14,7 @@ from windlass.errors import UserError
 from windlass.export import logits, update
 from windlass.export.choose import CONFIG, WEIGHTS, Chosen, base_of, choose
 from windlass.layout import Layout
+from windlass.model import experts
 from windlass.model.load import load
 from windlass.weights import Checkpoint, read_checkpoint
 from windlass.weights.folder import CONFIG as MODEL_CONFIG
@@ -41,9 +42,9 @@ def generate(
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)
     if encoded["input_ids"].shape[-1] == 0:
         raise UserError("the prompt is empty", "--prompt", "say something to continue from")
-    _room(checkpoint, folder)
+    held = held_as(checkpoint, folder)
     say(f"loading {checkpoint.name}" + (f" with {chosen.folder}" if chosen else ""))
-    model = _load(checkpoint, chosen)
+    model = loaded(checkpoint, chosen, held)
     torch.manual_seed(seed)
     asked: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens, "use_cache": True}
     if temperature > 0:
@@ -94,22 +95,30 @@ def _chat(tokenizer: Any, prompt: str, folder: Path) -> str:
     return text
 
 
-def _room(checkpoint: Checkpoint, folder: Path) -> None:
+def held_as(checkpoint: Checkpoint, folder: Path) -> str:
+    """layout.base_dtype: 16 bits where that fits, which is the fastest; else FP8 as stored, where that fits."""
     gpu = torch.cuda.is_available()
     free = torch.cuda.mem_get_info()[0] if gpu else logits.available()
-    if 2 * checkpoint.total > SHARE_OF_MEMORY * free:
-        needs = 2 * checkpoint.total / GIB
-        where = "on the GPU" if gpu else "here"
-        raise UserError(
-            f"the model needs {needs:.1f} GiB in bfloat16, and {free / GIB:.1f} GiB are free {where}",
-            str(folder),
-            "serve it where it fits: windlass export --serve-check writes the command line",
-        )
+    stored = sum(piece.stored.end - piece.stored.start for each in checkpoint.parameters for piece in each.pieces)
+    for held, needs in (("bf16", 2 * checkpoint.total), ("fp8", stored)):
+        if needs <= SHARE_OF_MEMORY * free:
+            return held
+    where = "on the GPU" if gpu else "here"
+    raise UserError(
+        f"the model needs {min(stored, 2 * checkpoint.total) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free {where}",
+        str(folder),
+        "serve it where it fits: windlass export --serve-check writes the command line",
+    )
 
 
-def _load(checkpoint: Checkpoint, chosen: Chosen | None) -> Any:
-    model: Any = load(checkpoint, Layout("resident", "generated from", 1, 1, shard=1))[0].eval()
+def loaded(checkpoint: Checkpoint, chosen: Chosen | None, held: str) -> Any:
+    layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=held)
+    if held == "fp8" and chosen and chosen.config.get("use_dora"):
+        raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(chosen.folder))
+    model: Any = load(checkpoint, layout)[0].eval()
     if chosen is None:
         return model
     assert (chosen.folder / WEIGHTS).is_file()
-    return logits.with_adapter(model, chosen.folder)
+    adapted = logits.with_adapter(model, chosen.folder)
+    experts.put_beside(adapted)  # PEFT's own way adds to the experts' weights, which FP8 has none of
+    return adapted

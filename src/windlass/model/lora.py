@@ -25,6 +25,7 @@ from transformers import set_seed
 from windlass.adapter import MERGED, SPLIT, Adapter, Parts
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model import experts
+from windlass.model.fp8 import codings
 from windlass.model.shard import device_of_this_rank
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
     whole = not split and all(stack.is_floating_point() for stack in stacks)
     if expert_path == MERGED and not whole:
         raise AssertionError("an adapter is merged into weights that are here in part, or in FP8")
-    raise_all(list(refusals(lora, adapter, sharded=sharded, split=split, merged=expert_path == MERGED)))
+    in_fp8 = any(codings(module) for module in model.modules())
+    raise_all(list(refusals(lora, adapter, sharded=sharded, split=split, merged=expert_path == MERGED, in_fp8=in_fp8)))
     set_seed(seed)  # PEFT draws A on the CPU: the same seed gives every rank the same adapter
     wanted = continued(lora) if lora.adapter else config(lora, adapter)
     with whole_shapes(), experts.own_parts(), warnings.catch_warnings():
@@ -140,13 +142,21 @@ def config(lora: Lora, adapter: Adapter) -> LoraConfig:
     )
 
 
-def refusals(lora: Lora, adapter: Adapter, *, sharded: bool, split: bool, merged: bool) -> Iterator[Problem]:
+def refusals(
+    lora: Lora, adapter: Adapter, *, sharded: bool, split: bool, merged: bool, in_fp8: bool = False
+) -> Iterator[Problem]:
     """What can't be done here, before it fails in the middle of it. `split`: experts over ranks."""
     if sharded and lora.use_dora:
         yield Problem(
             "DoRA needs the norm of whole base weights, and every rank holds only a shard of them",
             "lora.use_dora",
             "set lora.use_dora: false, or layout: {name: resident}",
+        )
+    if in_fp8 and lora.use_dora:
+        yield Problem(
+            "DoRA needs the norm of base weights, and the base is held in FP8",
+            "lora.use_dora",
+            "set lora.use_dora: false, or layout.base_dtype: bf16",
         )
     if adapter.target_parameters and split and lora.bias != "none":
         yield Problem(

@@ -21,7 +21,7 @@ def again(run_folder: Path, *, eval_data: Path | None, ranks: int | None) -> Loa
         raise UserError("it is no run folder: manifest.json can't be read", str(run_folder), hint) from None
     if ranks is not None:
         tree["cluster"] |= {"nodes": 1, "gpus_per_node": ranks}
-        tree["layout"] = {"name": "auto"}
+        tree["layout"] = {"name": "auto", "base_dtype": (tree.get("layout") or {}).get("base_dtype")}
     try:
         run = RunFile.model_validate(tree)
     except ValueError as error:
