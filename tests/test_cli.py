@@ -130,13 +130,14 @@ def test_a_preset_is_a_run_file_that_plans(preset: str, tmp_path: Path) -> None:
 
 def test_every_preset_is_tried_above() -> None:
     names = [line.split()[0] for line in windlass("init", "--list").stdout.splitlines()]
-    assert names == ["mistral-small-4", "mistral-small-4-2xh200", "tiny-cpu"]
+    assert names == ["mistral-small-4", "mistral-small-4-2xh200", "script", "tiny-cpu"]
 
 
 def test_the_schema_is_one() -> None:
     schema = json.loads(windlass("schema").stdout)
-    assert schema["type"] == "object"
-    assert {"model", "lora", "data", "train", "layout", "cluster", "watch"} <= schema["properties"].keys()
+    assert schema["if"]["properties"]["kind"] == {"const": "script"}
+    assert {"model", "lora", "data", "train", "layout", "cluster", "watch"} <= schema["else"]["properties"].keys()
+    assert {"script", "layout", "cluster", "watch"} <= schema["then"]["properties"].keys()
 
 
 @pytest.mark.parametrize("topic", ["fsdp_use_orig_params", "lora.r", "NCCL_TIMEOUT", "full-shard"])

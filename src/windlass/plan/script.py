@@ -94,17 +94,11 @@ def make_script(loaded: LoadedScript) -> ScriptPlan:
 
 
 def spread(loaded: LoadedScript) -> Spread:
-    """cluster.nodes x cluster.gpus_per_node; layout.ranks alone are spread evenly over the nodes."""
+    """cluster.nodes x cluster.gpus_per_node; where neither is said, layout.ranks on one machine."""
     cluster, ranks = loaded.run.cluster, loaded.run.layout.ranks
-    if ranks is None or loaded.given("cluster.gpus_per_node"):
+    if ranks is None or loaded.given("cluster.nodes") or loaded.given("cluster.gpus_per_node"):
         return Spread(cluster.nodes, cluster.gpus_per_node)
-    each, rest = divmod(ranks, cluster.nodes)
-    if rest:
-        hint = f"give a multiple of {cluster.nodes}, or cluster.gpus_per_node instead"
-        raise UserError(
-            f"{ranks} ranks do not spread evenly over {cluster.nodes} nodes", loaded.where("layout.ranks"), hint
-        )
-    return Spread(cluster.nodes, each)
+    return Spread(1, ranks)
 
 
 def found(loaded: LoadedScript) -> tuple[str, ...]:

@@ -1,0 +1,445 @@
+"""Runs of kind: script, from the run file to the report; the ranks are real processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import torch
+import yaml
+from chromium import PROGRAM, Chromium  # type: ignore[import-not-found]
+from launch_jobs import calls, environ, program  # type: ignore[import-not-found]
+from script_ranks import DEAF, DIVERGES, FAILS, LOOP, SAVES  # type: ignore[import-not-found]
+
+from windlass import check, report, steps
+from windlass.errors import UserError
+from windlass.launch import kubernetes, render, runai
+from windlass.launch.job import job_of
+from windlass.launch.kubernetes import checks
+from windlass.meter import StepProfiler
+from windlass.plan.script import ScriptPlan, make_any
+from windlass.runfile import LoadedScript, describe, init, read, read_any
+
+NASTY = ["--name", "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?", "line\nbreak", "", "$(HOME)", "{x}"]
+SITE = (
+    "cluster.nodes=2",
+    "cluster.network=infiniband-400",
+    "cluster.gpu=h200",
+    "cluster.project=research",
+    "cluster.image=registry.example/team/detector@sha256:" + "0123456789abcdef" * 4,
+    "cluster.volumes=[{claim: data, path: /data}]",
+    "cluster.working_dir=/data/scripts",
+    "cluster.memory_limit=64Gi",
+    "script.output_dir=/data/run",
+)
+
+
+def run_file(folder: Path, script: str, args: list[Any] | None = None, **more: Any) -> Path:
+    """A script and its run file, two ranks on this CPU."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train me.py").write_text(script)
+    about = {"path": str(folder / "train me.py"), "args": args or [], "output_dir": str(folder / "run")}
+    tree = {"kind": "script", "script": about, "layout": {"ranks": 2}, "cluster": {"gpu": "cpu"}, **more}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True))
+    return path
+
+
+def windlass(*words: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "windlass", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
+
+
+def state(folder: Path) -> str:
+    return str(json.loads((folder / "run/manifest.json").read_text())["state"])
+
+
+def wait_for(*paths: Path) -> None:
+    until = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < until, f"{paths} never came"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    done = windlass("train", run_file(folder, LOOP, NASTY, watch={"loss_divergence": "stop"}))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+# --- the run file ---------------------------------------------------------------------------------------------------
+
+
+def loaded(text: str, tmp_path: Path, *overrides: str) -> LoadedScript:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    found = read_any(path, overrides)
+    assert isinstance(found, LoadedScript)
+    return found
+
+
+def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
+    text = "kind: script\nscript: {module: a.b, args: [--lr, 0.5, --n, 16, '007', 'x y']}\n"
+    run = loaded(text, tmp_path, "script.args[3]=8").run
+    assert run.command == ["-m", "a.b", "--lr", "0.5", "--n", "8", "007", "x y"]
+    assert run.ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("kind: scirpt\nscript: {path: a.py}", ":1: kind: must be lora or script, not 'scirpt'", "nearest: script"),
+        ("script: {path: a.py}", ":1: script: is a section of runs of kind: script", "write `kind: script`"),
+        ("kind: script\nscript: {path: a.py, module: b}", ":2: script.path: a file and a module", "keep the one"),
+        ("kind: script", ":1: kind: a script is to be run, and none is named", "script.path"),
+        ("kind: script\nscript: {path: a.py}\nmodel: {}", ":3: model: is of runs that train a language model", "take"),
+        ("kind: script\nscript: {path: a.py, args: [true]}", "script.args[0]: must be text, not true", '"true"'),
+        ("kind: script\nscript: {path: a.py, args: [[1]]}", "script.args[0]: must be text, not a list of 1", "explain"),
+        ("kind: script\nscript: {path: a.py, arg: [1]}", "script.arg: `script` has no such key", "nearest: args"),
+        ("kind: script\nscript: {path: -c}", "script.path: would be an option", ""),
+        ("kind: script\nscript: {module: a-b}", "script.module: must be a module's name", ""),
+        ("kind: script\nscript: {path: a.py}\nlayout: {ranks: 2, name: auto}", ":3: layout.name: is of runs", ""),
+        ("kind: script\nscript: {path: a.py}\nwatch: {stall: checkpoint}", "watch.stall: must be off", ""),
+        ("kind: script\nscript: {path: a.py}\nwatch: {straggler: checkpoint}", "nobody but the script can", "stop"),
+        ("kind: script\nscript: {path: a.py}\nwatch: {non_finite: skip}", "nobody but the script can leave", "stop"),
+        ("kind: script\nscript: {path: a}\nlayout: {ranks: 3}\ncluster: {nodes: 2, gpus_per_node: 1}", "3 ranks", ""),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_with_its_place(tmp_path: Path, text: str, said: str, hint: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_any(tmp_path / "run.yaml")
+    assert said in str(caught.value)
+    assert hint in str(caught.value)
+
+
+def test_what_is_for_language_models_says_so(tmp_path: Path) -> None:
+    path = run_file(tmp_path, "pass")
+    with pytest.raises(UserError, match="for runs that train a language model, not for a script"):
+        read(path)
+    done = windlass("plan", path, "--accelerate", "examples/mistral-small-4/fsdp.yaml")
+    assert done.returncode == 2
+    assert "leave --accelerate out" in done.stderr
+    assert loaded("kind: script\nscript: {path: a}\nwatch: {dead_experts: warn}", tmp_path).notes
+
+
+def test_the_start_and_the_reference_know_scripts(tmp_path: Path) -> None:
+    made = loaded(init("script"), tmp_path)
+    assert made.run.script.args[:2] == ["--epochs", "2"]
+    assert "word by word" in str(describe("script.args"))
+    assert "takes:" in str(describe("module"))
+
+
+# --- plan and check -------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_it_knows_and_what_it_can_not(tmp_path: Path) -> None:
+    path = run_file(tmp_path, "pass", ["a b"])
+    plan = json.loads(windlass("plan", path, "--json").stdout)
+    assert plan["kind"] == "script"
+    assert plan["script"]["command"] == ["python", str(tmp_path / "train me.py"), "a b"]
+    assert plan["layout"] == {"nodes": 1, "gpus_per_node": 2, "name": "script", "ranks": 2}
+    assert plan["memory"]["gpu_gib"] is plan["memory"]["fits"] is plan["estimate"]["step_seconds"] is None
+    assert "not known before it runs" in windlass("plan", path).stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "said"), [("a = 1\n", "pass", "1 statements"), ("\nb = = 2\n", "fail", "me.py:2 is not Py")]
+)  # fmt: skip
+def test_check_reads_the_script_and_skips_what_is_its_own(tmp_path: Path, script: str, verdict: str, said: str) -> None:
+    made = check.run(read_any(run_file(tmp_path, script)), depth=check.HERE)
+    found = {result.name: result for result in made.results}
+    assert (found["script"].verdict, said in found["script"].seen) == (verdict, True)
+    assert found["model, data and optimizer"].verdict == "not looked at"
+    assert found["processors"].seen.endswith("for 2 ranks")
+    assert not {"adapter", "tokenizer", "weights", "data", "model class"} & found.keys()
+
+
+def test_check_names_a_script_that_is_not_there(tmp_path: Path) -> None:
+    made = check.run(read_any(run_file(tmp_path, ""), ["script.path=nix.py"]))
+    (found,) = (result for result in made.results if result.name == "script")
+    assert found.verdict == "fail"
+    assert "nix.py can't be read" in found.seen
+
+
+# --- train ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_gets_its_words_and_torchruns_environment(trained: Path, tmp_path: Path) -> None:
+    told = [json.loads((trained / f"run/told-{rank}.json").read_text()) for rank in range(2)]
+    assert [each["argv"] for each in told] == [NASTY, NASTY]
+    assert [each["name"] for each in told] == ["__main__", "__main__"]
+    assert [(each["env"]["RANK"], each["env"]["LOCAL_RANK"]) for each in told] == [("0", "0"), ("1", "1")]
+    script = tmp_path / "keys.py"
+    script.write_text(f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(' '.join(os.environ))")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(script)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    # Its store, its error file and its choice for NCCL are the launcher's own; a script asks for none of them.
+    own = {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    own |= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_HEALTH_CHECK_PORT"}
+    assert set((tmp_path / "0").read_text().split()) - own <= told[0]["env"].keys()
+
+
+def test_the_meter_writes_what_it_is_told_to_count(trained: Path) -> None:
+    for rank in range(2):
+        lines = list(steps.lines(trained / f"run/steps-rank{rank}.jsonl"))
+        assert [line["step"] for line in lines] == list(range(1, 41))
+        assert {line["images"] for line in lines} == {4}
+        assert all(line["images_per_second"] == pytest.approx(4 / line["step_seconds"], rel=1e-6) for line in lines)
+        assert all(line[f"{phase}_seconds"] > 0 for line in lines for phase in ("data", "forward", "backward"))
+        assert "tokens" not in lines[0]
+        assert lines[-1]["loss"] < lines[0]["loss"]
+    events = list(steps.lines(trained / "run/events.jsonl"))
+    assert [event["kind"] for event in events] == ["start", "eval", "eval", "save", "end"]
+    assert json.loads((trained / "run/meter-rank1.json").read_text())["unit"] == "images"
+    assert (trained / "run/heartbeat-rank1.json").exists()
+    manifest = json.loads((trained / "run/manifest.json").read_text())
+    assert (manifest["state"], manifest["kind"], manifest["ranks"]) == ("finished", "script", 2)
+
+
+def test_the_watch_and_the_report_speak_of_images(trained: Path) -> None:
+    shown = windlass("watch", trained / "run", "--once").stdout
+    assert "finished" in shown
+    assert "images/s" in shown
+    assert "no alarm" in shown
+    told = windlass("report", trained / "run").stdout
+    assert "images per second" in told
+    assert "token" not in told
+    (facts,) = report.make([trained / "run"]).runs
+    assert facts["verdict"]["text"].startswith("Finished after 40 steps; the loss went from")
+    assert facts["headline"]["unit"] == "images"
+    assert facts["headline"]["per_second"] > 0
+    assert facts["tokens"] is facts["adapter"] is facts["certificate"] is facts["experts"] is None
+    assert facts["planned"] == []
+    assert not [name for name in facts["absent"] if "load.json" in name or "data.json" in name]
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
+def test_the_page_of_a_script_has_no_part_of_a_language_model(trained: Path, tmp_path: Path) -> None:
+    pages = [report.make([trained / "run"], tmp_path / "one").html]
+    pages += [report.make([trained / "run", trained / "run"], tmp_path / "two").html]
+    browser = Chromium()
+    try:
+        browser.open(pages[0])
+        heads = browser.run("[...document.querySelectorAll('h2')].map(head => head.textContent)")
+        assert {"Learning", "Speed", "Memory", "Ranks", "Hardware"} <= set(heads)
+        assert not {"Tokens", "Experts", "Adapter", "Loading", "Data", "Planned and measured"} & set(heads)
+        text = browser.run("document.body.innerText")
+        assert "images/s" in text
+        assert "token" not in re.sub("run file.*", "", text, flags=re.DOTALL)
+        browser.open(pages[1])
+        assert "images per second" in browser.run("document.body.innerText")
+        assert not browser.errors
+    finally:
+        browser.close()
+
+
+def test_a_finished_run_is_never_touched(trained: Path) -> None:
+    before = (trained / "run/manifest.json").read_bytes()
+    done = windlass("train", trained / "run.yaml", "--resume")
+    assert done.returncode == 2
+    assert "holds a finished run" in done.stderr
+    assert (trained / "run/manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("code", "exits", "said"),
+    [(3, 1, "rank 1 ended with exit code 3"), (13, 2, "rank 1 says that its input is wrong"), (75, 75, "")],
+)
+def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exits: int, said: str) -> None:
+    path = run_file(tmp_path, FAILS.replace("time.sleep(60)", "time.sleep(1)"), [code])
+    done = windlass("train", path)
+    assert done.returncode == exits, done.stderr
+    assert said in done.stderr
+    assert "words of rank 1" in done.stderr
+    assert state(tmp_path) == ("failed" if exits != 75 else "stopped by a signal")
+    again = windlass("train", path)
+    assert again.returncode == 2
+    assert "holds an unfinished run" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "exits", "said"), [(SAVES, 75, ""), (DEAF, 1, "SIGTERM")], ids=["saves", "does not listen"]
+)
+def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: int, said: str) -> None:
+    path = run_file(tmp_path, script)
+    command = [sys.executable, "-m", "windlass", "train", str(path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(*(tmp_path / f"run/ready-{rank}" for rank in range(2)))
+    process.send_signal(signal.SIGTERM)
+    words = process.communicate(timeout=60)[1]
+    assert process.returncode == exits, words
+    assert said in words
+    assert len(list((tmp_path / "run").glob("saved-*"))) == (2 if exits == 75 else 0)
+
+
+def test_a_loss_that_is_no_number_stops_the_script(tmp_path: Path) -> None:
+    path = run_file(tmp_path, DIVERGES, layout={"ranks": 1})
+    done = windlass("train", path)
+    assert done.returncode == 1
+    assert "non finite at step 3" in done.stderr
+    (alarm,) = steps.lines(tmp_path / "run/alarms.jsonl")
+    assert alarm["kind"] == "non_finite"
+
+
+def test_a_missing_script_is_told_before_anything_starts(tmp_path: Path) -> None:
+    done = windlass("train", run_file(tmp_path, ""), "--override", "script.path=nix.py")
+    assert done.returncode == 2
+    assert "--override script.path=nix.py: there is no file nix.py" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# --- submit ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Callable[..., ScriptPlan]:
+    def made(*overrides: str, script: str = "pass", ranks: int = 2) -> ScriptPlan:
+        path = run_file(tmp_path, script, NASTY, layout={"ranks": ranks})
+        found = make_any(read_any(path, overrides))
+        assert isinstance(found, ScriptPlan)
+        return found
+
+    return made
+
+
+def test_launch_sh_starts_torchrun_and_needs_no_accelerate(plan: Callable[..., ScriptPlan], tmp_path: Path) -> None:
+    fakes = tmp_path / "bin"
+    program(fakes, "torchrun", "exit 0")
+    files = render(plan(), "script")
+    assert files.keys() == {"launch.sh", "run.yaml"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        ["bash", tmp_path / "launch.sh"], env=environ(fakes), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    words = calls(fakes, "torchrun")
+    assert words[:4] == ["--nnodes", "1", "--nproc-per-node", "2"]
+    assert words[-5:] == ["-m", "windlass", "train", f"{tmp_path}/run.yaml", "--resume"]
+    assert "accelerate" not in "".join(re.findall(r"^[^#\n]*$", files["launch.sh"], re.MULTILINE)).replace(
+        '"peft", "accelerate"', ""
+    )
+    linted = subprocess.run([Path(sys.executable).parent / "shellcheck", tmp_path / "launch.sh"], check=False)
+    assert linted.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [(FAILS.replace("sys.argv[1]", "3"), 1), (SAVES, 75)], ids=["fails", "saves"]
+)
+def test_under_a_launcher_codes_and_signals_come_through(
+    plan: Callable[..., ScriptPlan], tmp_path: Path, script: str, code: int
+) -> None:
+    for name, text in render(plan(script=script), "script").items():
+        (tmp_path / name).write_text(text)
+    process = subprocess.Popen(
+        ["bash", tmp_path / "launch.sh"],
+        env=environ(tmp_path / "bin"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    if code == 75:
+        wait_for(*(tmp_path / f"run/ready-{rank}" for rank in range(2)))
+        process.terminate()
+    words = process.communicate(timeout=100)[1]
+    assert process.returncode == code, words
+    assert len(list((tmp_path / "run").glob("saved-*"))) == (2 if code == 75 else 0)
+    assert ("rank 1 ended with exit code 3" in words) == (code == 1)
+
+
+@pytest.mark.parametrize("engine", ["job", "jobset", "pytorchjob", "trainer"])
+def test_manifests_of_scripts_are_valid_and_carry_the_arguments(plan: Callable[..., ScriptPlan], engine: str) -> None:
+    job = job_of(plan(*SITE))
+    documents = kubernetes.manifests(job, engine)
+    assert checks.problems(documents) == []
+    files = documents[0]["data"]
+    assert files.keys() == {"run.yaml", "launch.sh"}
+    assert yaml.safe_load(files["run.yaml"])["script"]["args"] == NASTY
+    if engine == "job":
+        kubernetes_validate.validate(documents[-1], "1.36", strict=True)
+        (container,) = documents[-1]["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["memory"] == "64Gi"
+    written = list(yaml.safe_load_all(kubernetes.texts(job, engine)["job.yaml"]))
+    assert written == documents
+
+
+def test_runai_gets_the_same_job(plan: Callable[..., ScriptPlan], tmp_path: Path) -> None:
+    made = plan(*SITE)
+    files = render(made, "runai")
+    assert files.keys() == {"launch.sh", "run.yaml", "submit.sh"}
+    words = runai.command(job_of(made))
+    assert words[-3:] == ["--", "bash", "/data/run/launch.sh"]
+    assert words[words.index("--cpu-memory-limit") + 1] == "64Gi"
+    (tmp_path / "submit.sh").write_text(files["submit.sh"])
+    program(tmp_path / "bin", "runai", "exit 0")
+    subprocess.run(["bash", tmp_path / "submit.sh"], env=environ(tmp_path / "bin"), check=True, timeout=30)
+    assert calls(tmp_path / "bin", "runai") == words[1:]
+
+
+def test_pods_need_to_be_told_what_can_not_be_planned(plan: Callable[..., ScriptPlan]) -> None:
+    made = plan(*SITE, "cluster.memory_limit=null", "script.output_dir=here", "cluster.working_dir=null")
+    with pytest.raises(UserError) as caught:
+        render(made, "kubernetes")
+    said = str(caught.value)
+    assert "what a script needs of host memory can't be planned" in said
+    assert "here is a path of this machine's working folder" in said
+
+
+# --- the meter ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meter(tmp_path: Path) -> Iterator[StepProfiler]:
+    with StepProfiler(tmp_path, unit="clips", debug_freq=0, from_step=7, report=False) as made:
+        yield made
+
+
+def test_marks_become_phases_and_what_lies_between_loops_a_pause(meter: StepProfiler, tmp_path: Path) -> None:
+    def slow() -> Iterator[int]:
+        for number in range(2):
+            time.sleep(0.05)
+            yield number
+
+    time.sleep(0.1)  # setting up
+    for _ in meter.batches(slow()):
+        meter.mark("forward")
+        time.sleep(0.02)
+        meter.mark("backward")
+    meter.step(items=6, loss=torch.tensor(2.0), grad_norm=math.inf)
+    (line,) = steps.lines(tmp_path / "steps-rank0.jsonl")
+    assert (line["step"], line["clips"], line["micro_batches"], line["loss"]) == (8, 6, 2, 2.0)
+    assert line["non_finite"] == ["grad_norm"]
+    assert line["pause_seconds"] >= 0.1
+    assert line["data_seconds"] >= 0.1
+    assert 0.04 <= line["backward_seconds"] < line["step_seconds"]
+    assert line["step_seconds"] < 0.1 + line["data_seconds"]
+
+
+def test_misuse_of_the_meter_is_told(meter: StepProfiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="'froward' is no phase"):
+        meter.mark("froward")
+    with pytest.raises(UserError, match="no name for what is counted"):
+        StepProfiler(tmp_path, unit="pcie_sent_gb")
+    with pytest.raises(UserError, match="with meter:"):
+        StepProfiler(tmp_path).step(items=1)
+    monkeypatch.delenv("WINDLASS_OUTPUT_DIR", raising=False)
+    with pytest.raises(UserError, match="no folder to write into"), StepProfiler():
+        pass
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="the ranks have not met yet"), StepProfiler(tmp_path):
+        pass
