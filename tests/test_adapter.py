@@ -277,8 +277,6 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("mixtral", {"target_modules": USUAL}, [(f"'{n}' matches", "lora.experts: true") for n in USUAL[4:]]),
     ("mixtral", {"target_modules": ["gate_up_proj"]}, [("'gate_up_proj' matches", "a fused parameter")]),
     ("mistral", {"experts": True}, [("no routed experts", "leave lora.experts out")]),
-    ("mistral4", {"experts": True, "lora_dropout": 0.05}, [("lora_dropout is 0.05", "set lora.lora_dropout: 0")]),
-    ("mistral4", {"target_modules": "all", "lora_dropout": 0.05}, [("lora_dropout is 0.05", "lora_dropout: 0")]),
     ("mistral4", {"experts": True, "use_dora": True}, [("can't be DoRA", "lora.use_dora: false")]),
     (
         "mistral4",

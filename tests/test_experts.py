@@ -175,7 +175,7 @@ def test_one_of_the_two_alone_and_another_scale(leaf: str, rslora: bool) -> None
 def test_the_orders_of_packing_swapped_are_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison with PEFT has to notice."""
 
-    def swapped(name: str, matrix: Tensor, count: int) -> Tensor:
+    def swapped(name: str, matrix: Tensor, count: int) -> Any:
         if ".lora_B." in name:  # as if B, too, had the expert slowest
             return matrix.view(matrix.shape[0], count, -1).permute(1, 2, 0)
         return by_expert(name, matrix, count)
@@ -194,6 +194,13 @@ def test_the_first_use_without_a_gradient_and_none_at_all() -> None:
     assert apart(logits, step(peft_of(base(), *BOTH))[0]) < 1e-5
     assert apart(plain, base()(**batch()).logits) < 1e-6
     assert apart(logits, plain) > 1e-3
+
+
+def test_experts_of_another_form_are_refused() -> None:
+    model = ours_of(base(), *BOTH)
+    stack_of(model).get_base_layer().has_bias = True
+    with pytest.raises(NotImplementedError, match="Mistral4Experts is of another form"):
+        model(**batch())
 
 
 # --- memory ---

@@ -45,8 +45,10 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     Every token is one of theirs: windlass has no tensor parallelism, so no expert group shares a batch, which is when
     transformers would hand on tokens of other ranks' experts as well.
     """
-    top_k = top_k_index.shape[-1]
     experts: Any = self
+    if experts.has_bias or experts.is_transposed or not experts.has_gate or experts.has_post_expert_norm:
+        raise NotImplementedError(f"{type(self).__name__} is of another form than x W^T with gate and up in one")
+    top_k = top_k_index.shape[-1]
     chosen, order = torch.sort(top_k_index.flatten())
     # histc and not bincount, which would ask the GPU for the largest index and so wait for it.
     numbers = chosen.float() if chosen.device.type == "cpu" else chosen.int()

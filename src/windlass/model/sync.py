@@ -33,7 +33,7 @@ class Replicas:
         self.split = [parameter for _, parameter in split]
         self.buckets = list(_buckets(self.shared))
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.alike = peers(model)  # groups that together span the ranks with the same experts; none: each has its own
+        self.alike: Sequence[dist.ProcessGroup | None] = peers(model)  # groups that together span the ranks with the same experts; none: each has its own
         self.holders = _holders(parts, self.world) if split else []
 
     @property
@@ -106,7 +106,7 @@ def _holders(parts: Parts, world: int) -> list[int]:
     return [firsts.index(first) for first in sorted(set(firsts))]
 
 
-def _differ(parameters: Sequence[nn.Parameter], groups: Sequence[Any]) -> Tensor:
+def _differ(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup | None]) -> Tensor:
     """1 for each that is not the same over the ranks that the groups span."""
     lowest = fingerprints(parameters)
     highest = lowest.clone()

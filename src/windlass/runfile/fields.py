@@ -87,7 +87,7 @@ class Lora(Section):
     lora_alpha: Annotated[Number, Field(gt=0)] = 32
     """Scaling numerator: updates are scaled by lora_alpha / r (by lora_alpha / sqrt(r) with use_rslora)."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Dropout before the adapter. 0 where routed experts are adapted: PEFT takes no other value there."""
+    """Dropout before the adapter, that of routed experts too."""
     target_modules: Annotated[
         Annotated[list[Text], Field(min_length=1)] | Text,
         AfterValidator(_pattern),
