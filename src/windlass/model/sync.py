@@ -33,7 +33,8 @@ class Replicas:
         self.split = [parameter for _, parameter in split]
         self.buckets = list(_buckets(self.shared))
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.alike: Sequence[dist.ProcessGroup | None] = peers(model)  # groups that together span the ranks with the same experts; none: each has its own
+        # Groups that together span the ranks with the same experts; none where every rank has its own.
+        self.alike: Sequence[dist.ProcessGroup | None] = peers(model)
         self.holders = _holders(parts, self.world) if split else []
 
     @property
