@@ -59,3 +59,12 @@ with open(os.environ["WINDLASS_OUTPUT_DIR"] + "/steps-rank0.jsonl", "w") as step
         steps.write(json.dumps(line | ({} if step < 3 else {"non_finite": ["loss"]})) + "\\n")
 time.sleep(60)
 """
+# A step, and then none any more.
+STALLS = """
+import time
+from windlass.meter import StepProfiler
+
+with StepProfiler(unit="images", report=False) as meter:
+    meter.step(items=1)
+    time.sleep(60)
+"""

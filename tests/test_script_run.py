@@ -20,7 +20,7 @@ import torch
 import yaml
 from chromium import PROGRAM, Chromium  # type: ignore[import-not-found]
 from launch_jobs import calls, environ, program  # type: ignore[import-not-found]
-from script_ranks import DEAF, DIVERGES, FAILS, LOOP, SAVES  # type: ignore[import-not-found]
+from script_ranks import DEAF, DIVERGES, FAILS, LOOP, SAVES, STALLS  # type: ignore[import-not-found]
 
 from windlass import check, report, steps
 from windlass.errors import UserError
@@ -293,6 +293,17 @@ def test_a_loss_that_is_no_number_stops_the_script(tmp_path: Path) -> None:
     assert "non finite at step 3" in done.stderr
     (alarm,) = steps.lines(tmp_path / "run/alarms.jsonl")
     assert alarm["kind"] == "non_finite"
+
+
+@pytest.mark.prove
+def test_a_script_that_stalls_is_ended_with_its_stacks_written(tmp_path: Path) -> None:
+    path = run_file(tmp_path, STALLS, layout={"ranks": 1}, watch={"stall": "stop", "stall_seconds": 2})
+    done = windlass("train", path)
+    assert done.returncode == 1
+    assert "no progress for 2 s" in done.stderr
+    assert "train me.py" in (tmp_path / "run/stacks-rank0.txt").read_text()
+    (alarm,) = steps.lines(tmp_path / "run/alarms.jsonl")
+    assert (alarm["kind"], alarm["level"]) == ("stall", "stop")
 
 
 def test_a_missing_script_is_told_before_anything_starts(tmp_path: Path) -> None:

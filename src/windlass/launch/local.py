@@ -52,6 +52,8 @@ def status(run: Path, facts: Mapping[str, Any]) -> str:
         said = f"running, {_step(run)}{how}" if state else f"starting{how}"
     elif state == "running":
         said = f"ended without finishing after {_step(run)}: windlass submit goes on from its last checkpoint"
+    elif state == "failed":
+        said = f"failed after {_step(run)}: what it printed says why; windlass submit goes on from its last checkpoint"
     elif state:
         said = f"{state} after {_step(run)}, and saved: windlass submit goes on from there"
     else:

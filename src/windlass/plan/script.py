@@ -121,6 +121,8 @@ def show(plan: ScriptPlan) -> None:
     console = Console(highlight=False, emoji=False, markup=False)
     script = plan.loaded.run.script
     grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold")
     for name, value in (
         ("script", script.path or f"module {script.module}"),
         ("arguments", shlex.join(script.args) or "none"),
