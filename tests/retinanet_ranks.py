@@ -34,14 +34,22 @@ from training import Steps, Training
 SIZE, CLASSES = 64, 3
 
 
+def precise() -> nn.Module:
+    """In float64: in float32 a ReLU's input within rounding of 0 may be either, and its gradient with it."""
+    model, _ = detector.build(CLASSES, SIZE, None)
+    model.register_forward_pre_hook(lambda _module, given: ([picture.double() for picture in given[0]], given[1]))
+    return model.double()  # type: ignore[no-any-return]
+
+
 def whole_gradient(data: images.Images, indices: list[int]) -> tuple[dict[str, Tensor], float]:
     """Of all images in one batch, in one process, without DDP and without the loop."""
     torch.manual_seed(0)
-    model, _ = detector.build(CLASSES, SIZE, None)
+    model = precise()
     pictures, targets = images.to_device(images.collate([data[0, index] for index in indices]), torch.device("cpu"))
     loss = sum(model(pictures, targets).values())
     loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}, loss.item()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return grads, loss.item()
 
 
 class Counted:
@@ -66,7 +74,7 @@ def gradients(here: Place, data: images.Images, folder: Path) -> dict[str, Any]:
     torch.manual_seed(here.rank)  # ranks that drew different weights have the first one's
     if here.rank == 0:
         torch.manual_seed(0)
-    model, _ = detector.build(CLASSES, SIZE, None)
+    model = precise()
     said = argparse.Namespace(batch_size=2, accum_steps=1, weights_path=None)
     training, counted = Training(said, here, model, Steps(1, 1, 1)), Counted()
     training.ranks.register_comm_hook(None, lambda group, bucket: counted(group, bucket))
@@ -86,7 +94,7 @@ def gradients(here: Place, data: images.Images, folder: Path) -> dict[str, Any]:
             outcome[f"{name}, {count} micro-batches"] = {
                 "buckets": counted.buckets - before,
                 "without_gradient": [key for key, value in found.items() if value is None],
-                "worst": max((difference(value, found[key]) for key, value in whole.items()), default=0.0),
+                "worst": max(((difference(value, found[key]), key) for key, value in whole.items()), default=(0.0, "")),
                 "loss": [loss, mean.item() / here.ranks],
             }
             training.optimizer.zero_grad()
