@@ -22,14 +22,16 @@ Place = tuple[str, int]  # file, line
 
 def places(modules: list[ModuleType]) -> dict[Place, str]:
     """Every call in these modules that says fail or warn, as it is written."""
-    found = {}
-    for module in modules:
-        path = str(module.__file__)
-        for node in ast.walk(ast.parse(Path(path).read_text())):
-            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SAYING
-            if named and isinstance(node, ast.Call):
-                found[path, node.lineno] = ast.unparse(node)[:80]
-    return found
+    return {place: text for module in modules for place, text in places_of(Path(str(module.__file__))).items()}
+
+
+def places_of(path: Path) -> dict[Place, str]:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return {
+        (str(path), call.lineno): ast.unparse(call)[:80]
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in SAYING
+    }
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks_seen import require_all, watched  # type: ignore[import-not-found]
+from checks_seen import places_of, require_all, watched  # type: ignore[import-not-found]
 
 from windlass import check, demo
-from windlass.check import folders, static, versions
+from windlass.check import folders, script, static, versions
 from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed, unseen, worst
 from windlass.check.show import show
 from windlass.plan import Plan, make
-from windlass.runfile import Loaded, read
+from windlass.runfile import Loaded, LoadedScript, read, read_any
 from windlass.runfile.names import TRACKERS, absent_trackers
 
 ROOT = Path(__file__).parent.parent
+WATCHED = re.compile(r"require_all\(request, \[([a-z, ]+)\]")
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
 LACKING = sorted(name for name in TRACKERS if absent_trackers(name))
 TESTED = {name: tested.ran for name, tested in versions.TESTED.items()}
@@ -438,5 +440,36 @@ def test_a_tracker_that_is_not_installed_fails(sound: Path) -> None:
     assert versions.trackers(with_(sound, "train.report_to=none")) == []
 
 
+def test_a_scripts_own_faults_fail(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+
+    def checked(*overrides: str) -> tuple[Any, list[Result]]:
+        loaded = read_any(run, overrides)
+        assert isinstance(loaded, LoadedScript)
+        return script.static(loaded, {}, elsewhere=False)
+
+    run.write_text(f"kind: script\nscript: {{path: {tmp_path}/a.py, output_dir: {tmp_path}/run}}\n")
+    for text, said in ((None, "can't be read"), ("def f(:\n", "a.py:1 is not Python"), ("\0", "not Python")):
+        (tmp_path / "a.py").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "a.py").write_text(text)
+        found = named(checked()[1], "script")
+        assert (found.verdict, said in found.seen) == (FAIL, True), found
+    results = checked()[1]
+    assert named(results, "library torch").verdict == FAIL
+    plan, results = checked("cluster.gpu=quantum")
+    assert plan is None
+    assert "quantum" in named(results, "plan").seen
+
+
+def test_every_module_of_checks_is_watched_in_one_of_the_files() -> None:
+    """A new one is added to the last test of the file that plants its faults."""
+    folder = Path(str(check.__file__)).parent
+    calling = {path.stem for path in folder.glob("*.py") if places_of(path)} - {"result"}
+    texts = (ROOT / "tests" / f"test_check{name}.py" for name in ("", "_machine", "_nodes"))
+    watched = {word for path in texts for list_ in WATCHED.findall(path.read_text()) for word in list_.split(", ")}
+    assert calling == watched
+
+
 def test_every_check_of_these_has_failed_above(request: pytest.FixtureRequest, said: set[Any]) -> None:
-    require_all(request, [static, versions, folders], said)
+    require_all(request, [static, versions, folders, script], said)
