@@ -160,8 +160,19 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         contenders=contenders,
         tried=best.tried if len(batches) > 1 else (),
         advice=advise(work, length, contenders, run, fixed=len(batches) == 1),
-        notes=(*loaded.notes, *checkpoint.notes, *adapter.notes, *told, *admission(run.cluster, where)),
+        notes=(*loaded.notes, *checkpoint.notes, *adapter.notes, *_way(work), *told, *admission(run.cluster, where)),
     )
+
+
+def _way(work: Work) -> tuple[str, ...]:
+    """How adapters of experts are computed."""
+    if not work.adapter.target_parameters:
+        return ()
+    ways = {
+        adapters.SPLIT: "beside their weights: two narrow products for each token's experts",
+        adapters.MERGED: f"in their weights, W + BA: for {work.batch.tokens:,} tokens a micro-batch that is less work",
+    }
+    return (f"adapters of routed experts are computed {ways[work.expert_path]}",)
 
 
 def _as_asked(layout: Layout, wanted: Demand) -> Layout:
