@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,18 +61,14 @@ def train(
     Exits with 0 when finished, 1 when the run failed, 2 when the input is wrong (13 from a rank),
     and 75 when a signal stopped it and everything is saved.
     """
-    from importlib.util import find_spec
-
     from windlass import train as training
     from windlass.runfile import kind
 
-    script = kind(run, override or ()) == "script"
-    if missing := [name for name in (("torch",) if script else TRAINING) if find_spec(name) is None]:
-        raise without(", ".join(missing))
     overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
-
-    if script:
+    if kind(run, overrides) == "script":
+        overrides += [] if ranks is None else ["layout.ranks=null"]
         raise typer.Exit(_script(run, overrides, accelerate, resume=resume, debug_freq=debug_freq))
+    _require(TRAINING)
 
     def planned() -> Plan:
         from windlass import plan as planning
@@ -93,12 +91,19 @@ def train(
     raise typer.Exit(code)
 
 
+def _require(libraries: Sequence[str]) -> None:
+    if missing := [name for name in libraries if find_spec(name) is None]:
+        raise without(", ".join(missing))
+
+
 def _script(run: Path, overrides: list[str], accelerate: Path | None, *, resume: bool, debug_freq: int | None) -> int:
     from windlass.hardware import this_machine
     from windlass.plan.script import ScriptPlan, make_script, refuse_accelerate
     from windlass.runfile import LoadedScript, read_any
     from windlass.train import script
     from windlass.train.machines import started_on
+
+    _require(("torch",))
 
     def planned() -> ScriptPlan:
         if debug_freq is not None:
