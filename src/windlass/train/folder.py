@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import importlib.metadata
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,14 +16,14 @@ import torch
 
 from windlass import __version__, checkpoint, steps
 from windlass.errors import Problem, UserError
+from windlass.train import manifest
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
-MANIFEST = "manifest.json"
-FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal", "failed"
+MANIFEST = manifest.NAME
+FINISHED, RUNNING, STOPPED, FAILED = manifest.FINISHED, manifest.RUNNING, manifest.STOPPED, manifest.FAILED
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
-UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 # What a run can't change and go on as the same run: whole sections, and of `train` what the update is made by. The
 # optimizer's and the schedule's settings come out of the checkpoint: a change would be silently without effect.
@@ -77,8 +75,8 @@ def _take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
         checkpoint.sweep(folder / "checkpoints")
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
-    manifest = read(folder)
-    state = manifest.get("state")
+    before = read(folder)
+    state = before.get("state")
     if state == FINISHED:
         raise UserError(
             f"{folder} holds a finished run", where, "name another train.output_dir, or remove the folder to train anew"
@@ -86,15 +84,15 @@ def _take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
     begun = bool(checkpoint.saved(folder / "checkpoints")) or (bool(state) and any(_stepped(folder)))
     if begun and not resume:
         raise UserError(
-            f"{folder} holds an unfinished run ({state or 'begun'} {manifest.get('began', '')})",
+            f"{folder} holds an unfinished run ({state or 'begun'} {before.get('began', '')})",
             where,
             "add --resume to go on with it, name another train.output_dir, or remove the folder to train anew",
         )
     usable = _usable(folder / "checkpoints", where) if begun else None
     if begun:  # one that failed before its first step left nothing to be true to
-        _same(checkpoint.read_manifest(usable) if usable else manifest, plan, folder)
+        _same(checkpoint.read_manifest(usable) if usable else before, plan, folder)
     write(folder, "plan.json", plan.as_dict())
-    began = manifest.get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
+    began = before.get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
     write(folder, MANIFEST, {"state": RUNNING, "began": began, **facts(plan)})
     _forget_after(folder, checkpoint.step_of(usable) if usable else 0)
     return usable
@@ -125,7 +123,7 @@ def _hold(folder: Path, where: str) -> None:
         file.close()
         raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
     except OSError as error:
-        if error.errno not in UNLOCKABLE:
+        if error.errno not in manifest.UNLOCKABLE:
             raise
         _say(f"{folder} is on storage without locks: nothing keeps a second run out of it")
 
@@ -198,7 +196,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "ranks": plan.layout.ranks,
         "layout": plan.as_dict()["layout"],
         "sequences": plan.batch.micro * plan.batch.accumulation * plan.layout.ranks,  # of an optimizer step
-        "git": git_state(),
+        "git": manifest.git_state(),
     }
 
 
@@ -206,32 +204,13 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
-def git_state() -> dict[str, Any] | None:
-    """Commit of the directory the run was started in, and whether it was changed; None outside of a repository."""
-    try:
-        said = [
-            subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        ]
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": said[0], "changed": bool(said[1])}
-
-
-def read(folder: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
+read = manifest.read
 
 
 def write(folder: Path, name: str, value: Any) -> None:
     """One JSON file, by rank 0, whole or not at all."""
     if checkpoint.rank() == 0:
-        part = folder / f".{name}.partial"
-        part.write_text(json.dumps(value, indent=2, default=str))
-        part.replace(folder / name)
+        manifest.write(folder, name, value)
 
 
 def note(folder: Path, **found: Any) -> None:
