@@ -52,8 +52,9 @@ CLASSES: Final = {  # a family's classes: Mistral4Config, Mistral4ForCausalLM
     "qwen3_moe": "Qwen3Moe",
 }
 FAMILIES: Final = tuple(CLASSES)
+MISTRAL3: Final = "Mistral3ForConditionalGeneration"
 WRAPPERS: Final = {  # a multimodal model's class, and that of its config
-    "Mistral3ForConditionalGeneration": "Mistral3Config",
+    MISTRAL3: "Mistral3Config",
     "LlavaForConditionalGeneration": "LlavaConfig",
 }
 # Beginnings of a wrapper's names as save_pretrained writes them, and as the publisher's converter does.
@@ -109,8 +110,7 @@ def write(
         **(config or {}),
     }
     quantised = None if scheme == "none" else _quantization_config(scheme, wrapped)
-    wrapper = next(iter(WRAPPERS)) if wrapped else None
-    _write_model(directory, CLASSES[family], sizes, wrapper, quantised, dtype, files, seed)
+    _write_model(directory, CLASSES[family], sizes, MISTRAL3 if wrapped else None, quantised, dtype, files, seed)
     if tokenizer:
         write_tokenizer(directory, vocab)
     if decoys:

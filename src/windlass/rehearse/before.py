@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import Problem, UserError
+from windlass.errors import Problem
 from windlass.hardware import this_machine
 from windlass.rehearse import process
 from windlass.rehearse.derived import EVERY, Derived, Material, derive, sequences
@@ -139,29 +139,15 @@ def material(stage: Stage, spread_here: Spread) -> Material:
     }
     request.write_text(json.dumps(asked))
     with stage.started("make", [sys.executable, "-m", "windlass.rehearse.make", str(request)]) as running:
-        out = stage.logs / "make.out"
-
-        def told(part: str) -> dict[str, Any]:
-            """What the process says of a part once it is done; a fault that it found."""
-            running.until(lambda: part_of(out, part) is not None or part_of(out, "problems") is not None, stage.tick)
-            if faults := part_of(out, "problems"):
-                error = UserError.of([Problem(**problem) for problem in faults["problems"]])
-                raise Failed("\n\n".join(f"error: {problem}" for problem in error.problems), USER_INPUT, running.log)
-            found = part_of(out, part)
-            if found is None:
-                require(running.ended(stage.tick))
-                raise Failed(f"it ended without making the {part}", 1, running.log)
-            return found
-
         with stage.phase("data") as phase:
-            rows = told("data")
+            rows = told(stage, running, "data")
             stage.record.stand_ins += rows["stand_ins"]
             phase.proved += [
                 f"{rows['rows_seen']} rows read: {rows['shape']}; {rows['supervised_share']:.0%} of the tokens learnt",
                 rows["end"],
             ]
         with stage.phase("twin") as phase:
-            twin = told("twin")
+            twin = told(stage, running, "twin")
             running.ended(stage.tick)
             stage.record.twin = {key: twin[key] for key in twin if key not in ("part", "seconds")}
             within = f" in {twin['wrapper']}" if twin["wrapper"] else ""
@@ -177,6 +163,20 @@ def material(stage: Stage, spread_here: Spread) -> Material:
         rows["rows"],
         twin["sizes"]["layers"][1],
     )
+
+
+def told(stage: Stage, running: process.Running, part: str) -> dict[str, Any]:
+    """What the process says of a part once it is done; or the fault that it found."""
+    out = stage.logs / "make.out"
+    running.until(lambda: part_of(out, part) is not None or part_of(out, "problems") is not None, stage.tick)
+    if wrong := part_of(out, "problems"):
+        problems = (Problem(**problem) for problem in wrong["problems"])
+        raise Failed("\n\n".join(f"{process.ERROR}{problem}" for problem in problems), USER_INPUT, running.log)
+    found = part_of(out, part)
+    if found is None:
+        require(running.ended(stage.tick))
+        raise Failed(f"it ended without making the {part}", 1, running.log)
+    return found
 
 
 def part_of(out: Path, part: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ STAND_IN_IDS = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
 STAND_IN_VOCAB = 1024
 WIDTH, WIDTH_OF_BLOCKS = 64, 256  # FP8 with a scale a block: two blocks in each direction
 HEADS, HEAD_DIM, LEAST_LATENT = 4, 16, 8
-USUAL_DEVIATION = 0.02  # transformers' own, where config.json says none
+USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' own, where config.json says none; and for what width
 
 
 def shrunk(checkpoint: Checkpoint, *, experts_over: int, vocab: int | None) -> dict[str, Any]:
@@ -92,8 +92,10 @@ def consequences(config: dict[str, Any], new: dict[str, int], dims: dict[str, in
     if "kv_rank" in dims:
         whole = new["rope_dim"] + new["nope_dim"]
         found |= {key: whole for key in ("head_dim", "qk_head_dim") if config.get(key)}
-    # Products of narrower matrices have a smaller spread: without this every answer would be the same.
+    # Products of narrower matrices have a smaller spread: without this every answer would be the same. Much above it,
+    # 16-bit rounding decides which expert a token visits, and a merged model answers otherwise than it should.
     deviation = float(config.get("initializer_range") or USUAL_DEVIATION)
-    found["initializer_range"] = deviation * math.sqrt(dims["hidden"] / new["hidden"])
+    grown = deviation * math.sqrt(dims["hidden"] / new["hidden"])
+    found["initializer_range"] = min(grown, USUAL_DEVIATION * math.sqrt(USUAL_HIDDEN / new["hidden"]))
     dropped = {"architectures", "quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
     return found | dict.fromkeys(dropped & config.keys())
