@@ -255,7 +255,8 @@ def test_one_node_is_a_standard_training() -> None:
     job = job_of(plan, overrides=overrides)
     words = launcher.command(job)
     assert words[:4] == ["runai", "training", "standard", "submit"]
-    assert not {"--workers", "--master-extended-resource", "--clean-pod-policy"} & set(words)
+    assert not {"--workers", "--clean-pod-policy"} & set(words)
+    assert not any(word.startswith("--master-") for word in words)
     body = runai_api.payload(job)
     assert "numWorkers" not in body["spec"]
     made = TrainingCreationRequest.from_dict(body)
@@ -278,6 +279,8 @@ def test_the_script_and_the_words_say_the_same(tmp_path: Path) -> None:
     assert f"odd={odd}" in words
     assert (tmp_path / "msys").read_text() == "1 *\n", "Git Bash leaves paths alone"
     assert words[words.index("--workers") + 1] == "2", "a master and two workers"
+    for option in ("gpu-devices-request", "cpu-memory-limit", "restart-policy", "extended-resource"):
+        assert words[words.index(f"--{option}") + 1] == words[words.index(f"--master-{option}") + 1]
     done = subprocess.run(
         [Path(sys.executable).parent / "shellcheck", "--exclude=SC2016", tmp_path / "submit.sh"],
         capture_output=True, text=True, check=False, timeout=60,

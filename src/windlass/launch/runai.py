@@ -99,10 +99,11 @@ def _options(job: Job) -> Iterator[tuple[str, list[str]]]:
     if cluster.image:
         yield "", ["--image", cluster.image]
     if job.nodes > 1:
-        yield f"{job.nodes} nodes: a master and {job.nodes - 1} workers", ["--workers", str(job.nodes - 1)]
+        what = f"{job.nodes} nodes: a master, which has options of its own, and {job.nodes - 1} workers"
+        yield what, ["--workers", str(job.nodes - 1)]
     if job.gpu:
-        yield "of each node", ["--gpu-devices-request", str(job.ranks_per_node)]
-    yield "", ["--cpu-core-request", cores(job.cpu)]
+        yield "of each node", _each(job, "gpu-devices-request", str(job.ranks_per_node))
+    yield "", _each(job, "cpu-core-request", cores(job.cpu))
     yield (
         "with units: a bare number would be bytes. "
         + (
@@ -110,7 +111,10 @@ def _options(job: Job) -> Iterator[tuple[str, list[str]]]:
             if job.is_script
             else f"The plan needs {job.memory_gib} GiB with /dev/shm"
         ),
-        ["--cpu-memory-request", job.memory_request, "--cpu-memory-limit", job.memory_limit],
+        [
+            *_each(job, "cpu-memory-request", job.memory_request),
+            *_each(job, "cpu-memory-limit", job.memory_limit),
+        ],
     )
     if cluster.large_shm:
         yield "ranks of one node exchange data through /dev/shm", ["--large-shm"]
@@ -133,6 +137,11 @@ def _options(job: Job) -> Iterator[tuple[str, list[str]]]:
             yield variable.reason, ["-e", f"{variable.name}={variable.value}"]
 
 
+def _each(job: Job, option: str, value: str) -> list[str]:
+    """For the workers, and for the master, which the command line's reference gives options of its own."""
+    return [f"--{option}", value, *([f"--master-{option}", value] if job.nodes > 1 else [])]
+
+
 def _devices(job: Job) -> Iterator[tuple[str, list[str]]]:
     cluster = job.cluster
     if cluster.networks:
@@ -141,9 +150,7 @@ def _devices(job: Job) -> Iterator[tuple[str, list[str]]]:
     for name, value in cluster.annotations.items():
         yield "", ["--annotation", f"{name}={value}"]
     for name, count in cluster.extended_resources.items():
-        yield "", ["--extended-resource", f"{name}={count}"]
-        if job.nodes > 1:
-            yield "what workers get, the master may not", ["--master-extended-resource", f"{name}={count}"]
+        yield "", _each(job, "extended-resource", f"{name}={count}")
     for toleration in cluster.tolerations:
         parts = {
             "operator": "Exists" if toleration.value is None else "Equal",
@@ -162,7 +169,7 @@ def _lifetime(job: Job) -> Iterator[tuple[str, list[str]]]:
     )
     yield (
         "a run that was lost is started again, and resumes from its newest checkpoint",
-        ["--backoff-limit", str(cluster.max_restarts), "--restart-policy", "OnFailure"],
+        ["--backoff-limit", str(cluster.max_restarts), *_each(job, "restart-policy", "OnFailure")],
     )
     if job.nodes > 1:
         yield "workers that still run when the master has ended are of no use", ["--clean-pod-policy", "Running"]

@@ -12,25 +12,23 @@ export MSYS_NO_PATHCONV=1 MSYS2_ARG_CONV_EXCL='*'
 options=(
   --project research
   --image registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
-  # 2 nodes: a master and 1 workers
+  # 2 nodes: a master, which has options of its own, and 1 workers
   --workers 1
   # of each node
-  --gpu-devices-request 1
-  --cpu-core-request 16
+  --gpu-devices-request 1 --master-gpu-devices-request 1
+  --cpu-core-request 16 --master-cpu-core-request 16
   # with units: a bare number would be bytes. The plan needs 13 GiB with /dev/shm
-  --cpu-memory-request 13Gi --cpu-memory-limit 13Gi
+  --cpu-memory-request 13Gi --master-cpu-memory-request 13Gi --cpu-memory-limit 13Gi --master-cpu-memory-limit 13Gi
   # ranks of one node exchange data through /dev/shm
   --large-shm
   --existing-pvc 'claimname=project-001,path=/data'
   # a second network card in each pod
   --annotation k8s.v1.cni.cncf.io/networks=ssa
-  --extended-resource openshift.io/mellanoxnics=1
-  # what workers get, the master may not
-  --master-extended-resource openshift.io/mellanoxnics=1
+  --extended-resource openshift.io/mellanoxnics=1 --master-extended-resource openshift.io/mellanoxnics=1
   # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
   --termination-grace-period 120s
   # a run that was lost is started again, and resumes from its newest checkpoint
-  --backoff-limit 3 --restart-policy OnFailure
+  --backoff-limit 3 --restart-policy OnFailure --master-restart-policy OnFailure
   # workers that still run when the master has ended are of no use
   --clean-pod-policy Running
   # how much NCCL prints: VERSION, WARN, INFO, TRACE
