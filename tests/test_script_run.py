@@ -30,6 +30,7 @@ from windlass.launch.kubernetes import checks
 from windlass.meter import StepProfiler
 from windlass.plan.script import ScriptPlan, make_any
 from windlass.runfile import LoadedScript, describe, init, read, read_any
+from windlass.watch.prometheus import exposition
 
 NASTY = ["--name", "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?", "line\nbreak", "", "$(HOME)", "{x}"]
 SITE = (
@@ -205,6 +206,9 @@ def test_the_meter_writes_what_it_is_told_to_count(trained: Path) -> None:
     events = list(steps.lines(trained / "run/events.jsonl"))
     assert [event["kind"] for event in events] == ["start", "eval", "eval", "save", "end"]
     assert json.loads((trained / "run/meter-rank1.json").read_text())["unit"] == "images"
+    page = exposition("line", {0: lines[-1]}, {})
+    assert 'windlass_images{run="line",rank="0"} 4.0' in page
+    assert "windlass_images_per_second" in page
     assert (trained / "run/heartbeat-rank1.json").exists()
     manifest = json.loads((trained / "run/manifest.json").read_text())
     assert (manifest["state"], manifest["kind"], manifest["ranks"]) == ("finished", "script", 2)

@@ -177,10 +177,11 @@ def _to(verdict: str, text: str) -> str:
 
 
 def _run_file_names() -> list[str]:
-    from windlass.runfile import keys
+    from windlass.runfile import ScriptRun, keys
     from windlass.runfile.names import NOT_TAKEN, RENAMED
 
-    return [*keys(), *(path.rpartition(".")[2] for path in (*keys(), *RENAMED)), *NOT_TAKEN]
+    paths = (*keys(), *(path for path in keys(ScriptRun) if path.startswith("script")))
+    return [*paths, *(path.rpartition(".")[2] for path in (*paths, *RENAMED)), *NOT_TAKEN]
 
 
 def _run_file(name: str) -> list[Row]:

@@ -21,7 +21,9 @@ def exposition(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mappin
 
 
 def _lines(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mapping[str, int]) -> Iterator[str]:
-    for field, (unit, meaning) in steps.FIELDS.items():
+    counted = {name for record in latest.values() for name in steps.counted(steps.unit(record))}
+    fields = steps.FIELDS | dict.fromkeys(sorted(counted - steps.FIELDS.keys()), ("", "as the script's meter counts"))
+    for field, (unit, meaning) in fields.items():
         found = {rank: record[field] for rank, record in latest.items() if _number(record.get(field))}
         if field in OF_THE_JOB:
             found = dict(list(found.items())[:1])
