@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def test_golden_files_are_all_in_use() -> None:
 
 
 def test_rendering_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [
             *(
@@ -108,7 +108,9 @@ def test_rendering_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert time.monotonic() - began < 20  # far more than it needs, on a machine that has other things to do
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of a processor, whatever else this machine does; with Python's own measuring, and modules compiled anew.
+    assert after.ru_utime - before.ru_utime < 4
     names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert not {"torch", "transformers", "numpy", "accelerate"} & names
     assert "windlass.launch.kubernetes" in names
