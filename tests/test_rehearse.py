@@ -20,6 +20,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from windlass import demo, twin, weights
+from windlass import plan as planning
 from windlass.cli import app
 from windlass.errors import UserError
 from windlass.hardware import Here
@@ -170,15 +171,60 @@ def test_an_export_of_another_adapter_is_found(whole: Path, tmp_path: Path) -> N
         reload.main(tmp_path)
 
 
+TWO_BY_EIGHT = ("cluster.nodes=2", "cluster.gpus_per_node=8")
+# Every example run file, and the other layouts and families: name -> (run file, overrides, ranks here, nodes here)
+EXAMPLES: dict[str, tuple[Path, tuple[str, ...], int, int]] = {
+    "three nodes": (EXAMPLE, (), 3, 3),
+    "two nodes": (ROOT / "src/windlass/runfile/presets/mistral-small-4-2xh200.yaml", (), 2, 2),
+    "experts split": (EXAMPLE, ("cluster.nodes=2", "layout.name=expert-parallel"), 2, 2),
+    "hybrid": (EXAMPLE, (*TWO_BY_EIGHT, "layout.name=hybrid"), 4, 2),
+    "llama": (EXAMPLE, ("model.model_name_or_path=Llama-3.1-8B", "cluster.nodes=1", "data.packing=true"), 1, 1),
+    "qwen3 moe": (
+        EXAMPLE,
+        ("model.model_name_or_path=Qwen3-30B-A3B", "cluster.nodes=2", "lora.target_modules=all-linear"),
+        2,
+        2,
+    ),
+}
+
+
 @pytest.mark.prove
-@pytest.mark.parametrize("preset", [EXAMPLE, ROOT / "src/windlass/runfile/presets/mistral-small-4-2xh200.yaml"])
-def test_the_examples_are_rehearsed(preset: Path, tmp_path: Path) -> None:
-    record = rehearsed(preset, keep=tmp_path / "kept")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_rehearsed(name: str, tmp_path: Path) -> None:
+    run, overrides, ranks, count = EXAMPLES[name]
+    record = rehearsed(run, *overrides, keep=tmp_path / "kept")
     assert record.failure is None, record.failure
+    # A machine with more cores has more ranks of the two by eight.
+    assert record.ranks["here"] == ranks or name == "hybrid"
+    assert record.ranks["nodes"] == count
     assert [phase.name for phase in record.phases] == list(PHASES)
     assert any(text.startswith("data: ") for text in record.stand_ins)
     assert any(text.startswith("tokenizer and chat template: ") for text in record.stand_ins)
     assert {"GPU memory", "NCCL and GPUs"} <= {each["what"] for each in record.not_proved}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_run_in_small_is_planned_as_the_run_is(name: str, tmp_path: Path) -> None:
+    """Without being run: the same layout, targets and schedule, on the ranks and the twin that it would have."""
+    run, overrides, _, count = EXAMPLES[name]
+    loaded = read(run, overrides)
+    own = planning.make(loaded)
+    here, _ = spread(own.as_dict()["layout"], Here((), 2, 24, None))
+    sizes = shrunk(own.checkpoint, experts_over=here.expert_parallel, vocab=None)
+    twin.of(own.checkpoint, sizes, tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "some words of a row"}\n' * 40)
+    made = material(model=tmp_path / "model", data=tmp_path / "data")
+    derived = derive(loaded.run, own.as_dict(), here, made, tmp_path / "run", count)
+    (tmp_path / "run.yaml").write_text(derived.text())
+    small = planning.make(read(tmp_path / "run.yaml"))
+    for key in ("name", "reshard_after_forward", "base_dtype", "offload", "wrap", "precision"):
+        assert getattr(small.layout, key) == getattr(own.layout, key), key
+    assert (small.layout.ranks, small.layout.nodes) == (here.ranks, count)
+    leaves = [{module.rpartition(".")[2] for module in plan.adapter.target_modules} for plan in (small, own)]
+    assert leaves[0] == leaves[1]
+    assert small.loaded.run.train.learning_rate == own.loaded.run.train.learning_rate
+    assert small.schedule.steps == STEPS
 
 
 # --- planted faults: in the run file and the checkpoint
