@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -308,6 +309,25 @@ def test_a_script_that_stalls_is_ended_with_its_stacks_written(tmp_path: Path) -
     assert "train me.py" in (tmp_path / "run/stacks-rank0.txt").read_text()
     (alarm,) = steps.lines(tmp_path / "run/alarms.jsonl")
     assert (alarm["kind"], alarm["level"]) == ("stall", "stop")
+
+
+def test_an_operators_pod_with_one_rank_is_a_rank(tmp_path: Path) -> None:
+    words = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')))"
+    more = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = windlass("train", run_file(tmp_path, words), env={**os.environ, **more})
+    assert (done.returncode, done.stdout) == (0, "1 0 2 1\n")
+    assert not (tmp_path / "run").exists(), "the folder is rank 0's"
+
+
+def test_a_watch_that_cannot_begin_leaves_no_rank_behind(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        path = run_file(tmp_path, SAVES, watch={"prometheus_port": taken.getsockname()[1]})
+        done = windlass("train", path)
+    assert done.returncode == 2
+    assert "can't be served" in done.stderr
+    assert state(tmp_path) == "failed"
 
 
 def test_a_missing_script_is_told_before_anything_starts(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ def train(
         return run(plan, _all_of_this_machine(plan, environ), resume=resume)
 
     def one() -> int:
-        return run(make_plan(), [dict(environ)], resume=resume)
+        # An operator's pod with one rank is told no more than its number.
+        alone = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1"}
+        return run(make_plan(), [{**alone, **environ}], resume=resume)
 
     return ranks.inside(here, one, say=say)
 
@@ -131,6 +133,7 @@ def _stopping(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> 
         yield stop
     finally:
         timer.cancel()
+        ranks.signal_all(crew, signal.SIGKILL)  # those that are left where the watch could not begin
 
 
 # --- the run folder -------------------------------------------------------------------------------------------------
