@@ -201,7 +201,8 @@ def test_merged_expert_adapters_keep_every_layers_stack() -> None:
     plain = replace(work(8, 8, experts=True), layout=replace(work(8, 8).layout, activation_checkpointing=False))
     split = item(cost(plain), "activations")
     merged = item(cost(replace(plain, expert_path="merged")), "activations")
-    assert merged - split == pytest.approx(2 * EXPERTS, rel=0.01)  # 6.4 GB a layer, 232 GB in all
+    # 6.4 GB a layer, 232 GB in all; and, both under 2 GB, the stacks' input rows and the adapters' copies in 16 bits
+    assert 2 * EXPERTS < merged - split < 2 * EXPERTS + 2 * 2 * 10**9 + 10**8
 
 
 # name: work, seconds a step, seconds when nothing overlaps, tokens per second where the step is the bound

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,15 @@ def twice(loop: Loop) -> None:
 
 def alone(loop: Loop) -> None:
     """Ranks with the same experts don't average."""
-    loop.replicas.alike = []
+    average, alike = loop.replicas.average, loop.replicas.alike
+
+    def averaged(sums: torch.Tensor) -> torch.Tensor:
+        loop.replicas.alike = []
+        found = average(sums)
+        loop.replicas.alike = alike
+        return found
+
+    loop.replicas.average = averaged  # type: ignore[method-assign]
 
 
 FAULTS = {
@@ -154,7 +163,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make(runfile.read(file, case["overrides"]))
     job = plan.loaded.run
-    model, _ = load(plan.checkpoint, plan.layout, dtype=torch.float32)
+    model, _ = load(plan.checkpoint, replace(plan.layout, base_dtype="bf16"), dtype=torch.float32)
     model = attach(model, job.lora, plan.adapter, job.train.seed, MERGED)  # PEFT's own forward of experts' adapters
     tokenizer = run.tokenizer_of(plan)
     data = prepare(job, tokenizer)

@@ -97,12 +97,18 @@ def _shared(plain: list[Lora], t: Tokens) -> float:
 
 
 def _expert_adapter(lora: Lora, t: Tokens) -> float:
-    """Input rows in expert order, and the low-rank rows. The merged path keeps the rows too: its weight needs them."""
-    return t.top_k * t.surplus * (lora.inputs + (0 if t.merged else t.r)) * t.width
+    """Merged, the weight needs its input rows in expert order. Beside it the low-rank rows are kept, and those that
+    dropout made; other input rows are made again, of gate and up (kept anyway) or of each token's hidden state."""
+    rows = t.top_k * t.surplus
+    if t.merged:
+        return rows * lora.inputs * t.width
+    hidden = lora.inputs * t.width if lora.leaf == "gate_up_proj" else 0
+    return rows * t.r * t.width + (rows * (t.width + t.mask) * lora.inputs if t.mask else hidden)
 
 
 def _adapter_casts(layer: Layer, t: Tokens) -> float:
-    return sum(lora.parameters(t.r) for lora in layer.lora) * t.width if t.cast else 0.0
+    cast = [lora for lora in layer.lora if t.merged or not lora.experts]  # beside experts they are cast anew
+    return sum(lora.parameters(t.r) for lora in cast) * t.width if t.cast else 0.0
 
 
 def _merged(layer: Layer, t: Tokens) -> float:

@@ -44,7 +44,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
     stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
     split = any(experts.part_of(stack) for stack in stacks)
     whole = not split and all(stack.is_floating_point() for stack in stacks)
-    if expert_path == MERGED and not whole:
+    if adapter.target_parameters and expert_path == MERGED and not whole:
         raise AssertionError("an adapter is merged into weights that are here in part, or in FP8")
     in_fp8 = any(codings(module) for module in model.modules())
     raise_all(list(refusals(lora, adapter, sharded=sharded, split=split, merged=expert_path == MERGED, in_fp8=in_fp8)))
