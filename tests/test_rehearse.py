@@ -439,7 +439,7 @@ def test_what_only_gpus_or_other_machines_have_is_changed_and_said() -> None:
     made = derive(run, PLAN, Spread(3, 1, 1), material(), Path("out"))
     small = RunFile.model_validate(made.tree)
     assert (small.model.torch_dtype, small.model.attn_implementation, small.train.fp16) == ("float32", "sdpa", False)
-    assert (small.train.report_to, small.train.warmup_steps) == ("none", 3)
+    assert (small.train.report_to, small.train.warmup_steps) == ("none", STEPS // 4)
     assert small.train.save_steps == 2 * small.train.eval_steps
     assert small.cluster.env == {"A": "b"}
     said = {change.key: change.why for change in made.changes}

@@ -14,7 +14,7 @@ import yaml
 from windlass.rehearse.spread import Spread
 from windlass.runfile import LayoutSection, RunFile, Secret
 
-STEPS = 12  # optimizer steps of the whole rehearsal
+STEPS = 20  # optimizer steps of the whole rehearsal: enough that a fast machine is still at it when it is stopped
 EVERY = 4  # steps between two evaluations or saves, and steps of an epoch
 STOP_AT = EVERY + 1  # SIGTERM comes after the first evaluation and save
 MOST_ROWS, MOST_PASSES = 2, 2  # of a micro-batch, of an optimizer step: what is summed once is summed always
