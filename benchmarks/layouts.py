@@ -1,4 +1,4 @@
-"""Is the plan's order of layouts the measured one? Two ranks in two network namespaces, the link between them throttled.
+"""Is the plan's order of layouts the measured one? Two ranks in two network namespaces, a throttled link between them.
 
     python benchmarks/layouts.py              the table; exits with 1 where the orders differ
     python benchmarks/layouts.py --json       one JSON object
@@ -6,7 +6,8 @@
 Needs root and iproute2. The rule, fixed before anything is measured: of every two ways whose predicted times differ by
 TIE or more, the one that is predicted to be faster is measured to be faster; and what `auto` takes is measured to be
 no slower than any other by TIE. The processor's rate is what one of the ways needs without a wire (CALIBRATED), its
-memory's rate a copy's; the link's is what it is throttled to. Everything else is the plan's.
+memory's rate a copy's; the link's is what it is throttled to: with that, full-shard spends on the wire about fifty
+times what it computes, as the published recipe does on three nodes. Everything else is the plan's.
 
 All ways train the same rows through the code of `windlass train`. Rounds are interleaved, and the median of each way's
 steps counts, for other work on the machine falls on all of them alike.
@@ -29,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from launch_hosts import Hosts, hosts, why_not  # type: ignore[import-not-found]
 
@@ -39,7 +39,7 @@ from windlass import runfile, steps, twin
 from windlass.plan import Plan
 
 TIE = 0.15
-MEGABITS, TCP = 320, 0.95  # of the link, and the share of it that TCP's payload gets
+MEGABITS, TCP = 64, 0.95  # of the link, and the share of it that TCP's payload gets
 PORT = 29517
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 STEPS, ROUNDS = 3, 2  # optimizer steps of a run, of which the first only warms up
@@ -107,7 +107,7 @@ def make(folder: Path) -> None:
     """A model whose experts are most of it, in FP8 as published, and rows that are all full."""
     sizes = {"hidden": 256, "layers": 3, "heads": 4, "experts": 16, "top_k": 2, "moe_intermediate": 256, "vocab": 1024}
     twin.write(folder / "model", "mistral4", config={"initializer_range": 0.1}, **sizes)  # type: ignore[arg-type]
-    words = "the anchor is heavy and the crew is small so they turn the windlass and it comes up slowly".split()
+    words = ("anchor", "heavy", "crew", "small", "turn", "windlass", "slowly", "chain", "deck", "rope", "tide")
     rows = (" ".join(words[(i * j) % len(words)] for j in range(1, 1600)) for i in range(1, 65))
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 

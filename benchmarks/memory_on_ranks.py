@@ -1,21 +1,24 @@
-"""Predicted against measured peaks of real ranks: what the tracker's fake tensors can't express, expert parallelism.
+"""Predicted against measured peaks of real ranks: what the tracker's fake tensors can't express, expert parallelism and
+a base in FP8.
 
-    python benchmarks/memory_on_ranks.py [--json]
+    python benchmarks/memory_on_ranks.py [--json] [--only WORDS]
 
-Two processes over gloo hold real tensors, sharded by the code that training uses, and torch's tracker counts what they
-allocate. Experts receive the tokens that a random router sends them, near enough the same number on both ranks, so the
-plan's assumed surplus of the fullest rank is left out. Offloading needs a GPU and is measured nowhere here.
+Two processes over gloo hold real tensors, loaded, sharded and adapted by the code that training uses, and torch's
+tracker counts what they allocate. Experts receive the tokens that a random router sends them, near enough the same
+number on both ranks, so the plan's assumed surplus of the fullest rank is left out. Offloading needs a GPU and is
+measured nowhere here.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,47 +28,76 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModMemStats, _FSDPRefType
-from torch.distributed.tensor import DTensor
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks import memory_model as model_of
-from windlass.cost import activations, cost
-from windlass.family import FAMILIES
+from windlass import adapter as adapters
+from windlass import twin, weights
+from windlass.cost import Batch, Work, activations, cost
+from windlass.hardware import Machine, fabric, gpu
 from windlass.layout import Layout
 from windlass.model import shard
+from windlass.model.load import load
+from windlass.model.lora import attach
+from windlass.runfile import ExpertLora, Lora
 
-RANKS = 2
-SIZES = {"num_hidden_layers": 2}
-# name: expert parallel, checkpointing
-CASES = {"full-shard": (1, False), "expert-parallel": (2, False), "expert-parallel, checkpointing": (2, True)}
+RANKS, MICRO, LENGTH = 2, 2, 512
+SIZES = {"hidden": 1024, "layers": 2, "heads": 8, "experts": 32, "top_k": 4, "moe_intermediate": 512, "vocab": 8192}
+LATENT = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128}
+TARGETS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES = (
+    "full-shard",
+    "full-shard, FP8",
+    "full-shard, FP8, checkpointing",
+    "no-reshard",
+    "no-reshard, FP8",
+    "expert-parallel",
+    "expert-parallel, checkpointing",
+    "expert-parallel, FP8, checkpointing",
+    "resident, FP8",
+    "resident, FP8, checkpointing",
+    "full-shard, expert adapters",
+    "expert-parallel, expert adapters",
+    "expert-parallel, FP8, expert adapters, checkpointing",
+)
 
 
-def measure(name: str) -> dict[str, Any]:
+def layout_of(name: str) -> Layout:
+    kind, _, words = name.partition(", ")
+    return Layout(
+        kind,
+        "given",
+        1,
+        RANKS,
+        shard=1 if kind == "resident" else RANKS,
+        replicate=RANKS if kind == "resident" else 1,
+        expert_parallel=RANKS if kind == "expert-parallel" else 1,
+        reshard_after_forward=kind not in ("no-reshard", "resident"),
+        activation_checkpointing="checkpointing" in words,
+        base_dtype="fp8" if "FP8" in words else "bf16",
+    )
+
+
+def measure(name: str, folder: Path) -> dict[str, Any]:
     """Runs in every rank. The second micro-batch of the second step, as in the other benchmark."""
-    split, checkpointing = CASES[name]
-    case = model_of.Case("mistral4", ranks=RANKS, micro=2, length=512, checkpointing=checkpointing, sizes=SIZES)
-    bare = model_of.build(case)
-    found = dataclasses.replace(model_of.checkpoint(bare), config=bare.config.to_dict(), family=FAMILIES[case.family])
-    layout = Layout(name.partition(",")[0], "given", 1, RANKS, RANKS, expert_parallel=split)
-    model = shard.build(found, layout, torch.bfloat16)
-    shard.allocate(model, layout)
-    model.set_experts_implementation("grouped_mm")
-    for parameter in model.parameters():
-        with torch.no_grad():
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0, 0.02)
-    peft, adapter = model_of.adapt(case, model)
+    found = weights.find(str(folder), "benchmark")
+    experts = ExpertLora(r=4, lora_alpha=8) if "expert adapters" in name else None
+    lora = Lora(r=model_of.RANK, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, experts=experts)
+    adapter = adapters.resolve(lora, found, lambda key: key)
+    layout = layout_of(name)
+    processor = Machine(gpu("cpu"), fabric("loopback"), fabric("loopback"), fabric("memory"), 1, None)
+    work = Work(found, adapter, layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2).under(layout)
+    model, _ = load(found, layout, dtype=torch.bfloat16)
+    peft = attach(model, lora, adapter, 0, work.expert_path)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    if checkpointing:
+    if layout.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.train()
-    measured = _peak(peft, model, torch.randint(0, 8000, (case.micro, case.length)))
-    work = model_of.work(case, found, adapter)
-    work = dataclasses.replace(work, layout=dataclasses.replace(work.layout, expert_parallel=split))
+    measured = _peak(peft, model, torch.randint(0, 8000, (MICRO, LENGTH)), once=layout.name == "no-reshard")
     activations.IMBALANCE = 1.0
+    answer = cost(work)
     rows = {
-        r.item: r.bytes
-        for r in cost(work).rows
-        if (r.phase, r.place) == ("step", "gpu") and r.item not in model_of.ASSUMED
+        r.item: r.bytes for r in answer.rows if (r.phase, r.place) == ("step", "gpu") and r.item not in model_of.ASSUMED
     }
     total = sum(rows.values())
     return {
@@ -73,10 +105,13 @@ def measure(name: str) -> dict[str, Any]:
         "predicted_mib": total / model_of.MIB,
         "measured_mib": measured / model_of.MIB,
         "ratio": total / measured,
+        "peak": answer.peak,
+        "rows_mib": {item: size / model_of.MIB for item, size in rows.items()},
     }
 
 
-def _peak(peft: Any, model: Any, ids: torch.Tensor) -> float:
+def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
+    """`once`: what the first of two micro-batches gathered is kept for the second, as training does."""
     trained = [p for p in peft.parameters() if p.requires_grad]
     for parameter in trained:
         if parameter.device.type == "meta":
@@ -86,7 +121,11 @@ def _peak(peft: Any, model: Any, ids: torch.Tensor) -> float:
         model_of._pass(peft, ids)
         optimizer.step()
         optimizer.zero_grad()
+        if once:
+            shard.keep_gathered(model, keep=True)
         model_of._pass(peft, ids)
+        if once:
+            shard.keep_gathered(model, keep=False)
         gc.collect()
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((ids,))
@@ -101,11 +140,16 @@ def _peak(peft: Any, model: Any, ids: torch.Tensor) -> float:
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def launch(name: str) -> dict[str, Any]:
+def launch(name: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [*command, "--rank", name], capture_output=True, text=True, timeout=180, check=False, env=environment
+        [*command, "--rank", name, "--model", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
@@ -117,21 +161,28 @@ def launch(name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--only", default="", help="only cases whose words contain this")
     parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
+        warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        row = measure(options.rank)
+        row = measure(options.rank, options.model)
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
         dist.destroy_process_group()
         return
-    rows = [launch(name) for name in CASES]
-    for row in rows:
-        line = f"{row['predicted_mib']:10.1f} {row['measured_mib']:10.1f}  {row['ratio']:.3f}  {row['case']}"
-        print(json.dumps(row) if options.json else line)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = twin.write(Path(name), "mistral4", tokenizer=False, config=LATENT, **SIZES)  # type: ignore[arg-type]
+        for case in (case for case in CASES if options.only in case):
+            row = launch(case, folder)
+            rows.append(row)
+            line = f"{row['predicted_mib']:10.1f} {row['measured_mib']:10.1f}  {row['ratio']:.3f}  {row['case']}"
+            print(json.dumps(row) if options.json else line, flush=True)
     sys.exit(any(abs(row["ratio"] - 1) > 0.1 for row in rows))
 
 

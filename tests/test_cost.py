@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windlass import weights
-from windlass.adapter import Adapter
+from windlass.adapter import Adapter, Target
 from windlass.cost import Batch, Cost, Work, cost
 from windlass.cost.memory import optimizer, temporary
 from windlass.family import Family
@@ -195,6 +195,14 @@ def test_expert_adapters_are_whole_on_every_rank_unless_the_experts_are_split() 
     assert item(cost(work(2, 1, experts=True)), "adapter") == 4 * 1_084_428_288
     split = cost(work(2, 1, experts=True, expert_parallel=2))
     assert item(split, "adapter") == 4 * (27_463_680 + (1_084_428_288 - 27_463_680) // 2)
+
+
+def test_adapters_of_experts_count_with_their_own_rank() -> None:
+    experts = lora(experts=True)
+    stacks = Target("lora.experts", (), "experts", experts.target_parameters, (1_084_428_288 - 27_463_680) // 4, r=4)
+    quarter = replace(experts, targets=(stacks,), trainable=27_463_680 + (1_084_428_288 - 27_463_680) // 4)
+    split = replace(work(2, 1, experts=True, expert_parallel=2), adapter=quarter)
+    assert item(cost(split), "adapter") == 4 * (27_463_680 + (1_084_428_288 - 27_463_680) // 8)
 
 
 def test_merged_expert_adapters_keep_every_layers_stack() -> None:

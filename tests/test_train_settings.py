@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from trl import SFTConfig
 
+from windlass import plan as planning
 from windlass.cost import Batch
-from windlass.runfile import Train
+from windlass.runfile import Train, read
+from windlass.train.folder import resolved
 from windlass.train.settings import OURS, SAME, settings, warmup
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -61,6 +63,16 @@ def test_batch_comes_from_the_plan_and_rows_from_the_data(tmp_path: Path) -> Non
     config = made(tmp_path, {"packing": True, "max_length": None}, per_device_train_batch_size=1)
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (3, 5)
     assert (config.packing, config.max_length) == (True, None)
+
+
+def test_the_run_folder_says_the_batch_that_the_plan_chose(tmp_path: Path) -> None:
+    config = made(tmp_path, per_device_train_batch_size="auto")
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (3, 5)
+    example = Path(__file__).parent.parent / "examples" / "mistral-small-4" / "train.yaml"
+    plan = planning.make(read(example, ["train.per_device_train_batch_size=auto"]))
+    told = resolved(plan)["train"]
+    assert told["per_device_train_batch_size"] == plan.batch.micro > 1
+    assert told["per_device_train_batch_size"] * told["gradient_accumulation_steps"] == 16
 
 
 @pytest.mark.parametrize(

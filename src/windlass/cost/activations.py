@@ -31,7 +31,6 @@ class Tokens:
     width: int  # bytes of a value in compute
     cast: bool  # adapters in a wider dtype than compute: autocast makes each module its own copy of its input
     mask: float  # bytes that dropout keeps per input value
-    r: int
     adapter_bytes: int
     heads: int
     top_k: int
@@ -48,7 +47,6 @@ def tokens(work: Work, shape: Shape) -> Tokens:
         width=width,
         cast=work.adapter.dtype_bytes > width,
         mask=0.0 if not work.dropout else (FLOAT if on_cpu else 1.0),
-        r=work.adapter.r,
         adapter_bytes=work.adapter.dtype_bytes,
         heads=shape.heads,
         top_k=shape.top_k,
@@ -87,7 +85,7 @@ def _adapters(layer: Layer, t: Tokens) -> float:
     """Inputs of the adapted modules: their own copies where they are cast or dropped out, else what is there anyway."""
     plain = [lora for lora in layer.lora if not lora.experts]
     kept = sum((t.width + t.mask) * lora.inputs for lora in plain) if t.cast or t.mask else _shared(plain, t)
-    small = sum(t.r * t.width for _ in plain)
+    small = sum(lora.r * t.width for lora in plain)
     return kept + small + sum(_expert_adapter(lora, t) for lora in layer.lora if lora.experts)
 
 
@@ -103,12 +101,12 @@ def _expert_adapter(lora: Lora, t: Tokens) -> float:
     if t.merged:
         return rows * lora.inputs * t.width
     hidden = lora.inputs * t.width if lora.leaf == "gate_up_proj" else 0
-    return rows * t.r * t.width + (rows * (t.width + t.mask) * lora.inputs if t.mask else hidden)
+    return rows * lora.r * t.width + (rows * (t.width + t.mask) * lora.inputs if t.mask else hidden)
 
 
 def _adapter_casts(layer: Layer, t: Tokens) -> float:
     cast = [lora for lora in layer.lora if t.merged or not lora.experts]  # beside experts they are cast anew
-    return sum(lora.parameters(t.r) for lora in cast) * t.width if t.cast else 0.0
+    return sum(lora.parameters for lora in cast) * t.width if t.cast else 0.0
 
 
 def _merged(layer: Layer, t: Tokens) -> float:

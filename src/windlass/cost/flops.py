@@ -39,13 +39,13 @@ def _adapter(work: Work, shape: Shape) -> tuple[float, float]:
     active = fixed = 0.0
     for layer in shape.layers:
         for lora in layer.lora:
-            parameters = lora.parameters(work.adapter.r)
+            parameters = lora.parameters
             if not lora.experts:
                 active += parameters
             elif work.expert_path == "split":
                 active += parameters * shape.top_k / lora.experts
             else:
                 # forward: B A for all experts; backward: the weight's whole gradient, then its two projections
-                fixed += 3 * 2.0 * lora.experts * work.adapter.r * lora.inputs * lora.outputs
+                fixed += 3 * 2.0 * lora.experts * lora.r * lora.inputs * lora.outputs
                 fixed += 2.0 * work.batch.tokens * shape.top_k * lora.inputs * lora.outputs
     return active, fixed

@@ -64,16 +64,16 @@ def total(table: tuple[Row, ...], place: str) -> float:
     return max((sum(r.bytes for r in table if (r.phase, r.place) == (phase, place)) for phase in phases), default=0.0)
 
 
-def expert_adapters(work: Work, shape: Shape) -> int:
+def expert_adapters(shape: Shape) -> int:
     """Trained parameters of the routed experts."""
     own = ((layer, times) for layer, times in shape.kinds if layer.experts)
-    return sum(lora.parameters(work.adapter.r) * times for layer, times in own for lora in layer.lora if lora.experts)
+    return sum(lora.parameters * times for layer, times in own for lora in layer.lora if lora.experts)
 
 
 def adapter_share(work: Work, shape: Shape) -> tuple[int, str]:
     """Trained parameters on one rank. Adapters of experts stay with their expert; all others are replicated."""
     ranks = work.layout.expert_parallel
-    experts = expert_adapters(work, shape)
+    experts = expert_adapters(shape)
     if ranks == 1 or not experts:
         return work.adapter.trainable, f"{work.adapter.trainable} parameters, whole on every rank"
     share = work.adapter.trainable - experts + experts // ranks

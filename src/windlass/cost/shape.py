@@ -57,10 +57,12 @@ class Lora:
     part: str
     inputs: int
     outputs: int
+    r: int
     experts: int = 0  # 0: a plain linear
 
-    def parameters(self, r: int) -> int:
-        return r * (self.inputs + self.outputs) * max(self.experts, 1)
+    @property
+    def parameters(self) -> int:
+        return self.r * (self.inputs + self.outputs) * max(self.experts, 1)
 
 
 @dataclass(frozen=True)
@@ -253,10 +255,12 @@ def _read(key: _Same) -> Shape:
     adapter: Adapter
     checkpoint, adapter = key.things  # type: ignore[assignment]
     fp8 = in_fp8(checkpoint)
+    own = {target.part: target.r for target in adapter.targets if target.r}  # experts may have a rank of their own
+    ranks = {part: own.get(part, adapter.r) for part in {p.part for p in checkpoint.parameters}}
     by_layer = _layers(checkpoint.parameters)
     adapted = _adapted((*adapter.target_modules, *adapter.target_parameters))
     dims = checkpoint.dims
-    layers = tuple(_layer(by_layer[i], adapted.get(i, ()), fp8) for i in sorted(by_layer))
+    layers = tuple(_layer(by_layer[i], adapted.get(i, ()), fp8, ranks) for i in sorted(by_layer))
     outside = tuple(p for p in checkpoint.parameters if not _LAYER.search(p.name))
     embedding = next(p for p in outside if p.part == "embedding")
     return Shape(
@@ -280,7 +284,7 @@ def _adapted(targets: Iterable[str]) -> dict[int, tuple[str, ...]]:
     return {index: tuple(names) for index, names in found.items()}
 
 
-def _layer(own: dict[str, Parameter], adapted: tuple[str, ...], fp8: frozenset[str]) -> Layer:
+def _layer(own: dict[str, Parameter], adapted: tuple[str, ...], fp8: frozenset[str], ranks: dict[str, int]) -> Layer:
     linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if len(p.shape) == 2}
 
     def out(names: Iterable[str], otherwise: int) -> int:
@@ -307,7 +311,7 @@ def _layer(own: dict[str, Parameter], adapted: tuple[str, ...], fp8: frozenset[s
         mlp=mlp,
         expert=expert,
         experts=stacks[0].shape[0] if stacks else 0,
-        lora=tuple(filter(None, (_lora(name, own) for name in adapted))),
+        lora=tuple(filter(None, (_lora(name, own, ranks) for name in adapted))),
     )
 
 
@@ -320,10 +324,10 @@ def _norm_width(name: str, parameter: Parameter, query: int, key: int) -> int:
     return parameter.shape[0] if name.endswith("weight") else 0
 
 
-def _lora(name: str, own: dict[str, Parameter]) -> Lora | None:
+def _lora(name: str, own: dict[str, Parameter], ranks: dict[str, int]) -> Lora | None:
     parameter = own.get(f"{name}.weight") or own.get(name)
     if parameter is None or len(parameter.shape) < 2:
         return None
     leaf = name.rpartition(".")[2]
     *experts, outputs, inputs = parameter.shape
-    return Lora(leaf, parameter.part, inputs, outputs, experts[0] if experts else 0)
+    return Lora(leaf, parameter.part, inputs, outputs, ranks[parameter.part], experts[0] if experts else 0)

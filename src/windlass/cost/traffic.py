@@ -94,7 +94,7 @@ def _reduce(work: Work, shape: Shape) -> list[Flow]:
     if layout.ranks == 1:
         return []
     mine, _ = adapter_share(work, shape)
-    own = expert_adapters(work, shape) // layout.expert_parallel if layout.expert_parallel > 1 else 0
+    own = expert_adapters(shape) // layout.expert_parallel if layout.expert_parallel > 1 else 0
     found = [_all_reduce(work, "adapter all-reduce", mine - own, layout.ranks, 1)]
     alike = layout.ranks // layout.expert_parallel
     if own and alike > 1:  # as many rings side by side as there are different experts on a node

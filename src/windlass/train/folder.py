@@ -190,7 +190,7 @@ def _say(text: str) -> None:
 def facts(plan: Plan) -> dict[str, Any]:
     """What went into this run: enough to know later what it was."""
     return {
-        "run": plan.loaded.run.model_dump(mode="json"),
+        "run": resolved(plan),
         "versions": {"windlass": __version__, "python": sys.version.split()[0], **versions()},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": plan.layout.ranks,
@@ -198,6 +198,16 @@ def facts(plan: Plan) -> dict[str, Any]:
         "sequences": plan.batch.micro * plan.batch.accumulation * plan.layout.ranks,  # of an optimizer step
         "git": manifest.git_state(),
     }
+
+
+def resolved(plan: Plan) -> dict[str, Any]:
+    """The run file with the micro-batch and the passes that the plan chose or derived in their places."""
+    run = plan.loaded.run.model_dump(mode="json")
+    batch = {
+        "per_device_train_batch_size": plan.batch.micro,
+        "gradient_accumulation_steps": plan.batch.accumulation,
+    }
+    return {**run, "train": {**run["train"], **batch}}
 
 
 def versions() -> dict[str, str]:

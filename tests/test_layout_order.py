@@ -1,0 +1,67 @@
+"""The plan's order of layouts against the measured one, over a throttled link. The table: benchmarks/layouts.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_hosts import why_not  # type: ignore[import-not-found]
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.layouts import TIE, Outcome, wrong_pairs  # noqa: E402 (benchmarks/ is no package of the library)
+
+MISSING = why_not() or ("" if shutil.which("tc") else "tc (iproute2) throttles the link, and is not installed")
+
+
+def outcomes(*times: tuple[float, float]) -> list[Outcome]:
+    return [Outcome(str(i), predicted, measured, 0.0, 0.0) for i, (predicted, measured) in enumerate(times)]
+
+
+def test_the_rule_sees_a_wrong_order_and_lets_ties_be() -> None:
+    assert wrong_pairs(outcomes((1.0, 5.0), (2.0, 9.0), (4.0, 9.5))) == (3, [])
+    assert wrong_pairs(outcomes((1.0, 5.0), (1.0 + TIE - 0.01, 4.0))) == (0, [])
+    pairs, wrong = wrong_pairs(outcomes((1.0, 5.0), (2.0, 4.0), (4.0, 9.5)))
+    assert (pairs, [(one.way, other.way) for one, other in wrong]) == (3, [("0", "1")])
+
+
+@pytest.fixture(scope="module")
+def proof() -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "layouts.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.stdout, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1600)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
+def test_layouts_are_as_fast_as_each_other_in_the_order_that_the_plan_says(proof: dict[str, Any]) -> None:
+    assert proof["pairs"] >= 30, proof["rows"]  # of 45: the ways really differ
+    assert proof["wrong"] == [], proof["rows"]
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1600)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
+def test_what_auto_takes_is_measured_to_be_the_fastest(proof: dict[str, Any]) -> None:
+    measured = {row["way"]: row["measured"] for row in proof["rows"]}
+    assert measured[proof["auto"]] <= min(measured.values()) * (1 + TIE)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1600)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
+def test_the_bytes_on_the_wire_are_those_of_the_plan(proof: dict[str, Any]) -> None:
+    """What rendezvous, start and TCP's own words add is small beside a step that moves weights."""
+    moved = [row for row in proof["rows"] if row["predicted_mb"] > 10]
+    assert len(moved) >= 6
+    for row in moved:
+        assert 0.95 < row["sent_mb"] / row["predicted_mb"] < 1.15, row
