@@ -495,6 +495,24 @@ def test_status_logs_and_stop_go_through_the_platforms_client(
         submitting.status(here, here)
 
 
+def test_submit_follows_once_a_pod_runs(
+    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "phases").write_text("Pending\nRunning\n")
+    body = KUBECTL.replace(
+        '*"jsonpath"*) echo Running ;;', f'*"jsonpath"*) head -n 1 {here}/phases; sed -i 1d {here}/phases ;;'
+    )
+    program(here / "bin", "kubectl", body)
+    said: list[str] = []
+    assert sent(here, "kubernetes", said.append, follow=True) == 0
+    assert "waiting: Pending" in said
+    assert "step 1" in capfd.readouterr().out
+    assert calls(kubectl, "kubectl")[-1] == "--follow"
+    program(here / "bin", "runai", "exit 0")
+    assert sent(here, "runai", follow=True) == 0
+    assert calls(here / "bin", "runai")[-4:] == ["run", "--project", "research", "--follow"]
+
+
 def test_without_a_client_the_files_are_left_with_the_next_step(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(here / "bin"))
     said: list[str] = []
