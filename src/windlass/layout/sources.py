@@ -292,5 +292,6 @@ def _barred(run: Run) -> dict[str, str]:
     barred = {name: why for name in LAYOUTS if name != "resident"} if why else {}
     optim = run.train.optim
     if lora.experts and optim not in ELEMENTWISE and not why:
-        barred["expert-parallel"] = f"train.optim: {optim} looks at a whole tensor, and experts' adapters would be split"
+        why = f"train.optim: {optim} looks at a whole tensor, and experts' adapters would be split"
+        barred["expert-parallel"] = why
     return barred

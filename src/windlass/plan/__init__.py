@@ -136,13 +136,10 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         steps = schedule(run.train, batch, layout.ranks, adapter, sequences, rows.how).steps
         return None if steps is None else steps * cost.step_seconds * layout.ranks / 3600
 
-    experts, fp8 = checkpoint.dims.get("experts", 0), bool(in_fp8(checkpoint))
-    if wanted.base_dtype == "fp8" and not fp8:
-        what = f"{checkpoint.name} is not published in FP8, and windlass does not quantise"
-        raise UserError(f"base_dtype: fp8, but {what}", where("layout.base_dtype"), "leave it out, or write bf16")
+    experts, fp8 = checkpoint.dims.get("experts", 0), _in_fp8(checkpoint, wanted, where)
     contenders = contend(full, length, candidates(wanted, experts, fp8), batches, gpu_hours)
     asked = wanted.name != "auto"
-    best = chosen(contend(full, length, named(wanted, experts, fp8), batches, gpu_hours) if asked else contenders)
+    best = chosen(contend(full, length, named(wanted, experts, fp8), batches) if asked else contenders)
     if best is None or best.layout is None:
         raise UserError("no layout is possible", where("layout"), "give cluster.nodes and cluster.gpus_per_node")
     layout = best.layout if not asked else _as_asked(best.layout, wanted)
@@ -173,6 +170,15 @@ def _way(work: Work) -> tuple[str, ...]:
         adapters.MERGED: f"in their weights, W + BA: for {work.batch.tokens:,} tokens a micro-batch that is less work",
     }
     return (f"adapters of routed experts are computed {ways[work.expert_path]}",)
+
+
+def _in_fp8(checkpoint: Checkpoint, wanted: Demand, where: Callable[[str], str]) -> bool:
+    """Whether the base can be held as published, in FP8."""
+    published = bool(in_fp8(checkpoint))
+    if wanted.base_dtype == "fp8" and not published:
+        what = f"{checkpoint.name} is not published in FP8, and windlass does not quantise"
+        raise UserError(f"base_dtype: fp8, but {what}", where("layout.base_dtype"), "leave it out, or write bf16")
+    return published
 
 
 def _as_asked(layout: Layout, wanted: Demand) -> Layout:

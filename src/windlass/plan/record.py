@@ -8,7 +8,7 @@ from typing import Any
 from windlass import __version__
 from windlass.hardware import GIB
 from windlass.plan import Plan
-from windlass.plan.compare import Contender
+from windlass.plan.compare import Contender, Trial
 
 
 def record(plan: Plan) -> dict[str, Any]:
@@ -28,17 +28,7 @@ def record(plan: Plan) -> dict[str, Any]:
             "accumulation": plan.batch.accumulation,
             "max_length": plan.batch.length,
             **asdict(length),
-            "tried": [
-                {
-                    "micro": trial.batch.micro,
-                    "accumulation": trial.batch.accumulation,
-                    "gpu_gib": trial.cost.gpu_gib,
-                    "fits": trial.fits,
-                    "step_seconds": trial.cost.step_seconds,
-                    "tokens_per_second": trial.cost.tokens_per_second,
-                }
-                for trial in plan.tried
-            ],
+            "tried": [_trial(trial) for trial in plan.tried],
         },
         "memory": {
             "gpu_gib": cost.gpu_gib,
@@ -68,6 +58,17 @@ def record(plan: Plan) -> dict[str, Any]:
         },
         "advice": [asdict(advice) for advice in plan.advice],
         "notes": list(plan.notes),
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "micro": trial.batch.micro,
+        "accumulation": trial.batch.accumulation,
+        "gpu_gib": trial.cost.gpu_gib,
+        "fits": trial.fits,
+        "step_seconds": trial.cost.step_seconds,
+        "tokens_per_second": trial.cost.tokens_per_second,
     }
 
 
