@@ -237,6 +237,7 @@ def test_start_reads_without_a_word(tmp_path: Path, name: str) -> None:
 
 def accumulation_is_said(text: str, run: RunFile) -> bool:
     assert run.train.global_batch_size is not None
+    assert isinstance(run.train.per_device_train_batch_size, int)
     steps = run.train.global_batch_size // (run.train.per_device_train_batch_size * run.ranks)
     product = f"/ ({run.train.per_device_train_batch_size} x {run.ranks}) = "
     return product not in text or f"{product}{steps}" in text
@@ -342,7 +343,7 @@ def test_names_are_the_librarys() -> None:
     trackers, attention = set(INTEGRATION_TO_CALLBACK), set(ALL_ATTENTION_FUNCTIONS.keys())
     assert set(OPTIMIZERS) | set(OPTIMIZERS_REFUSED) == optimizers
     assert set(SCHEDULES) == schedules
-    assert TRACKERS - {"none"} == trackers - {"kubeflow"}  # kubeflow is a job's progress, not a tracker
+    assert TRACKERS.keys() - {"none"} == trackers - {"kubeflow"}  # kubeflow is a job's progress, not a tracker
     assert set(ATTENTION) - {"eager"} == {name for name in attention if "|" not in name}
 
 
