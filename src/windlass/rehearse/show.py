@@ -121,7 +121,7 @@ def verdict(record: Record) -> Text:
         return Text("failed: ", "bold red") + Text(f"the phase {name} found a fault ({record.seconds:.0f} s)")
     if not ranks["here"]:
         return Text("planned and rendered, not rehearsed: ", "yellow") + Text(ranks["why"])
-    of = "" if ranks["here"] == ranks["yours"] else f" of {ranks['yours']} ({ranks['why']})"
+    few = "" if ranks["here"] == ranks["yours"] else f" of your {ranks['yours']}, as {ranks['why']}"
     where = f"; everything lies in {record.folder}" if record.folder else ""
-    said = f"rehearsed with {ranks['here']}{of} ranks, {ranks['layout']}, in {record.seconds:.0f} s{where}"
+    said = f"rehearsed with {ranks['here']} ranks{few}, {ranks['layout']}, in {record.seconds:.0f} s{where}"
     return Text("passed: ", "green") + Text(said)
