@@ -54,7 +54,8 @@ def test_every_layout_is_listed_with_its_figures_or_its_reason() -> None:
 
 
 def test_experts_adapted_too() -> None:
-    made = planned("--override", "lora.experts=true", "--override", "lora.lora_dropout=0")
+    more = ("lora.experts=true", "lora.lora_dropout=0", "train.per_device_train_batch_size=16")
+    made = planned(*(word for override in more for word in ("--override", override)))
     assert made["adapter"]["trainable"] == 1_084_428_288
     assert made["memory"]["fits"] is False
     assert "gradient_checkpointing" in made["memory"]["remedy"]
