@@ -225,7 +225,7 @@ def rehearse(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the whole run in small on this machine's CPU, in minutes: what would fail on the cluster fails here.
+    """Rehearse the whole run in small on this machine's CPU, in minutes: what would fail on the cluster fails here.
 
     A twin of the model, your first rows, your launch script, as many ranks: plan, check, train, stop, resume, export,
     merge, and plain transformers opening the result. Exits with 1 when a phase finds a fault, 2 when it is the input.

@@ -78,7 +78,8 @@ def phases(record: Record) -> Table:
     for phase in record.phases:
         said = Text("\n".join(phase.proved))
         if not phase.passed:
-            said = Text("failed", "bold red") + (Text("; before that: ") + said if phase.proved else Text())
+            before = f"; before that: {said}" if phase.proved else ""
+            said = Text.assemble(("failed", "bold red"), before)
         table.add_row(phase.name, f"{phase.seconds:.1f}", said)
     return table
 
@@ -118,10 +119,10 @@ def verdict(record: Record) -> Text:
     ranks = record.ranks
     if record.failure:
         name = record.failure["phase"]
-        return Text("failed: ", "bold red") + Text(f"the phase {name} found a fault ({record.seconds:.0f} s)")
+        return Text.assemble(("failed: ", "bold red"), f"the phase {name} found a fault ({record.seconds:.0f} s)")
     if not ranks["here"]:
-        return Text("planned and rendered, not rehearsed: ", "yellow") + Text(ranks["why"])
+        return Text.assemble(("planned and rendered, not rehearsed: ", "yellow"), ranks["why"])
     few = "" if ranks["here"] == ranks["yours"] else f" of your {ranks['yours']}, as {ranks['why']}"
     where = f"; everything lies in {record.folder}" if record.folder else ""
     said = f"rehearsed with {ranks['here']} ranks{few}, {ranks['layout']}, in {record.seconds:.0f} s{where}"
-    return Text("passed: ", "green") + Text(said)
+    return Text.assemble(("passed: ", "green"), said)
