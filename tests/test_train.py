@@ -71,6 +71,7 @@ def case(
 EXPERTS: dict[str, Any] = {"lora__experts": {"r": 2, "lora_alpha": 4}}
 SPLIT: dict[str, Any] = {"layout": "expert-parallel", "layout__expert_parallel": 2}
 GO_ON: dict[str, Any] = {"lora__adapter": "{out}/experts split/final", "train__max_steps": 3}
+UNLIKE: dict[str, Any] = {"on rank 1": ["layout.base_dtype=fp8"], "layout__base_dtype": "bf16"}
 PACKED: dict[str, Any] = {"data__packing": True}
 SAVING: dict[str, Any] = {
     "train__save_strategy": "steps",
@@ -126,7 +127,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "resumed": case(2, resume=True, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
         "again": case(2, resume=True, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
         "over a finished one": case(2, train__output_dir="{out}/in two parts", **SAVING, **HELD_OUT),
-        "unlike nodes": case(2, **{"on rank 1": ["layout.base_dtype=fp8"], "layout__base_dtype": "bf16"}),
+        "unlike nodes": case(2, **UNLIKE),
         "no data": case(2, data__text_field="nope", train__output_dir="{out}/mended"),
         "mended": case(2, train__max_steps=3),
         "over an unfinished one": case(2, train__output_dir="{out}/nan"),
