@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from windlass import twin
+from windlass.train.again import again
 
 test_train = importlib.import_module("test_train")  # beside this file: its run file, and how ranks are started
 pytestmark = pytest.mark.xdist_group("fp8 run")
@@ -129,5 +130,7 @@ def test_an_interrupted_run_goes_on_where_it_was(more: Any) -> None:
     assert more["resumed"]["code"] == 0
     steps = more.steps("in two parts")
     assert [step["step"] for step in steps] == list(range(1, 11))
-    saved = json.loads((Path(more.folder) / "in two parts" / "load.json").read_text())
+    folder = Path(more.folder) / "in two parts"
+    assert again(folder, eval_data=None, ranks=1).run.layout.base_dtype == "fp8"  # what `windlass best --ranks 1` runs
+    saved = json.loads((folder / "load.json").read_text())
     assert "float8_e4m3fn" in {each["dtype"] for each in saved["parameters"]}
