@@ -1,0 +1,217 @@
+"""One GPU, Mistral Small 4 at full width: does the whole model fit, how fast is a step, and where does its time go.
+
+    python benchmarks/one_gpu.py                       every part, ten minutes at most
+    python benchmarks/one_gpu.py --parts whole,profile
+    python benchmarks/one_gpu.py --tiny                the same code at toy size, on whatever is here
+    python benchmarks/one_gpu.py --show one_gpu.jsonl  the tables of an earlier run, a broken-off one too
+
+Each part runs in a process of its own, has a share of the time (and what earlier parts left of theirs), and writes
+each row to --out the moment it is there: what ends early loses nothing that was measured. Weights are random and made
+on the GPU: no files, no copy on the host. Everything else is what a run uses: the model as shard.py builds it, the
+FP8 base, the adapters and their experts' path, checkpointing, autocast, TRL's fused head, AdamW. Rows of tokens are
+full, so none is padding. "plan" is what windlass.cost says of the same work, without what only a device has (the
+driver's context, fragmentation); "peak" is what torch has allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHARES = {  # of the time, in parts of it; what one leaves is the next one's
+    "ground": 0.10,
+    "whole": 0.24,
+    "whole-experts": 0.20,
+    "layers": 0.26,
+    "peft": 0.12,
+    "profile": 0.08,
+}
+ABOUT = {
+    "ground": "the card's own rates, and our GPU paths against plain ones",
+    "whole": "all layers resident in FP8, adapters on attention and shared experts",
+    "whole-experts": "the same, adapters on the routed experts too",
+    "layers": "a few layers at full width, held in 16 bits and in FP8, by tokens per micro-batch",
+    "peft": "one layer's experts with adapters: PEFT's way beside ours, by tokens per expert",
+    "profile": "where one step's time goes",
+}
+ASIDE = 0.04  # of the time, for starting processes and printing
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(SHARES), help=f"some of {', '.join(SHARES)}")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes: does it all run?")
+    parser.add_argument("--seconds", type=float, default=570.0, help="of the whole (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("one_gpu.jsonl"), help="a JSON object a line")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print an earlier run's tables, and measure nothing")
+    parser.add_argument("--part", choices=list(SHARES), help=argparse.SUPPRESS)  # what a part's own process is told
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)  # time.time()
+    asked = parser.parse_args()
+    if unknown := [part for part in asked.parts.split(",") if part not in SHARES]:
+        parser.error(f"no such part: {', '.join(unknown)}; known: {', '.join(SHARES)}")
+    return asked
+
+
+def facts() -> dict[str, Any]:
+    """The line that every file begins with. No torch: the process that only waits holds none of the GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        gpu = "none"
+    versions = {}
+    for name in ("torch", "transformers", "peft", "trl", "triton"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "absent"
+    return {
+        "part": "facts", "date": time.strftime("%Y-%m-%d"), "gpu": gpu, "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores", "versions": versions, "command": sys.argv,
+    }  # fmt: skip
+
+
+def write(out: Path, row: dict[str, Any]) -> None:
+    """At once and whole: a process that is killed later has said this."""
+    with out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in out.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            rows.append({"part": "facts", "skipped": "a line that was broken off"})
+    return rows
+
+
+def missing() -> str:
+    """What keeps every part from running here."""
+    needed = {"torch": (2, 11), "transformers": (5, 23), "peft": (0, 21), "trl": (1, 16)}
+    found = facts()["versions"]
+    short = []
+    for name, least in needed.items():
+        has = found[name]
+        if has == "absent" or tuple(int("".join(c for c in n if c.isdigit()) or 0) for n in has.split(".")[:2]) < least:
+            short.append(f"{name} >= {'.'.join(map(str, least))} (here: {has})")
+    return ", ".join(short)
+
+
+def conduct(asked: argparse.Namespace) -> int:
+    """Every part after the other, each bounded. 1 where one failed or ran out of time."""
+    began, out = time.time(), asked.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("")
+    write(out, facts())
+    if lacking := missing():
+        write(out, {"part": "facts", "skipped": f"every part: {lacking} is needed"})
+        show(read(out))
+        return 1
+    wanted = asked.parts.split(",")
+    parts = [part for part in SHARES if part in wanted]
+    usable, until, bad = asked.seconds * (1 - ASIDE), began, 0
+    environ = {
+        **os.environ,
+        **dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
+    }
+    for part in parts:
+        until += usable * SHARES[part] / sum(SHARES[each] for each in parts)
+        print(f"{part}: {ABOUT[part]}; until {until - began:.0f} s", file=sys.stderr, flush=True)
+        command = [sys.executable, __file__, "--part", part, "--until", str(until), "--out", str(out)]
+        try:
+            code = subprocess.run(
+                [*command, *["--tiny"] * asked.tiny], env=environ, timeout=max(1.0, until - time.time())
+            ).returncode
+            why = f"its process ended with {code}: see what it printed" if code else ""
+        except subprocess.TimeoutExpired:
+            why = "out of time"
+        if why:
+            write(out, {"part": part, "skipped": why})
+            bad = 1
+        write(out, {"part": "facts", "spent on": part, "at_seconds": round(time.time() - began, 1)})
+    show(read(out))
+    return bad
+
+
+# --- tables ---
+
+
+COLUMNS: dict[str, list[tuple[str, str, str]]] = {  # part -> (heading, key, format)
+    "ground": [("what", "what", ""), ("found", "value", ".4g"), ("unit", "unit", ""), ("expected", "expected", "")],
+    "step": [
+        ("model", "model", ""), ("base", "base", ""), ("adapters", "adapters", ""), ("tokens", "tokens", ",d"),
+        ("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%"), ("s/step", "seconds", ".3f"),
+        ("forward s", "forward", ".3f"), ("backward s", "backward", ".3f"), ("update s", "update", ".3f"),
+        ("peak GiB", "peak_gib", ".2f"), ("plan GiB", "plan_gib", ".2f"), ("peak/plan", "peak_to_plan", ".3f"),
+        ("reserved GiB", "reserved_gib", ".2f"), ("plan s/step", "plan_seconds", ".3f"), ("loss", "loss", ".3f"),
+    ],
+    "peft": [
+        ("tokens/expert", "per_expert", ",d"), ("PEFT ms", "peft_ms", ".2f"), ("beside ms", "beside_ms", ".2f"),
+        ("no adapter ms", "none_ms", ".2f"), ("beside/PEFT", "time_ratio", ".2f"), ("PEFT GiB", "peft_gib", ".2f"),
+        ("beside GiB", "beside_gib", ".2f"), ("memory ratio", "memory_ratio", ".2f"), ("a run takes", "chosen", ""),
+    ],
+    "profile": [("operation", "name", ""), ("calls", "calls", ",d"), ("ms", "ms", ".2f"), ("share", "share", ".1%")],
+}  # fmt: skip
+KIND = {"whole": "step", "whole-experts": "step", "layers": "step"}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Markdown tables, as they are kept."""
+    for row in rows:
+        if "versions" in row:
+            versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+            print(f"{row['date']}; GPU: {row['gpu']}; {row['machine']}; Python {row['python']}; {versions}")
+    for part in SHARES:
+        own = [row for row in rows if row["part"] == part]
+        if not own:
+            continue
+        print(f"\n**{part}**: {ABOUT[part]}\n")
+        measured = [row for row in own if "skipped" not in row and "note" not in row]
+        if measured:
+            columns = COLUMNS[KIND.get(part, part)]
+            print("| " + " | ".join(heading for heading, _, _ in columns) + " |")
+            print("|" + " --- |" * len(columns))
+            for row in measured:
+                print("| " + " | ".join(cell(row.get(key), form) for _, key, form in columns) + " |")
+        for row in own:
+            if said := row.get("note") or row.get("skipped"):
+                print(f"{'note' if 'note' in row else 'skipped'}: {said}")
+    for row in rows:
+        if row["part"] == "facts" and "skipped" in row:
+            print(f"skipped: {row['skipped']}")
+
+
+def cell(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form).replace("|", "\\|")
+
+
+def main() -> None:
+    asked = parse()
+    if asked.show:
+        show(read(asked.show))
+    elif asked.part:
+        import one_gpu_parts as parts
+
+        for row in parts.PARTS[asked.part](parts.Sizes(asked.tiny), asked.until):
+            write(asked.out, {"part": asked.part, **row})
+    else:
+        sys.exit(conduct(asked))
+
+
+if __name__ == "__main__":
+    main()

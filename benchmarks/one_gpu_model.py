@@ -1,0 +1,195 @@
+"""Mistral Small 4 without its files, built and filled on the GPU, and a training step of it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from trl.trainer.utils import add_fused_lm_head
+
+from windlass import adapter as adapters
+from windlass import hardware
+from windlass.adapter import SPLIT
+from windlass.cost import Batch, Work, in_fp8
+from windlass.layout import Layout
+from windlass.model import fp8, shard
+from windlass.model.lora import attach
+from windlass.runfile import Lora
+from windlass.weights import Checkpoint, Parameter, config, published
+from windlass.weights.checkpoint import Piece, Stored
+
+GIB = 2**30
+MODEL = "Mistral-Small-4-119B-2603"
+SPREAD, CODE_SPREAD = 0.02, 32.0  # of weights; of codes: seven spreads stay within e4m3's 448
+TINY = {  # of the text model's config, for --tiny
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+DENSE = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GPU = torch.cuda.is_available()
+Row = dict[str, Any]
+Step = Callable[[], Any]
+
+
+class Sizes:
+    """How large everything is."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        self.layers, self.some = (3, 2) if tiny else (36, 4)
+        self.length = 64 if tiny else 4096  # of one sequence
+        self.sweep = (64, 128) if tiny else (4096, 8192, 16384, 32768)  # tokens per micro-batch
+        self.whole = 128 if tiny else 16384
+        self.r, self.expert_r = (4, 2) if tiny else (16, 4)
+        self.per_expert = (2, 16) if tiny else (8, 32, 128, 512, 2048)
+        self.square = 256 if tiny else 8192  # side of the products that the card's rate is taken from
+        self.copied = 2**20 if tiny else 2**32  # bytes
+        self.top = 15  # operations in the profile
+
+
+def sync() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def free() -> None:
+    gc.collect()
+    if GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def seconds_of(step: Step) -> float:
+    sync()
+    began = time.perf_counter()
+    step()
+    sync()
+    return time.perf_counter() - began
+
+
+# --- a model without files ---
+
+
+def headers(sizes: Sizes, layers: int) -> Checkpoint:
+    """What the headers of the published checkpoint say, cut to so many layers: enough to build it, and to plan it."""
+    known = published(MODEL)
+    assert known is not None
+    text = {**known.config, **(TINY if sizes.tiny else {}), "num_hidden_layers": layers}
+    wrapped = {"model_type": "mistral3", "architectures": [known.wrapper], "text_config": text}
+    described = config.describe({**wrapped, "quantization_config": known.quantization}, MODEL)
+    bare = replace(
+        known, config=described.config, dims=described.dims,
+        parameters=tuple(config.parameters(described, tied=described.tied)),
+    )  # fmt: skip
+    eight = in_fp8(bare)
+    return replace(bare, parameters=tuple(_stored(each, each.name in eight) for each in bare.parameters))
+
+
+def _stored(parameter: Parameter, eight: bool) -> Parameter:
+    """As the publisher stores it: FP8 with a scale for each matrix, or BF16. There is no file; nothing opens one."""
+    nowhere, scales = Path("random"), (*parameter.shape[:-2], 1, 1) if len(parameter.shape) == 3 else ()
+    stored = Stored(parameter.name, "F8_E4M3" if eight else "BF16", parameter.shape, nowhere, 0, 0)
+    scale = Stored(f"{parameter.name}_scale_inv", "BF16", scales, nowhere, 0, 0) if eight else None
+    return replace(parameter, pieces=(Piece(stored, (0,) * len(parameter.shape), scale),))
+
+
+def layout_of(base: str) -> Layout:
+    return Layout("resident", "given", 1, 1, shard=1, activation_checkpointing=True, base_dtype=base)
+
+
+def lora_of(sizes: Sizes, routed: bool) -> Lora:
+    said = {"r": sizes.r, "lora_alpha": 2 * sizes.r, "lora_dropout": 0.0, "target_modules": DENSE}
+    return Lora.model_validate({**said, **({"experts": {"r": sizes.expert_r}} if routed else {})})
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random weights, made where they lie. A stack of experts one expert at a time: no second stack."""
+    eight = fp8.held(model)
+    for name, tensor in model.named_parameters():
+        if name in eight:
+            codes = tensor.view(eight[name].coding.codes)
+            for part in codes if codes.ndim == 3 else [codes]:
+                part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device).mul_(CODE_SPREAD))
+            eight[name].scale.fill_(SPREAD / CODE_SPREAD)
+        elif tensor.ndim == 1:
+            tensor.fill_(1.0)  # norms
+        else:
+            for part in tensor if tensor.ndim == 3 else [tensor]:
+                part.normal_(std=SPREAD)
+
+
+@dataclass
+class Built:
+    model: PeftModel
+    work: Work  # with the batch of the first cell
+    words: str
+
+
+def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT) -> Built:
+    """The model with its adapter, ready to train, on the GPU if there is one."""
+    found, layout, lora = headers(sizes, layers), layout_of(base), lora_of(sizes, routed)
+    adapter = adapters.resolve(lora, found, str)
+    model = shard.build(found, layout, torch.bfloat16)
+    shard.allocate(model, layout)
+    torch.manual_seed(0)
+    fill(model)
+    model.requires_grad_(False)
+    peft = attach(model, lora, adapter, 0, path)
+    add_fused_lm_head(peft.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))  # as SFTTrainer does
+    peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    peft.enable_input_require_grads()
+    peft.train()
+    gpu = hardware.gpu(hardware.this_gpu())
+    fabrics = (hardware.fabric(gpu.link), hardware.fabric(gpu.link), hardware.fabric(gpu.host_link))
+    machine = hardware.Machine(gpu, *fabrics, 1, None)
+    batch = Batch(1, 1, sizes.length)
+    work = Work(found, adapter, layout, batch, machine, "adamw_torch", 2, expert_path=path)
+    words = f"r={sizes.r} attention, shared" + (f"; r={sizes.expert_r} routed" if routed else "")
+    return Built(peft, work, f"{words}: {adapter.trainable / 1e6:.1f} M")
+
+
+# --- a step ---
+
+
+class Trainee:
+    """One micro-batch per optimizer step, each third of it timed."""
+
+    def __init__(self, built: Built) -> None:
+        self.model = built.model
+        self.trained = [p for p in built.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
+        self.device = shard.device_of_this_rank()
+        self.vocabulary = built.work.checkpoint.dims["vocab"]
+
+    def rows(self, tokens: int, length: int) -> Tensor:
+        dice = torch.Generator().manual_seed(tokens)
+        return torch.randint(self.vocabulary, (tokens // length, length), generator=dice).to(self.device)
+
+    def step(self, rows: Tensor) -> dict[str, float]:
+        marks = []
+
+        def mark() -> None:
+            sync()
+            marks.append(time.perf_counter())
+
+        mark()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.model(input_ids=rows, labels=rows, fused_lm_head=True, use_cache=False).loss
+        mark()
+        loss.backward()
+        mark()
+        nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mark()
+        thirds = {name: marks[i + 1] - marks[i] for i, name in enumerate(("forward", "backward", "update"))}
+        return {**thirds, "seconds": marks[-1] - marks[0], "loss": float(loss.detach())}

@@ -1,0 +1,326 @@
+"""What benchmarks/one_gpu.py measures: a generator of rows for each part, run in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from one_gpu_model import (
+    CODE_SPREAD,
+    GIB,
+    GPU,
+    SPREAD,
+    Built,
+    Row,
+    Sizes,
+    Trainee,
+    build,
+    fill,
+    free,
+    headers,
+    layout_of,
+    lora_of,
+    seconds_of,
+    sync,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from windlass import adapter as adapters
+from windlass import hardware
+from windlass.adapter import MERGED, SPLIT, expert_path
+from windlass.cost import Batch, Cost, cost
+from windlass.model import fp8, shard
+from windlass.model.lora import attach
+from windlass.weights import Checkpoint
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """||found - wanted|| / ||wanted||."""
+    difference = torch.linalg.vector_norm(found.float() - wanted.float())
+    return float(difference / torch.linalg.vector_norm(wanted.float()))
+
+
+# --- steps ---
+
+
+def measured(built: Built, trainee: Trainee, sizes: Sizes, tokens: int, times: int) -> Row:
+    """A warm-up step, then the median of so many; the peak of the last."""
+    rows = trainee.rows(tokens, sizes.length)
+    trainee.step(rows)
+    free()
+    steps = [trainee.step(rows) for _ in range(times)]
+    work = replace(built.work, batch=Batch(tokens // sizes.length, 1, sizes.length))
+    planned = cost(work, advise=False)
+    middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+    peak_flops = work.machine.gpu.bf16_tflops * 1e12
+    layers = work.checkpoint.dims["layers"]
+    row: Row = {
+        "model": f"{layers} layers, {work.checkpoint.total / 1e9:.1f} B", "base": work.layout.base_dtype,
+        "adapters": built.words, "tokens": tokens, **middle,
+        "tokens_per_second": tokens / middle["seconds"],
+        "mfu": planned.flops_per_token * tokens / middle["seconds"] / peak_flops if GPU else None,
+        "plan_gib": plan_gib(planned), "plan_seconds": planned.step_seconds,
+        "plan_rows_gib": {r.item: r.bytes / GIB for r in planned.rows if (r.phase, r.place) == ("step", "gpu")},
+        "rows_of": sizes.length, "repeated": [step["seconds"] for step in steps],
+    }  # fmt: skip
+    if GPU:
+        peak, (unused, all_of_it) = torch.cuda.max_memory_allocated() / GIB, torch.cuda.mem_get_info()
+        row |= {"peak_gib": peak, "peak_to_plan": peak / row["plan_gib"]}
+        row |= {"reserved_gib": torch.cuda.max_memory_reserved() / GIB, "card_gib": all_of_it / GIB}
+        row |= {"unused_gib": unused / GIB, "plan_with_all_gib": planned.gpu_gib}
+    return row
+
+
+def plan_gib(planned: Cost) -> float:
+    """Without what only a device has: torch's count of what it has allocated knows of neither."""
+    rows = [r for r in planned.rows if (r.phase, r.place) == ("step", "gpu")]
+    return sum(r.bytes for r in rows if r.item not in ("reserve", "fragmentation")) / GIB
+
+
+def attempt(cell: Callable[[], Row], words: str) -> Row:
+    """A row, or why there is none: what does not fit is a result too."""
+    try:
+        return cell()
+    except torch.OutOfMemoryError as full:
+        said = f"{words}: does not fit ({str(full).split('.')[0]})"
+    free()
+    return {"skipped": said}
+
+
+def unmeasured() -> Iterator[Row]:
+    if not GPU:
+        yield {"note": "no GPU here: skipped memory and MFU; the plan's figures are for this processor"}
+
+
+def whole(routed: bool, sizes: Sizes, until: float) -> Iterator[Row]:
+    """All layers, FP8-resident, one optimizer step; a second size if the first one fits and time is left."""
+    began = time.time()
+    built = build(sizes, sizes.layers, "fp8", routed)
+    sync()
+    card = f", {torch.cuda.memory_allocated() / GIB:.1f} GiB" if GPU else ""
+    yield {"note": f"built and filled in {time.time() - began:.1f} s{card}; {built.words}"}
+    yield from unmeasured()
+    trainee = Trainee(built)
+    for tokens in (sizes.whole, 2 * sizes.whole):
+        started = time.time()
+        row = attempt(partial(measured, built, trainee, sizes, tokens, 1), f"{tokens} tokens")
+        yield row
+        if "skipped" in row or until - time.time() < 3 * (time.time() - started):
+            return
+
+
+def layers(sizes: Sizes, until: float) -> Iterator[Row]:
+    """A few full-width layers in 16 bits and in FP8, from few tokens to many."""
+    begins = time.time()
+    yield from unmeasured()
+    for number, base in enumerate(("bf16", "fp8")):
+        latest = begins + (until - begins) * (number + 1) / 2
+        built = build(sizes, sizes.some, base, routed=False)
+        trainee, longest = Trainee(built), 0.0
+        for tokens in sizes.sweep:
+            if time.time() + 2.5 * longest > latest:
+                yield {"skipped": f"{base} with {tokens} tokens and more: no time left"}
+                break
+            started = time.time()
+            row = attempt(partial(measured, built, trainee, sizes, tokens, 3), f"{base}, {tokens} tokens")
+            longest = time.time() - started
+            yield row
+        del built, trainee
+        free()
+
+
+# --- the card itself, and our paths on it ---
+
+
+def ground(sizes: Sizes, until: float) -> Iterator[Row]:
+    """Rates to hold all else against, and whether the paths that only a GPU takes compute what they should."""
+    del until
+    device, side = shard.device_of_this_rank(), sizes.square
+    gpu = hardware.gpu(hardware.this_gpu())
+    a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
+    a @ b
+    product = min(seconds_of(lambda: a @ b) for _ in range(5))
+    yield {"what": f"BF16 product of {side} x {side}", "value": 2 * side**3 / product / 1e12, "unit": "TFLOP/s",
+           "expected": f"{gpu.bf16_tflops:g} by the table" if GPU else "-"}  # fmt: skip
+    source = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
+    source.clone()
+    copy = min(seconds_of(source.clone) for _ in range(3))
+    yield {"what": "copy within the memory, read and written", "value": 2 * sizes.copied / copy / 1e9, "unit": "GB/s",
+           "expected": f"{gpu.memory_gb_per_second:g} by the table" if GPU else "-"}  # fmt: skip
+    del source
+    free()
+    yield from eight_bits(sizes)
+    yield from beside_is_right(sizes)
+
+
+def eight_bits(sizes: Sizes) -> Iterator[Row]:
+    """Grouped products over codes, all experts at once as on a GPU, against one expert after the other."""
+    device = shard.device_of_this_rank()
+    experts, wide, narrow = (4, 48, 32) if sizes.tiny else (16, 4096, 2048)
+    coding = fp8.Coding(torch.float8_e4m3fn, (wide, narrow), torch.bfloat16)
+    values = torch.randn(experts, wide, narrow, device=device).mul_(CODE_SPREAD)
+    codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    scale = torch.rand(experts, 1, 1, device=device) / 1000 + 0.0005
+    counts = torch.arange(experts, device=device) * 5  # the first expert has no tokens
+    offsets = counts.cumsum(0).to(torch.int32)
+    for transposed, width in ((True, narrow), (False, wide)):
+        x = torch.randn(int(offsets[-1]), width, device=device).to(torch.bfloat16)
+        ways = [way(x, codes, scale, offsets, coding, transposed=transposed) for way in (fp8.by_columns, fp8.by_expert)]
+        seconds = seconds_of(lambda x=x, t=transposed: fp8.by_columns(x, codes, scale, offsets, coding, transposed=t))  # type: ignore[misc]
+        direction = "x W^T" if transposed else "dy W"
+        yield {"what": f"FP8 grouped product {direction}: error", "value": error(*ways), "unit": "relative",
+               "expected": "below 0.01"}  # fmt: skip
+        yield {"what": f"the same: weights through it, {experts} experts", "value": codes.numel() / seconds / 1e9,
+               "unit": "G values/s", "expected": "-"}  # fmt: skip
+
+
+def beside_is_right(sizes: Sizes) -> Iterator[Row]:
+    """Outputs and gradients of experts with adapters: ours against PEFT's, on the same values."""
+    found = {}
+    for path in (MERGED, SPLIT):
+        experts, trained, x, route = one_layer(sizes, path, 4)
+        for index, parameter in enumerate(trained):
+            dice = torch.Generator().manual_seed(index)
+            parameter.data = (torch.randn(parameter.shape, generator=dice) * SPREAD).to(parameter.device)
+        y = experts(x, *route)
+        y.float().square().mean().backward()
+        found[path] = [y.detach(), x.grad, *(parameter.grad for parameter in trained)]
+        del experts, trained, x, route, y
+        free()
+    errors = [error(ours, theirs) for ours, theirs in zip(found[SPLIT], found[MERGED], strict=True)]
+    for what, worst in (("output", errors[0]), ("gradient of x", errors[1]), ("adapters' gradients", max(errors[2:]))):
+        yield {"what": f"adapters beside experts against PEFT's: {what}", "value": worst, "unit": "relative",
+               "expected": "below 0.03 (BF16)"}  # fmt: skip
+
+
+# --- PEFT's expert path beside ours ---
+
+
+def one_layer(
+    sizes: Sizes, path: str, per_expert: int
+) -> tuple[nn.Module, list[Tensor], Tensor, tuple[Tensor, Tensor]]:
+    """One layer's experts in BF16 with their adapters, and tokens that choose them by chance."""
+    found, layout = headers(sizes, 1), layout_of("bf16")
+    lora = lora_of(sizes, routed=True)
+    model = shard.build(found, layout, torch.bfloat16)
+    shard.allocate(model, layout)
+    torch.manual_seed(0)
+    fill(model)
+    model.requires_grad_(False)
+    peft = attach(model, lora, adapters.resolve(lora, found, str), 0, path)
+    experts = peft.get_base_model().model.layers[0].mlp.experts
+    trained = [p for p in experts.parameters() if p.requires_grad]
+    return experts, trained, *tokens_of(found, per_expert)
+
+
+def tokens_of(found: Checkpoint, per_expert: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    device, dims = shard.device_of_this_rank(), found.dims
+    count = max(1, per_expert * dims["experts"] // dims["top_k"])
+    dice = torch.Generator().manual_seed(per_expert)
+    x = torch.randn(count, dims["hidden"], generator=dice).to(device, torch.bfloat16).requires_grad_()
+    chosen = torch.rand(count, dims["experts"], generator=dice).topk(dims["top_k"]).indices.to(device)
+    return x, (chosen, torch.rand(count, dims["top_k"], generator=dice).to(device, torch.bfloat16))
+
+
+def peft(sizes: Sizes, until: float) -> Iterator[Row]:
+    """Time of forward, recomputation and backward of one layer's experts, and memory above what is held."""
+    yield from unmeasured()
+    found = headers(sizes, 1)
+    table: dict[int, dict[str, tuple[float, float]]] = {each: {} for each in sizes.per_expert}
+    for path in (SPLIT, MERGED):
+        experts, _, _, _ = one_layer(sizes, path, 1)
+        for per_expert, ways in table.items():
+            if time.time() > until - 5:
+                yield {"skipped": f"{path}, {per_expert} tokens per expert: no time left"}
+                continue
+            ways[path] = timed(experts, *tokens_of(found, per_expert))
+            if path == SPLIT:
+                with bare(experts):
+                    ways["none"] = timed(experts, *tokens_of(found, per_expert))
+        del experts
+        free()
+    shapes = [p.shape for p in found.parameters if p.part == "experts"]
+    for per_expert, ways in table.items():
+        if len(ways) < 3:
+            continue
+        tokens = per_expert * found.dims["experts"] // found.dims["top_k"]
+        (ours, ours_gib), (theirs, theirs_gib) = ways[SPLIT], ways[MERGED]
+        row = {"per_expert": per_expert, "peft_ms": 1e3 * theirs, "beside_ms": 1e3 * ours,
+               "none_ms": 1e3 * ways["none"][0], "time_ratio": ours / theirs,
+               "chosen": expert_path(shapes, found.dims["top_k"], tokens, mergeable=True)}  # fmt: skip
+        if GPU:
+            row |= {"peft_gib": theirs_gib, "beside_gib": ours_gib, "memory_ratio": ours_gib / theirs_gib}
+        yield row
+
+
+@contextmanager
+def bare(experts: nn.Module) -> Iterator[None]:
+    """Within it, without adapters."""
+    innermost: Any = next(module for module in experts.modules() if "adapters" in vars(module))
+    held, innermost.adapters = innermost.adapters, {}
+    yield
+    innermost.adapters = held
+
+
+def timed(experts: nn.Module, x: Tensor, route: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Median seconds, and GiB above what was held before."""
+
+    def step() -> None:
+        y = checkpointed(experts, x, *route, use_reentrant=False)
+        y.float().square().mean().backward()
+        x.grad = None
+
+    step()
+    free()
+    before = torch.cuda.memory_allocated() if GPU else 0
+    seconds = statistics.median(seconds_of(step) for _ in range(5))
+    above = (torch.cuda.max_memory_allocated() - before) / GIB if GPU else math.nan
+    return seconds, above
+
+
+# --- where time goes ---
+
+
+def profile(sizes: Sizes, until: float) -> Iterator[Row]:
+    """The operations that one step of FP8-resident layers spends most on."""
+    del until
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recording
+
+    built = build(sizes, sizes.some, "fp8", routed=True)
+    trainee = Trainee(built)
+    rows = trainee.rows(sizes.whole, sizes.length)
+    for _ in range(2):
+        trainee.step(rows)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]
+    with recording(activities=activities) as recorded:
+        taken = trainee.step(rows)
+    key = "self_device_time_total" if GPU else "self_cpu_time_total"
+    events = sorted(recorded.key_averages(), key=lambda event: -float(getattr(event, key)))
+    everything = sum(float(getattr(event, key)) for event in events)
+    words = f"{sizes.some} layers in FP8, {built.words}, {sizes.whole} tokens"
+    found = f"{everything / 1e3:.1f} ms in {len(events)} kinds of operations"
+    yield {"note": f"{words}: {1e3 * taken['seconds']:.1f} ms of a step while recording, {found}"}
+    for event in events[: sizes.top]:
+        spent = float(getattr(event, key))
+        yield {"name": event.key[:90], "calls": event.count, "ms": spent / 1e3, "share": spent / everything}
+
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # PEFT's of transformers
+PARTS: dict[str, Callable[[Sizes, float], Iterator[Row]]] = {
+    "ground": ground,
+    "whole": partial(whole, False),
+    "whole-experts": partial(whole, True),
+    "layers": layers,
+    "peft": peft,
+    "profile": profile,
+}
