@@ -205,7 +205,8 @@ def main() -> None:
     if asked.show:
         show(read(asked.show))
     elif asked.part:
-        import one_gpu_parts as parts
+        sys.path.insert(0, str(Path(__file__).parent.parent))
+        from benchmarks import one_gpu_parts as parts
 
         for row in parts.PARTS[asked.part](parts.Sizes(asked.tiny), asked.until):
             write(asked.out, {"part": asked.part, **row})

@@ -13,7 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from one_gpu_model import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from benchmarks.one_gpu_model import (
     CODE_SPREAD,
     GIB,
     GPU,
@@ -31,9 +34,6 @@ from one_gpu_model import (
     seconds_of,
     sync,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as checkpointed
-
 from windlass import adapter as adapters
 from windlass import hardware
 from windlass.adapter import MERGED, SPLIT, expert_path

@@ -47,8 +47,10 @@ def train(
         return plan
 
     def work(here: ranks.Place) -> int:
+        here.phase("importing the training libraries")
         from windlass.train.run import run
 
+        here.phase("planning")
         return run(planned(), here, resume=resume, debug_freq=debug_freq)
 
     return in_ranks(planned, work, arguments=arguments, environ=environ, say=say)

@@ -74,6 +74,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     assert_sharded(model, plan.layout)
 
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
+    here.phase("setting up the loop")
     meter, progress = meter_of(plan, debug_freq), Progress(here, console)
     saving = saving_of(plan, data, console, (page := Page(folder)).start)
     loop = loop_of(plan, model, data, tokenizer, meter, progress, saving, interruption)
