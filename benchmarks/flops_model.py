@@ -13,17 +13,14 @@ import json
 import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from memory_model import Case, adapt, build, checkpoint, work
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from benchmarks.memory_model import Case, adapt, build, checkpoint, work
 from windlass.cost import cost
 from windlass.cost.flops import causal_attention
 from windlass.cost.shape import read

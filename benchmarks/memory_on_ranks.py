@@ -22,15 +22,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import memory_model as model_of
 import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModMemStats, _FSDPRefType
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks import memory_model as model_of
 from windlass import adapter as adapters
 from windlass import twin, weights
 from windlass.cost import Batch, Work, activations, cost

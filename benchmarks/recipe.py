@@ -27,9 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from benchmarks.race import Measured, race
+from race import Measured, race
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -226,12 +224,11 @@ def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
     """One rank of TRL + PEFT: the recipe, repaired just enough to run (keys renamed, really sharded)."""
     import torch
     from datasets import load_dataset
+    from overhead import wrapped
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM
     from transformers.trainer_callback import PrinterCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer
-
-    from benchmarks.overhead import wrapped
 
     class Speak(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -70,7 +70,7 @@ def state(run: Run) -> str:
     said = run.ask("manifest.json", "state")
     if isinstance(said, str) and said not in ("", "running"):
         return said
-    last = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
+    last: dict[str, Any] = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
     if last.get("kind") == "end":
         steps_planned = number(run.ask("plan.json", "batch", "steps"))
         return "ended early" if number(last.get("step")) < steps_planned else "finished"
