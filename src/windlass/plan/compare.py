@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from windlass.cost import Batch, Cost, Work, cost
 from windlass.layout import Candidate, Figures, Layout, choose
 
-# What a micro-batch that the plan chooses leaves free of a GPU: the memory model was held against torch's tracker to
-# within as much.
+# What a micro-batch or layout that the plan chooses leaves free of a GPU: the memory model was held against torch's
+# tracker to within as much.
 HEADROOM = 0.05
 
 
@@ -32,6 +32,7 @@ class Contender:
     cost: Cost | None  # None where not even its costs can be said
     gpu_hours: float | None
     tried: tuple[Trial, ...] = ()
+    roomy: bool = False  # it fits and leaves HEADROOM free
 
     @property
     def name(self) -> str:
@@ -58,7 +59,8 @@ def contend(
         tried = trials(work, candidate.layout, usual, batches)
         best = chosen_batch(tried)
         hours = gpu_hours(candidate.layout, best.batch, best.cost)
-        made.append(Contender(candidate, candidate.layout.ranks, best.batch, best.cost, hours, tried))
+        roomy = best.cost.fits and best.cost.gpu_gib <= work.machine.gpu.memory_gib * (1 - HEADROOM)
+        made.append(Contender(candidate, candidate.layout.ranks, best.batch, best.cost, hours, tried, roomy))
     return tuple(sorted(made, key=_rank))
 
 
@@ -88,10 +90,18 @@ def _rank(contender: Contender) -> tuple[bool, bool, bool, float]:
 
 
 def chosen(contenders: Sequence[Contender]) -> Contender | None:
-    """The fastest that fits and that training can run on these nodes; its layout says why."""
+    """The fastest that training can run on these nodes and that fits, with room to spare where any does; its layout
+    says why."""
+    roomy = any(c.roomy and c.candidate.possible and c.candidate.here for c in contenders)
     layout = choose(
         [
-            Figures(c.candidate, c.cost.fits, c.cost.gpu_gib, c.cost.step_seconds, c.cost.step_seconds_serial)
+            Figures(
+                c.candidate,
+                c.roomy if roomy else c.cost.fits,
+                c.cost.gpu_gib,
+                c.cost.step_seconds,
+                c.cost.step_seconds_serial,
+            )
             for c in contenders
             if c.cost
         ]
@@ -99,7 +109,17 @@ def chosen(contenders: Sequence[Contender]) -> Contender | None:
     if layout is None:
         return None
     best = next(c for c in contenders if c.layout and c.candidate.here and same(c.layout, layout))
+    layout = replace(layout, reason=layout.reason + _too_tight(contenders, best) * roomy)
     return replace(best, candidate=replace(best.candidate, layout=layout))
+
+
+def _too_tight(contenders: Sequence[Contender], best: Contender) -> str:
+    """Which faster one was passed over, since it fits by a hair's breadth."""
+    able = (c for c in contenders if c.candidate.possible and c.candidate.here and c.cost and c.cost.fits)
+    tight = [c for c in able if not c.roomy and c.cost and best.cost and c.cost.step_seconds < best.cost.step_seconds]
+    if not tight:
+        return ""
+    return f"; {tight[0].name} would be faster, but leaves less than {HEADROOM:.0%} of the GPU free"
 
 
 def same(one: Layout, other: Layout) -> bool:
