@@ -133,11 +133,11 @@ def main() -> None:
                         shutil.copytree(out.with_name("cold") / "tokens", out / "tokens")
                     words = f"{ranks} rank{'s' * (ranks > 1)}, {cache} tokens"
                     columns[words].append(first_step(Path(name), out, ranks))
-    medians = {
+    shown = {
         words: {part: statistics.median(one.get(part, 0.0) for one in taken) for part in taken[0]}
         for words, taken in columns.items()
     }
-    show("seconds", medians)
+    show("seconds", shown)
 
 
 if __name__ == "__main__":

@@ -205,10 +205,10 @@ def main() -> None:
     if asked.show:
         show(read(asked.show))
     elif asked.part:
-        sys.path.insert(0, str(Path(__file__).parent.parent))
-        from benchmarks import one_gpu_parts as parts
+        from one_gpu_model import Sizes
+        from one_gpu_parts import PARTS
 
-        for row in parts.PARTS[asked.part](parts.Sizes(asked.tiny), asked.until):
+        for row in PARTS[asked.part](Sizes(asked.tiny), asked.until):
             write(asked.out, {"part": asked.part, **row})
     else:
         sys.exit(conduct(asked))

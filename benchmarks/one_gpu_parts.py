@@ -13,10 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as checkpointed
-
-from benchmarks.one_gpu_model import (
+from one_gpu_model import (
     CODE_SPREAD,
     GIB,
     GPU,
@@ -34,6 +31,9 @@ from benchmarks.one_gpu_model import (
     seconds_of,
     sync,
 )
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+
 from windlass import adapter as adapters
 from windlass import hardware
 from windlass.adapter import MERGED, SPLIT, expert_path
@@ -83,7 +83,7 @@ def measured(built: Built, trainee: Trainee, sizes: Sizes, tokens: int, times: i
 def plan_gib(planned: Cost) -> float:
     """Without what only a device has: torch's count of what it has allocated knows of neither."""
     rows = [r for r in planned.rows if (r.phase, r.place) == ("step", "gpu")]
-    return sum(r.bytes for r in rows if r.item not in ("reserve", "fragmentation")) / GIB
+    return float(sum(r.bytes for r in rows if r.item not in ("reserve", "fragmentation"))) / GIB
 
 
 def attempt(cell: Callable[[], Row], words: str) -> Row:
@@ -175,7 +175,7 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
     for transposed, width in ((True, narrow), (False, wide)):
         x = torch.randn(int(offsets[-1]), width, device=device).to(torch.bfloat16)
         ways = [way(x, codes, scale, offsets, coding, transposed=transposed) for way in (fp8.by_columns, fp8.by_expert)]
-        seconds = seconds_of(lambda x=x, t=transposed: fp8.by_columns(x, codes, scale, offsets, coding, transposed=t))  # type: ignore[misc]
+        seconds = seconds_of(partial(fp8.by_columns, x, codes, scale, offsets, coding, transposed=transposed))
         direction = "x W^T" if transposed else "dy W"
         yield {"what": f"FP8 grouped product {direction}: error", "value": error(*ways), "unit": "relative",
                "expected": "below 0.01"}  # fmt: skip
@@ -302,7 +302,7 @@ def profile(sizes: Sizes, until: float) -> Iterator[Row]:
     for _ in range(2):
         trainee.step(rows)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]
-    with recording(activities=activities) as recorded:
+    with recording(activities=activities, acc_events=True) as recorded:  # torch 2.11 warns without
         taken = trainee.step(rows)
     key = "self_device_time_total" if GPU else "self_cpu_time_total"
     events = sorted(recorded.key_averages(), key=lambda event: -float(getattr(event, key)))

@@ -22,14 +22,16 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def parts() -> Any:
-    sys.path.insert(0, str(BENCHMARKS.parent))
-    yield importlib.import_module("benchmarks.one_gpu_parts")
-    sys.path.remove(str(BENCHMARKS.parent))
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("one_gpu_parts")
+    sys.path.remove(str(BENCHMARKS))
 
 
 def rows(parts: Any, name: str) -> list[dict[str, Any]]:
     """A part's rows, which a file can hold."""
-    found: list[dict[str, Any]] = list(parts.PARTS[name](parts.Sizes(tiny=True), time.time() + 100))
+    found: list[dict[str, Any]] = list(
+        parts.PARTS[name](importlib.import_module("one_gpu_model").Sizes(tiny=True), time.time() + 100)
+    )
     return [json.loads(json.dumps(row)) for row in found if "note" not in row]
 
 
@@ -62,7 +64,7 @@ def test_experts_ways_and_the_profile(parts: Any) -> None:
 
 def test_the_whole_models_headers_are_the_published_ones(parts: Any) -> None:
     """At full size, as far as there is anything without a GPU: 119 B parameters, held in 112 GiB."""
-    model = importlib.import_module("benchmarks.one_gpu_model")
+    model = importlib.import_module("one_gpu_model")
     found = model.headers(model.Sizes(tiny=False), 36)
     assert found.total == pytest.approx(118.973e9, rel=1e-4)
     codes = sum(each.count for each in found.parameters if each.pieces[0].stored.dtype == "F8_E4M3")
