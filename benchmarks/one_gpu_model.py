@@ -127,6 +127,12 @@ def fill(model: nn.Module) -> None:
                 part.normal_(std=SPREAD)
 
 
+def card() -> hardware.Gpu:
+    """The hardware table's row. torch knows the card's name where NVML's bindings are not installed."""
+    name = hardware.this_gpu()
+    return hardware.gpu(torch.cuda.get_device_name().removeprefix("NVIDIA ") if GPU and name == "cpu" else name)
+
+
 @dataclass
 class Built:
     model: PeftModel
@@ -148,7 +154,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT)
     peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.enable_input_require_grads()
     peft.train()
-    gpu = hardware.gpu(hardware.this_gpu())
+    gpu = card()
     fabrics = (hardware.fabric(gpu.link), hardware.fabric(gpu.link), hardware.fabric(gpu.host_link))
     machine = hardware.Machine(gpu, *fabrics, 1, None)
     batch = Batch(1, 1, sizes.length)

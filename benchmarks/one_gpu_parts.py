@@ -23,6 +23,7 @@ from one_gpu_model import (
     Sizes,
     Trainee,
     build,
+    card,
     fill,
     free,
     headers,
@@ -35,7 +36,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from windlass import adapter as adapters
-from windlass import hardware
 from windlass.adapter import MERGED, SPLIT, expert_path
 from windlass.cost import Batch, Cost, cost
 from windlass.model import fp8, shard
@@ -145,7 +145,7 @@ def ground(sizes: Sizes, until: float) -> Iterator[Row]:
     """Rates to hold all else against, and whether the paths that only a GPU takes compute what they should."""
     del until
     device, side = shard.device_of_this_rank(), sizes.square
-    gpu = hardware.gpu(hardware.this_gpu())
+    gpu = card()
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
     a @ b
     product = min(seconds_of(lambda: a @ b) for _ in range(5))

@@ -49,7 +49,7 @@ def test_steps_learn_from_a_model_without_files(parts: Any, name: str, layers: i
     for row in found:
         assert row["model"].startswith(f"{layers} layers")
         assert row["loss"] == pytest.approx(math.log(512), abs=0.3)  # random weights know nothing
-        assert row["seconds"] == pytest.approx(row["forward"] + row["backward"] + row["update"], rel=0.5)
+        assert min(row[third] for third in ("forward", "backward", "update")) > 0
         assert row["plan_gib"] > 0
     assert {row["base"] for row in found} == ({"bf16", "fp8"} if name == "layers" else {"fp8"})
 
