@@ -19,6 +19,7 @@ import platform
 import pydoc_data.topics
 import random
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -326,6 +327,7 @@ def main() -> None:
     if given.rank_of:
         rank_of(given.rank_of, given.folder, given.adapt_experts)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that networks are taken down
     peers = dict(pair.split("=", 1) for pair in given.peer)
     sizes = Sizes(**{name: getattr(given, name) for name in vars(Sizes())})
     names = given.only or [name for name, engine in ENGINES.items() if engine.kind in {"trl", "windlass", *peers}]
