@@ -113,7 +113,8 @@ def test_a_chosen_micro_batch_is_the_fastest_that_leaves_room_and_keeps_the_glob
 def test_a_layout_that_fits_by_a_hairs_breadth_is_passed_over_and_named() -> None:
     tight = of_train("lora.experts=true", "lora.lora_dropout=0")
     resident = next(c for c in tight.contenders if c.candidate.here and c.name == "resident, FP8")
-    assert resident.cost and resident.cost.fits
+    assert resident.cost
+    assert resident.cost.fits
     assert not resident.roomy
     assert resident.cost.step_seconds < tight.cost.step_seconds
     assert "resident, FP8 would be faster, but leaves less than 5% of the GPU free" in tight.layout.reason
