@@ -67,8 +67,8 @@ def state(folder: Path) -> str:
     return str(json.loads((folder / "run/manifest.json").read_text())["state"])
 
 
-def wait_for(*paths: Path) -> None:
-    until = time.monotonic() + 60
+def wait_for(*paths: Path, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < until, f"{paths} never came"
         time.sleep(0.02)
@@ -389,7 +389,7 @@ def test_under_a_launcher_codes_and_signals_come_through(
         start_new_session=True,
     )
     if code == 75:
-        wait_for(*(tmp_path / f"run/ready-{rank}" for rank in range(2)))
+        wait_for(*(tmp_path / f"run/ready-{rank}" for rank in range(2)), seconds=150)  # checks and torchrun before it
         process.terminate()
     words = process.communicate(timeout=100)[1]
     assert process.returncode == code, words

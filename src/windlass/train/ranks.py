@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -142,11 +142,12 @@ def start(
     """
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         desk = Path(folder)
-        crew = [
+        crew: list[subprocess.Popen[bytes]] = []
+        beginning = (
             begin(command, {**variables, DESK: str(desk)}, desk / f"output-{rank}" if rank else None)
             for rank, variables in enumerate(environments(ranks, without_accelerate(dict(environ))))
-        ]
-        first, cut_short = wait(crew, grace_seconds, patience_seconds)
+        )
+        first, cut_short = wait(crew, beginning, grace_seconds, patience_seconds)
         return _verdict([_code(process.returncode) for process in crew], first, cut_short, desk)
 
 
@@ -224,10 +225,14 @@ def _code(code: int) -> int:
 
 
 def wait(
-    crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float, patience_seconds: float
+    crew: list[subprocess.Popen[bytes]],
+    beginning: Iterable[subprocess.Popen[bytes]],
+    grace_seconds: float,
+    patience_seconds: float,
 ) -> tuple[int | None, str]:
     """Until all have ended; returns the first that failed, if any, and why ranks that were saving had to be ended.
 
+    Ranks begin in here, `crew` filled with them, so that no signal finds some begun and nobody to pass it on.
     One failed: the others get a bounded time. A signal: they save. A second signal: at once.
     """
     received: list[int] = []
@@ -244,6 +249,10 @@ def wait(
     deadline: float | None = None
     asked = False
     try:
+        for process in beginning:
+            crew.append(process)
+            if received:
+                signal_all([process], signal.SIGTERM)
         while None in (codes := [process.poll() for process in crew]):
             if first is None:
                 first = _first(codes)

@@ -59,12 +59,20 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
     grace = job.cluster.grace_seconds or GRACE_SECONDS
     with _folder(plan, resume=resume) if leads else contextlib.nullcontext():
         more = _told_to_the_script(plan, environs[0])
-        crew = [ranks.begin(command, {**environ, **more}, farewell=_farewell(environ)) for environ in environs]
+        crew: list[subprocess.Popen[bytes]] = []
+        guards: list[Guard] = []
         with _stopping(crew, grace) as stop, contextlib.ExitStack() as stack:
-            guard = stack.enter_context(Guard(job, plan.layout.ranks, stop, _say)) if leads else None
-            first, cut_short = ranks.wait(crew, grace, PATIENCE_SECONDS)
-        if guard is not None and guard.why:
-            raise RunError(guard.why, "watch", f"look at alarms.jsonl in {job.folder} and at the report")
+
+            def beginning() -> Iterator[subprocess.Popen[bytes]]:
+                for environ in environs:
+                    yield ranks.begin(command, {**environ, **more}, farewell=_farewell(environ))
+                if leads:  # last, for it is a thread, and processes are better begun without
+                    guards.append(stack.enter_context(Guard(job, plan.layout.ranks, stop, _say)))
+
+            first, cut_short = ranks.wait(crew, beginning(), grace, PATIENCE_SECONDS)
+        for guard in guards:
+            if guard.why:
+                raise RunError(guard.why, "watch", f"look at alarms.jsonl in {job.folder} and at the report")
         numbered = {int(environ["RANK"]): process.returncode for environ, process in zip(environs, crew, strict=True)}
         return _verdict(plan, numbered, None if first is None else int(environs[first]["RANK"]), cut_short)
 
