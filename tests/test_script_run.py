@@ -380,9 +380,12 @@ def test_under_a_launcher_codes_and_signals_come_through(
 ) -> None:
     for name, text in render(plan(script=script), "script").items():
         (tmp_path / name).write_text(text)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])  # the usual one may be another test's
     process = subprocess.Popen(
         ["bash", tmp_path / "launch.sh"],
-        env=environ(tmp_path / "bin"),
+        env=environ(tmp_path / "bin", RANK="0", MASTER_PORT=port),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
