@@ -80,6 +80,7 @@ class Setting:
     adapt_experts: bool
     packed_a_rank: int
     peers: Mapping[str, str]
+    gbit: float | None = None
 
     def of(self, name: str) -> Path:
         """The folder of an engine."""
@@ -216,6 +217,8 @@ def run_file(engine: Engine, setting: Setting, out: Path) -> Path:
     for key, value in engine.settings.items():
         section, name = key.split(".")
         document[section][name] = setting.packed_a_rank if value == ALIKE else value
+    if setting.gbit:
+        document["cluster"]["link"] = {"name": "throttled", "gb_per_second": setting.gbit / 8}
     path = out / "run.yaml"
     path.write_text(json.dumps(document, indent=2))
     return path
@@ -334,7 +337,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         tokens = make(Path(made), sizes, given.text)
         packed = max(1, round(ROWS_A_STEP / 2 * tokens / sizes.rows / LENGTH))
-        setting = Setting(Path(made), given.adapt_experts, packed, peers)
+        setting = Setting(Path(made), given.adapt_experts, packed, peers, given.gbit)
         print_setting(setting, sizes, tokens, given.gbit)
         found: dict[str, Measured] = {}
         for name in names:
