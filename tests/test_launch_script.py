@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from launch_jobs import (  # type: ignore[import-not-found]
 
 from windlass import demo
 from windlass.launch import render
-from windlass.launch.job import environment_notes
+from windlass.launch.job import PORT, environment_notes
 from windlass.layout import read_accelerate
 from windlass.plan import Plan
 
@@ -66,6 +67,9 @@ def test_one_node_starts_its_ranks_through_accelerate(tiny: Path, tmp_path: Path
     where = str(tmp_path / "run dir")
     assert words[:5] == ["launch", "--config_file", f"{where}/accelerate.yaml", "--num_machines", "1"]
     assert words[5:9] == ["--num_processes", "2", "--machine_rank", "0"]
+    port = int(words[words.index("--main_process_port") + 1])
+    assert port != PORT, "another run on this machine may have the usual one"
+    socket.create_server(("localhost", port)).close()
     assert words[-9:] == [
         *("-m", "windlass", "train", f"{where}/run.yaml"),
         *("--override", "cluster.gpus_per_node=2", "--override", "train.seed=7", "--resume"),

@@ -86,7 +86,7 @@ def settings(job: Job) -> str:
         ("nodes", str(job.nodes), ""),
         ("ranks_per_node", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
         ("gpu", str(int(job.gpu)), ""),
-        ("port", str(job.port), "where ranks meet, unless the platform says another"),
+        ("port", str(job.port), "where the ranks of several nodes meet, unless the platform says another"),
         ("meet_seconds", str(job.meet_seconds), "until every node must have come"),
         ("grace_seconds", str(job.grace_seconds), f"to end a step and save after a stop signal; {job.grace_reason}"),
         ("fingerprint", quote(job.fingerprint), "of run file and options: the same on every node"),

@@ -21,11 +21,9 @@ UNLOCKABLE: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP
 @contextlib.contextmanager
 def held(folder: Path, where: str) -> Iterator[None]:
     """Made, and kept from a second run. Storage without locks is no reason not to run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    made(folder, where)
+    with _writing(folder, where):
         file = (folder / ".lock").open("a")
-    except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,6 +34,19 @@ def held(folder: Path, where: str) -> Iterator[None]:
             if error.errno not in UNLOCKABLE:
                 raise
         yield
+
+
+def made(folder: Path, where: str) -> None:
+    with _writing(folder, where):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path, where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
     job, leads = plan.loaded.run, any(environ["RANK"] == "0" for environ in environs)
     command = [sys.executable, *job.command]
     grace = job.cluster.grace_seconds or GRACE_SECONDS
+    # Every rank makes it, for below a launcher one may come before rank 0.
+    manifest.made(Path(job.folder), plan.loaded.where("script.output_dir"))
     with _folder(plan, resume=resume) if leads else contextlib.nullcontext():
         more = _told_to_the_script(plan, environs[0])
         crew: list[subprocess.Popen[bytes]] = []

@@ -16,7 +16,7 @@ title='mistral4small-lora-fsdp-2xh200: 1 x 1 h200, resident'
 nodes=1
 ranks_per_node=1  # one per GPU
 gpu=1
-port=29500  # where ranks meet, unless the platform says another
+port=29500  # where the ranks of several nodes meet, unless the platform says another
 meet_seconds=300  # until every node must have come
 grace_seconds=120  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
 fingerprint=ea0a392eb901  # of run file and options: the same on every node
@@ -80,7 +80,11 @@ fi
 told=${told##*:} # a range such as 2:2 ends with the most
 if [[ "$told" != "$nodes" ]]; then fail 13 "the run is planned for $nodes nodes, and the platform says $told"; fi
 if ! [[ "$node" =~ ^[0-9]+$ ]] || ((node >= nodes)); then fail 13 "there is no node '$node' among $nodes"; fi
-if ((nodes == 1)); then master=localhost; fi
+if ((nodes == 1)); then # nobody else must know where the ranks meet: on a port that no other run here has taken
+  master=localhost
+  port=$(python3 -c 'import socket; print(socket.create_server(("localhost", 0)).getsockname()[1])') \
+    || fail 1 "no free port can be had"
+fi
 if [[ -z "$master" ]]; then fail 13 "nobody says where node 0 is: set MASTER_ADDR"; fi
 # From here on only the command line below speaks to the launcher.
 unset "${!PET_@}" RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
