@@ -24,6 +24,7 @@ from transformers import (
 from windlass import adapter as adapters
 from windlass import checkpoint
 from windlass.adapter import Adapter, Part, Target, by_expert, expert_path, packed
+from windlass.errors import UserError
 from windlass.model import experts, lora
 from windlass.model.experts import stacked
 from windlass.runfile import Lora
@@ -199,8 +200,9 @@ def test_the_first_use_without_a_gradient_and_none_at_all() -> None:
 def test_experts_of_another_form_are_refused() -> None:
     model = ours_of(base(), *BOTH)
     stack_of(model).get_base_layer().has_bias = True
-    with pytest.raises(NotImplementedError, match="Mistral4Experts is of another form"):
-        model(**batch())
+    with pytest.raises(UserError, match="Mistral4Experts is of another form") as caught:
+        experts.put_beside(model)
+    assert caught.value.problems[0].where == "lora.experts"
 
 
 # --- memory ---

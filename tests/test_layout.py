@@ -37,7 +37,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cluster": {"nodes": 1, "gpus_per_node": 1},
     "train": {"bf16": True, "fp16": False, "gradient_checkpointing": False, "optim": "adamw_torch"},
-    "lora": {"experts": None, "use_dora": False, "init_lora_weights": True},
+    "lora": {"experts": None, "use_dora": False},
 }
 
 
@@ -342,7 +342,6 @@ def test_check_wrap(name: str, fine: bool) -> None:
         ({"train__optim": "adafactor"}, set()),
         ({"lora__experts": True, "train__optim": "adafactor"}, {"expert-parallel"}),
         ({"lora__use_dora": True}, set(LAYOUTS) - {"resident"}),
-        ({"lora__init_lora_weights": "pissa_niter_4"}, set(LAYOUTS) - {"resident"}),
     ],
 )
 def test_what_an_adapter_does_not_bear(written: dict[str, Any], barred: set[str]) -> None:

@@ -165,6 +165,15 @@ def test_a_base_that_is_not_published_in_fp8_is_not_held_so() -> None:
         of_train("model.model_name_or_path=Mixtral-8x7B-v0.1", "layout.base_dtype=fp8", "lora.target_modules=[q_proj]")
 
 
+def test_an_adapter_that_needs_base_weights_finds_none_in_fp8() -> None:
+    setting = "lora.use_dora=true"
+    with pytest.raises(UserError, match=r"base_dtype: fp8, but lora.use_dora needs the norm") as caught:
+        of_train(setting, "layout.base_dtype=fp8", "cluster.nodes=1")
+    assert caught.value.problems[0].where.endswith("layout.base_dtype=fp8")
+    rows = of_train(setting, "cluster.nodes=1").contenders
+    assert not [row for row in rows if row.layout and row.layout.base_dtype == "fp8"]
+
+
 def test_the_table_shows_the_run_and_leaves_out_what_another_row_beats() -> None:
     made = planned("2x8")
     rows = readable(made.contenders, made.layout)

@@ -13,7 +13,7 @@ from windlass.layout.keys import FATES, KEYS
 from windlass.layout.launcher import Launched, Process, accelerate_file, find_launcher_config, parents
 from windlass.layout.shape import LAYOUTS, Layout, check_wrap
 from windlass.layout.sizes import settle
-from windlass.layout.sources import Demand, demand
+from windlass.layout.sources import Demand, demand, needs_weights
 
 __all__ = [
     "FATES",
@@ -35,6 +35,7 @@ __all__ = [
     "demand",
     "find_launcher_config",
     "named",
+    "needs_weights",
     "parents",
     "read_accelerate",
     "settle",

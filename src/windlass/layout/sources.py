@@ -12,8 +12,6 @@ from windlass.layout.accelerate import AccelerateFile
 from windlass.layout.shape import LAYOUTS, check_wrap
 
 AUTO = "auto"
-# PEFT's ways to start an adapter that read the base's weights.
-FROM_BASE_WEIGHTS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 # Optimizers that treat every number by itself: a part of a tensor becomes what it would have become in the whole.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 # Layouts that the run file may name beside an FSDP file that names another: FSDP files know no experts,
@@ -279,18 +277,16 @@ def _precision(sources: _Sources) -> str:
     return kinds[0] if kinds else "no"
 
 
+def needs_weights(lora: Any) -> str:
+    """Which setting of the adapter computes with the base's weights, and so bears neither shards nor FP8 codes."""
+    return "lora.use_dora needs the norm of base weights" if lora.use_dora else ""
+
+
 def _barred(run: Run) -> dict[str, str]:
     """What the adapter does not bear. Each goes when the engine learns it."""
-    lora = run.lora
-    init = str(lora.init_lora_weights).lower()
-    if lora.use_dora:
-        why = "lora.use_dora needs the norm of whole base weights, and a rank would hold a shard of them"
-    elif init.startswith(FROM_BASE_WEIGHTS):
-        why = f"lora.init_lora_weights: {init} needs whole base weights, and a rank would hold a shard of them"
-    else:
-        why = ""
-    barred = {name: why for name in LAYOUTS if name != "resident"} if why else {}
-    optim = run.train.optim
+    lora, optim = run.lora, run.train.optim
+    why = needs_weights(lora)
+    barred = {name: f"{why}, and a rank would hold a shard of them" for name in LAYOUTS if why and name != "resident"}
     if lora.experts and optim not in ELEMENTWISE and not why:
         why = f"train.optim: {optim} looks at a whole tensor, and experts' adapters would be split"
         barred["expert-parallel"] = why

@@ -25,6 +25,7 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from windlass.adapter import Part, by_expert, packed
+from windlass.errors import UserError
 from windlass.model.fp8 import codings, grouped
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
@@ -46,8 +47,6 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     transformers would hand on tokens of other ranks' experts as well.
     """
     experts: Any = self
-    if experts.has_bias or experts.is_transposed or not experts.has_gate or experts.has_post_expert_norm:
-        raise NotImplementedError(f"{type(self).__name__} is of another form than x W^T with gate and up in one")
     top_k = top_k_index.shape[-1]
     chosen, order = torch.sort(top_k_index.flatten())
     # histc and not bincount, which would ask the GPU for the largest index and so wait for it.
@@ -153,8 +152,12 @@ def stacked(a: Tensor, b: Tensor, experts: int, dtype: torch.dtype) -> tuple[Ten
 def put_beside(model: PeftModel) -> None:
     """Let the experts' forward compute the adapters that PEFT has wrapped around them."""
     for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
-        wrapper.__class__ = Beside
         experts = wrapper.get_base_layer()
+        if experts.has_bias or experts.is_transposed or not experts.has_gate or experts.has_post_expert_norm:
+            what = f"{type(experts).__name__} is of another form than x W^T with gate and up in one"
+            hint = "leave lora.experts out: no adapter can be computed beside such experts"
+            raise UserError(what, "lora.experts", hint)
+        wrapper.__class__ = Beside
         experts.config._experts_implementation = NAME
         experts.adapters = {**getattr(experts, "adapters", {}), wrapper.parameter_name: wrapper}
 

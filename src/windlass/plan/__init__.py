@@ -18,7 +18,7 @@ from windlass.adapter import Adapter
 from windlass.cost import Batch, Cost, Work, cost, in_fp8
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.layout import AccelerateFile, Demand, Layout, candidates, demand, named
+from windlass.layout import AccelerateFile, Demand, Layout, candidates, demand, named, needs_weights
 from windlass.plan.advice import Advice, advise
 from windlass.plan.batch import batches_of
 from windlass.plan.compare import Contender, Trial, chosen, contend
@@ -136,7 +136,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         steps = schedule(run.train, batch, layout.ranks, adapter, sequences, rows.how).steps
         return None if steps is None else steps * cost.step_seconds * layout.ranks / 3600
 
-    experts, fp8 = checkpoint.dims.get("experts", 0), _in_fp8(checkpoint, wanted, where)
+    experts, fp8 = checkpoint.dims.get("experts", 0), _in_fp8(checkpoint, needs_weights(run.lora), wanted, where)
     contenders = contend(full, length, candidates(wanted, experts, fp8), batches, gpu_hours)
     asked = wanted.name != "auto"
     best = chosen(contend(full, length, named(wanted, experts, fp8), batches) if asked else contenders)
@@ -172,13 +172,13 @@ def _way(work: Work) -> tuple[str, ...]:
     return (f"adapters of routed experts are computed {ways[work.expert_path]}",)
 
 
-def _in_fp8(checkpoint: Checkpoint, wanted: Demand, where: Callable[[str], str]) -> bool:
-    """Whether the base can be held as published, in FP8."""
-    published = bool(in_fp8(checkpoint))
-    if wanted.base_dtype == "fp8" and not published:
-        what = f"{checkpoint.name} is not published in FP8, and windlass does not quantise"
-        raise UserError(f"base_dtype: fp8, but {what}", where("layout.base_dtype"), "leave it out, or write bf16")
-    return published
+def _in_fp8(checkpoint: Checkpoint, why_not: str, wanted: Demand, where: Callable[[str], str]) -> bool:
+    """Whether the base can be held as published, in FP8. `why_not`: what of the run speaks against it."""
+    if not in_fp8(checkpoint):
+        why_not = f"{checkpoint.name} is not published in FP8, and windlass does not quantise"
+    if wanted.base_dtype == "fp8" and why_not:
+        raise UserError(f"base_dtype: fp8, but {why_not}", where("layout.base_dtype"), "leave it out, or write bf16")
+    return not why_not
 
 
 def _as_asked(layout: Layout, wanted: Demand) -> Layout:
