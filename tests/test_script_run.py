@@ -21,7 +21,7 @@ import torch
 import yaml
 from chromium import PROGRAM, Chromium  # type: ignore[import-not-found]
 from launch_jobs import calls, environ, program  # type: ignore[import-not-found]
-from script_ranks import DEAF, DIVERGES, FAILS, LOOP, SAVES, STALLS  # type: ignore[import-not-found]
+from script_ranks import DEAF, DIVERGES, FAILS, LOOP, SAVES, SLOW, STALLS  # type: ignore[import-not-found]
 
 from windlass import check, report, steps
 from windlass.errors import UserError
@@ -293,6 +293,20 @@ def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: in
     assert len(list((tmp_path / "run").glob("saved-*"))) == (2 if exits == 75 else 0)
 
 
+def test_below_a_launcher_a_second_signal_does_not_hurry_the_script(tmp_path: Path) -> None:
+    """A launcher signals all ranks when one of them has ended, whatever the others are saving."""
+    command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, SLOW))]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    process = subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
+    wait_for(process, tmp_path / "run/ready-0")
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.3)
+    words = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, words
+    assert (tmp_path / "run/saved-0").exists()
+
+
 def test_a_loss_that_is_no_number_stops_the_script(tmp_path: Path) -> None:
     path = run_file(tmp_path, DIVERGES, layout={"ranks": 1})
     done = windlass("train", path)
@@ -375,7 +389,7 @@ def test_launch_sh_starts_torchrun_and_needs_no_accelerate(plan: Callable[..., S
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [(FAILS.replace("sys.argv[1]", "3"), 1), (SAVES, 75)], ids=["fails", "saves"]
+    ("script", "code"), [(FAILS.replace("sys.argv[1]", "3"), 1), (SLOW, 75)], ids=["fails", "saves"]
 )
 def test_under_a_launcher_codes_and_signals_come_through(
     plan: Callable[..., ScriptPlan], tmp_path: Path, script: str, code: int

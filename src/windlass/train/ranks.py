@@ -114,6 +114,33 @@ def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], N
     return code
 
 
+def await_others(here: Place, local_ranks: int, seconds: float) -> None:
+    """Until the other ranks of this machine have ended too, where this one saved first.
+
+    A launcher takes every end but 0 for a failure: it signals the other ranks, and kills them 30 s later. (torch's
+    elastic/multiprocessing/api.py closes them with its default, whatever PET_SHUTDOWN_TIMEOUT says.)
+    """
+    if here.desk is None:
+        return
+    for number in SIGNALS:  # what they ask for is done
+        signal.signal(number, signal.SIG_IGN)
+    first, until = here.rank - here.local_rank, time.monotonic() + seconds
+    while any(_at_work(here.desk, rank) for rank in range(first, first + local_ranks)) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _at_work(desk: Path, rank: int) -> bool:
+    """It has left no code, and was not killed either."""
+    if (desk / f"code-{rank}").exists():
+        return False
+    if pid := _text(desk, f"pid-{rank}"):
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+    return True
+
+
 def _outlive_nobody(farewell: signal.Signals = signal.SIGTERM) -> None:
     """Should whoever started this rank be killed: save and end, rather than go on with nobody to stop it."""
     pr_set_pdeathsig = 1  # linux/prctl.h
@@ -229,11 +256,14 @@ def wait(
     beginning: Iterable[subprocess.Popen[bytes]],
     grace_seconds: float,
     patience_seconds: float,
+    *,
+    hurries: bool = True,
 ) -> tuple[int | None, str]:
     """Until all have ended; returns the first that failed, if any, and why ranks that were saving had to be ended.
 
     Ranks begin in here, `crew` filled with them, so that no signal finds some begun and nobody to pass it on.
-    One failed: the others get a bounded time. A signal: they save. A second signal: at once.
+    One failed: the others get a bounded time. A signal: they save. A second signal: at once, if it
+    `hurries`. Below a launcher it is nobody's wish: that one signals all because one of them has ended.
     """
     received: list[int] = []
     cut_short = ""
@@ -241,8 +271,11 @@ def wait(
     def forward(number: int, _frame: FrameType | None) -> None:
         nonlocal cut_short
         received.append(number)
-        cut_short = "a second signal ended the ranks before they had saved" if len(received) > 1 else ""
-        signal_all(crew, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+        if len(received) == 1:
+            signal_all(crew, signal.SIGTERM)
+        elif hurries:
+            cut_short = "a second signal ended the ranks before they had saved"
+            signal_all(crew, signal.SIGKILL)
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     first: int | None = None

@@ -43,12 +43,20 @@ def train(
         plan = make_plan()
         return run(plan, _all_of_this_machine(plan, environ), resume=resume)
 
-    def one() -> int:
-        # An operator's pod with one rank is told no more than its number.
-        alone = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1"}
-        return run(make_plan(), [{**alone, **environ}], resume=resume)
+    # An operator's pod with one rank is told no more than its number.
+    own = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1", **environ}
+    grace = GRACE_SECONDS
 
-    return ranks.inside(here, one, say=say)
+    def one() -> int:
+        nonlocal grace
+        plan = make_plan()
+        grace = _grace(plan)
+        return run(plan, [own], resume=resume)
+
+    code = ranks.inside(here, one, say=say)
+    if code == ranks.SAVED:
+        ranks.await_others(here, int(own["LOCAL_WORLD_SIZE"]), grace)
+    return code
 
 
 def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool) -> int:
@@ -56,7 +64,9 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
     _require_here(plan)
     job, leads = plan.loaded.run, any(environ["RANK"] == "0" for environ in environs)
     command = [sys.executable, *job.command]
-    grace = job.cluster.grace_seconds or GRACE_SECONDS
+    grace, launched = _grace(plan), ranks.TELLER not in environs[0]
+    # To a script whose windlass was killed. Below a launcher that means that its time to save is over.
+    farewell = signal.SIGKILL if launched else signal.SIGTERM
     # Every rank makes it, for below a launcher one may come before rank 0.
     manifest.made(Path(job.folder), plan.loaded.where("script.output_dir"))
     with _folder(plan, resume=resume) if leads else contextlib.nullcontext():
@@ -67,11 +77,11 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
 
             def beginning() -> Iterator[subprocess.Popen[bytes]]:
                 for environ in environs:
-                    yield ranks.begin(command, {**environ, **more}, farewell=_farewell(environ))
+                    yield ranks.begin(command, {**environ, **more}, farewell=farewell)
                 if leads:  # last, for it is a thread, and processes are better begun without
                     guards.append(stack.enter_context(Guard(job, plan.layout.ranks, stop, _say)))
 
-            first, cut_short = ranks.wait(crew, beginning(), grace, PATIENCE_SECONDS)
+            first, cut_short = ranks.wait(crew, beginning(), grace, PATIENCE_SECONDS, hurries=not launched)
         for guard in guards:
             if guard.why:
                 raise RunError(guard.why, "watch", f"look at alarms.jsonl in {job.folder} and at the report")
@@ -124,9 +134,8 @@ def _told_to_the_script(plan: ScriptPlan, environ: Mapping[str, str]) -> dict[st
     return told
 
 
-def _farewell(environ: Mapping[str, str]) -> signal.Signals:
-    """To a script whose windlass was killed. Below a launcher that means that its time to save is over."""
-    return signal.SIGTERM if ranks.TELLER in environ else signal.SIGKILL
+def _grace(plan: ScriptPlan) -> float:
+    return plan.loaded.run.cluster.grace_seconds or GRACE_SECONDS
 
 
 @contextlib.contextmanager
