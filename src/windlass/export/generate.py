@@ -45,6 +45,7 @@ def generate(
     held = held_as(checkpoint, folder)
     say(f"loading {checkpoint.name}" + (f" with {chosen.folder}" if chosen else ""))
     model = loaded(checkpoint, chosen, held)
+    encoded = encoded.to(next(model.parameters()).device)
     torch.manual_seed(seed)
     asked: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens, "use_cache": True}
     if temperature > 0:
@@ -97,13 +98,12 @@ def _chat(tokenizer: Any, prompt: str, folder: Path) -> str:
 
 def held_as(checkpoint: Checkpoint, folder: Path) -> str:
     """layout.base_dtype: 16 bits where that fits, which is the fastest; else FP8 as stored, where that fits."""
-    gpu = torch.cuda.is_available()
-    free = torch.cuda.mem_get_info()[0] if gpu else logits.available()
+    free = logits.available()
     stored = sum(piece.stored.end - piece.stored.start for each in checkpoint.parameters for piece in each.pieces)
     for held, needs in (("bf16", 2 * checkpoint.total), ("fp8", stored)):
         if needs <= SHARE_OF_MEMORY * free:
             return held
-    where = "on the GPU" if gpu else "here"
+    where = "on the GPU" if torch.cuda.is_available() else "here"
     raise UserError(
         f"the model needs {min(stored, 2 * checkpoint.total) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free {where}",
         str(folder),

@@ -50,7 +50,8 @@ def compare(checkpoint: Checkpoint, chosen: Chosen, to: Path) -> dict[str, Any]:
     """The comparison as a record; `skipped` says why there is none, `deviation` what is out of bounds."""
     needs, free = 4 * checkpoint.total, available()
     if needs > SHARE_OF_MEMORY * free:
-        why = f"the model needs {needs / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are free here"
+        where = "on the GPU" if torch.cuda.is_available() else "here"
+        why = f"the model needs {needs / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are free {where}"
         return {"skipped": why}
     rows = sample_rows(chosen, checkpoint.dims["vocab"])
     plain, adapted = with_and_without(checkpoint, chosen, rows)
@@ -136,8 +137,10 @@ def with_adapter(model: Any, folder: Path) -> Any:
 
 @torch.no_grad()
 def of(model: Any, rows: Tensor) -> Tensor:
-    logits: Tensor = torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits.float() for row in rows])
-    return logits
+    """In host memory, wherever the model is."""
+    there = next(model.parameters()).device
+    found = [model(input_ids=row.unsqueeze(0).to(there), use_cache=False).logits.float().cpu() for row in rows]
+    return torch.cat(found)
 
 
 def sample_rows(chosen: Chosen, vocab: int) -> Tensor:
@@ -161,6 +164,9 @@ def sample_rows(chosen: Chosen, vocab: int) -> Tensor:
 
 
 def available() -> int:
+    """Free bytes where a model is loaded: on the GPU, where there is one."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
     import psutil  # type: ignore[import-untyped]
 
     return int(psutil.virtual_memory().available)
