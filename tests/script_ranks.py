@@ -55,12 +55,14 @@ time.sleep(60)
 # A loss that is no number, as a meter would write it.
 DIVERGES = """
 import json, os, time
-with open(os.environ["WINDLASS_OUTPUT_DIR"] + "/steps-rank0.jsonl", "w") as steps:
+with open(os.environ["WINDLASS_OUTPUT_DIR"] + f"/steps-rank{os.environ['RANK']}.jsonl", "w") as steps:
     for step in range(1, 4):
         line = {"step": step, "loss": 1.0 if step < 3 else None, "step_seconds": 0.1, "images": 4}
         steps.write(json.dumps(line | ({} if step < 3 else {"non_finite": ["loss"]})) + "\\n")
 time.sleep(60)
 """
+# The same, and a save when it is stopped for that, which takes rank 0 longer than the others.
+DIVERGES_SAVES = SLOW.replace("time.sleep(60)", DIVERGES)
 # A step, and then none any more.
 STALLS = """
 import time

@@ -21,16 +21,26 @@ import torch
 import yaml
 from chromium import PROGRAM, Chromium  # type: ignore[import-not-found]
 from launch_jobs import calls, environ, program  # type: ignore[import-not-found]
-from script_ranks import DEAF, DIVERGES, FAILS, LOOP, SAVES, SLOW, STALLS  # type: ignore[import-not-found]
+from script_ranks import (  # type: ignore[import-not-found]
+    DEAF,
+    DIVERGES,
+    DIVERGES_SAVES,
+    FAILS,
+    LOOP,
+    SAVES,
+    SLOW,
+    STALLS,
+)
 
 from windlass import check, report, steps
-from windlass.errors import UserError
+from windlass.errors import RunError, UserError
 from windlass.launch import kubernetes, render, runai
 from windlass.launch.job import job_of
 from windlass.launch.kubernetes import checks
 from windlass.meter import StepProfiler
 from windlass.plan.script import ScriptPlan, make_any
 from windlass.runfile import LoadedScript, describe, init, read, read_any
+from windlass.train import ranks, script
 from windlass.watch.prometheus import exposition
 
 NASTY = ["--name", "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?", "line\nbreak", "", "$(HOME)", "{x}"]
@@ -314,6 +324,18 @@ def test_a_loss_that_is_no_number_stops_the_script(tmp_path: Path) -> None:
     assert "non finite at step 3" in done.stderr
     (alarm,) = steps.lines(tmp_path / "run/alarms.jsonl")
     assert alarm["kind"] == "non_finite"
+
+
+def test_ranks_that_an_alarm_stops_have_their_grace(
+    plan: Callable[..., ScriptPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what is left to them once another rank has failed."""
+    monkeypatch.setattr(script, "PATIENCE_SECONDS", 0.2)
+    made = plan(script=DIVERGES_SAVES)
+    environs = [script.as_torchrun(each) for each in ranks.environments(2, os.environ)]
+    with pytest.raises(RunError, match="non finite at step 3"):
+        script.run(made, environs, resume=False)
+    assert len(list(Path(made.loaded.run.folder).glob("saved-*"))) == 2
 
 
 @pytest.mark.prove

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -258,12 +259,14 @@ def wait(
     patience_seconds: float,
     *,
     hurries: bool = True,
+    stop: threading.Event | None = None,
 ) -> tuple[int | None, str]:
     """Until all have ended; returns the first that failed, if any, and why ranks that were saving had to be ended.
 
     Ranks begin in here, `crew` filled with them, so that no signal finds some begun and nobody to pass it on.
     One failed: the others get a bounded time. A signal: they save. A second signal: at once, if it
     `hurries`. Below a launcher it is nobody's wish: that one signals all because one of them has ended.
+    stop: asked for by another thread, it is the same as a signal.
     """
     received: list[int] = []
     cut_short = ""
@@ -287,6 +290,8 @@ def wait(
             if received:
                 signal_all([process], signal.SIGTERM)
         while None in (codes := [process.poll() for process in crew]):
+            if stop is not None and stop.is_set() and not received:
+                forward(signal.SIGTERM, None)
             if first is None:
                 first = _first(codes)
             if deadline is None and (first is not None or received):

@@ -73,15 +73,16 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
         more = _told_to_the_script(plan, environs[0])
         crew: list[subprocess.Popen[bytes]] = []
         guards: list[Guard] = []
-        with _stopping(crew, grace) as stop, contextlib.ExitStack() as stack:
+        stop = threading.Event()
+        with contextlib.ExitStack() as stack:
 
             def beginning() -> Iterator[subprocess.Popen[bytes]]:
                 for environ in environs:
                     yield ranks.begin(command, {**environ, **more}, farewell=farewell)
                 if leads:  # last, for it is a thread, and processes are better begun without
-                    guards.append(stack.enter_context(Guard(job, plan.layout.ranks, stop, _say)))
+                    guards.append(stack.enter_context(Guard(job, plan.layout.ranks, stop.set, _say)))
 
-            first, cut_short = ranks.wait(crew, beginning(), grace, PATIENCE_SECONDS, hurries=not launched)
+            first, cut_short = ranks.wait(crew, beginning(), grace, PATIENCE_SECONDS, hurries=not launched, stop=stop)
         for guard in guards:
             if guard.why:
                 raise RunError(guard.why, "watch", f"look at alarms.jsonl in {job.folder} and at the report")
@@ -136,23 +137,6 @@ def _told_to_the_script(plan: ScriptPlan, environ: Mapping[str, str]) -> dict[st
 
 def _grace(plan: ScriptPlan) -> float:
     return plan.loaded.run.cluster.grace_seconds or GRACE_SECONDS
-
-
-@contextlib.contextmanager
-def _stopping(crew: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> Iterator[Callable[[], None]]:
-    """What ends all ranks: they get SIGTERM, and after their grace SIGKILL."""
-    timer = threading.Timer(grace_seconds, ranks.signal_all, (crew, signal.SIGKILL))
-    timer.daemon = True
-
-    def stop() -> None:
-        ranks.signal_all(crew, signal.SIGTERM)
-        timer.start()
-
-    try:
-        yield stop
-    finally:
-        timer.cancel()
-        ranks.signal_all(crew, signal.SIGKILL)  # those that are left where the watch could not begin
 
 
 # --- the run folder -------------------------------------------------------------------------------------------------
