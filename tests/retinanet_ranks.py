@@ -29,6 +29,7 @@ import openimages
 import retinanet_train_factory as factory
 from evaluate import evaluate
 from ranks import Place, meet
+from torchmetrics.detection import MeanAveragePrecision
 from training import Steps, Training
 
 SIZE, CLASSES = 64, 3
@@ -113,8 +114,20 @@ def few_images(here: Place, data: images.Images) -> dict[str, Any]:
     torch.manual_seed(0)
     model, _ = detector.build(CLASSES, SIZE, None)
     share = [(0, index) for index in range(here.rank, 1, here.ranks)]
+    computed: list[float] = []
+    compute = MeanAveragePrecision.compute
+
+    def slowly(metric: MeanAveragePrecision) -> Any:
+        time.sleep(1)
+        values = compute(metric)
+        computed.append(time.monotonic())
+        return values
+
+    MeanAveragePrecision.compute = slowly
     found = evaluate(model, images.loader(data, share, 2, 0, pin=False), here.device, here.waiting)
-    return {"found": found, "asked": len(share)}
+    left = time.monotonic()
+    MeanAveragePrecision.compute = compute
+    return {"found": found, "asked": len(share), "computed": computed, "left": left}
 
 
 def stopped(here: Place, folder: Path) -> dict[str, Any]:

@@ -94,6 +94,12 @@ def test_a_rank_without_images_to_judge_keeps_nobody_waiting(two_ranks: Trained)
     assert two_ranks.told[1]["few"]["found"] == {}
 
 
+def test_the_others_wait_where_there_is_patience(two_ranks: Trained) -> None:
+    """Until the first rank has worked out the precision: not in the next step's exchange of gradients."""
+    first, other = (told["few"] for told in two_ranks.told)
+    assert other["left"] >= first["computed"][0]
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: Trained) -> None:
     for told in two_ranks.told:
         assert told["stopped"]["code"] == 75

@@ -11,6 +11,7 @@ from torch import nn
 from torchmetrics.detection import MeanAveragePrecision
 
 SHOWN = ("map", "map_50", "map_75")
+Found = list[tuple[list[Target], list[Target]]]  # boxes that the model found, and those that there are, by batch
 
 
 @torch.no_grad()
@@ -22,7 +23,7 @@ def evaluate(
     `model` is without its DDP wrapper: ranks may have different numbers of batches, and no image is looked at twice.
     """
     model.eval()
-    found: list[tuple[list[Target], list[Target]]] = []
+    found: Found = []
     for batch in batches:
         images, targets = to_device(batch, device)
         found.append((_on_host(model(images)), _on_host(targets)))
@@ -30,8 +31,13 @@ def evaluate(
     rank = dist.get_rank()
     gathered = [found] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(found, gathered, group=waiting)
-    if gathered is None:
-        return {}
+    values = {} if gathered is None else judged(gathered)
+    dist.barrier(group=waiting)  # the others would wait in their next step, where NCCL has less patience
+    return values
+
+
+def judged(gathered: list[Found]) -> dict[str, float]:
+    """What all ranks found, against what there is."""
     # Only this rank has the numbers: a metric that asked the others for theirs would wait for ever.
     metric = MeanAveragePrecision(backend="faster_coco_eval", sync_on_compute=False)
     metric.warn_on_many_detections = False  # RetinaNet answers with up to 300 boxes, COCO counts the best 100
