@@ -67,7 +67,15 @@ def test_a_failure_is_no_stop_though_the_others_are_told_to_end(tmp_path: Path) 
 STUBBORN = SAVES.replace("time.sleep(0.5)", "time.sleep(60)")
 
 
-def test_ended_before_they_had_saved_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("signals", "grace", "expected"),
+    [
+        (1, 0.3, "had not saved 0.3 s after the signal"),  # killed
+        (1, 1.3, "had not saved 1.3 s after the signal"),  # they end by themselves at the second signal
+        (2, 20, "a second signal ended the ranks"),
+    ],
+)
+def test_ended_before_they_had_saved_is_said(tmp_path: Path, signals: int, grace: float, expected: str) -> None:
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -76,21 +84,18 @@ from test_checkpoint_signals import STUBBORN
 from test_train_ranks import crew
 from windlass.errors import UserError
 try:
-    crew(Path({str(tmp_path)!r}), STUBBORN.replace("TMP", {str(tmp_path)!r}), grace_seconds=0.3)
+    crew(Path({str(tmp_path)!r}), STUBBORN.replace("TMP", {str(tmp_path)!r}), grace_seconds={grace})
 except UserError as error:
     sys.exit(str(error))
 """
-    for signals, expected in ((1, "had not saved 0.3 s after the signal"), (2, "a second signal ended the ranks")):
-        for file in tmp_path.glob("ready-*"):
-            file.unlink()
-        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 20
-        while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for _ in range(signals):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
-        _, error = process.communicate(timeout=20)
-        assert process.returncode == 1
-        assert expected in error
-        assert "go on from the last checkpoint with --resume" in error
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for number in range(signals):
+        time.sleep(1.1 if number else 0)
+        process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert expected in error
+    assert "go on from the last checkpoint with --resume" in error

@@ -303,6 +303,19 @@ def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: in
     assert len(list((tmp_path / "run").glob("saved-*"))) == (2 if exits == 75 else 0)
 
 
+def test_a_save_that_its_grace_cut_off_is_none(tmp_path: Path) -> None:
+    """Though another rank has saved in time, and first."""
+    once = SLOW.replace("def save(*_):", "def save(*_):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)")
+    path = run_file(tmp_path, once, cluster={"gpu": "cpu", "grace_seconds": 1})
+    process = subprocess.Popen([sys.executable, "-m", "windlass", "train", path], stderr=subprocess.PIPE, text=True)
+    wait_for(process, *(tmp_path / f"run/ready-{rank}" for rank in range(2)))
+    process.send_signal(signal.SIGTERM)
+    words = process.communicate(timeout=60)[1]
+    assert process.returncode == 1, words
+    assert "had not saved 1 s after the signal" in words
+    assert state(tmp_path) == "failed"
+
+
 def test_below_a_launcher_a_second_signal_does_not_hurry_the_script(tmp_path: Path) -> None:
     """A launcher signals all ranks when one of them has ended, whatever the others are saving."""
     command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, SLOW))]

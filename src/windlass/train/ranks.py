@@ -283,7 +283,7 @@ def wait(
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     first: int | None = None
     deadline: float | None = None
-    asked = False
+    asked = saving = False
     try:
         for process in beginning:
             crew.append(process)
@@ -295,10 +295,11 @@ def wait(
             if first is None:
                 first = _first(codes)
             if deadline is None and (first is not None or received):
-                deadline = time.monotonic() + (grace_seconds if received else patience_seconds)
+                saving = bool(received)
+                deadline = time.monotonic() + (grace_seconds if saving else patience_seconds)
             if deadline is not None and time.monotonic() > deadline:
-                if received and asked:
-                    cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
+                if saving and (first is None or _code(codes[first] or 0) == SAVED):
+                    cut_short = cut_short or f"the ranks had not saved {grace_seconds:g} s after the signal"
                 signal_all(crew, signal.SIGKILL if asked else signal.SIGTERM)
                 asked, deadline = True, time.monotonic() + 5.0
             time.sleep(0.05)
@@ -326,7 +327,7 @@ def _verdict(codes: Sequence[int], first: int | None, cut_short: str, desk: Path
     """The exit code; for a failure its root. Ranks that only lost their peer come later than the one that it was."""
     if first is None:
         return 0
-    if cut_short and set(codes) & {-signal.SIGKILL}:
+    if cut_short and not set(codes) <= {0, SAVED}:
         hint = "go on from the last checkpoint with --resume; cluster.grace_seconds is the time that ranks get"
         raise RunError(cut_short, "windlass train", hint)
     if codes[first] == SAVED:  # the others saved too, or only lost this one

@@ -189,6 +189,9 @@ def _verdict(plan: ScriptPlan, codes: Mapping[int, int], first: int | None, cut_
     """The exit code, or the error that says which rank ended how. By rank; `first` is the one that ended first."""
     folder, where = Path(plan.loaded.run.folder), plan.loaded.where("script.module" if _module(plan) else "script.path")
     leads = 0 in codes
+    if cut_short and not set(codes.values()) <= {0, ranks.SAVED}:
+        hint = "cluster.grace_seconds is the time that a script gets to save in after SIGTERM"
+        raise RunError(cut_short, where, hint)
     if first is None or codes[first] == ranks.SAVED:
         if leads:
             manifest.note(folder, state=manifest.FINISHED if first is None else manifest.STOPPED)
@@ -196,9 +199,6 @@ def _verdict(plan: ScriptPlan, codes: Mapping[int, int], first: int | None, cut_
     code = codes[first]
     others = [f"rank {rank} with {told(other)}" for rank, other in codes.items() if other and rank != first]
     then = f"; then {', '.join(others[:4])}{' …' if len(others) > 4 else ''}" if others else ""
-    if cut_short and -signal.SIGKILL in codes.values():
-        hint = "cluster.grace_seconds is the time that a script gets to save in after SIGTERM"
-        raise RunError(cut_short, where, hint)
     if code == ranks.RANK_USER_INPUT:
         raise UserError(f"rank {first} says that its input is wrong (exit code {code})", where, "see its own words")
     hint = f"its own words stand above; it was: {shlex.join(plan.command)}"
