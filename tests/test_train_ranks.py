@@ -185,10 +185,20 @@ def test_a_signal_to_the_launcher_reaches_the_ranks_and_they_save(tmp_path: Path
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
+def test_the_same_signal_twice_is_one(tmp_path: Path) -> None:
+    """As GNU timeout sends it: to the process, and to its group."""
+    process = launched(tmp_path, SAVES)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert process.wait(20) == ranks.SAVED
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     process = launched(tmp_path, SAVES.replace("time.sleep(0.5)", "time.sleep(60)"))
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    time.sleep(1.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) != 0
     assert not list(tmp_path.glob("saved-*"))

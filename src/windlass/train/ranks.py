@@ -26,6 +26,7 @@ SAVED = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start agai
 USER_INPUT = 2
 RANK_USER_INPUT = 13  # what a rank says for 2: schedulers are told not to retry on it
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_SECONDS = 1.0  # a signal sent to a process and to its group comes twice, and is one
 DESK = "WINDLASS_DESK"  # a folder of this machine where ranks leave word: exit code, error, what they are doing
 TELLER = "WINDLASS_TELLER"  # set: whoever started the ranks reads the desk and tells, so they print no errors
 
@@ -78,7 +79,7 @@ class Interruption:
         return self.at is not None
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
-        if self.at is not None and time.monotonic() - self.at > 1.0:  # not the same signal, sent to the group as well
+        if self.at is not None and time.monotonic() - self.at > SAME_SECONDS:
             os._exit(128 + number)  # not SAVED: nobody knows what is
         self.at = self.at or time.monotonic()
         if not self.training:
@@ -268,15 +269,15 @@ def wait(
     `hurries`. Below a launcher it is nobody's wish: that one signals all because one of them has ended.
     stop: asked for by another thread, it is the same as a signal.
     """
-    received: list[int] = []
+    received: list[float] = []  # when
     cut_short = ""
 
-    def forward(number: int, _frame: FrameType | None) -> None:
+    def forward(_number: int, _frame: FrameType | None) -> None:
         nonlocal cut_short
-        received.append(number)
+        received.append(time.monotonic())
         if len(received) == 1:
             signal_all(crew, signal.SIGTERM)
-        elif hurries:
+        elif hurries and received[-1] - received[0] > SAME_SECONDS:
             cut_short = "a second signal ended the ranks before they had saved"
             signal_all(crew, signal.SIGKILL)
 
