@@ -281,7 +281,21 @@ def test_a_checkpoint_without_a_scale_is_caught(user: Path, copied: Path) -> Non
 
 def test_a_run_folder_that_holds_a_finished_run_is_caught(user: Path, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"state": "finished"}))
+    (tmp_path / "rehearsal.json").write_text("of that run")
     caught(rehearsed(user, f"train.output_dir={tmp_path}"), "check", "holds a finished run", 2)
+    assert (tmp_path / "rehearsal.json").read_text() == "of that run"
+
+
+@pytest.mark.parametrize(
+    ("override", "phase"), [("lora.target_modules=[k_proj]", "plan"), ("data.dataset_split=nix", "check")]
+)
+def test_a_fault_takes_the_place_of_an_older_record(user: Path, tmp_path: Path, override: str, phase: str) -> None:
+    (tmp_path / "rehearsal.json").write_text(json.dumps({"passed": True}))
+    record = rehearsed(user, override, f"train.output_dir={tmp_path}")
+    assert record.failure is not None
+    assert record.failure["phase"] == phase, record.failure
+    found = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert (found["passed"], found["failure"]["phase"]) == (False, phase)
 
 
 # --- planted faults: in the data and the tokenizer

@@ -78,13 +78,16 @@ def free(folder: Path, place: str) -> None:
     standing = next(path for path in (folder, *folder.parents) if path.exists())
     if not standing.is_dir():
         raise Failed(f"error: {place}: {standing} is a file\n\nhint: name another train.output_dir", USER_INPUT)
-    try:
-        state = json.loads((folder / "manifest.json").read_text())["state"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if state == "finished":
+    if finished(folder):
         problem = Problem(f"{folder} holds a finished run", place, "name another train.output_dir, or remove it")
         raise Failed(f"error: {problem}", USER_INPUT)
+
+
+def finished(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "manifest.json").read_text())["state"] == "finished")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def script(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from windlass.errors import UserError
 from windlass.rehearse import after, before, during, process
 from windlass.rehearse.record import RECORD, Failed, Record
 from windlass.rehearse.stage import Screen, Stage
-from windlass.runfile import Loaded, kind
+from windlass.runfile import Loaded, kind, read_any
 
 # All that a rehearsal leaves in its folder.
 OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
@@ -38,13 +38,12 @@ def rehearse(
     options += ["--accelerate", str(accelerate)] if accelerate else []
     record, began = Record(str(run)), time.monotonic()
     folder = chosen(keep)
-    loaded: Loaded | None = None
     try:
         # A folder with a short name: sockets have short names.
         with process.ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="windlass-") as scratch:
             stage = Stage(run, options, folder, process.environment(environ, 1, Path(scratch)), record, screen)
             stage.logs.mkdir()
-            loaded = phases(stage, environ, Path(scratch))
+            phases(stage, environ, Path(scratch))
     except Failed:  # it is in the record
         pass
     except (KeyboardInterrupt, SystemExit):
@@ -56,17 +55,17 @@ def rehearse(
     if keep is None and (record.failure is None or record.failure["phase"] in TOLD):
         shutil.rmtree(folder)
         record.gone()
-    for place in {folder if record.folder else None, run_folder(loaded)}:
+    for place in {folder if record.folder else None, run_folder(run, options)}:
         if place is not None:
             with contextlib.suppress(OSError):
                 record.write(place)
     return record
 
 
-def phases(stage: Stage, environ: Mapping[str, str], scratch: Path) -> Loaded | None:
+def phases(stage: Stage, environ: Mapping[str, str], scratch: Path) -> None:
     if kind(stage.run, before.overrides_of(stage.options)) == "script":
         before.script(stage)
-        return None
+        return
 
     # 1. The user's own run file, through what holds no GPU.
     loaded = before.plan(stage)
@@ -89,7 +88,6 @@ def phases(stage: Stage, environ: Mapping[str, str], scratch: Path) -> Loaded | 
     after.merge(stage)
     after.reload(stage)
     stage.record.not_proved += unproved(stage, loaded)
-    return loaded
 
 
 def unproved(stage: Stage, loaded: Loaded) -> list[dict[str, str]]:
@@ -135,7 +133,13 @@ def chosen(keep: Path | None) -> Path:
     return keep.resolve()
 
 
-def run_folder(loaded: Loaded | None) -> Path | None:
-    """The user's run folder where it is there already: plan.json and check.json are written there too."""
-    folder = Path(loaded.run.train.output_dir) if loaded else None
-    return folder if folder is not None and folder.is_dir() else None
+def run_folder(run: Path, options: list[str]) -> Path | None:
+    """The user's run folder where it is there already: plan.json and check.json are written there too.
+
+    A fault is written as well, for it takes an older record's place. What a finished run left is not touched.
+    """
+    try:
+        folder = Path(read_any(run, before.overrides_of(options)).run.folder)
+    except UserError:
+        return None
+    return folder if folder.is_dir() and not before.finished(folder) else None
