@@ -8,6 +8,7 @@ import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from windlass import twin
 from windlass.checkpoint.disk import seal
 from windlass.errors import UserError
-from windlass.export import Names, export, served
+from windlass.export import Names, export, logits, served
 from windlass.export.choose import choose
 from windlass.export.generate import generate, loaded
 from windlass.export.values import FORMATS, encode, pattern
@@ -282,6 +283,13 @@ def test_the_adapter_in_16_bits(cases: dict[str, Path], tmp_path: Path) -> None:
     before = load_file(cases["wide"] / "adapter" / "adapter_model.safetensors")
     after = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert all(torch.equal(before[key].bfloat16(), after[key]) for key in before)
+    assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_an_adapter_is_exported_again_where_one_was(cases: dict[str, Path], tmp_path: Path) -> None:
+    for dtype in (None, "bf16"):
+        export(cases["wide"] / "adapter", tmp_path, dtype=dtype, say=silent)
+    assert {value.dtype for value in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.fixture
@@ -358,6 +366,27 @@ def test_what_servers_do_is_said_by_target(cases: dict[str, Path], tmp_path: Pat
     assert vllm["q_a_proj"].unmerged == "applied"
     assert "--merge" in answer.advice
     assert "--max-lora-rank 8" in answer.commands["base and adapter"]
+
+
+class Elsewhere(nn.Module):
+    """A model on another device than the host, which takes what lies there as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, device="meta"))
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        assert input_ids.device == self.weight.device
+        assert not use_cache
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 3))
+
+
+def test_rows_go_to_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert logits.of(Elsewhere(), torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 3)
+    assert logits.available() > 10**6
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (12345, 10**9))
+    assert logits.available() == 12345
 
 
 def test_generate_says_the_same_merged_and_unmerged(cases: dict[str, Path], tmp_path: Path) -> None:

@@ -174,6 +174,27 @@ def test_a_scale_of_the_base_kept_where_the_weight_outgrew_it(made: Path, tmp_pa
     assert any("experts.down_proj" in said for said in record["deviations"])
 
 
+def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
+    """Its scale is zero, and where the adapter adds nothing either, the new one as well: no 0 / 0."""
+    root = test_export.make(tmp_path, "blocks")
+    key = "model.layers.1.self_attn.q_proj.weight"
+    place = stored(root / "base", key)
+    held = load_file(place.file)
+    side = min(128, held[key].shape[0])
+    held[key].view(torch.uint8)[:side, :128] = 0
+    held[f"{key}_scale_inv"][0, 0] = 0
+    save_file(held, place.file, metadata={"format": "pt"})
+    path = root / "adapter" / "adapter_model.safetensors"
+    factors = load_file(path)
+    factors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"][:side] = 0
+    save_file(factors, path, metadata={"format": "pt"})
+    assert merge(root, root / "merged")["deviations"] == []
+    merged = tensor(root / "merged", key).float()
+    assert merged.isfinite().all()
+    assert not merged[:side, :128].any()
+    assert tensor(root / "merged", f"{key}_scale_inv")[0, 0] == 0
+
+
 def test_a_tokenizer_of_another_model(made: Path, tmp_path: Path) -> None:
     """A resumed merge copies what lies beside the weights anew."""
     copy = tmp_path / "copy"
@@ -262,16 +283,19 @@ def test_folders_that_are_taken(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "fp8", tmp_path / "copy")
     with pytest.raises(UserError, match="something else"):
         merge(made, tmp_path / "copy", "bf16")
+    with pytest.raises(UserError, match="holds a merged model"):
+        export(made / "adapter", tmp_path / "copy", say=test_export.silent)
+    assert not (tmp_path / "copy" / "adapter_config.json").exists()
 
 
-def started(made: Path, to: Path, limit: int | None) -> subprocess.Popen[str]:
+def started(made: Path, to: Path, limit: int | None, *words: str) -> subprocess.Popen[str]:
     """The command itself, which may write files of so many bytes."""
 
     def limited() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    command = [sys.executable, "-m", "windlass", "export", str(made / "adapter"), "--to", str(to), "--merge"]
+    command = [sys.executable, "-m", "windlass", "export", str(made / "adapter"), "--to", str(to), *words]
     return subprocess.Popen(
         command,
         preexec_fn=limited,
@@ -285,7 +309,7 @@ def started(made: Path, to: Path, limit: int | None) -> subprocess.Popen[str]:
 def test_a_full_disk_is_told_and_gone_on_from(made: Path, tmp_path: Path) -> None:
     to = tmp_path / "out"
     sizes = sorted(path.stat().st_size for path in (made / "base").glob("model-*"))
-    process = started(made, to, sizes[-1] - 1)  # the largest file does not fit
+    process = started(made, to, sizes[-1] - 1, "--merge")  # the largest file does not fit
     _, said = process.communicate(timeout=120)
     assert process.returncode == 1, said
     assert "Traceback" not in said
@@ -293,7 +317,7 @@ def test_a_full_disk_is_told_and_gone_on_from(made: Path, tmp_path: Path) -> Non
     assert not (to / "config.json").exists()  # nothing that could be taken for a model
     finished = {path: path.stat().st_mtime_ns for path in to.glob("model-*")}
     assert len(finished) < len(sizes)
-    process = started(made, to, None)
+    process = started(made, to, None, "--merge")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert f"{len(finished)} of {len(sizes)} files were finished" in said
@@ -301,9 +325,29 @@ def test_a_full_disk_is_told_and_gone_on_from(made: Path, tmp_path: Path) -> Non
     same_as_at_once(made, to)
 
 
+@pytest.mark.parametrize(("words", "limit", "code"), [(("--merge",), 300, 1), (("--dtype", "bf16"), 4000, 2)])
+def test_a_full_disk_is_told_whichever_library_writes(
+    made: Path, tmp_path: Path, words: tuple[str, ...], limit: int, code: int
+) -> None:
+    """The new scales and the rounded adapter are written by safetensors, which has an error of its own."""
+    process = started(made, tmp_path / "out", limit, *words)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == code, said
+    assert "File too large" in said
+    assert "Traceback" not in said
+
+
+def test_scales_that_can_not_be_read_are_computed_again(made: Path, tmp_path: Path) -> None:
+    to = tmp_path / "out"
+    started(made, to, 300, "--merge").communicate(timeout=120)
+    (to / ".windlass" / "scales.safetensors").write_bytes(b"half a file")
+    merge(made, to)
+    same_as_at_once(made, to)
+
+
 def test_killed_and_gone_on_from(made: Path, tmp_path: Path) -> None:
     to = tmp_path / "out"
-    process = started(made, to, None)
+    process = started(made, to, None, "--merge")
     deadline = time.monotonic() + 60
     while not list(to.glob("model-*")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.001)

@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from windlass.errors import UserError
 from windlass.export.choose import CONFIG, WEIGHTS, Chosen
 from windlass.export.recipe import BF16
+from windlass.export.write import RECORD, save
 
+ADAPTER = "adapter"  # as the record of an export says
 DTYPES = {BF16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of the adapter's folder: what makes it usable. Optimizer, scheduler and random state are the run's own.
 TAKEN = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
@@ -26,8 +28,9 @@ def write(chosen: Chosen, to: Path, base: str, dtype: str | None) -> None:
     try:
         to.mkdir(parents=True, exist_ok=True)
         held = sorted(path.name for path in to.iterdir())
-        if held and "export.json" not in held:
-            raise UserError(f"the folder holds {len(held)} other files ({held[0]} …)", f"--to {to}", "name a new one")
+        if held and kind_in(to) != ADAPTER:
+            what = f"{len(held)} other files ({held[0]} …)" if kind_in(to) is None else f"a {kind_in(to)} model"
+            raise UserError(f"the folder holds {what}", f"--to {to}", "name a new one")
         config = {**chosen.config, "base_model_name_or_path": base, "inference_mode": True}
         # PEFT writes this list as a set, in another order each time: sorted, two exports can be compared.
         if isinstance(config.get("target_modules"), list):
@@ -37,13 +40,21 @@ def write(chosen: Chosen, to: Path, base: str, dtype: str | None) -> None:
             shutil.copyfile(chosen.weights, to / WEIGHTS)
         else:
             rounded = {key: tensor.to(DTYPES[dtype]) for key, tensor in load_file(chosen.weights).items()}
-            save_file(rounded, to / WEIGHTS, metadata={"format": "pt"})
+            save(rounded, to / WEIGHTS, {"format": "pt"})
         for path in companions(chosen):
             shutil.copyfile(path, to / path.name)
     except OSError as error:
         raise UserError(
             f"{error.strerror}", f"--to {to}", "check that the folder can be written, and has room"
         ) from None
+
+
+def kind_in(folder: Path) -> str | None:
+    """What an earlier export put there."""
+    try:
+        return str(json.loads((folder / RECORD).read_text())["kind"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def companions(chosen: Chosen) -> list[Path]:

@@ -17,10 +17,10 @@ from windlass.export import card, logits, recipe, update, write
 from windlass.export.choose import Chosen, base_name, base_of, choose
 from windlass.export.proof import LOST, SHOWN, Proof, prove
 from windlass.export.serve import Served, serve_check
+from windlass.export.write import RECORD
 from windlass.model.reading import NEEDS_SCALE
 from windlass.weights import Checkpoint
 
-RECORD = "export.json"
 GIB = 2**30
 Say = Callable[[str], None]
 Progress = Callable[[str, int], Any]  # a stage and its bytes -> context manager that gives `advance`
@@ -68,7 +68,7 @@ def export(
         record = _merge(chosen, base_of(chosen, names.folder), to, called, dtype, workers, say, progress)
     else:
         record = _adapter(chosen, names.folder, to, called, dtype, say)
-    kind = "merged" if merge else "adapter"
+    kind = "merged" if merge else adapters.ADAPTER
     if record["deviations"]:
         shown = record["deviations"][:SHOWN]
         more = f"; and {len(record['deviations']) - SHOWN} more" if len(record["deviations"]) > SHOWN else ""
@@ -96,7 +96,7 @@ def _adapter(chosen: Chosen, base: str | None, to: Path, called: str, dtype: str
     adapters.write(chosen, to, called, dtype)
     deviations = adapters.prove(chosen, to, dtype)
     card.write(chosen, to, called, kind="adapter", dtype=dtype)
-    record = {**_facts(chosen, called, "adapter"), "dtype": dtype, "deviations": deviations}
+    record = {**_facts(chosen, called, adapters.ADAPTER), "dtype": dtype, "deviations": deviations}
     _write_record(to, record)
     if not deviations:
         say(f"proven    opened again: every tensor present, {'rounded once' if dtype else 'byte-equal'}")

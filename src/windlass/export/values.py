@@ -89,15 +89,20 @@ def merged(
         return values
     if factors.update.replaced is not None:
         whole_value = factors.a[tuple(slice(*extent) for extent in inside(piece, box))].reshape(values.shape)
-        return whole_value if per is None else whole_value / per
+        return whole_value if per is None else _per(whole_value, per)
     expert, rows = matrix(piece, box)
     delta = factors.rows(expert, *rows).view(values.shape)
-    values += delta if per is None else delta / per
+    values += delta if per is None else _per(delta, per)
     if factors.magnitude is not None:  # the ratio of two lengths: the length is taken in true units
         true = values if per is None else values * per
         length = torch.linalg.norm(true, dim=-1, keepdim=True)
         values *= factors.magnitude[slice(*rows)].unsqueeze(-1) / length
     return values
+
+
+def _per(values: Tensor, unit: Tensor) -> Tensor:
+    """Where nothing is but zeros, the scale is zero as well."""
+    return torch.where(unit == 0, 0.0, values / unit)
 
 
 def inside(piece: Piece, box: Box) -> Box:

@@ -6,10 +6,12 @@ goes on from there; another command in the same folder is refused.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION as FIRST
@@ -19,6 +21,7 @@ from threading import Event
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,6 +34,7 @@ from windlass.weights import Checkpoint
 from windlass.weights.folder import CONFIG, INDEX
 
 WORK, JOURNAL, SCALES = ".windlass", "merge.json", "scales.safetensors"
+RECORD = "export.json"
 AT_ONCE = 2**22  # bytes copied at a time
 SPARE = 2**26  # bytes left free beside the weights: tokenizer, config, journal
 Advance = Callable[[int], None]
@@ -82,7 +86,8 @@ class Writer:
         coded = [e for e in self.recipe.entries() if e.how == MERGED and e.out.dtype in NEEDS_SCALE]
         path = self.work / SCALES
         if path.is_file():
-            self.scales = load_file(path)
+            with contextlib.suppress(SafetensorError):  # unreadable: computed again
+                self.scales = load_file(path)
         if {entry.out.key for entry in coded} <= self.scales.keys():
             self.advance(sum(entry.source.end - entry.source.start for entry in coded))
             return
@@ -95,7 +100,7 @@ class Writer:
             self.advance(entry.source.end - entry.source.start)
 
         self._each(one, coded, workers)
-        save_file(self.scales, path)
+        save(self.scales, path)
 
     def _halt(self) -> None:
         if self.stop.is_set():
@@ -173,6 +178,17 @@ def begin(to: Path, recipe: Recipe, checkpoint: Checkpoint, adapter: Path) -> bo
     return bool(held)
 
 
+def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """safetensors wraps the system's error, a full disk among them: it is told by its number as any other."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from None
+    path.chmod(0o644)  # the library makes it readable for its owner alone, whatever the umask says
+
+
 def finish(to: Path) -> None:
     shutil.rmtree(to / WORK, ignore_errors=True)
 
@@ -194,7 +210,7 @@ def _stamp(path: Path) -> str:
 
 
 def _journal(to: Path) -> dict[str, Any]:
-    for path in (to / WORK / JOURNAL, to / "export.json"):
+    for path in (to / WORK / JOURNAL, to / RECORD):
         try:
             found: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError):
