@@ -228,6 +228,7 @@ def test_a_limit_is_reached_past_broken_images(drawn: Path) -> None:
 def test_the_cache_is_used_while_nothing_changes(drawn: Path) -> None:
     first = openimages.prepare(origin(drawn, limit=10), drawn)
     stamp = first.stat().st_mtime_ns
+    assert first.stat().st_mode & 0o777 == 0o644, "the ranks of other nodes may have another user"
     assert openimages.prepare(origin(drawn, limit=10), drawn) == first
     assert first.stat().st_mtime_ns == stamp
     read, checked = openimages.read(first), openimages.check(origin(drawn, limit=10))
@@ -354,6 +355,19 @@ def test_the_coco_files_layout_is_taken_but_for_the_head(tmp_path: Path) -> None
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen
     assert all(name.startswith(("backbone.body.conv1", "backbone.body.layer1")) for name in frozen)
+
+
+@pytest.mark.parametrize(("counted", "eps"), [(True, 1e-5), (False, 0.0)], ids=["ordinary", "frozen"])
+def test_the_epsilon_of_batch_norms_outlives_saving(tmp_path: Path, counted: bool, eps: float) -> None:
+    state = retinanet_resnet50_fpn(weights=None, weights_backbone=None, num_classes=CLASSES).state_dict()
+    kept = {name: value for name, value in state.items() if counted or not name.endswith("num_batches_tracked")}
+    path = tmp_path / "model.pth"
+    torch.save(kept, path)
+    for _ in range(2):  # as it was trained, and as it was saved after that
+        model, _words = detector.build(CLASSES, SIZE, path)
+        assert {module.eps for module in model.modules() if isinstance(module, FrozenBatchNorm2d)} == {eps}
+        torch.save(model.state_dict(), path)
+    model.load_state_dict(model.state_dict())  # as a checkpoint is
 
 
 class Code:

@@ -22,6 +22,7 @@ from torchvision.ops import FrozenBatchNorm2d  # noqa: E402
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7  # noqa: E402
 
 HEAD = "head.classification_head."  # the part that depends on the number of classes
+COUNTER = "num_batches_tracked"
 LONGEST = 1333 / 800  # the longer side's limit, in lengths of the shorter: torchvision's own
 TUNED_STAGES, FRESH_STAGES = 3, 5  # how many of the backbone's five stages learn
 
@@ -49,6 +50,11 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(32, channels)
 
 
+def keep_counter(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
+    """Frozen batch norms count no batches. In a file the counter says that they were ordinary ones, with an epsilon."""
+    state[prefix + COUNTER] = torch.zeros((), dtype=torch.int64)
+
+
 def build(classes: int, image_size: int, weights: Path | None) -> tuple[RetinaNet, list[str]]:
     """The model and, for the log, what its weights are.
 
@@ -61,11 +67,13 @@ def build(classes: int, image_size: int, weights: Path | None) -> tuple[RetinaNe
     frozen = any(name.endswith("running_mean") for name in state)
     model = empty(classes, image_size, FrozenBatchNorm2d if frozen else group_norm, TUNED_STAGES)
     said = [f"weights: {weights}, {'frozen batch norm' if frozen else 'group norm'}"]
-    if frozen and not any(name.endswith("num_batches_tracked") for name in state):
-        # Trained with torchvision's frozen batch norms, which added no epsilon: so does torchvision for its COCO file.
-        for module in model.modules():
-            if isinstance(module, FrozenBatchNorm2d):
-                module.eps = 0.0
+    counted = any(name.endswith(COUNTER) for name in state)
+    for module in model.modules() if frozen else ():
+        if isinstance(module, FrozenBatchNorm2d) and counted:
+            module.register_state_dict_post_hook(keep_counter)
+        elif isinstance(module, FrozenBatchNorm2d):
+            # Trained with torchvision's own, which added no epsilon: so does torchvision for its COCO file.
+            module.eps = 0.0
     said += _fill(model, state, weights)
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return model, [*said, f"{learned:,} parameters learn; the backbone's first stages stay as they are"]

@@ -128,6 +128,7 @@ def prepare(origin: Source, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
     save_file(tensors, unfinished, words)
+    unfinished.chmod(0o644)  # the library makes it readable for its owner alone, whatever the umask says
     unfinished.replace(path)  # whole or not at all
     return path
 
