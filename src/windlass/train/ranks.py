@@ -269,18 +269,7 @@ def wait(
     `hurries`. Below a launcher it is nobody's wish: that one signals all because one of them has ended.
     stop: asked for by another thread, it is the same as a signal.
     """
-    received: list[float] = []  # when
-    cut_short = ""
-
-    def forward(_number: int, _frame: FrameType | None) -> None:
-        nonlocal cut_short
-        received.append(time.monotonic())
-        if len(received) == 1:
-            signal_all(crew, signal.SIGTERM)
-        elif hurries and received[-1] - received[0] > SAME_SECONDS:
-            cut_short = "a second signal ended the ranks before they had saved"
-            signal_all(crew, signal.SIGKILL)
-
+    forward = _Forward(crew, hurries)
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     first: int | None = None
     deadline: float | None = None
@@ -288,19 +277,19 @@ def wait(
     try:
         for process in beginning:
             crew.append(process)
-            if received:
+            if forward.at is not None:
                 signal_all([process], signal.SIGTERM)
         while None in (codes := [process.poll() for process in crew]):
-            if stop is not None and stop.is_set() and not received:
-                forward(signal.SIGTERM, None)
+            if stop is not None and stop.is_set() and forward.at is None:
+                forward()
             if first is None:
                 first = _first(codes)
-            if deadline is None and (first is not None or received):
-                saving = bool(received)
+            if deadline is None and (first is not None or forward.at is not None):
+                saving = forward.at is not None
                 deadline = time.monotonic() + (grace_seconds if saving else patience_seconds)
             if deadline is not None and time.monotonic() > deadline:
                 if saving and (first is None or _code(codes[first] or 0) == SAVED):
-                    cut_short = cut_short or f"the ranks had not saved {grace_seconds:g} s after the signal"
+                    forward.cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
                 signal_all(crew, signal.SIGKILL if asked else signal.SIGTERM)
                 asked, deadline = True, time.monotonic() + 5.0
             time.sleep(0.05)
@@ -308,7 +297,24 @@ def wait(
         signal_all(crew, signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return _first([process.returncode for process in crew]) if first is None else first, cut_short
+    return _first([process.returncode for process in crew]) if first is None else first, forward.cut_short
+
+
+class _Forward:
+    """A stop signal on its way to the ranks: as SIGTERM, and another one, if it hurries, as SIGKILL."""
+
+    def __init__(self, crew: Sequence[subprocess.Popen[bytes]], hurries: bool) -> None:
+        self.crew, self.hurries = crew, hurries
+        self.at: float | None = None  # when the first one came
+        self.cut_short = ""
+
+    def __call__(self, _number: int = signal.SIGTERM, _frame: FrameType | None = None) -> None:
+        if self.at is None:
+            self.at = time.monotonic()
+            signal_all(self.crew, signal.SIGTERM)
+        elif self.hurries and time.monotonic() - self.at > SAME_SECONDS:
+            self.cut_short = "a second signal ended the ranks before they had saved"
+            signal_all(self.crew, signal.SIGKILL)
 
 
 def _first(codes: Sequence[int | None]) -> int | None:
