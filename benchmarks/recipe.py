@@ -110,7 +110,7 @@ def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
         config={"initializer_range": 0.05},
     )
     lines = text.read_text().splitlines() if text else "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
-    lines = list(dict.fromkeys(line.strip() for line in lines if len(line.strip()) > 20))
+    lines = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if len(lines) < sizes.rows + sizes.held_out:
         raise SystemExit(f"the text has {len(lines)} rows; give --rows {len(lines) - sizes.held_out}")
     random.Random(SEED).shuffle(lines)
