@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -178,10 +179,13 @@ def test_the_stated_temporary_is_what_a_gpu_would_hold(monkeypatch: pytest.Monke
     shape = (5, 40, 48)
     held, _ = experts(torch.bfloat16)
     sizes: list[int] = []
+    made: list[weakref.ref[torch.UntypedStorage]] = []
 
     def counted(codes: Tensor, *rest: object) -> Tensor:
+        assert all(one() is None for one in made), "two chunks at once"
         values = dequantise(codes, *rest)  # type: ignore[arg-type]
         sizes.append(values.nbytes)
+        made.append(weakref.ref(values.untyped_storage()))
         return values
 
     monkeypatch.setattr(fp8, "dequantise", counted)

@@ -291,4 +291,5 @@ def by_columns(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding:
         else:
             part = dequantise(codes[:, :, first:last], scale, coding, x.dtype, (0, first))
         product[:, first:last] = _grouped_mm(x, part, offsets)
+        del part  # or it would live on while the next one is made
     return product
