@@ -316,18 +316,25 @@ def test_a_save_that_its_grace_cut_off_is_none(tmp_path: Path) -> None:
     assert state(tmp_path) == "failed"
 
 
-def test_below_a_launcher_a_second_signal_does_not_hurry_the_script(tmp_path: Path) -> None:
-    """A launcher signals all ranks when one of them has ended, whatever the others are saving."""
-    command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, SLOW))]
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Path) -> None:
+    """A launcher signals all ranks when one of them has ended, and kills them, whatever they are saving."""
+    slow = SAVES.replace("def save(*_):", "def save(*_):\n    time.sleep(1.6)")
+    desk = tmp_path / "desk"
+    desk.mkdir()
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "WINDLASS_DESK": str(desk)}
+    command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, slow))]
     process = subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
-    wait_for(process, tmp_path / "run/ready-0")
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(1.3)
-    words = process.communicate(timeout=60)[1]
+    wait_for(process, tmp_path / "run/ready-1")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    process.send_signal(signal.SIGTERM)
+    wait_for(process, tmp_path / "run/saved-1", desk / "code-1")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None, "rank 0 has not ended"
+    (desk / "code-0").write_text("75")
+    words = process.communicate(timeout=20)[1]
     assert process.returncode == 75, words
-    assert (tmp_path / "run/saved-0").exists()
 
 
 def test_a_loss_that_is_no_number_stops_the_script(tmp_path: Path) -> None:

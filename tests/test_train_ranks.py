@@ -214,3 +214,24 @@ def test_a_rank_that_holds_nothing_yet_stops_at_once(tmp_path: Path) -> None:
     process = launched(tmp_path, SAVES.replace("interruption.training = True", "").replace("0.02", "60"))
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == ranks.SAVED
+
+
+def test_who_saved_first_awaits_the_others_but_neither_the_dead_nor_for_ever(tmp_path: Path) -> None:
+    script = """
+    from pathlib import Path
+    desk, waited = Path(sys.argv[1]), []
+    here = ranks.Place(rank=3, local_rank=1, world=4, desk=desk)
+    here.note("code", "75")
+    for name, text in (("pid-0", "1"), ("pid-2", str(os.getpid())), ("pid-2", sys.argv[2]), ("code-2", "1")):
+        (desk / name).write_text(text)
+        began = time.monotonic()
+        ranks.await_others(here, 2, 0.5)
+        waited.append(time.monotonic() - began >= 0.5)
+        (desk / name).unlink()
+    print(waited)
+    """
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    words = [sys.executable, "-c", PROLOGUE + textwrap.dedent(script), str(tmp_path), str(gone.pid)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout.split() == ["[True,", "True,", "False,", "False]"]
