@@ -75,6 +75,9 @@ def test_the_gravest_verdict_counts_and_nothing_seen_is_no_pass() -> None:
 def test_exit_codes(depth: str, code: int) -> None:
     assert check.Report(depth, (failed("a", "", ""),)).exit_code == code
     assert check.Report(depth, (passed("a", ""), unseen("b", ""))).exit_code == 0
+    # A node that did not come may come to the next try; what is wrong besides stays so.
+    assert check.Report(depth, (failed("nodes", "", ""), passed("a", ""))).exit_code == 1
+    assert check.Report(depth, (failed("nodes", "", ""), failed("a", "", ""))).exit_code == code
 
 
 # --- the whole, as a command
@@ -420,6 +423,24 @@ def test_room_for_the_run_and_for_a_merged_model() -> None:
     assert words in folders.enough(run - 1, plan).seen
     assert folders.enough(run, plan).verdict == WARN
     assert folders.enough(run + merged, plan).verdict == PASS
+
+
+def test_what_the_run_has_written_is_not_asked_for_again(tmp_path: Path) -> None:
+    before, _, _ = folders.needed(make(read(RECIPE, [f"train.output_dir={tmp_path}"])))
+    for name, size in (("checkpoints/step-10/adapter.safetensors", 300_000), ("tokens/a/data.arrow", 200_000)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    plan = make(read(RECIPE, [f"train.output_dir={tmp_path}"]))
+    after, _, words = folders.needed(plan)
+    assert 500_000 <= before - after < 600_000
+    assert "are there" in words
+    assert folders.enough(after, plan).verdict != FAIL
+    assert folders.enough(after - 1, plan).verdict == FAIL
+    # More than this run would ever hold makes no room for the rest.
+    with (tmp_path / "tokens" / "a" / "other.arrow").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 64 << 20)
+    tokens = 8 * plan.schedule.tokens_per_step * (plan.schedule.steps_per_epoch or 0)
+    assert before - folders.needed(plan)[0] <= 300_000 + 100_000 + tokens
 
 
 def test_caches_and_home_must_be_writable(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from checks_seen import require_all, watched  # type: ignore[import-not-found]
 
 from windlass import demo
-from windlass.check import doors, fabric, meeting, nodes, pairs, shared
+from windlass.check import IN_POD, Report, doors, fabric, meeting, nodes, pairs, shared
 from windlass.check.meeting import AbsentError, Meeting, Place
 from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed
 from windlass.errors import UserError
@@ -124,7 +124,7 @@ def test_a_place_that_cannot_be_is_the_users_mistake(environ: dict[str, str]) ->
 def test_a_place_that_cannot_be_fails_the_check(sound: Path, plan: Plan) -> None:
     environ = {"WORLD_SIZE": "2", "RANK": "2"}
     met = nodes.check(read(sound), plan, [], {}, environ, Path("/"), 1, lambda _: None)
-    assert named(met.results, "nodes").verdict == FAIL
+    assert named(met.results, "number of nodes").verdict == FAIL
     assert met.speaks
 
 
@@ -507,6 +507,43 @@ def test_a_node_0_that_dies_while_checking_is_told_by_the_others(sound: Path) ->
     assert found.verdict == FAIL
     assert "node 1" in found.seen
     assert "lost the others while checking" in found.seen
+
+
+def test_a_node_that_leaves_while_checking_is_all_that_fails(sound: Path) -> None:
+    """Its door is shut to all that knock: no fault of the network's, and the next try may go well."""
+    port = free_port()
+
+    def leaves() -> None:
+        table = meeting.attend(Place(2, 3, "127.0.0.1", port), 20, lambda _: None)
+        door = doors.Door()
+        door.close()  # it says where it can be reached, and dies
+        told = {"name": "node 2", "address": "127.0.0.1", "port": door.port, "results": []}
+        table.gather({**told, "facts": shared.facts(loaded, plan, {}, {})})
+        for seat in table.seats.values():
+            seat.close()
+
+    def node(rank: int) -> Any:
+        place = {"PET_NNODES": "3", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1"}
+        environ = {**place, "PET_MASTER_PORT": str(port)}
+        return nodes.check(loaded, plan, [], {}, environ, Path("/"), 20, lambda _: None)
+
+    loaded = spread(sound, 3)
+    plan = make(loaded)
+    met = at_once([lambda: node(0), lambda: node(1), leaves])[:2]
+    for one in met:
+        assert [result.name for result in one.results if result.verdict == FAIL] == ["nodes"]
+        assert named(one.results, "nodes").seen == "node 2 left while checking"
+        assert Report(IN_POD, one.results).exit_code == 1
+
+
+def test_a_node_that_leaves_while_speed_is_measured_is_told(sound: Path, plan: Plan) -> None:
+    def work(table: Meeting) -> Any:
+        if table.place.rank:
+            return table.gather("")  # it is able, and gone when measuring begins
+        return nodes.speed(table, plan, True, [], ["node 0", "node 1"], {})
+
+    found = named(meet(2, work)[0], "nodes")
+    assert (found.verdict, found.seen) == (FAIL, "node 1 left while speed was measured")
 
 
 def test_a_collective_that_would_hang_is_not_begun(sound: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from launch_jobs import (  # type: ignore[import-not-found]
     EXAMPLES,
     FULL,
@@ -171,9 +172,9 @@ def test_an_unknown_trainer_is_refused() -> None:
 
 
 def test_what_has_no_effect_there_is_said() -> None:
-    plan, _, _ = example("train", FULL)
+    plan, _, _ = example("train", (*FULL, "cluster.gpu_resource=nvidia.com/mig-7g.141gb"))
     said = "\n".join(submitting.notes(plan, "runai"))
-    for key in ("queue", "node_selector", "topology_key", "deadline_seconds", "service_account"):
+    for key in ("queue", "node_selector", "topology_key", "deadline_seconds", "service_account", "gpu_resource"):
         assert f"cluster.{key} has no effect on Run:ai" in said
     said = "\n".join(submitting.notes(plan, "kubernetes"))
     assert "cluster.project has no effect on Kubernetes" in said
@@ -184,6 +185,17 @@ def test_what_has_no_effect_there_is_said() -> None:
     assert "SCC anyuid" in "\n".join(submitting.notes(root, "kubernetes"))
     plain, _, _ = example("train")
     assert "SCC" not in "\n".join(submitting.notes(plain, "kubernetes"))
+    for one, version, told in ((plain, "2.3", True), (plain, "2.1", False), (root, "2.3", False)):
+        said = "\n".join(submitting.notes(one, "kubernetes", engine="trainer", version=version))
+        assert ("must not be root (runAsNonRoot)" in said) is told
+
+
+def test_a_name_that_pods_cannot_have_is_refused() -> None:
+    overrides = (*SITE, "cluster.nodes=101", "name=" + "a" * 47)
+    plan, _, _ = example("train", overrides)
+    with pytest.raises(UserError, match="has 47 letters, and with 101 nodes at most 46 are possible"):
+        render(plan, "kubernetes", overrides=overrides)
+    assert render(plan, "script", overrides=overrides)
 
 
 def test_time_to_save_follows_from_the_plan() -> None:
@@ -216,6 +228,20 @@ def test_another_run_file_is_another_config_map() -> None:
     plan, overrides, _ = example("train")
     names = {pod.files_name(job_of(plan, overrides=more)) for more in (overrides, (), ("lora.r=8",))}
     assert len(names) == 3
+
+
+def test_another_launch_sh_is_another_config_map_and_still_the_same_run(tmp_path: Path) -> None:
+    """The first save changes the time that is left to save in: an immutable ConfigMap would refuse it."""
+    overrides = (*volume(tmp_path), "train.output_dir=" + str(tmp_path / "run"))
+    plan = plan_of(EXAMPLES / "train.yaml", overrides)
+    before = job_of(plan, overrides=overrides)
+    (tmp_path / "run").mkdir()
+    steps.event(tmp_path / "run", "save", 10, seconds=95.0, ok=True)
+    after = job_of(plan, overrides=overrides)
+    assert pod.config_map(before)["data"] != pod.config_map(after)["data"]
+    assert pod.files_name(before) != pod.files_name(after)
+    assert pod.files_name(after) == pod.files_name(job_of(plan, overrides=overrides))
+    assert before.fingerprint == after.fingerprint, "nodes of both may meet"
 
 
 # --- Run:ai ---------------------------------------------------------------------------------------------------------
@@ -313,14 +339,23 @@ case " $* " in
   *" api-resources "*) printf '%s\n' $KINDS ;;
   *" get --raw /openapi/v3/apis/trainer.kubeflow.org/"*) cat "$SCHEMA" ;;
   *" get $MISSING "*) echo 'Error from server (NotFound): it was not found' >&2; exit 1 ;;
-  *" get jobs.batch "*" json "*|*" get trainjobs"*" json "*) cat "$STATE" 2>/dev/null || true ;;
+  *" get jobs.batch "*" json "*|*" get trainjobs"*" json "*)
+    if [[ -e "$APPLIED" ]]; then echo "$AFTER"; else cat "$STATE" 2>/dev/null || true; fi ;;
   *" logs "*) echo "[pod/x-0] step 1" ;;
-  *"jsonpath"*) echo Running ;;
-  *" --dry-run=server "*) if [[ -n "${REFUSES:-}" ]]; then echo "$REFUSES" >&2; exit 1; fi; cat >/dev/null ;;
-  *" apply "*) cat >"$APPLIED"; echo "job.batch/x created" ;;
+  *"jsonpath"*)
+    if [[ -e "$PODS" ]]; then head -n 1 "$PODS"; (($(wc -l <"$PODS") == 1)) || sed -i 1d "$PODS"
+    elif [[ -e "$APPLIED" ]]; then echo Running Running Running; fi ;;
+  *" delete "*) rm -f "$STATE"; echo deleted ;;
+  *" --dry-run=server "*) if [[ -n "${REFUSES:-}" ]]; then echo "$REFUSES" >&2; exit 1; fi; cat >"$TRIED" ;;
+  *" apply "*) cat >"$APPLIED"; echo "${WARNS:-}" >&2; echo "job.batch/x created" ;;
   *) echo ok ;;
 esac
 """
+
+
+def ended(how: str) -> str:
+    """A job as the server tells of it."""
+    return json.dumps({"status": {"conditions": [{"type": how, "status": "True"}]}})
 
 
 @pytest.fixture
@@ -332,6 +367,9 @@ def kubectl(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "MISSING": "-",
         "STATE": "/none",
         "APPLIED": str(here / "applied"),
+        "TRIED": str(here / "tried"),
+        "PODS": "/none",
+        "AFTER": ended("Complete"),
     }.items():
         monkeypatch.setenv(name, value)
     return here / "bin"
@@ -381,16 +419,59 @@ def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
 ) -> None:
     state = here / "state"
     monkeypatch.setenv("STATE", str(state))
-    state.write_text(json.dumps({"status": {"conditions": [{"type": "Suspended", "status": "True"}]}}))
+    state.write_text(ended("Suspended"))
     with pytest.raises(UserError, match="is there and has not ended"):
         sent(here, "kubernetes")
     assert "delete" not in calls(kubectl, "kubectl")
-    state.write_text(json.dumps({"status": {"conditions": [{"type": "Failed", "status": "True"}]}}))
+    state.write_text(ended("Failed"))
+    monkeypatch.setenv("REFUSES", "error: it would not be admitted")
+    with pytest.raises(RunError, match="would not be admitted"):
+        sent(here, "kubernetes")
+    assert state.exists(), "what the server refuses costs no job"
+    monkeypatch.delenv("REFUSES")
     said: list[str] = []
     assert sent(here, "kubernetes", said.append) == 0
     words = calls(kubectl, "kubectl")
     assert words[words.index("delete") + 1] == "jobs.batch"
+    assert words.index("--dry-run=server") < words.index("delete")
     assert "goes on from its last checkpoint" in "\n".join(said)
+    tried, kept = (here / "tried").read_text(), (here / "applied").read_text()
+    names = [[one["metadata"]["name"] for one in yaml.safe_load_all(text)] for text in (tried, kept)]
+    assert not set(names[0]) & set(names[1]), "the server compares with no job that is to go"
+    assert names[1][1:] == ["run", "run"]
+
+
+def test_pods_of_the_job_before_are_waited_for(here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stop` takes the job at once, and its pods have minutes to save in."""
+    monkeypatch.setattr(cluster, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setenv("PODS", str(here / "pods"))
+    (here / "pods").write_text("Running Running\nRunning\nFailed Succeeded\n")
+    said: list[str] = []
+    assert sent(here, "kubernetes", said.append) == 0
+    assert [line for line in said if "waiting" in line] == [
+        "the job before has 2 pods left, which may be saving: waiting for the end"
+    ]
+    assert (here / "pods").read_text() == "Failed Succeeded\n", "every answer was heard"
+
+
+def test_pods_that_do_not_end_are_no_reason_to_start_beside_them(
+    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(cluster, "OVER_GRACE_SECONDS", 0.2)
+    monkeypatch.setenv("PODS", str(here / "pods"))
+    (here / "pods").write_text("Running\n")
+    with pytest.raises(RunError, match=r"the job before has 1 pod left after (.|\n)*kubectl delete pod --force"):
+        sent(here, "kubernetes", lambda _: None, "cluster.grace_seconds=1")
+    assert not (here / "applied").exists()
+
+
+def test_what_the_server_warns_of_is_said(here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warning = 'Warning: would violate PodSecurity "restricted:latest": runAsNonRoot != true'
+    monkeypatch.setenv("WARNS", warning)
+    said: list[str] = []
+    assert sent(here, "kubernetes", said.append) == 0
+    assert warning in said
 
 
 def test_the_servers_own_words_are_shown(here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,19 +576,31 @@ def test_status_logs_and_stop_go_through_the_platforms_client(
         submitting.status(here, here)
 
 
-def test_submit_follows_once_a_pod_runs(
-    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("how", "code"), [("Complete", 0), ("Failed", 1)])
+def test_submit_follows_all_pods_through_restarts_and_ends_as_the_job_does(
+    here: Path, kubectl: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str, code: int
 ) -> None:
-    (here / "phases").write_text("Pending\nRunning\n")
-    body = KUBECTL.replace(
-        '*"jsonpath"*) echo Running ;;', f'*"jsonpath"*) head -n 1 {here}/phases; sed -i 1d {here}/phases ;;'
-    )
+    monkeypatch.setattr(cluster, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setenv("PODS", str(here / "pods"))
+    monkeypatch.setenv("AFTER", ended("Suspended"))
+    phases = ("", "", "Running Pending Running", "Running Running Running", "Failed Pending Failed")
+    (here / "pods").write_text("\n".join((*phases, "Running Running Running")) + "\n")
+    # The logs of the first try end with all of its pods; those of the second when the job has.
+    ends = f'if [[ "$*" == *--since-time=* ]]; then touch {here}/over; fi; echo "[pod/x-0] step 1" ;;'
+    body = KUBECTL.replace('echo "[pod/x-0] step 1" ;;', ends)
+    body = body.replace('echo "$AFTER"', f'if [[ -e {here}/over ]]; then echo "$OVER"; else echo "$AFTER"; fi')
     program(here / "bin", "kubectl", body)
+    monkeypatch.setenv("OVER", ended(how))
     said: list[str] = []
-    assert sent(here, "kubernetes", said.append, follow=True) == 0
-    assert "waiting: Pending" in said
-    assert "step 1" in capfd.readouterr().out
-    assert calls(kubectl, "kubectl")[-1] == "--follow"
+    assert sent(here, "kubernetes", said.append, follow=True) == code
+    waited = [line for line in said if line.startswith("waiting")]
+    assert waited == ["waiting: no pod yet", "waiting: Running, Pending, Running", "waiting: Failed, Pending, Failed"]
+    assert f"run: {how}" in said
+    assert capfd.readouterr().out.count("step 1") == 3, "both tries, and the last words"
+    assert sum(word.startswith("--since-time=") for word in calls(kubectl, "kubectl")) == 2, "nothing is shown twice"
+
+
+def test_runai_follows_by_its_own_client(here: Path) -> None:
     program(here / "bin", "runai", "exit 0")
     assert sent(here, "runai", follow=True) == 0
     assert calls(here / "bin", "runai")[-4:] == ["run", "--project", "research", "--follow"]
@@ -518,6 +611,23 @@ def test_without_a_client_the_files_are_left_with_the_next_step(here: Path, monk
     said: list[str] = []
     assert sent(here, "kubernetes", said.append) == 0
     assert f"kubectl apply -f {here}/run/job.yaml" in "\n".join(said)
+    facts = {"platform": "kubernetes", "name": "run", "engine": "job", "namespace": None, "nodes": 3}
+    (here / "run" / "submitted.json").write_text(json.dumps(facts))
+    for following in (False, True):
+        with pytest.raises(UserError, match="kubectl can't be run"):
+            submitting.logs(here / "run", here / "run", follow=following, say=said.append)
+
+
+def test_files_are_replaced_whole_or_not_at_all(here: Path) -> None:
+    submitting.write(here / "run", {"launch.sh": "old\n"})
+    with (here / "run" / "launch.sh").open() as running:
+        submitting.write(here / "run", {"launch.sh": "new\n"})
+        assert running.read() == "old\n", "who reads it goes on with what it began"
+    assert (here / "run" / "launch.sh").read_text() == "new\n"
+    (here / "run" / "submitted.json").mkdir()  # can't be replaced by a file
+    with pytest.raises(UserError, match="can't be written"):
+        submitting.write(here / "run", {"submitted.json": "{}"})
+    assert [path.name for path in (here / "run").glob(".*")] == [], "nothing half-done is left"
 
 
 def test_runai_is_run_where_it_is_and_its_failure_is_ours(here: Path) -> None:

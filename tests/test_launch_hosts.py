@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -148,6 +149,21 @@ def test_one_node_told_to_stop_saves_with_all_and_the_run_goes_on_from_there(tmp
         assert "step     1/300" not in run.log(0)
         for process in again:
             process.terminate()
+
+
+@pytest.mark.prove
+def test_every_process_of_every_node_told_to_stop_saves_and_ends_with_75(tmp_path: Path) -> None:
+    """As scancel does it: ranks, launchers, scripts and what stands beside them."""
+    with hosts(2) as machines:
+        options = ("train.max_steps=300", "train.eval_strategy=no", "train.save_steps=100000")
+        run = Run(tmp_path, machines, *options)
+        started = [run.start(node) for node in range(2)]
+        run.until(0, "step     1/300")
+        for pid in (*machines.pids(1), *machines.pids(0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 15)
+        assert [process.wait(120) for process in started] == [75, 75], run.log(0) + run.log(1)
+        assert list((run.out / "checkpoints").iterdir())
 
 
 def _words(pid: int) -> list[str]:

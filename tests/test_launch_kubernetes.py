@@ -18,7 +18,7 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 from launch_jobs import FULL, SITE, example  # type: ignore[import-not-found]
 
 from windlass.launch import kubernetes
-from windlass.launch.job import job_of
+from windlass.launch.job import job_of, name_letters
 from windlass.launch.kubernetes import checks, pod
 from windlass.launch.kubernetes.write import Note, plain, write
 
@@ -151,7 +151,11 @@ def put(holder: dict[str, Any], **values: Any) -> Any:
 BROKEN: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Any], str]] = {
     # name: (engine, what is done to it, what must be said)
     "name in capitals": ("job", lambda d: put(workload(d)["metadata"], name="Run_1"), "is no name"),
-    "name too long": ("job", lambda d: put(workload(d)["metadata"], name="a" * 60), "more than 50"),
+    "name too long": ("job", lambda d: put(workload(d)["metadata"], name="a" * 60), "more than 47"),
+    "name too long for so many nodes": ("jobset", lambda d: [
+        put(workload(d)["metadata"], name="a" * 47),
+        put(workload(d)["spec"]["replicatedJobs"][0]["template"]["spec"], completions=101, parallelism=101),
+    ], "more than 46"),
     "no name": ("job", lambda d: workload(d)["metadata"].pop("name"), "has no name"),
     "unknown kind": ("job", lambda d: put(workload(d), kind="Jobb"), "unknown kind"),
     "wrong version": ("job", lambda d: put(workload(d), apiVersion="batch/v1beta1"), "Job is of batch/v1"),
@@ -233,6 +237,10 @@ BROKEN: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Any], str]] = {
     "no replicated jobs": ("jobset", lambda d: put(workload(d)["spec"], replicatedJobs=[]), "is empty"),
     "jobset's rule": ("jobset", lambda d: put(workload(d)["spec"]["failurePolicy"]["rules"][0], action="FailJob"),
                       "unknown action"),
+    "jobset's rule by a name with a dash": ("jobset", lambda d: put(
+        workload(d)["spec"]["failurePolicy"]["rules"][0], name="wrong-input"), "is no name of a rule"),
+    "jobset's reason": ("jobset", lambda d: put(workload(d)["spec"]["failurePolicy"]["rules"][0],
+                                                onJobFailureReasons=["Deadline"]), "is no reason"),
     "a pod inside a jobset": ("jobset", lambda d: put(templates(workload(d))[0]["spec"]["containers"][0], image=""),
                               "no image"),
     "no master": ("pytorchjob", lambda d: workload(d)["spec"]["pytorchReplicaSpecs"].pop("Master"), "one Master"),
@@ -332,8 +340,59 @@ def test_openshift_admits_it_unless_the_run_file_asks_for_more() -> None:
     assert "runAsUser" not in json.dumps(documents)
     context = container(documents)["securityContext"]
     assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert spec_of(documents)["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
+    assert spec_of(documents)["securityContext"] == {
+        "seccompProfile": {"type": "RuntimeDefault"},
+        "runAsNonRoot": True,  # the Pod Security level `restricted` refuses pods that leave it out
+    }
     assert "runAsUser" in json.dumps(manifests("job", FULL))
+    root = manifests("job", (*SITE, "cluster.user={uid: 0}"))
+    assert spec_of(root)["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}, "runAsUser": 0}
+
+
+@pytest.mark.parametrize("nodes", [1, 10, 11, 100, 101, 1000, 1001])
+def test_the_longest_name_leaves_room_for_a_jobsets_pods(nodes: int) -> None:
+    assert len("a" * name_letters(nodes) + f"-node-0-{nodes - 1}-abcde") <= 63
+    long = (*SITE, f"cluster.nodes={nodes}", "train.output_dir=/data/" + "a-" * 40)
+    plan, overrides, _ = example("train", long)
+    assert checks.problems(kubernetes.manifests(job_of(plan, overrides=overrides), "jobset")) == []
+
+
+def test_a_stop_that_saved_is_not_counted() -> None:
+    inner = workload(manifests("jobset"))["spec"]["replicatedJobs"][0]["template"]["spec"]
+    for spec in (workload(manifests("job"))["spec"], inner):
+        (rule,) = [
+            one for one in spec["podFailurePolicy"]["rules"] if 75 in one.get("onExitCodes", {}).get("values", ())
+        ]
+        assert rule["action"] == "Ignore"
+        assert rule["onExitCodes"]["containerName"] == spec["template"]["spec"]["containers"][0]["name"]
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_a_pytorchjob_is_restarted_as_often_as_the_run_file_says(restarts: int) -> None:
+    """By the operator's own sum: over pods, and a limit that is reached is past."""
+    spec = workload(manifests("pytorchjob", (*SITE, f"cluster.max_restarts={restarts}")))["spec"]
+    limit, pods = (
+        spec["runPolicy"]["backoffLimit"],
+        sum(one["replicas"] for one in spec["pytorchReplicaSpecs"].values()),
+    )
+
+    def past(restarted: int) -> bool:
+        return restarted > 0 if limit == 0 else restarted >= limit
+
+    assert pods == 3
+    assert not past(restarts * pods), "all of them have restarted so often"
+    assert past(restarts * pods + 1)
+
+
+def test_a_jobset_whose_time_is_over_is_not_begun_again() -> None:
+    def reasons(site: tuple[str, ...]) -> set[str]:
+        rules = workload(manifests("jobset", site))["spec"]["failurePolicy"]["rules"]
+        assert {rule["action"] for rule in rules} == {"FailJobSet"}
+        assert len({rule["name"] for rule in rules}) == len(rules)
+        return {reason for rule in rules for reason in rule["onJobFailureReasons"]}
+
+    assert reasons(FULL) == {"PodFailurePolicy", "DeadlineExceeded"}
+    assert reasons(SITE) == {"PodFailurePolicy"}
 
 
 def test_wrong_input_is_not_tried_again_and_a_lost_node_is_not_counted() -> None:

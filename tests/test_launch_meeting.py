@@ -179,6 +179,62 @@ def test_who_ends_badly_is_told_to_all_with_the_code(tmp_path: Path, capfd: pyte
     assert "ended with 13" in said
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_meeting_that_is_stopped_before_all_have_come_ends_at_once(tmp_path: Path, number: int) -> None:
+    async def work() -> None:
+        table = Table(tmp_path, 3, seconds=60)
+        node = table.node(number)
+        run = asyncio.create_task(node.run())
+        await asyncio.sleep(0.3)
+        node.stop()
+        async with asyncio.timeout(3):
+            assert await run == 75
+        assert not (node.desk / "met").exists()
+
+    together(work())
+
+
+def test_a_node_that_is_stopped_while_all_come_may_be_replaced(tmp_path: Path) -> None:
+    """A pod that is taken away comes again: its number is free, and it does not count twice."""
+
+    async def work() -> None:
+        table = Table(tmp_path, 3, seconds=20)
+        first, second = table.node(0), table.node(1)
+        host, guest = asyncio.create_task(first.run()), asyncio.create_task(second.run())
+        while 1 not in first.peers:
+            await asyncio.sleep(0.02)
+        second.stop()
+        assert await guest == 75
+        again, third = table.node(1), table.node(2)
+        runs = [host, *(asyncio.create_task(node.run()) for node in (again, third))]
+        await table.met(0, 1, 2)
+        for node in (first, again, third):
+            end(node, 0)
+        assert list(await asyncio.gather(*runs)) == [0, 0, 0]
+        assert [table.gone(number) for number in range(3)] == [None] * 3
+
+    together(work())
+
+
+def test_once_all_have_met_only_the_scripts_farewell_ends_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        table = Table(tmp_path, 2)
+        nodes = [table.node(0), table.node(1)]
+        runs = [asyncio.create_task(node.run()) for node in nodes]
+        await table.met(0, 1)
+        for node in nodes:
+            node.stop()  # as everything on the node is told
+        await asyncio.sleep(0.3)
+        assert not any(run.done() for run in runs)
+        for node in nodes:
+            (node.desk / "farewell").write_text("75")
+            node.stop()
+        assert list(await asyncio.gather(*runs)) == [0, 0]
+        assert [table.gone(number) for number in range(2)] == [None, None]
+
+    together(work())
+
+
 def test_silence_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def work() -> None:
         table = Table(tmp_path, 2, beat=0.1, silence=0.6)

@@ -389,19 +389,164 @@ def test_what_the_image_lacks_is_installed_from_the_sites_mirror(tiny: Path, tmp
     assert "from https://mirror.example/simple" in done.stderr
 
 
-def test_failed_checks_end_the_node_and_are_not_tried_again(tiny: Path, tmp_path: Path) -> None:
+def checking(fakes: Path, body: str) -> None:
+    """Checks that do as `body` says; everything else that Python is started for is real."""
+    program(fakes, "python3", f'if [[ "$3" == check ]]; then\n{body}\nfi\nexec {sys.executable} "$@"')
+
+
+@pytest.mark.parametrize(("code", "ends"), [("13", 13), ("1", 1), ("2", 1), ("137", 1), ("75", 1)])
+def test_failed_checks_end_the_node_and_only_their_own_word_keeps_it_from_another_try(
+    tiny: Path, tmp_path: Path, code: str, ends: int
+) -> None:
+    """A traceback, a kill for memory, a lost node: the next try may do."""
     fakes = tmp_path / "bin"
     program(fakes, "accelerate", "")
-    body = f"""if [[ "$3" == check ]]; then
-      echo "$PET_NODE_RANK $PET_NNODES" "$@" >{tmp_path}/check
-      exit 1
-    fi
-    exec {sys.executable} "$@\""""
-    program(fakes, "python3", body)
+    checking(fakes, f'echo "$PET_NODE_RANK $PET_NNODES" "$@" >{tmp_path}/check; exit {code}')
     done = launched(written(tmp_path / "run", plan_of(tiny, CPU)), fakes, WINDLASS_CHECK="yes")
-    assert done.returncode == 13
+    assert done.returncode == ends
     assert not calls(fakes, "accelerate")
     assert (tmp_path / "check").read_text().startswith(f"0 1 -m windlass check {tmp_path}/run/run.yaml --accelerate")
+
+
+def test_a_stop_signal_ends_the_checks_at_once(tiny: Path, tmp_path: Path) -> None:
+    fakes = tmp_path / "bin"
+    program(fakes, "accelerate", "")
+    checking(fakes, f"echo $$ >{tmp_path}/check; exec sleep 60")
+    script = written(tmp_path / "run", plan_of(tiny, CPU))
+    process = subprocess.Popen(
+        ["bash", script], env=environ(fakes, WINDLASS_CHECK="yes"), stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    wait_for(tmp_path / "check")
+    process.terminate()
+    assert process.wait(10) == 75
+    assert not calls(fakes, "accelerate")
+    gone(int((tmp_path / "check").read_text()))
+
+
+def gone(pid: int, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, f"process {pid} was left"
+        time.sleep(0.02)
+
+
+def test_the_script_may_be_written_anew_while_it_runs(tiny: Path, tmp_path: Path) -> None:
+    """bash reads a script as it goes: what a second submission writes would be taken for the rest of this one."""
+    fakes = tmp_path / "bin"
+    script = written(tmp_path / "run", plan_of(tiny, CPU))
+    length = len(script.read_bytes())
+    program(fakes, "accelerate", f"for ((i = 0; i < {length // 8 + 100}; i++)); do echo 'exit 99'; done >{script}")
+    done = launched(script, fakes)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- two nodes ------------------------------------------------------------------------------------------------------
+
+
+def two_ports() -> int:
+    """The first of two that are free: ranks meet on it, and nodes on the next."""
+    while True:
+        with socket.create_server(("", 0)) as first:
+            port = int(first.getsockname()[1])
+            try:
+                socket.create_server(("", port + 1)).close()
+            except OSError:
+                continue
+            return port
+
+
+def two_nodes(tiny: Path, tmp_path: Path, **more: str) -> list[subprocess.Popen[str]]:
+    """launch.sh as two machines would run it, each in a session of its own, with the stand-ins of its own folder."""
+    script, port, crew = written(tmp_path / "run", plan_of(tiny, TWO)), two_ports(), []
+    for node in range(2):
+        told = {**PET, "PET_NODE_RANK": str(node), "PET_MASTER_PORT": str(port), **more}
+        log = (tmp_path / f"log-{node}").open("w")
+        crew.append(
+            subprocess.Popen(
+                ["bash", script],
+                env=environ(tmp_path / f"bin-{node}", **told),
+                stdout=log, stderr=log, start_new_session=True, text=True,
+            )
+        )  # fmt: skip
+        log.close()
+    return crew
+
+
+def until_said(path: Path, text: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.02)
+
+
+def end_all(crew: list[subprocess.Popen[str]]) -> None:
+    for process in crew:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_sigterm_to_every_process_of_two_nodes_saves_on_both(tiny: Path, tmp_path: Path, first: int) -> None:
+    """As scancel sends it. Nobody may take a node for lost whose ranks are still saving."""
+    (tmp_path / "saver.py").write_text(SAVER)
+    marks = [tmp_path / "mark-0", tmp_path / "mark-1"]
+    for node, mark in enumerate(marks):
+        program(tmp_path / f"bin-{node}", "accelerate", f"{sys.executable} {tmp_path}/saver.py {mark} 0; exit 1")
+    crew = two_nodes(tiny, tmp_path)
+    try:
+        for mark in marks:
+            wait_for(Path(f"{mark}.ready"))
+        os.killpg(crew[first].pid, signal.SIGTERM)
+        time.sleep(0.1)
+        os.killpg(crew[1 - first].pid, signal.SIGTERM)
+        assert [process.wait(20) for process in crew] == [75, 75], (tmp_path / "log-0").read_text()
+    finally:
+        end_all(crew)
+    assert [mark.read_text() for mark in marks] == ["saved", "saved"]
+    for node in range(2):
+        assert "gone" not in (tmp_path / f"log-{node}").read_text()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(tiny: Path, tmp_path: Path, node: int) -> None:
+    for one in range(2):
+        program(tmp_path / f"bin-{one}", "accelerate", "")
+    crew = two_nodes(tiny, tmp_path, PET_MASTER_ADDR="localhost" if node == 0 else "no-such-name.invalid")
+    try:
+        if node == 0:
+            os.killpg(crew[1].pid, signal.SIGKILL)
+        until_said(tmp_path / f"log-{node}", "versions python")
+        time.sleep(0.5)  # the meeting has begun, or will hear of it
+        crew[node].terminate()
+        began = time.monotonic()
+        assert crew[node].wait(15) == 75
+        assert time.monotonic() - began < 10
+    finally:
+        end_all(crew)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_stopped_before_its_ranks_is_not_waited_for(tiny: Path, tmp_path: Path, node: int) -> None:
+    """It ends with 75 as one does that has saved, and the others' ranks would wait for it."""
+    other = 1 - node
+    for one in range(2):
+        program(
+            tmp_path / f"bin-{one}", "accelerate", 'until [[ -e "$WINDLASS_DESK/gone" ]]; do sleep 0.05; done; exit 1'
+        )
+    checking(tmp_path / f"bin-{node}", f"touch {tmp_path}/checks; exec sleep 60")
+    checking(tmp_path / f"bin-{other}", "exit 0")
+    crew = two_nodes(tiny, tmp_path, WINDLASS_CHECK="yes")
+    try:
+        wait_for(tmp_path / "checks")
+        until_said(tmp_path / f"log-{other}", "all 2 nodes have met")
+        crew[node].terminate()
+        assert crew[node].wait(20) == 75
+        assert crew[other].wait(20) == 1, "it did not save, and may be tried again"
+    finally:
+        end_all(crew)
+    assert f"node {node} (" in (tmp_path / f"log-{other}").read_text()
+    assert "was stopped before its ranks began" in (tmp_path / f"log-{other}").read_text()
 
 
 def test_the_accelerate_file_is_read_back_as_the_same_layout(tiny: Path) -> None:

@@ -187,7 +187,7 @@ WRONG = {
     "model: {torch_dtype: bf16}": ("model.torch_dtype: must be bfloat16, float16 or float32", ""),
     "layout: fastest": ("layout: must be auto, full-shard, no-reshard", ""),
     "layout: 3": ("layout: must be", ""),
-    "name: My Run": ("name: must be at most 50 small letters", ""),
+    "name: My Run": ("name: must be at most 47 small letters", ""),
     "name: 3": ("name: must be text or null, not 3", "in quotes"),
     "cluster: {volumes: [{claim: a}]}": ("cluster.volumes[0].path: is missing", ""),
     "cluster: {volumes: [{claim: A_b, path: /x}]}": ("cluster.volumes[0].claim: must be small letters", ""),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass import __version__, hardware
 from windlass.check import fabric, folders, gpus, machine, nvml, script, static, versions
-from windlass.check.result import FAIL, Result, unseen, worst
+from windlass.check.result import FAIL, MEETING, Result, unseen, worst
 from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "run"]
 
 ALONE, HERE, IN_POD = "alone", "here", "in-pod"
-FAILED, FAILED_IN_POD = 1, 13  # 13: schedulers are told not to try again
+FAILED, FAILED_IN_POD = 1, 13  # 13: schedulers are told not to try again, which may find a lost node there
 PATIENCE_SECONDS = 300.0  # how long a node waits for the others: image pulls differ by minutes
 
 
@@ -54,9 +54,10 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        if self.verdict != FAIL:
+        failures = {result.name for result in self.results if result.verdict == FAIL}
+        if not failures:
             return 0
-        return FAILED_IN_POD if self.depth == IN_POD else FAILED
+        return FAILED_IN_POD if self.depth == IN_POD and failures != {MEETING} else FAILED
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ def output(loaded: Loaded | LoadedScript, *, elsewhere: bool) -> Result:
 
 
 def needed(plan: Plan) -> tuple[float, float, str]:
-    """Bytes that the run writes, bytes of a merged model besides, and the sum as words."""
+    """Bytes that the run has yet to write, bytes of a merged model besides, and the sum as words."""
     schedule, adapter = plan.schedule, plan.adapter
     kept = schedule.checkpoints_kept
     # One more than is kept: the newest is whole before the oldest goes.
@@ -75,7 +76,21 @@ def needed(plan: Plan) -> tuple[float, float, str]:
     tokens = (schedule.steps_per_epoch or 0) * schedule.tokens_per_step * TOKEN_BYTES
     merged = plan.total * BYTES[plan.loaded.run.model.torch_dtype]
     words = f"checkpoints {size(checkpoints)}, final adapter {size(final)}, tokens {size(tokens)}"
-    return checkpoints + final + tokens, merged, words
+    folder = Path(plan.loaded.run.train.output_dir)
+    saved, cached = min(checkpoints, held(folder / "checkpoints")), min(tokens, held(folder / "tokens"))
+    if saved + cached:
+        words += f", of which {size(saved + cached)} are there"
+    return checkpoints + final + tokens - saved - cached, merged, words
+
+
+def held(folder: Path) -> int:
+    """Bytes that a folder takes on its disk."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # a checkpoint that is being dropped
+                total += os.lstat(Path(parent) / name).st_blocks * 512  # man inode: in such units
+    return total
 
 
 def room(plan: Plan, *, elsewhere: bool) -> Result:
@@ -91,7 +106,7 @@ def enough(free: float, plan: Plan) -> Result:
     run, merged, words = needed(plan)
     if free < run:
         hint = "make room, lower train.save_total_limit, or name a larger volume in train.output_dir"
-        return failed("disk space", f"{size(free)} free in {folder}; the run writes {size(run)} ({words})", hint, place)
+        return failed("disk space", f"{size(free)} free in {folder}; the run needs {size(run)} ({words})", hint, place)
     if free < run + merged:
         said = f"{size(free)} free in {folder}: enough for the run ({words}), not for a merged model of {size(merged)}"
         return warned("disk space", said, "export the adapter alone, or the merged model to another volume", place)

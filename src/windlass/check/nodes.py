@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.check import doors, fabric, pairs, shared
 from windlass.check.meeting import AbsentError, Meeting, Place, attend, place, resolve
-from windlass.check.result import FAIL, Result, failed, on, passed, refused, unseen
+from windlass.check.result import FAIL, MEETING, Result, failed, on, passed, refused, unseen
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
     from windlass.runfile import Loaded, LoadedScript
 
-MEETING = "nodes"
+COUNT = "number of nodes"
 NAME_SECONDS = 10.0  # for a name that is known late: every pod is there by then
 
 
@@ -44,7 +44,7 @@ def check(
     try:
         here = place(environ)
     except UserError as error:
-        return Met((*mine, *refused(MEETING, error.problems)), True)
+        return Met((*mine, *refused(COUNT, error.problems)), True)
     name = f"node {here.rank} ({socket.gethostname()})"
     counted = count(here, loaded)
     if here.world == 1:
@@ -72,7 +72,7 @@ def count(here: Place, loaded: Loaded | LoadedScript) -> list[Result]:
         return []
     hint = "set cluster.nodes to what was submitted, or submit what cluster.nodes says"
     said = f"{here.world} started, cluster.nodes is {cluster.nodes}"
-    return [failed("number of nodes", said, hint, loaded.where("cluster.nodes"))]
+    return [failed(COUNT, said, hint, loaded.where("cluster.nodes"))]
 
 
 def together(
@@ -99,15 +99,18 @@ def together(
         present = meeting.gather(said, patience_seconds)
         names = [node["name"] if node else f"node {rank}" for rank, node in enumerate(present)]
         found = [Result(**result) for result in local(present, names)]
-        absent = [names[rank] for rank, node in enumerate(present) if node is None]
-        found.append(attendance(absent, names, patience_seconds))
         resolved = meeting.gather(master(meeting.place).as_dict())
         found += [Result(**row) for row in local([row and {"results": [row]} for row in resolved], names)]
         found += shared.compare([node and node["facts"] for node in present], names)
         knocks = meeting.gather(knock(meeting, present))
-        found.append(doors.reach([row and row["reach"] for row in knocks], names))
-        found.append(doors.clocks([None if row is None else row["ahead"] for row in knocks], names))
         volumes = meeting.gather(shared.volume(meeting, Path(loaded.run.folder)))
+        absent = [rank for rank, node in enumerate(present) if node is None]
+        left = [rank for rank, row in enumerate(volumes) if row is None and rank not in absent]
+        found.append(attendance(absent, left, names, patience_seconds))
+        # Whom nobody reaches because it is gone is no fault of the network's.
+        reached = [row and {to: why for to, why in row["reach"].items() if int(to) not in left} for row in knocks]
+        found.append(doors.reach(reached, names))
+        found.append(doors.clocks([None if row is None else row["ahead"] for row in knocks], names))
         folder, where = loaded.run.folder, loaded.where(loaded.run.folder_key)
         found.append(shared.one_volume(volumes, names, folder, where))
         hanging = [r.name for r in found if r.verdict == FAIL and (r.name in (MEETING, "ports") or "SOCKET" in r.name)]
@@ -139,10 +142,12 @@ def local(present: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def attendance(absent: Sequence[str], names: Sequence[str], patience_seconds: float) -> Result:
-    if absent:
+def attendance(absent: Sequence[int], left: Sequence[int], names: Sequence[str], patience_seconds: float) -> Result:
+    lost = ((absent, f"did not come within {patience_seconds:.0f} s"), (left, "left while checking"))
+    said = [f"{', '.join(names[rank] for rank in ranks)} {what}" for ranks, what in lost if ranks]
+    if said:
         hint = "its pod is pending, crashed, or cannot reach node 0: see its log and events"
-        return failed(MEETING, f"{', '.join(absent)} did not come within {patience_seconds:.0f} s", hint)
+        return failed(MEETING, "; ".join(said), hint)
     return passed(MEETING, f"{len(names)} met: {', '.join(names)}")
 
 
@@ -188,5 +193,8 @@ def speed(
     local_rank = environ.get("LOCAL_RANK", "0")
     measured = pairs.measure(meeting, int(local_rank) if local_rank.isdigit() else 0)
     said = meeting.gather(pairs.transport(plan, measured.log).as_dict())
+    if gone := [names[rank] for rank, row in enumerate(said) if row is None]:  # what was measured tells of that alone
+        hint = "see its log and events"
+        return [failed(MEETING, f"{', '.join(gone)} left while speed was measured", hint)]
     transports = [Result(**row) for row in local([row and {"results": [row]} for row in said], names)]
     return [*pairs.judge(plan, measured, names), *transports]

@@ -9,6 +9,7 @@ from typing import Any
 from windlass.errors import Problem
 
 PASS, WARN, FAIL, UNSEEN = "pass", "warn", "fail", "not looked at"
+MEETING = "nodes"  # whether all came and stayed: the one check that another try may pass
 VERDICTS = (UNSEEN, PASS, WARN, FAIL)  # from the mildest to the gravest
 
 

@@ -168,7 +168,7 @@ def check(
     """Find what would stop the run before it loads anything: input, libraries, folders, GPUs, network.
 
     Writes check.json into the run folder where that exists. Exits with 1 when something fails; with --in-pod all nodes
-    agree on one verdict and each exits with 13.
+    agree on one verdict and each exits with 13, or with 1 where nodes were missing and nothing else is wrong.
     """
     from windlass import check as checking
     from windlass.layout import read_accelerate

@@ -14,6 +14,7 @@ from windlass import __version__, steps
 from windlass.errors import UserError
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
+from windlass.runfile.kinds import RUN_NAME_LETTERS
 from windlass.runfile.machines import Cluster, Secret
 from windlass.variables import DEFAULTS, VARIABLES
 
@@ -88,7 +89,7 @@ class Job:
 def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
     """The plan as a job. `overrides` and `accelerate` are what the plan was made with besides the run file."""
     run, layout = plan.loaded.run, plan.layout
-    name = run.name or _name(run.folder)
+    name = run.name or _name(run.folder, layout.nodes)
     shm_gib = _shm_gib(plan)
     grace_seconds, grace_reason = grace(plan)
     return Job(
@@ -206,11 +207,16 @@ def _quoted(word: str) -> str:
     return f"'{word}'" if word == "no" else word  # YAML 1.1 reads a bare no as false
 
 
-def _name(folder: str) -> str:
-    """A job's name out of the run folder's: small letters, digits, dashes, at most 50."""
+def name_letters(nodes: int) -> int:
+    """How long a job's name may be: pods' names append the node's number to it, which for most runs has two digits."""
+    return RUN_NAME_LETTERS - max(0, len(str(nodes - 1)) - 2)
+
+
+def _name(folder: str, nodes: int) -> str:
+    """A job's name out of the run folder's: small letters, digits, dashes."""
     slug = re.sub(r"[^a-z0-9]+", "-", Path(folder).name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
-    return slug[:50].strip("-") or "run"
+    return slug[: name_letters(nodes)].strip("-") or "run"
 
 
 def _text(path: Path) -> str:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 @@HEAD@@
+{ # bash reads all of it before it does any of it: this file may be written anew while it runs
 set -euo pipefail
 
 # --- what the plan says ---------------------------------------------------------------------------------------------
@@ -94,11 +95,14 @@ done
 # --- all nodes together: each says that it is here, and who leaves later is named -----------------------------------
 desk=$(mktemp -d "${TMPDIR:-/tmp}/windlass-XXXXXX") # of this node alone, and new: no word of an earlier try
 export WINDLASS_DESK="$desk"                          # ranks leave their exit codes here: launchers make each of them 1
-meeting=
+meeting='' checking='' launcher=''
 leave() { # CODE: take leave of the other nodes, tidy up
   trap '' TERM USR1 INT
+  local told=$1
+  if [[ -z "$launcher" && "$1" == 75 ]]; then told=143; fi # no ranks have agreed on it with those of others
+  if [[ -n "$checking" ]]; then kill -TERM "$checking" 2>/dev/null || true; fi
   if [[ -n "$meeting" ]]; then
-    printf '%s' "$1" >"$desk/farewell"
+    if printf '%s' "$told" >"$desk/.farewell"; then mv "$desk/.farewell" "$desk/farewell" || true; fi
     kill -TERM "$meeting" 2>/dev/null || true
     wait "$meeting" || true
   fi
@@ -124,8 +128,16 @@ fi
 if [[ "${WINDLASS_CHECK:-yes}" != no ]]; then
   # Everything else that can be known of this node and of all together, before anything is loaded.
   PET_NODE_RANK="$node" PET_NNODES="$nodes" PET_MASTER_ADDR="$master" PET_MASTER_PORT="$port" \
-    python3 -m windlass check "$run"@@ACCELERATE@@ --in-pod --wait "$meet_seconds" "${options[@]}" \
-    || leave 13
+    python3 -m windlass check "$run"@@ACCELERATE@@ --in-pod --wait "$meet_seconds" "${options[@]}" &
+  checking=$! # in the background, for bash does not hear signals while it waits for a program
+  code=0
+  wait "$checking" || code=$?
+  checking=
+  case $code in
+    0) ;;
+    13) leave 13 ;;
+    *) leave 1 ;; # nodes were lost, or the checks themselves broke down: another try may do
+  esac
 fi
 
 # --- the ranks ------------------------------------------------------------------------------------------------------
@@ -201,3 +213,4 @@ case $code in
 esac
 if ((code)); then printf 'windlass: node %s (%s): ended with %s\n' "$node" "$(hostname)" "$code" >&2; fi
 leave "$code"
+}

@@ -27,7 +27,9 @@ BEAT_SECONDS = 5.0  # how often each side says that it lives
 TELLING_SECONDS = 30.0  # a node 0 that cannot start waits so long for the others, to tell them
 SILENCE_SECONDS = 60.0  # a machine busy with loading may be late, but not so late
 ALONE, USER_INPUT = 1, 13
-LEFT_WELL = (0, 75)  # finished, or stopped by a signal after saving: its ranks have agreed on that with ours
+STOPPED = 75  # by a signal
+LEFT_WELL = (0, STOPPED)  # finished, or stopped by a signal after saving: its ranks have agreed on that with ours
+STOPPED_EARLY = 143  # by a signal, before there were ranks to agree with
 
 Reader: TypeAlias = asyncio.StreamReader
 Writer: TypeAlias = asyncio.StreamWriter
@@ -46,6 +48,10 @@ class Peer:
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.host})"
+
+    @property
+    def hung_up(self) -> bool:
+        return self.reader.at_eof()
 
     def tell(self, **word: Any) -> None:
         with contextlib.suppress(Exception):  # it may be gone: whoever listens to it says so
@@ -76,6 +82,7 @@ class Meeting:
         self.own: tuple[str, int] | None = None  # what keeps this very node from starting, and its exit code
         self.peers: dict[int, Peer] = {}  # for node 0 all others; for these node 0
         self.done = asyncio.Event()
+        self.script = os.getppid()
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.host})"
@@ -89,6 +96,12 @@ class Meeting:
         part.write_text(text)
         part.replace(self.desk / name)
 
+    def stop(self) -> None:
+        """SIGTERM. Once all have met, ranks may be saving that got it too, as all of a node do: the script, which waits
+        for them, says farewell, and is what is listened to."""
+        if not (self.desk / "met").exists() or (self.desk / "farewell").exists() or os.getppid() != self.script:
+            self.done.set()
+
     async def run(self) -> int:
         """Meet, then stay until this node's script has ended. Returns the exit code."""
         try:
@@ -99,8 +112,15 @@ class Meeting:
 
     async def _run(self) -> int:
         began = time.monotonic()
+        coming = asyncio.create_task(self.host_all() if self.node == 0 else self.go_to_master())
+        stopped = asyncio.create_task(self.done.wait())
+        await asyncio.wait((coming, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done():  # another node of this number may still come in its place
+            await _cancel([coming])
+            return STOPPED
+        await _cancel([stopped])
         try:
-            await (self.host_all() if self.node == 0 else self.go_to_master())
+            coming.result()
         except RefusedError as refusal:
             self.say(refusal.why)
             return refusal.code
@@ -135,7 +155,9 @@ class Meeting:
                 peer = Peer(int(word["node"]), str(word["host"]), reader, writer)
                 if refusal := self.objection(peer, word):
                     refused.append(refusal)
-                self.peers.setdefault(peer.node, peer)
+                if (known := self.peers.setdefault(peer.node, peer)).hung_up:
+                    known.writer.close()
+                    self.peers[peer.node] = peer
                 came.append(peer)
                 changed.set()
                 return
@@ -146,14 +168,16 @@ class Meeting:
         except OSError as error:
             raise RefusedError(f"port {self.port} can't be listened on: {error.strerror}") from None
         deadline = time.monotonic() + self.seconds
-        while len(came) < self.nodes - 1 and time.monotonic() < deadline:
-            if refused:  # the rest are waited for only to be told
-                deadline = min(deadline, time.monotonic() + TELLING_SECONDS)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), max(0.0, deadline - time.monotonic()))
-            changed.clear()
-        server.close()  # who comes from now on is of another try
-        await _cancel(arrivals)
+        try:
+            while sum(not peer.hung_up for peer in came) < self.nodes - 1 and time.monotonic() < deadline:
+                if refused:  # the rest are waited for only to be told
+                    deadline = min(deadline, time.monotonic() + TELLING_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), max(0.0, deadline - time.monotonic()))
+                changed.clear()
+        finally:
+            server.close()  # who comes from now on is of another try
+            await _cancel(arrivals)
         refused = refused or self._missing()
         word = {"stop": refused[0].why, "code": refused[0].code} if refused else {"go": True}
         for peer in came:
@@ -166,12 +190,13 @@ class Meeting:
             raise refused[0]
 
     def _missing(self) -> list[RefusedError]:
-        missing = [str(node) for node in range(1, self.nodes) if node not in self.peers]
+        here = [peer for peer in self.peers.values() if not peer.hung_up]
+        missing = [str(node) for node in range(1, self.nodes) if node not in {peer.node for peer in here}]
         if not missing:
             return []
-        here = ", ".join(["node 0", *map(str, self.peers.values())])
+        came = ", ".join(["node 0", *map(str, here)])
         word = "nodes" if len(missing) > 1 else "node"
-        return [RefusedError(f"{word} {', '.join(missing)} did not come within {self.seconds:.0f} s ({here} did)")]
+        return [RefusedError(f"{word} {', '.join(missing)} did not come within {self.seconds:.0f} s ({came} did)")]
 
     def objection(self, peer: Peer, word: dict[str, Any]) -> RefusedError | None:
         known = self.peers.get(peer.node)
@@ -179,7 +204,7 @@ class Meeting:
             return RefusedError(f"{peer}: {word['problem']}", int(word["code"]))
         if not 0 < peer.node < self.nodes:
             return RefusedError(f"{peer} came, and there are nodes 0 to {self.nodes - 1}", USER_INPUT)
-        if known and not known.reader.at_eof():
+        if known and not known.hung_up:
             return RefusedError(f"both {known.host} and {peer.host} say that they are node {peer.node}", USER_INPUT)
         if word["fingerprint"] != self.fingerprint:
             return RefusedError(f"{peer} has another run file, other options or another windlass", USER_INPUT)
@@ -204,15 +229,17 @@ class Meeting:
                 peer = Peer(0, self.master, reader, writer)
                 problem, code = self.own or (None, 0)
                 peer.tell(node=self.node, host=self.host, fingerprint=self.fingerprint, problem=problem, code=code)
-                # Node 0 waits for the others as long as we do; an end without a word is one of an earlier try.
-                line = await _line(reader, max(1.0, deadline - time.monotonic()) + 10)
-                if line is not None:
-                    if "stop" in line:
+                try:
+                    # Node 0 waits for the others as long as we do; an end without a word is one of an earlier try.
+                    line = await _line(reader, max(1.0, deadline - time.monotonic()) + 10)
+                    if line is not None:
+                        if "stop" in line:
+                            raise RefusedError(f"node 0 says: {line['stop']}", int(line["code"]))
+                        self.peers[0] = peer
+                        return
+                finally:
+                    if not self.peers:
                         await _close(writer)
-                        raise RefusedError(f"node 0 says: {line['stop']}", int(line["code"]))
-                    self.peers[0] = peer
-                    return
-                await _close(writer)
                 why = "it closed the connection"
             await asyncio.sleep(0.5)
         raise RefusedError(f"node 0 at {self.master}:{self.port} was not reached within {self.seconds:.0f} s: {why}")
@@ -235,6 +262,8 @@ class Meeting:
                 code = int(word["bye"])
                 if code in LEFT_WELL:
                     peer.left = True
+                elif code == STOPPED_EARLY:
+                    self.lost(peer, f"{peer} was stopped before its ranks began", code)
                 else:
                     self.lost(peer, f"{peer} ended with {code}: the cause is in its log", code)
             elif "gone" in word:
@@ -285,7 +314,7 @@ def _listening(port: int) -> socket.socket:
 async def _main(options: argparse.Namespace) -> int:
     meeting = Meeting(options)
     meeting.own = interfaces.complaint(os.environ, meeting.nodes)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, meeting.done.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, meeting.stop)
     return await meeting.run()
 
 

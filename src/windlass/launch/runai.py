@@ -21,6 +21,7 @@ NOT_TAKEN = {
     "affinity": "use the project's node pools",
     "topology_key": "set it on the node pool",
     "deadline_seconds": "the project's policy has time limits",
+    "gpu_resource": "Run:ai counts GPUs by a word of its own, and the project's node pools say of which kind",
 }
 
 SUBMIT = """\

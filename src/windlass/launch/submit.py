@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.launch import PLATFORMS, kubernetes, local, pods, runai, script
-from windlass.launch.job import Job, environment_notes, job_of
+from windlass.launch.job import Job, environment_notes, job_of, name_letters
 from windlass.launch.job import words as words_of
 from windlass.launch.kubernetes import checks, cluster, engines
 from windlass.plan.script import AnyPlan, ScriptPlan
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from windlass.launch.runai_api import ControlPlane
 
 RECORD = "submitted.json"
-START_SECONDS = 24 * 3600  # --follow waits so long for a first pod: queues may be long
+START_SECONDS = 24 * 3600  # --follow waits so long for all pods: queues may be long
 Say = Callable[[str], None]
 
 
@@ -78,6 +80,9 @@ def _problems(plan: AnyPlan, job: Job, to: str, engine: str, version: str) -> It
         yield from pods.problems(plan, job)
     if to == "runai":
         yield from runai.problems(job, where)
+    if to == "kubernetes" and len(job.name) > (most := name_letters(job.nodes)):
+        what = f"{job.name} has {len(job.name)} letters, and with {job.nodes} nodes at most {most} are possible"
+        yield Problem(what, where("name"), "pods' names are made from it and the node's number: up to 63 together")
     if to == "kubernetes" and engine == "trainer":
         if version not in engines.STYLES:
             hint = f"known are {', '.join(engines.STYLES)}"
@@ -98,6 +103,10 @@ def notes(plan: AnyPlan, to: str, *, engine: str | None = None, version: str | N
         if section.engine == "auto" and engine is None:
             found.append(f"{where('cluster.engine')}: auto, and no cluster was asked: an indexed Job, which all have")
         chosen, spoken = engine or section.engine, version or section.trainer_version or engines.TRAINER
+        if section.user is None and (chosen != "trainer" or "securityContext" in engines.POD_FIELDS.get(spoken, ())):
+            found.append(
+                f"{where('cluster.user')}: none is named: the image's own, which must not be root (runAsNonRoot)"
+            )
         if chosen == "trainer" and section.trainer_version is None and version is None:
             found.append(f"{where('cluster.trainer_version')}: no cluster was asked: written for {engines.TRAINER}")
         if chosen == "trainer":
@@ -156,7 +165,8 @@ def submit(
     for note in notes(plan, to, engine=engine, version=version):
         say(f"note: {note}")
     job = job_of(plan, overrides=overrides, accelerate=accelerate)
-    order = Order(plan, job, to, folder_of(plan.loaded, to, out), _engine(job, engine), made, follow, say)
+    folder = folder_of(plan.loaded, to, out)
+    order = Order(plan, job, to, folder, _engine(job, engine), _version(job, version), made, follow, say)
     if made:
         write(order.folder, made)
         say(f"written to {order.folder}: {', '.join(made)}")
@@ -190,6 +200,7 @@ class Order:
     to: str
     folder: Path  # where the files are
     engine: str
+    version: str
     made: dict[str, str]
     follow: bool
     say: Say
@@ -233,7 +244,10 @@ def _kubernetes(order: Order) -> int:
     if cluster.client() is None:
         order.say(f"kubectl is not here; where it is: kubectl apply -f {order.folder / 'job.yaml'}")
         return 0
-    cluster.create(order.job, order.engine, order.made["job.yaml"], order.plan.loaded.where, order.say)
+    job = order.job
+    free = f"{job.name[: name_letters(job.nodes) - 7]}-{secrets.token_hex(3)}"
+    trial = kubernetes.texts(replace(job, name=free), order.engine, order.version)["job.yaml"]
+    cluster.create(job, order.engine, order.made["job.yaml"], trial, order.plan.loaded.where, order.say)
     return order.sent()
 
 
@@ -271,13 +285,18 @@ def _runai_api(order: Order, plane: ControlPlane | None) -> int:
 
 
 def write(folder: Path, named: dict[str, str]) -> None:
+    """Each whole or not at all: nodes of a run may be reading what is replaced."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in named.items():
-            path = folder / name
-            path.write_text(text, encoding="utf-8", newline="\n")  # bash reads no \r\n, wherever this is written
-            if name.endswith(".sh"):
-                path.chmod(0o755)
+            part = folder / f".{name}.{os.getpid()}"
+            try:
+                part.write_text(text, encoding="utf-8", newline="\n")  # bash reads no \r\n, wherever this is written
+                if name.endswith(".sh"):
+                    part.chmod(0o755)
+                part.replace(folder / name)
+            finally:
+                part.unlink(missing_ok=True)
     except OSError as error:
         hint = "set output_dir to a folder that can be, or give another --out DIR"
         raise UserError(f"can't be written: {error.strerror}", str(folder), hint) from None
@@ -332,9 +351,9 @@ def logs(folder: Path, run: Path, *, follow: bool, say: Say) -> int:
     if facts["platform"] != "kubernetes":
         raise local.by_hand("logs", run, folder / RECORD)
     name, engine, namespace = facts["name"], facts["engine"], facts["namespace"]
-    if follow and not cluster.until_started(name, engine, namespace, say, START_SECONDS):
-        raise RunError("no pod has started", name, "windlass status RUN")
-    return cluster.logs(name, engine, namespace, facts["nodes"], follow=follow)
+    if follow:
+        return cluster.follow(name, engine, namespace, facts["nodes"], say, START_SECONDS)
+    return cluster.logs(name, engine, namespace)
 
 
 def stop(folder: Path, run: Path, say: Say) -> int:

@@ -53,12 +53,14 @@ Text = Annotated[str, Field(min_length=1)]
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 SUBDOMAIN = rf"(?=.{{1,253}}$){LABEL}(\.{LABEL})*"
 
-# The name of a run becomes the name of a job, and platforms append `-worker-0` or `-node-0-0` to that: 63 - 13.
+# The name of a run becomes the name of a job, and a JobSet's pods append `-node-0-99-abcde` to that: 63 - 16.
+RUN_NAME_LETTERS = 47
 RunName = Annotated[
     str,
     _matches(
-        r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?",
-        "at most 50 small letters, digits and dashes, beginning with a letter and not ending with a dash",
+        rf"[a-z]([-a-z0-9]{{0,{RUN_NAME_LETTERS - 2}}}[a-z0-9])?",
+        f"at most {RUN_NAME_LETTERS} small letters, digits and dashes, beginning with a letter and not ending with a "
+        "dash",
     ),
 ]
 Label = Annotated[str, _matches(LABEL, "at most 63 small letters, digits and dashes, neither first nor last a dash")]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from windlass.errors import Problem
+from windlass.launch.job import name_letters
 from windlass.launch.kubernetes.fields import KINDS, LISTS, MAPPINGS, NAMES, NUMBERS, TEXTS, allowed
 from windlass.launch.kubernetes.pod_checks import Place, pod_problems
 from windlass.runfile.kinds import LABEL, SUBDOMAIN
@@ -14,6 +15,8 @@ from windlass.runfile.kinds import LABEL, SUBDOMAIN
 OVERRIDES = ("podSpecOverrides", "podTemplateOverrides", "runtimePatches")
 MANAGER = re.compile(rf"{SUBDOMAIN}/[A-Za-z0-9/._~%!$&'()*+,;=:-]+")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+RULE = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]{0,126}[A-Za-z0-9_])?")  # JobSet's webhook: ruleNameFmt
+REASONS = ("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy")
 KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
@@ -81,11 +84,20 @@ def _object(document: dict[str, Any], place: Place) -> Iterator[Problem]:
     form = LABEL if kind == "Service" else SUBDOMAIN
     if not isinstance(name, str) or not re.fullmatch(form, name) or (kind == "Service" and name[:1].isdigit()):
         yield place.at("metadata", "name").problem(f"{name!r} is no name", "small letters, digits and dashes")
-    elif kind != "ConfigMap" and len(name) > 50:
-        yield place.at("metadata", "name").problem("has more than 50 letters", "pods' names are made from it, up to 63")
+    elif kind != "ConfigMap" and len(name) > (most := name_letters(_count(document))):
+        hint = "pods' names are made from it, up to 63"
+        yield place.at("metadata", "name").problem(f"has more than {most} letters", hint)
     if "namespace" in metadata and not re.fullmatch(LABEL, str(metadata["namespace"])):
         yield place.at("metadata", "namespace").problem(f"{metadata['namespace']!r} is no namespace")
     yield from labels(metadata, place.at("metadata"))
+
+
+def _count(value: Any) -> int:
+    """How many pods there are, wherever a kind says that."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    said = value if isinstance(value, dict) else {}
+    counts = [said.get(name) for name in ("completions", "numNodes", "replicas")]
+    return max([1, *(one for one in counts if isinstance(one, int)), *map(_count, inner)])
 
 
 def labels(metadata: Any, place: Place) -> Iterator[Problem]:
@@ -184,6 +196,11 @@ def _jobset(document: dict[str, Any], place: Place) -> Iterator[Problem]:
         here = place.at("spec", "failurePolicy", "rules", index)
         if rule.get("action") not in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"):
             yield here.at("action").problem(f"unknown action {rule.get('action')!r}")
+        if not RULE.fullmatch(str(rule.get("name", "rule"))):
+            hint = "letters, digits, underscores, commas and colons, beginning with a letter"
+            yield here.at("name").problem(f"{rule['name']!r} is no name of a rule", hint)
+        for reason in set(map(str, rule.get("onJobFailureReasons") or ())) - set(REASONS):
+            yield here.at("onJobFailureReasons").problem(f"{reason!r} is no reason", f"one of {', '.join(REASONS)}")
 
 
 def _pytorchjob(document: dict[str, Any], place: Place) -> Iterator[Problem]:

@@ -16,7 +16,10 @@ from windlass.launch.kubernetes.engines import TRAINER
 from windlass.launch.kubernetes.pod import RUN_LABEL
 
 KUBECTL = "kubectl"
+OURS = "app.kubernetes.io/managed-by=windlass"
 SECONDS = 60  # for one answer
+PAUSE_SECONDS = 2.0  # between two questions for the same thing
+OVER_GRACE_SECONDS = 60  # pods that were told to end are gone by then
 RESOURCES = {
     "trainer": "trainjobs.trainer.kubeflow.org",
     "pytorchjob": "pytorchjobs.kubeflow.org",
@@ -31,7 +34,8 @@ HINTS = {
     r"unauthorized|logged in|provide credentials": "log in to the cluster again, or --dry-run",
     r"forbidden": "ask for that right in the namespace, or name another cluster.namespace",
 }
-ENDED = ("Complete", "Completed", "Succeeded", "Failed", "FailureTarget")
+WELL = ("Complete", "Completed", "Succeeded")
+ENDED = (*WELL, "Failed", "FailureTarget")
 
 
 def client() -> str | None:
@@ -40,16 +44,21 @@ def client() -> str | None:
 
 def kubectl(*words: str, namespace: str | None = None, feed: str | None = None) -> subprocess.CompletedProcess[str]:
     """One call; whatever it says is kept."""
-    place = ["--namespace", namespace] if namespace else []
-    command = [KUBECTL, *place, *words]
+    command = _command(words, namespace)
     try:
         return subprocess.run(command, input=feed, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise RunError(f"no answer within {SECONDS} s", " ".join(command), "is the cluster reachable?") from None
     except OSError as error:
-        raise UserError(
-            f"{KUBECTL} can't be run: {error.strerror}", "windlass submit", "install it, or --dry-run"
-        ) from None
+        raise _not_here(error) from None
+
+
+def _command(words: Sequence[str], namespace: str | None) -> list[str]:
+    return [KUBECTL, *(["--namespace", namespace] if namespace else []), *words]
+
+
+def _not_here(error: OSError) -> UserError:
+    return UserError(f"{KUBECTL} can't be run: {error.strerror}", "PATH", "install it; submit --dry-run needs none")
 
 
 def must(done: subprocess.CompletedProcess[str]) -> str:
@@ -126,11 +135,9 @@ def _references(job: Job, engine: str) -> Iterator[tuple[str, str, str]]:
             yield "secret", value.secret, f"cluster.env.{name}"
 
 
-def state(job: Job, engine: str) -> str | None:
+def state(name: str, engine: str, namespace: str | None) -> str | None:
     """None: there is no such job; else `running` or how it ended."""
-    done = kubectl(
-        "get", RESOURCES[engine], job.name, "--ignore-not-found", "--output", "json", namespace=job.cluster.namespace
-    )
+    done = kubectl("get", RESOURCES[engine], name, "--ignore-not-found", "--output", "json", namespace=namespace)
     text = must(done).strip()
     if not text:
         return None
@@ -139,30 +146,66 @@ def state(job: Job, engine: str) -> str | None:
     return str(ended[0]) if ended else "running"
 
 
-def create(job: Job, engine: str, manifest: str, where: Callable[[str], str], say: Callable[[str], None]) -> None:
-    """Everything is asked before anything is made. A job that has ended is replaced, one that runs is not."""
+def create(
+    job: Job, engine: str, manifest: str, trial: str, where: Callable[[str], str], say: Callable[[str], None]
+) -> None:
+    """Everything is asked before anything is made or deleted. A job that has ended is replaced, one that runs is not.
+
+    trial: the same under another name. The server would compare `manifest` with the job that it is to replace.
+    """
     problems, unknown = missing(job, engine, where)
     for line in unknown:
         say(line)
-    before = state(job, engine)
+    namespace = job.cluster.namespace
+    before = state(job.name, engine, namespace)
     if before == "running":
         hint = "wait for it, windlass stop RUN, or give another name"
         problems.append(Problem(f"{RESOURCES[engine]} {job.name} is there and has not ended", where("name"), hint))
     if problems:
         raise UserError.of(problems)
-    namespace = job.cluster.namespace
+    words = ("apply", "--validate=strict", "--filename", "-")
+    must(kubectl(*words, "--dry-run=server", namespace=namespace, feed=manifest if before is None else trial))
     if before is not None:
         say(f"{job.name} has ended ({before}): it is replaced, and the run goes on from its last checkpoint")
-        must(kubectl("delete", RESOURCES[engine], job.name, "--wait", namespace=namespace))
-    must(
-        kubectl("apply", "--dry-run=server", "--validate=strict", "--filename", "-", namespace=namespace, feed=manifest)
-    )
-    say(must(kubectl("apply", "--validate=strict", "--filename", "-", namespace=namespace, feed=manifest)).strip())
+        must(kubectl("delete", RESOURCES[engine], job.name, "--wait=false", namespace=namespace))
+    _until_gone(job, engine, say)
+    done = kubectl(*words, namespace=namespace, feed=manifest)
+    said = must(done).strip()
+    if warnings := LOG.sub("", done.stderr).strip():  # such as: would violate PodSecurity
+        say(warnings)
+    say(said)
+
+
+def _until_gone(job: Job, engine: str, say: Callable[[str], None]) -> None:
+    """The job before and its pods, which may still be saving where the new ones would write."""
+    seconds = job.grace_seconds + OVER_GRACE_SECONDS
+    deadline, told = time.monotonic() + seconds, False
+    while True:
+        done = _phases(job.name, engine, job.cluster.namespace)
+        if done.returncode:
+            say(f"whether pods of a job before are left could not be looked at: {done.stderr.strip()}")
+            return
+        left = [phase for phase in done.stdout.split() if phase not in ("Succeeded", "Failed")]
+        if not left and state(job.name, engine, job.cluster.namespace) is None:
+            return
+        what = f"the job before has {len(left)} {'pod' if len(left) == 1 else 'pods'} left"
+        if time.monotonic() > deadline:
+            hint = "one whose node is lost stays: kubectl delete pod --force, once that machine is surely off"
+            raise RunError(f"{what} after {seconds} s", job.name, hint)
+        if not told:
+            say(f"{what}, which may be saving: waiting for the end")
+            told = True
+        time.sleep(PAUSE_SECONDS)
+
+
+def _phases(name: str, engine: str, namespace: str | None) -> subprocess.CompletedProcess[str]:
+    words = ("get", "pods", "--selector", selector(name, engine), "--output", "jsonpath={.items[*].status.phase}")
+    return kubectl(*words, namespace=namespace)
 
 
 def selector(name: str, engine: str) -> str:
     """Kubeflow Trainer's pods are a JobSet's, and its first versions give them no labels of ours."""
-    return f"jobset.sigs.k8s.io/jobset-name={name}" if engine == "trainer" else f"{RUN_LABEL}={name}"
+    return f"jobset.sigs.k8s.io/jobset-name={name}" if engine == "trainer" else f"{RUN_LABEL}={name},{OURS}"
 
 
 def status(name: str, engine: str, namespace: str | None) -> str:
@@ -171,40 +214,57 @@ def status(name: str, engine: str, namespace: str | None) -> str:
     return "\n".join(part for part in (must(job).strip(), must(pods).strip()) if part) or f"{name}: not there any more"
 
 
-def logs(name: str, engine: str, namespace: str | None, nodes: int, *, follow: bool) -> int:
+def logs(name: str, engine: str, namespace: str | None, *more: str) -> int:
     """Straight to this terminal."""
-    place = ["--namespace", namespace] if namespace else []
-    words = [
-        "logs",
-        "--selector",
-        selector(name, engine),
-        "--prefix",
-        "--tail=-1",
-        f"--max-log-requests={max(nodes, 1)}",
-    ]
-    return subprocess.run([KUBECTL, *place, *words, *(["--follow"] if follow else [])], check=False).returncode
+    words = ("logs", "--selector", selector(name, engine), "--prefix", "--tail=-1", *more)
+    try:
+        return subprocess.run(_command(words, namespace), check=False).returncode
+    except OSError as error:
+        raise _not_here(error) from None
 
 
-def until_started(name: str, engine: str, namespace: str | None, say: Callable[[str], None], seconds: float) -> bool:
-    """Wait for the first pod that runs; what it waits for is said when it changes."""
+def follow(
+    name: str, engine: str, namespace: str | None, nodes: int, say: Callable[[str], None], seconds: float
+) -> int:
+    """Logs of all nodes until the job has ended, over its restarts too; how it ended is the exit code.
+
+    seconds: for all pods to come, each time.
+    """
+    since: tuple[str, ...] = ()
+    while True:
+        how = _until_started(name, engine, namespace, nodes, say, seconds)
+        # Pods of earlier tries count among those that are read at once.
+        logs(name, engine, namespace, "--follow", "--max-log-requests=1000", *since)
+        if how != "running":
+            say(f"{name}: {how or 'not there any more'}")
+            return 0 if how in WELL else 1
+        # All of them have ended, or the connection broke: what is new is read, and nothing twice.
+        since = (f"--since-time={time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}",)
+        time.sleep(PAUSE_SECONDS)
+
+
+def _until_started(
+    name: str, engine: str, namespace: str | None, nodes: int, say: Callable[[str], None], seconds: float
+) -> str | None:
+    """The job's state, once no pod is waited for any more. What it waits for is said when it changes."""
     deadline, last = time.monotonic() + seconds, ""
-    words = ("get", "pods", "--selector", selector(name, engine), "--output", "jsonpath={.items[*].status.phase}")
     while time.monotonic() < deadline:
-        phases = must(kubectl(*words, namespace=namespace)).split()
-        if set(phases) & {"Running", "Succeeded", "Failed"}:
-            return True
+        how = state(name, engine, namespace)
+        phases = must(_phases(name, engine, namespace)).split()
+        if how != "running" or (len(phases) >= nodes and "Pending" not in phases):
+            return how
         now = ", ".join(phases) or "no pod yet"
         if now != last:
             say(f"waiting: {now}")
         last = now
-        time.sleep(2)
-    return False
+        time.sleep(PAUSE_SECONDS)
+    raise RunError(f"not all pods have started within {seconds:.0f} s", name, "windlass status RUN")
 
 
 def delete(name: str, engine: str, namespace: str | None) -> str:
     """The job, then its files; pods get their grace to save."""
     said = [must(kubectl("delete", RESOURCES[engine], name, "--ignore-not-found", "--wait=false", namespace=namespace))]
     kinds: Sequence[str] = ("service", "configmap")
-    selected = ("--selector", f"{RUN_LABEL}={name},app.kubernetes.io/managed-by=windlass")
+    selected = ("--selector", f"{RUN_LABEL}={name},{OURS}")
     said += [must(kubectl("delete", kind, *selected, "--ignore-not-found", namespace=namespace)) for kind in kinds]
     return "".join(said).strip()

@@ -10,7 +10,7 @@ from windlass.launch.kubernetes import pod
 from windlass.launch.kubernetes.write import Note
 
 NODE = "node"  # Kubeflow Trainer's name of the container that trains; ours where the name is free
-USER_INPUT = 13
+USER_INPUT, SAVED = 13, 75
 MANAGER = "windlass.dev/submit"  # who wrote a patch; the API wants a domain and a path
 TRAINER = "2.3"  # what is written for where no version is given and no cluster can be asked
 # What a TrainJob may say of its pods, by version. The rest is the runtime's.
@@ -46,6 +46,13 @@ def failure_policy() -> Any:
         Note(
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             "the node was taken away: not the run's fault, and not counted",
+        ),
+        Note(
+            {
+                "action": "Ignore",
+                "onExitCodes": {"containerName": NODE, "operator": "In", "values": [SAVED]},
+            },
+            "stopped by a signal, and saved: it goes on from there, and that is not counted either",
         ),
     ]
     return {"rules": rules}
@@ -108,7 +115,9 @@ def jobset(job: Job) -> dict[str, Any]:
         **_deadline(job),
         "template": _pods(job, f"{job.name}-{NODE}-0-0.{job.name}"),
     }
-    rule = {"name": "wrong-input", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    rules = [("wrongInput", "PodFailurePolicy", "exit code 13, see below: no restart")]
+    if job.cluster.deadline_seconds:
+        rules.append(("outOfTime", "DeadlineExceeded", "cluster.deadline_seconds is over: no restart"))
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -120,7 +129,10 @@ def jobset(job: Job) -> dict[str, Any]:
             },
             "failurePolicy": {
                 "maxRestarts": Note(job.cluster.max_restarts, "each resumes from the newest checkpoint"),
-                "rules": [Note(rule, "exit code 13, see below: no restart")],
+                "rules": [
+                    Note({"name": name, "action": "FailJobSet", "onJobFailureReasons": [reason]}, why)
+                    for name, reason, why in rules
+                ],
             },
             "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": inner}}],
         },
@@ -150,12 +162,19 @@ def pytorchjob(job: Job) -> dict[str, Any]:
             "nprocPerNode": str(job.ranks_per_node),
             "runPolicy": {
                 "cleanPodPolicy": Note("Running", "what still runs when the master has ended is of no use"),
-                "backoffLimit": job.cluster.max_restarts,
+                "backoffLimit": _restarts_of_pods(job),
                 **_deadline(job),
             },
             "pytorchReplicaSpecs": replicas,
         },
     }
+
+
+def _restarts_of_pods(job: Job) -> Note:
+    """The operator adds up what its pods have restarted, and fails a job whose sum reaches the limit; 0 allows none."""
+    restarts = job.cluster.max_restarts
+    why = f"at so many restarts of pods the job fails: {restarts} of the run are {restarts * job.nodes} of pods"
+    return Note(restarts * job.nodes + 1 if restarts else 0, why)
 
 
 def trainjob(job: Job, version: str = TRAINER) -> dict[str, Any]:

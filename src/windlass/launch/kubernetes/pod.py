@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from windlass.launch.job import Job
@@ -32,8 +33,13 @@ def metadata(job: Job, name: str | None = None, *, queue: bool = False) -> dict[
 
 
 def files_name(job: Job) -> str:
-    """Named by what is in it: another run file is another ConfigMap, and a running job keeps its own."""
-    return f"{job.name}-{job.fingerprint}"
+    """Named by what is in it, to the letter: a ConfigMap that a running job has is never another's."""
+    text = "\0".join(word for file in files(job).items() for word in file)
+    return f"{job.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def files(job: Job) -> dict[str, str]:
+    return {"run.yaml": job.run_text, **job.accelerate_file, "launch.sh": launch_sh(job, exports=False)}
 
 
 def config_map(job: Job) -> dict[str, Any]:
@@ -42,11 +48,7 @@ def config_map(job: Job) -> dict[str, Any]:
         "kind": "ConfigMap",
         "metadata": metadata(job, files_name(job)),
         "immutable": True,
-        "data": {
-            "run.yaml": job.run_text,
-            **job.accelerate_file,
-            "launch.sh": launch_sh(job, exports=False),
-        },
+        "data": files(job),
     }
 
 
@@ -146,10 +148,10 @@ def security(job: Job) -> dict[str, Any]:
     """No user ID unless asked for: OpenShift gives each namespace its own, and refuses others."""
     found: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
     user = job.cluster.user
+    if user is None or user.uid:
+        found["runAsNonRoot"] = Note(True, "the Pod Security level `restricted` wants it said")
     if user is not None:
         found["runAsUser"] = Note(user.uid, "asked for by cluster.user")
-        if user.uid:
-            found["runAsNonRoot"] = True
         if user.gid is not None:
             found["runAsGroup"] = user.gid
     return found
