@@ -20,11 +20,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import checkpoint
+from windlass.adapter import Part
+from windlass.checkpoint import parts
 from windlass.checkpoint.disk import MANIFEST
 from windlass.checkpoint.random_state import random_state, restore_random
 from windlass.errors import RunError, UserError
@@ -59,7 +64,6 @@ class Trained:
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            scaler=None,
             trainer_state="{}",
             manifest=manifest,
         )
@@ -97,13 +101,58 @@ def test_what_was_saved_comes_back_bit_for_bit_though_training_went_on(tmp_path:
     while not folder.exists():
         time.sleep(0.01)
     checkpoint.load_adapter(other.model, folder)
-    checkpoint.load_optimizer(other.optimizer, other.scheduler, None, folder, other.model)
+    checkpoint.load_optimizer(other.optimizer, other.scheduler, folder, other.model)
     assert all(torch.equal(load_file(folder / checkpoint.ADAPTER)[key], expected[key]) for key in expected)
     assert all(
         torch.equal(value["exp_avg"], moment)
         for value, moment in zip(other.optimizer.state.values(), moments, strict=True)
     )
     assert other.scheduler.state_dict()["last_epoch"] == 1
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_parts_of_experts_travel_by_way_of_the_host(monkeypatch: pytest.MonkeyPatch, here: int) -> None:
+    """Of two ranks on GPUs: between these, NCCL would open a channel for each pair."""
+    devices: list[str] = []
+
+    def seen(tensor: Tensor, _other: int) -> None:
+        devices.append(tensor.device.type)
+
+    class Halves:
+        def of(self, _name: str) -> Part:
+            return Part(2 * here, 2, 4)
+
+    monkeypatch.setattr(parts, "rank", lambda: here)
+    monkeypatch.setattr(parts, "holders", lambda _: {0: 0, 2: 1})
+    monkeypatch.setattr(dist, "send", seen)
+    monkeypatch.setattr(dist, "recv", seen)
+    with FakeTensorMode():
+        (made,) = parts.whole(Halves(), [("x.lora_A.weight", torch.empty(6, 8, device="cuda"))])  # type: ignore[arg-type]
+    assert devices == ["cpu"]
+    assert (made.device.type, tuple(made.shape)) == (("cpu", (12, 8)) if here == 0 else ("cuda", (6, 8)))
+
+
+def test_a_copy_is_made_once(trained: Trained) -> None:
+    """Of every tensor in the adapter and in the optimizer's state."""
+    with Copies() as copies:  # type: ignore[no-untyped-call]
+        made = trained.contents(1)
+    tensors = [
+        *made.adapter.values(),
+        *(t for each in made.optimizer["optimizer"]["state"].values() for t in each.values()),
+    ]
+    live = {p.data_ptr() for p in trained.model.parameters()}
+    assert not live & {tensor.data_ptr() for tensor in tensors}
+    assert copies.bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if func.__name__.partition(".")[0] in ("_to_copy", "clone", "copy_"):
+            self.bytes += found.nbytes
+        return found
 
 
 FILES = ["adapter_model.safetensors", "optimizer.pt", "scheduler.json", "random.json", "trainer_state.json", MANIFEST]

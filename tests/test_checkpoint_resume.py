@@ -72,12 +72,6 @@ TWO: dict[str, Case] = {
     "plain": case("plain"),
     "plain, cut at the end of an epoch": case("plain parts", "signal at 6"),
     "plain, resumed": case("plain parts", resume=True),
-    "packed": case("packed", **PACKED),
-    "packed, cut": case("packed parts", "signal at 7", **PACKED),
-    "packed, resumed": case("packed parts", resume=True, **PACKED, train__logging_steps=2),
-    "stream": case("stream", **STREAM),
-    "stream, cut": case("stream parts", "signal at 7", **STREAM),
-    "stream, resumed": case("stream parts", resume=True, **STREAM),
     "packed stream": case("packed stream", **TWO_STREAM),
     "packed stream, cut": case("packed stream parts", "signal at 7", **TWO_STREAM),
     "packed stream, resumed": case("packed stream parts", resume=True, **TWO_STREAM),
@@ -112,6 +106,15 @@ TWO: dict[str, Case] = {
     "experts, best": case(
         "experts best", "spoilt 0", "spoilt 1", train__load_best_model_at_end=True, **EXPERTS, **SPLIT
     ),
+}  # fmt: skip
+# Proven as well, but not in every run of the tests.
+MORE: dict[str, Case] = {
+    "packed": case("packed", **PACKED),
+    "packed, cut": case("packed parts", "signal at 7", **PACKED),
+    "packed, resumed": case("packed parts", resume=True, **PACKED, train__logging_steps=2),
+    "stream": case("stream", **STREAM),
+    "stream, cut": case("stream parts", "signal at 7", **STREAM),
+    "stream, resumed": case("stream parts", resume=True, **STREAM),
 }  # fmt: skip
 ALONE: Case = {"layout__name": "resident", "cluster__gpus_per_node": 1, "train__per_device_train_batch_size": 8}
 ONE: dict[str, Case] = {
@@ -163,6 +166,11 @@ def two(material: Path) -> tuple[Outcomes, dict[str, str]]:
     return launched(material, 2, TWO)
 
 
+@pytest.fixture(scope="module")
+def more(material: Path) -> tuple[Outcomes, dict[str, str]]:
+    return launched(material, 2, MORE)
+
+
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / checkpoint.ADAPTER)
 
@@ -183,15 +191,24 @@ def evaluations(run: Path) -> dict[int, float]:
     return {line["step"]: line["eval_loss"] for line in lines if line["kind"] == "eval"}
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "packed", "stream", "packed stream", "evaluation", "save", "last step", "experts"]
-)
+@pytest.mark.parametrize("name", ["plain", "packed stream", "evaluation", "save", "last step", "experts"])
 def test_resumed_equals_never_stopped(two: tuple[Outcomes, dict[str, str]], material: Path, name: str) -> None:
-    outcomes, _ = two
+    assert_resumed(two[0], material, name)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["packed", "stream"])
+def test_resumed_equals_never_stopped_in_more_ways(
+    more: tuple[Outcomes, dict[str, str]], material: Path, name: str
+) -> None:
+    assert_resumed(more[0], material, name)
+
+
+def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
     cut = next(key for key in outcomes if key.startswith(f"{name}, cut"))
     assert [outcome.get("code") for outcome in outcomes[cut]] == [ranks.SAVED] * 2, outcomes[cut]
     assert [outcome.get("code") for outcome in outcomes[f"{name}, resumed"]] == [0, 0], outcomes[f"{name}, resumed"]
-    whole = material / "runs" / (name if name in TWO else "plain")
+    whole = material / "runs" / (name if name in outcomes else "plain")
     parts = material / "runs" / f"{name.removesuffix(' step')} parts"
     assert_same_bits(whole / "final", parts / "final")
     assert steps(parts) == steps(whole)
@@ -201,7 +218,7 @@ def test_resumed_equals_never_stopped(two: tuple[Outcomes, dict[str, str]], mate
 
 
 def test_a_stop_says_where_and_how_to_go_on(two: tuple[Outcomes, dict[str, str]]) -> None:
-    assert "stopped by a signal; step 7 is saved, go on with --resume" in two[1]["packed, cut"]
+    assert "stopped by a signal; step 7 is saved, go on with --resume" in two[1]["packed stream, cut"]
     assert "step 8 is saved" in two[1]["evaluation, cut"]
 
 

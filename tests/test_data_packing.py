@@ -26,9 +26,11 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import twin
 from windlass.data import Prepared, prepare
+from windlass.data.batch import Apart
 from windlass.data.order import length_grouped
 from windlass.data.pack import pack
 from windlass.errors import UserError
+from windlass.meter.batch import counts
 from windlass.runfile import RunFile
 
 LENGTH = 256
@@ -109,33 +111,77 @@ def small_model(family: str, attention: str) -> Any:
     return Mistral4ForCausalLM(settings).eval()
 
 
+def laid(rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
+    """End to end in one row, or one below the other and the shorter filled up."""
+    collate = Apart(7) if form == "apart" else DataCollatorForLanguageModeling(pad_token_id=7, padding_free=True)
+    made: dict[str, Any] = collate(rows)
+    return made
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral4"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_no_document_sees_another(packed: Prepared, family: str, attention: str) -> None:
+@pytest.mark.parametrize("form", ["end to end", "apart"])
+def test_no_document_sees_another(packed: Prepared, family: str, attention: str, form: str) -> None:
     model = small_model(family, attention)
-    chosen = [row for row in packed.train if len(row["seq_lengths"]) > 2][:2]
-    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(chosen)
-    edges = np.cumsum([0, *itertools.chain(*(row["seq_lengths"] for row in chosen))]).tolist()
-    assert batch["position_ids"][0, edges[:-1]].eq(0).all()
-    start, end = edges[1], edges[2]
-    touched = batch["input_ids"].clone()
-    touched[0, start:end] = (touched[0, start:end] + 7) % VOCABULARY
+    chosen = [row for row in packed.train if len(row["seq_lengths"]) > 2][-2:]
+    assert len({len(row["input_ids"]) for row in chosen}) == 2  # the shorter one is filled up
+    batch = laid(chosen, form)
+    ids, (start, end) = batch["input_ids"], np.cumsum(chosen[0]["seq_lengths"])[:2]
+    changed = torch.zeros_like(ids, dtype=torch.bool)
+    changed[0, start:end] = True
 
-    def change(positions: torch.Tensor) -> tuple[float, float]:
+    def change(positions: torch.Tensor, where: torch.Tensor = changed, **said: Any) -> tuple[float, float]:
+        """How far the logits of what was changed move, and all others."""
         with torch.no_grad():
             logits = [
-                model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
-                for ids in (batch["input_ids"], touched)
+                model(input_ids=each, position_ids=positions, use_cache=False, **said).logits
+                for each in (ids, torch.where(where, (ids + 7) % VOCABULARY, ids))
             ]
         moved = (logits[0] - logits[1]).abs().amax(-1)
-        return float(moved[start:end].max()), float(torch.cat([moved[:start], moved[end:]]).max())
+        return float(moved[where].max()), float(moved[~where].max())
 
     inside, outside = change(batch["position_ids"])
     assert inside > 1e-2
     assert outside < 1e-5
-    # The guard can fail: positions that do not restart join the documents, and the change leaks.
-    leaking = torch.arange(touched.shape[1])[None]
-    assert change(leaking)[1] > 1e-3
+    # The guard can fail: positions that do not restart join the documents, a mask of ones does, and the change leaks.
+    assert change(torch.arange(ids.shape[1]).expand(ids.shape))[1] > 1e-3
+    assert change(batch["position_ids"], attention_mask=torch.ones_like(ids))[1] > 1e-3
+    if form == "apart":
+        filled = torch.arange(ids.shape[1]) >= torch.tensor([[len(row["input_ids"])] for row in chosen])
+        assert filled.any()
+        assert change(batch["position_ids"], filled)[1] < 1e-5
+
+
+def test_rows_apart_are_the_rows_end_to_end(packed: Prepared) -> None:
+    """The same losses of the same tokens, in less than half the square."""
+    model, chosen = small_model("mistral4", "sdpa"), packed.train.to_list()[-3:]
+    chosen[1] |= {"input_ids": chosen[1]["input_ids"][:2], "labels": chosen[1]["labels"][:2], "seq_lengths": [1, 1]}
+    losses = []
+    for form in ("end to end", "apart"):
+        batch = laid(chosen, form)
+        said = {name: batch[name] for name in ("input_ids", "position_ids")}
+        with torch.no_grad():
+            logits = model(**said, use_cache=False).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        learnt = labels != -100
+        losses.append(torch.nn.functional.cross_entropy(logits[learnt], labels[learnt], reduction="none"))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    counted = [counts(laid(chosen, form)) for form in ("end to end", "apart")]
+    tokens = sum(len(row["input_ids"]) for row in chosen)
+    assert [one[[0, 2]].tolist() for one in counted if one is not None] == [
+        [tokens, len(losses[0])],
+        [tokens - 2, len(losses[0])],  # documents of one token at a row's end look as what fills it up does
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "masked"),
+    [({}, True), ({"attn_implementation": "flash_attention_2"}, False), ({"attn_implementation": "eager"}, True)],
+)
+def test_a_mask_is_needed_where_attention_is_not_per_document(rows: Path, said: dict[str, Any], masked: bool) -> None:
+    run = run_file(rows)
+    assert run.model_copy(update={"model": run.model.model_copy(update=said)}).masked is masked
+    assert not run_file(rows, packing=False).masked
 
 
 def trainer(prepared: Prepared, tokenizer: PreTrainedTokenizerFast, folder: Path) -> SFTTrainer:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -96,7 +98,42 @@ def alone(loop: Loop) -> None:
     loop.replicas.average = averaged  # type: ignore[method-assign]
 
 
+def trls_figures(loop: Loop) -> None:
+    """The loss as TRL takes it, with the figures that it gathers from all ranks."""
+    loop.compute_loss = types.MethodType(SFTTrainer.compute_loss, loop)  # type: ignore[method-assign]
+
+
+class Collectives(TrainerCallback):  # type: ignore[misc]
+    """Names of the collectives of one optimizer step, from its first forward to its update."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.names = step, list[str]()
+        self.mode: TorchDispatchMode | None = None
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self.step:
+            self.mode = Seen(self.names)
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.mode = None
+
+
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **kwargs or {})
+
+
 FAULTS = {
+    **{f"figures {rank}": At(1, rank, trls_figures) for rank in range(2)},
     **{f"over all {rank}": At(1, rank, over_all) for rank in range(2)},
     **{f"twice {rank}": At(1, rank, twice) for rank in range(2)},
     **{f"alone {rank}": At(1, rank, alone) for rank in range(4)},
@@ -125,6 +162,7 @@ def placements(model: nn.Module) -> dict[str, int]:
 def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
     """One run, through the door that `windlass train` uses, with a fault planted where the case says so."""
     seen: dict[str, Any] = {}
+    collectives = Collectives(case.get("count", 0))
 
     def loop_of(*arguments: Any) -> Loop:
         seen["placements"] = placements(arguments[1])
@@ -132,6 +170,7 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
         for name in case.get("faults", []):
             FAULTS[name].loop = loop
             loop.add_callback(FAULTS[name])
+        loop.add_callback(collectives)
         return loop
 
     original, run.loop_of = run.loop_of, loop_of  # type: ignore[assignment]
@@ -147,6 +186,7 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
         run.loop_of = original
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     seen["seconds"] = time.perf_counter() - began
+    seen["collectives"] = collectives.names
     return seen
 
 

@@ -39,7 +39,7 @@ def described(model: PeftModel) -> PeftConfig:
 
 
 def whole_adapter(model: PeftModel) -> dict[str, Tensor]:
-    """The same with whole tensors, where ranks hold parts: those of rank 0 are. A collective."""
+    """The same with whole tensors where ranks hold parts: on rank 0, in host memory of their own. A collective."""
     state = adapter_state(model)
     return dict(zip(state, whole(Parts(model), state.items()), strict=True))
 
@@ -48,7 +48,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     """Plain PEFT opens it. A collective; rank 0 writes."""
     state = whole_adapter(model)
     if rank() == 0:
-        write_adapter({name: tensor.to("cpu") for name, tensor in state.items()}, described(model), folder)
+        write_adapter(state, described(model), folder)
 
 
 def write_adapter(state: dict[str, Tensor], config: PeftConfig, folder: Path) -> None:

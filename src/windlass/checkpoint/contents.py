@@ -56,7 +56,6 @@ def contents(
     model: PeftModel,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
-    scaler: Any,
     trainer_state: str,
     manifest: dict[str, Any],
 ) -> Contents | None:
@@ -67,9 +66,9 @@ def contents(
         return None
     return Contents(
         step=step,
-        adapter=_copied(adapter),
+        adapter=adapter,
         config=described(model),
-        optimizer=_copied({"optimizer": state, "scaler": scaler.state_dict() if scaler else None}),
+        optimizer={"optimizer": state},
         scheduler=scheduler.state_dict(),
         random=random,
         trainer_state=trainer_state,
@@ -77,24 +76,9 @@ def contents(
     )
 
 
-def _copied(value: Any) -> Any:
-    """The same structure with its tensors in host memory of their own."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(each) for each in value)
-    return value
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, folder: Path, model: PeftModel
-) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Path, model: PeftModel) -> None:
     state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
     optimizer.load_state_dict(own_state(optimizer, model, Parts(model), state["optimizer"]))
-    if scaler and state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
     scheduler.load_state_dict(json.loads((folder / SCHEDULER).read_text()))
 
 

@@ -29,7 +29,8 @@ def holders(parts: Parts) -> dict[int, int]:
 def whole(parts: Parts, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
     """The whole of each tensor, in host memory of its own, on rank 0; elsewhere this rank's. A collective.
 
-    One tensor at a time: the whole adapter of many experts fits the host, not beside the model on its GPU.
+    One tensor at a time: the whole adapter of many experts fits the host, not beside the model on its GPU. By way of
+    the host, too: NCCL would open a channel, with buffers on the GPU, between rank 0 and every other at the first save.
     """
     held_by = holders(parts)
     for name, tensor in tensors:
@@ -38,8 +39,8 @@ def whole(parts: Parts, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tenso
             yield _assembled(name, tensor, part, held_by)
         else:
             if part is not None and held_by[part.first] == rank():
-                dist.send(tensor.detach().contiguous(), 0)
-            yield tensor
+                dist.send(tensor.detach().contiguous().cpu(), 0)
+            yield tensor if rank() else copied(tensor)
 
 
 def _assembled(name: str, tensor: Tensor, part: Part, held_by: dict[int, int]) -> Tensor:
@@ -50,24 +51,42 @@ def _assembled(name: str, tensor: Tensor, part: Part, held_by: dict[int, int]) -
     for first, holder in held_by.items():
         piece = tensor.detach()
         if holder:
-            piece = torch.empty_like(piece)
+            piece = torch.empty_like(piece, device="cpu", memory_format=torch.contiguous_format)
             dist.recv(piece, holder)
         by_expert(name, whole, part.total)[first : first + part.count] = by_expert(name, piece, part.count).cpu()
     return whole
+
+
+def copied(value: Any) -> Any:
+    """The same structure with its tensors in host memory of their own."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(each) for each in value)
+    return value
 
 
 # --- the optimizer's state: for every parameter some numbers, and tensors that are of the parameter's shape ---
 
 
 def whole_state(optimizer: torch.optim.Optimizer, model: PeftModel, parts: Parts) -> dict[str, Any]:
-    """The optimizer's state with whole tensors on rank 0. A collective."""
+    """The optimizer's state with whole tensors, in host memory of its own, on rank 0. A collective."""
     state = optimizer.state_dict()
-    keys = list(_split_keys(optimizer, model, parts, state))
-    found = whole(parts, ((name, state["state"][index][key]) for name, index, key in keys))
-    filled = dict(state["state"])
-    for (_, index, key), tensor in zip(keys, found, strict=True):
-        filled[index] = {**filled[index], key: tensor}
-    return {**state, "state": filled}
+    split = list(_split_keys(optimizer, model, parts, state))
+    found = list(whole(parts, ((name, state["state"][index][key]) for name, index, key in split)))
+    if rank():
+        return state
+    taken = {(index, key) for _, index, key in split}
+    rest = {
+        index: {key: value for key, value in each.items() if (index, key) not in taken}
+        for index, each in state["state"].items()
+    }
+    copy: dict[str, Any] = copied({**state, "state": rest})
+    for (_, index, key), tensor in zip(split, found, strict=True):
+        copy["state"][index][key] = tensor
+    return copy
 
 
 def own_state(

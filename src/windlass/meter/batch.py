@@ -20,11 +20,19 @@ def counts(inputs: Mapping[str, Any]) -> Tensor | None:
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         tokens = mask.count_nonzero().double()
-    else:  # packed rows come without a mask: every position is a token
-        tokens = torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)
+    else:  # packed rows come without a mask: every position is a token, but for what fills up a row to the longest
+        tokens = torch.full((), ids.numel(), dtype=torch.float64, device=ids.device) - _filled(inputs)
     # Position i is learned through position i + 1's label: the first label of a row is never used.
     supervised = (labels[..., 1:] != IGNORED).count_nonzero().double() if isinstance(labels, Tensor) else tokens
     return torch.stack([tokens, ids.numel() - tokens, supervised])
+
+
+def _filled(inputs: Mapping[str, Any]) -> Tensor | int:
+    """Where several packed rows are one below the other: each position at a row's end that is a document of its own."""
+    positions = inputs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or len(positions) == 1:
+        return 0
+    return positions.flip(-1).cumsum(-1).eq(0).count_nonzero()
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -243,6 +243,12 @@ class RunFile(Section):
         return self.train.output_dir
 
     @property
+    def masked(self) -> bool:
+        """Whether a mask keeps packed documents apart; flash and flex attention take them one by one."""
+        attention = self.model.attn_implementation or "sdpa"
+        return self.data.packing and not ("flash" in attention or attention == "flex_attention")
+
+    @property
     def workers(self) -> int:
         """Processes per rank that prepare batches."""
         return self.train.dataloader_num_workers

@@ -17,8 +17,10 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from windlass import checkpoint
+from windlass.data.batch import Apart
 from windlass.errors import RunError
 from windlass.meter import LLMStepProfiler
+from windlass.meter.batch import counts
 from windlass.model.liveness import Liveness
 from windlass.model.shard import keep_gathered
 from windlass.model.sync import Replicas
@@ -67,12 +69,14 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         non_finite: str,
         saving: Saving,
         gather_once: bool = False,
+        rows_apart: bool = False,
         interruption: Interruption | None = None,
         meter: LLMStepProfiler | None = None,
         **trainer: Any,
     ) -> None:
         super().__init__(**trainer)
-        self.data_collator = Rows(self.data_collator)  # type: ignore[has-type]
+        collator = self.data_collator  # type: ignore[has-type]
+        self.data_collator = Rows(Apart(collator.pad_token_id) if rows_apart else collator)
         self.replicas = replicas
         self.liveness = liveness
         self.order = order
@@ -110,14 +114,32 @@ class Loop(SFTTrainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; the last one of a step also averages the gradients."""
         self.micro.rows += inputs.pop(ROW, [])
-        mask = inputs.get("attention_mask")
-        self.micro.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()
+        counted = counts(inputs)
+        assert counted is not None
+        self.micro.tokens += counted[0]
         if self.gather_once:
             keep_gathered(model, keep=not self.accelerator.sync_gradients)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.micro.loss += loss.detach()
         if self.accelerator.sync_gradients:
             self._end_of_step(loss.device)
+        return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss without its figures, for which ranks would wait on one another four times a micro-batch."""
+        if not self.model.training or self.label_smoother is not None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        asked = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        outputs = model(**inputs, **asked, use_cache=False, fused_lm_head=True)
+        tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = -outputs.log_probs.sum() / torch.as_tensor(tokens).clamp(min=1)
+        if num_items_in_batch is not None:  # of all ranks, over which gradients are averaged
+            loss = loss * self.replicas.world
+        if self.aux_loss_enabled:  # a mean of each micro-batch
+            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         return loss
 
     def _end_of_step(self, device: torch.device) -> None:
@@ -141,6 +163,8 @@ class Loop(SFTTrainer):  # type: ignore[misc]
             learning_rate=self._get_learning_rate(),
             job_tokens=int(tokens),
         )
+        self._total_train_tokens += self.latest.job_tokens
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The Trainer takes what a rank holds for the whole gradient."""
@@ -235,8 +259,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, from_checkpoint: str | None) -> None:
         if from_checkpoint is not None:
-            scaler = self.accelerator.scaler
-            checkpoint.load_optimizer(self.optimizer, self.lr_scheduler, scaler, Path(from_checkpoint), self.model)
+            checkpoint.load_optimizer(self.optimizer, self.lr_scheduler, Path(from_checkpoint), self.model)
 
     def _load_rng_state(self, from_checkpoint: str | None) -> None:
         if from_checkpoint is not None:

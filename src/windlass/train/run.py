@@ -203,6 +203,7 @@ def loop_of(
         saving=saving,
         interruption=interruption,
         non_finite=job.watch.non_finite,
+        rows_apart=job.masked,
         gather_once=is_sharded(plan.layout) and not plan.layout.reshard_after_forward,
     )
     loop.remove_callback(PrinterCallback)

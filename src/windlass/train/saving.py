@@ -49,7 +49,6 @@ class Saving(TrainerCallback):  # type: ignore[misc]
             model=loop.model,
             optimizer=loop.optimizer,
             scheduler=loop.lr_scheduler,
-            scaler=loop.accelerator.scaler,
             trainer_state=json.dumps(asdict(loop.state), indent=2, sort_keys=True),
             manifest={
                 **self.facts,
