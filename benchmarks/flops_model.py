@@ -3,7 +3,8 @@
     python benchmarks/flops_model.py [--json]
 
 The models run on fake tensors. Attention is counted as torch does, over the whole square, where the plan counts the
-half that causal kernels compute: the table doubles the plan's attention to compare like with like.
+half that causal kernels compute: the table doubles the plan's attention to compare like with like. Not so for packed
+rows, whose documents a mask keeps apart: there the plan counts the whole square too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from memory_model import Case, adapt, build, checkpoint, work
+from memory_model import Case, adapt, build, checkpoint, documents, work
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,6 +33,8 @@ CASES = [
     Case("mistral4", length=512),
     Case("mistral4", length=512, checkpointing=True),
     Case("mixtral", length=512),
+    Case("llama", length=512, packed=True),
+    Case("mistral4", length=512, packed=True, checkpointing=True),
 ]
 
 
@@ -48,7 +51,7 @@ def count(case: Case) -> tuple[int, float, float]:
     peft, adapter = adapt(case, model)
     planned = replace(work(case, found, adapter), full_logits=True)
     predicted = cost(planned)
-    square = causal_attention(read(found, adapter), case.length)
+    square = 0.0 if case.packed else causal_attention(read(found, adapter), case.length)
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
     with FakeTensorMode(allow_non_fake_inputs=True):
         peft.to_empty(device="cpu")
@@ -56,8 +59,9 @@ def count(case: Case) -> tuple[int, float, float]:
         if case.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         embedded = torch.zeros(case.micro, case.length, model.config.hidden_size, dtype=torch.bfloat16)
+        said = {"position_ids": documents(case)} if case.packed else {}
         with counter, torch.autocast("cpu", torch.bfloat16):
-            peft(inputs_embeds=embedded.requires_grad_(), use_cache=False).logits.sum().backward()
+            peft(inputs_embeds=embedded.requires_grad_(), use_cache=False, **said).logits.sum().backward()
     passes = 4 if case.checkpointing else 3
     expected = predicted.flops_per_token + predicted.recompute_flops_per_token + passes * square
     return counter.get_total_flops(), expected * case.micro * case.length, predicted.recompute_flops_per_token

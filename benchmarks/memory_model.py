@@ -108,6 +108,7 @@ class Case:
     reshard: bool = True
     targets: str = "all"  # all, attention
     experts: bool = False  # PEFT's expert adapters
+    packed: bool = False  # rows of several documents, which a mask keeps apart
     adapter_bytes: int = 4
     sizes: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
@@ -116,6 +117,7 @@ class Case:
         words = [f"{self.family:9} {self.ranks} ranks {self.micro}x{self.length}"]
         words += ["no reshard"] * (not self.reshard) + ["checkpointing"] * self.checkpointing
         words += ["attention only"] * (self.targets == "attention") + ["expert adapters (PEFT)"] * self.experts
+        words += ["packed"] * self.packed
         words += ["bf16 adapter"] * (self.adapter_bytes == 2) + [f"{k}={v}" for k, v in self.sizes.items()]
         return ", ".join(words)
 
@@ -155,6 +157,11 @@ CASES = [
     Case("mixtral", ranks=2, micro=4),
     Case("mixtral", ranks=8, micro=4, checkpointing=True),
     Case("mixtral", ranks=3, micro=2, reshard=False),
+    Case("llama", ranks=2, micro=4, packed=True, quick=True),
+    Case("llama", ranks=2, micro=4, length=2048, packed=True, checkpointing=True),
+    Case("mistral4", ranks=2, micro=4, length=2048, packed=True),
+    Case("mistral4", ranks=2, micro=4, packed=True, checkpointing=True, quick=True),
+    Case("mixtral", ranks=2, micro=4, packed=True),
     Case("qwen3_moe", ranks=2, micro=4),
     Case("qwen3_moe", ranks=8, micro=4, checkpointing=True),
 ]
@@ -270,10 +277,11 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     shard(case, model, trained, mesh)
     optimizer = torch.optim.AdamW(list(trained), lr=1e-3, foreach=True)
     ids = torch.zeros(case.micro, case.length, dtype=torch.long)
-    _pass(peft, ids)
+    said = {"position_ids": documents(case)} if case.packed else {}
+    _pass(peft, ids, **said)
     optimizer.step()
     optimizer.zero_grad()
-    _pass(peft, ids)  # the first of two micro-batches leaves gradients
+    _pass(peft, ids, **said)  # the first of two micro-batches leaves gradients
     gc.collect()
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((ids,))
@@ -283,15 +291,20 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     # The head's module is never called, the fused loss reads its weight: its group hooks in by the final norm.
     tracker.memory_tracking[model.lm_head] = _FSDPModMemStats("lm_head")
     with tracker:
-        _pass(peft, ids)
+        _pass(peft, ids, **said)
         optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def _pass(peft: Any, ids: torch.Tensor) -> None:
+def _pass(peft: Any, ids: torch.Tensor, **said: torch.Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        loss = peft(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).loss
+        loss = peft(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **said).loss
     loss.backward()
+
+
+def documents(case: Case) -> torch.Tensor:
+    """Positions in rows of documents of an eighth of a row each."""
+    return (torch.arange(case.length) % (case.length // 8)).expand(case.micro, -1)
 
 
 def work(case: Case, found: Checkpoint, adapter: Adapter) -> Work:
@@ -307,7 +320,7 @@ def work(case: Case, found: Checkpoint, adapter: Adapter) -> Work:
     )
     machine = Machine(h200, fabric("nvlink4"), fabric("infiniband-400"), fabric("pcie5"), 1, None)
     batch = Batch(case.micro, 2, case.length)
-    return Work(found, adapter, layout, batch, machine, "adamw_torch", 2, expert_path="merged")
+    return Work(found, adapter, layout, batch, machine, "adamw_torch", 2, expert_path="merged", masked=case.packed)
 
 
 ASSUMED = {"reserve", "fragmentation"}  # what only a real device has

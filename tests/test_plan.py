@@ -165,6 +165,22 @@ def test_a_base_that_is_not_published_in_fp8_is_not_held_so() -> None:
         of_train("model.model_name_or_path=Mixtral-8x7B-v0.1", "layout.base_dtype=fp8", "lora.target_modules=[q_proj]")
 
 
+def test_float16_is_refused() -> None:
+    """Its overflows are normal, and would be taken for a poisoned step."""
+    with pytest.raises(UserError, match="float16 overflows") as caught:
+        of_train("train.bf16=false", "train.fp16=true")
+    assert caught.value.problems[0].where.endswith("train.fp16=true")
+
+
+def test_packed_rows_are_masked_but_for_attention_within_documents() -> None:
+    sdpa, eager, flash, flex = (
+        of_train("data.packing=true", f"model.attn_implementation={name}").cost.flops_per_token
+        for name in ("sdpa", "eager", "flash_attention_2", "flex_attention")
+    )
+    assert sdpa == eager > flash == flex
+    assert flash == of_train().cost.flops_per_token  # of unpacked rows, each a document
+
+
 def test_an_adapter_that_needs_base_weights_finds_none_in_fp8() -> None:
     setting = "lora.use_dora=true"
     with pytest.raises(UserError, match=r"base_dtype: fp8, but lora.use_dora needs the norm") as caught:

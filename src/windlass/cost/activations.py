@@ -37,6 +37,7 @@ class Tokens:
     routed: int  # bytes of a weighted value on its way from the experts
     surplus: float  # of tokens at the fullest rank's experts
     merged: bool  # expert adapters are merged into a copy of the weights
+    masked: int  # tokens that each one's mask is over; 0: there is no mask
 
 
 def tokens(work: Work, shape: Shape) -> Tokens:
@@ -53,6 +54,7 @@ def tokens(work: Work, shape: Shape) -> Tokens:
         routed=width if work.checkpoint.family.model_type in NARROW_ROUTING else FLOAT,
         surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
         merged=work.expert_path == "merged",
+        masked=work.batch.length if work.masked else 0,
     )
 
 
@@ -70,8 +72,15 @@ def _norms(layer: Layer) -> float:
 
 
 def _attention(layer: Layer, t: Tokens) -> float:
-    """Query, key, value and result, and the log-sum-exp of each head. No score matrix: the kernels are fused."""
-    return (layer.query + layer.key + layer.value + layer.attended) * t.width + FLOAT * t.heads
+    """Query, key, value and result, and the log-sum-exp of each head. No score matrix: the kernels are fused.
+
+    Under a mask keys and values are repeated for every head, and the mask is kept as each layer's kernel takes it,
+    in the width of compute.
+    """
+    key, value = layer.key, layer.value
+    if t.masked:
+        key, value = max(key, layer.query), max(value, layer.attended)
+    return (layer.query + key + value + layer.attended + t.masked) * t.width + FLOAT * t.heads
 
 
 def _experts(layer: Layer, t: Tokens) -> float:

@@ -20,7 +20,9 @@ class Flops:
 def flops(work: Work, shape: Shape) -> Flops:
     """4 per active frozen parameter, 6 per active adapter parameter, attention; recomputation apart."""
     adapter, fixed = _adapter(work, shape)
-    attention = causal_attention(shape, work.batch.length)
+    attention = causal_attention(shape, work.document or work.batch.length)
+    if work.masked:  # kernels pass over the upper half of the square only if told that it is all there is to mask
+        attention *= 2
     model = 4 * shape.active + 6 * adapter + 3 * attention
     again = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:

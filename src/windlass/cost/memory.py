@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 
 from windlass.cost import activations
 from windlass.cost.shape import Count, Held, Shape, counted
 from windlass.cost.work import Row, Work
+from windlass.weights import Parameter
 
 GIB = 2**30
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption.
@@ -193,6 +194,7 @@ def _moments(work: Work, shape: Shape) -> dict[str, list[Item]]:
 def _kept(work: Work, shape: Shape, t: activations.Tokens) -> tuple[float, str]:
     """All layers' saved tensors, or with checkpointing each layer's input."""
     final = t.count * shape.hidden * (activations.FLOAT + t.width)  # final norm's float32 input, and its result
+    final += t.count * t.masked  # one mask for all layers, a byte a pair, before each makes its own of it
     stream = len(shape.layers) * t.count * shape.hidden * t.width
     if work.layout.activation_checkpointing:
         return stream + final, (
@@ -309,14 +311,36 @@ def _load(work: Work, shape: Shape) -> list[Item]:
 def _host(work: Work, shape: Shape) -> list[tuple[str, Item]]:
     """Per node."""
     ranks = work.layout.gpus_per_node
-    base, formula = base_bytes(work, shape)
+    _, formula = base_bytes(work, shape)
     widest = shape.widest / max(work.layout.shard, 1) * (held(work).fp8 + 2)
-    mine, _ = adapter_share(work, shape)
     process = Item("processes", ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed")
-    saved = Item("adapter being written", ranks * mine * work.adapter.dtype_bytes * 3.0, "adapter and optimizer state")
-    items = [("load", process), ("step", process), ("save", process), ("save", saved)]
+    items = [("load", process), ("step", process), ("save", process), ("save", _written(work))]
     items.append(("load", Item("parameter being read", ranks * widest, f"{ranks} x rows as stored and as loaded")))
     if work.layout.offload:
-        there = Item("offloaded base weights", ranks * base, f"{ranks} x {formula}, pinned")
+        told = f"{ranks} x {formula}, pinned: each parameter's part takes a power of two"
+        there = Item("offloaded base weights", ranks * _pinned(work, shape), told)
         items += [(phase, there) for phase in ("load", "step", "save")]
     return items
+
+
+def _written(work: Work) -> Item:
+    """On rank 0 alone, and there the whole adapter, whoever trains parts of it."""
+    count, size = work.adapter.trainable, work.adapter.dtype_bytes
+    state, fixed, _ = optimizer(work.optim)
+    states = state * size + fixed
+    told = f"rank 0: {count} x ({size} + optimizer {states:g}), and the optimizer's file of {states:g} more"
+    return Item("adapter being written", count * (size + 2 * states), told)
+
+
+def _pinned(work: Work, shape: Shape) -> float:
+    """Bytes that one rank pins: torch's allocator of pinned memory rounds each request up to a power of two."""
+    shard, split = work.layout.shard, work.layout.expert_parallel
+
+    def pinned(parameter: Parameter) -> int:
+        rows, *rest = parameter.shape
+        for ways in [split, shard // split] if parameter.part == "experts" else [shard]:
+            rows = ceil(rows / ways)
+        return 1 << (rows * prod(rest) * work.base_bytes - 1).bit_length()
+
+    layers = sum(times * sum(map(pinned, layer.parameters)) for layer, times in shape.kinds)
+    return float(layers + sum(map(pinned, shape.outside)))

@@ -35,6 +35,8 @@ class Work:
     base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
     dropout: float = 0.0  # lora.lora_dropout
     expert_path: str = "split"  # how expert adapters are computed: beside the experts (split) or merged first (merged)
+    masked: bool = False  # packed rows whose documents a mask keeps apart
+    document: int | None = None  # usual tokens of what packed rows are made of, where attention is within each
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
 
     def under(self, layout: Layout) -> Work:

@@ -23,7 +23,7 @@ from windlass.plan.advice import Advice, advise
 from windlass.plan.batch import batches_of
 from windlass.plan.compare import Contender, Trial, chosen, contend
 from windlass.plan.schedule import Schedule, schedule
-from windlass.runfile import Cluster, Loaded, accumulation
+from windlass.runfile import Cluster, Loaded, RunFile, accumulation
 from windlass.runfile.machines import admission
 from windlass.source import Rows
 from windlass.weights import Checkpoint
@@ -117,19 +117,11 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     checkpoint = weights.find(run.model.model_name_or_path, where("model.model_name_or_path"))
     adapter = adapters.resolve(run.lora, checkpoint, where)
     wanted = demand(run, where, checkpoint.family, accelerate)
+    _refuse_float16(wanted, where)
     machine = machine_of(run.cluster, where)
     rows = source.count_rows(run.data, run.data.train_split, where)
     batches = batches_of(run.train, accumulation(run.train, wanted.ranks, where), run.data.max_length)
-    full = Work(
-        checkpoint=checkpoint,
-        adapter=adapter,
-        layout=_first_layout(wanted),
-        batch=batches[0],
-        machine=machine,
-        optim=run.train.optim,
-        base_bytes=BYTES[run.model.torch_dtype],
-        dropout=run.lora.lora_dropout,
-    )
+    full = _work(run, checkpoint, adapter, wanted, machine, batches[0], rows)
     sequences, length, told = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)
 
     def gpu_hours(layout: Layout, batch: Batch, cost: Cost) -> float | None:
@@ -192,7 +184,7 @@ def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | N
     if not rows.count or not rows.text_bytes:
         return rows.count, limit, ()
     filled = max(1, rows.count - rows.blank)
-    mean = min(limit, math.ceil(rows.text_bytes / filled / BYTES_PER_TOKEN))
+    mean = _usual(rows, limit) or limit
     told = (f"{rows.blank:,} of {rows.count:,} rows are blank{rows.blank_how} and left out",) if rows.blank else ()
     if packing:
         packed = math.ceil(filled * mean / limit)
@@ -204,6 +196,38 @@ def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | N
         f" {mean / limit:.0%} full and time is estimated for that"
     )
     return filled, mean, (*told, words)
+
+
+def _usual(rows: Rows, limit: int) -> int | None:
+    """Tokens of a row as the data have it, cut at `limit`; None where nobody knows."""
+    if not rows.count or not rows.text_bytes:
+        return None
+    return min(limit, math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN))
+
+
+def _work(
+    run: RunFile, checkpoint: Checkpoint, adapter: Adapter, wanted: Demand, machine: Machine, batch: Batch, rows: Rows
+) -> Work:
+    """The run as the run file has it, before a layout and a micro-batch are chosen."""
+    return Work(
+        checkpoint=checkpoint,
+        adapter=adapter,
+        layout=_first_layout(wanted),
+        batch=batch,
+        machine=machine,
+        optim=run.train.optim,
+        base_bytes=BYTES[run.model.torch_dtype],
+        dropout=run.lora.lora_dropout,
+        masked=run.masked,
+        document=_usual(rows, run.data.max_length) if run.data.packing and not run.masked else None,
+    )
+
+
+def _refuse_float16(wanted: Demand, where: Callable[[str], str]) -> None:
+    if wanted.precision == "fp16":
+        what = "float16 overflows now and then, its loss scaler leaves such steps out, and here they end a run"
+        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which reaches as far as float32"
+        raise UserError(what, where("train.fp16"), hint)
 
 
 def _first_layout(wanted: Demand) -> Layout:

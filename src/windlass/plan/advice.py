@@ -35,9 +35,12 @@ def advise(work: Work, usual: int, contenders: Sequence[Contender], run: RunFile
     full = work.batch.length
     now = trials(work, work.layout, usual, [work.batch])[0].cost.tokens_per_second
     found: list[tuple[str, Trial | Contender | None, str]] = []
+    packed = work
     if not run.data.packing and usual < full:
+        masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
+        packed = replace(work, masked=masked, document=None if masked else usual)
         remark = f"a sequence then holds {full / usual:.1f} rows; a step learns from as many times the tokens"
-        found.append(("data.packing: true", chosen_batch(trials(work, work.layout, full, [work.batch])), remark))
+        found.append(("data.packing: true", chosen_batch(trials(packed, work.layout, full, [work.batch])), remark))
     if fixed and len(ways) > 1:
         one = chosen_batch(trials(work, work.layout, usual, ways))
         found.append(("train.per_device_train_batch_size: auto", one, _cut(one.batch)))
@@ -52,7 +55,7 @@ def advise(work: Work, usual: int, contenders: Sequence[Contender], run: RunFile
         found.append(("layout: auto", other, f"takes {other.name}" if other else ""))
     single = _worth(found, now)
     if len(found) > 1:
-        single += _worth([_together(work, full, here, ways)], now)
+        single += _worth([_together(packed, full, here, ways)], now)
     return tuple(sorted(single, key=lambda advice: -advice.gain))
 
 
