@@ -282,7 +282,7 @@ class Meeting:
                 other.tell(gone=how, code=code)
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     waiting = [task for task in tasks if not task.done()]
     for task in waiting:
         task.cancel()
