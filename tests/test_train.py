@@ -11,14 +11,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import checkpoint, twin
 from windlass.train import ranks
+from windlass.train.loop import Loop
 
 STEPS = 20
 TOLERANCE = 1e-5
@@ -294,6 +300,44 @@ def test_a_step_is_one_collective_whatever_its_micro_batches(two: Outcomes) -> N
     assert two["counted"]["collectives"] == ["allreduce_"]
     theirs = two["TRL's figures"]["collectives"]
     assert len(theirs) == 1 + 4 * 4  # the fault that is guarded against: four for each micro-batch
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning", "ignore:.*label_smoothing_factor.*:FutureWarning")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_a_micro_batch_is_trls(tmp_path: Path, smoothing: float) -> None:
+    """Also with a router's balancing loss beside it, and whether or not the tokens of the whole step are known."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
+    config.router_aux_loss_coef = 0.5
+    torch.manual_seed(0)
+    rows = [{"input_ids": torch.randint(300, (length,)).tolist()} for length in (9, 5)]
+    settings = SFTConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        activation_checkpointing=False,
+        save_strategy="no",
+        label_smoothing_factor=smoothing,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    made = SFTTrainer(
+        model=MixtralForCausalLM(config),
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        data_collator=DataCollatorForLanguageModeling(pad_token_id=0),
+        processing_class=AutoTokenizer.from_pretrained(twin.write_tokenizer(tmp_path / "tokenizer", vocab=300)),
+    )
+    made.current_gradient_accumulation_steps, made.replicas = 2, SimpleNamespace(world=1)
+    made.model.train()
+    assert made.aux_loss_enabled
+    inputs = made.data_collator(rows)
+    for tokens in (None, torch.tensor(31)):
+        expected = made.compute_loss(made.model, dict(inputs), num_items_in_batch=tokens)
+        made.__class__ = Loop
+        found = made.compute_loss(made.model, dict(inputs), num_items_in_batch=tokens)
+        made.__class__ = SFTTrainer
+        assert torch.equal(found, expected)
 
 
 # --- what the run leaves behind ---
