@@ -227,9 +227,10 @@ def test_a_signal_to_the_whole_group_is_taken_once(tiny: Path, tmp_path: Path) -
     assert mark.read_text() == "saved"
 
 
-def test_ranks_that_do_not_save_in_time_are_ended(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["", 'echo 75 >"$WINDLASS_DESK/code-1"; '], ids=["alone", "another has saved"])
+def test_ranks_that_do_not_save_in_time_are_ended(tiny: Path, tmp_path: Path, other: str) -> None:
     fakes = tmp_path / "bin"
-    body = 'trap "" TERM; echo $$ >"$WINDLASS_DESK/pid-0"; touch ready; while :; do sleep 0.1; done'
+    body = other + 'trap "" TERM; echo $$ >"$WINDLASS_DESK/pid-0"; touch ready; while :; do sleep 0.1; done'
     program(fakes, "accelerate", body.replace("ready", str(tmp_path / "ready")))
     script = written(tmp_path / "run", plan_of(tiny, (*CPU, "cluster.grace_seconds=1")))
     process = subprocess.Popen(
@@ -239,7 +240,7 @@ def test_ranks_that_do_not_save_in_time_are_ended(tiny: Path, tmp_path: Path) ->
     process.terminate()
     assert process.wait(15) == 1
     assert process.stderr is not None
-    assert b"rank 0 was killed" in process.stderr.read()
+    assert b"rank 0 was killed while starting; the 1 s to save in were over" in process.stderr.read()
     process.stderr.close()
 
 

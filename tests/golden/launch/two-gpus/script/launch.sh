@@ -246,14 +246,15 @@ first=
 for file in "$desk"/code-*; do
   if [[ -e "$file" && "$(<"$file")" != 0 ]] && [[ -z "$first" || "$file" -ot "$first" ]]; then first=$file; fi
 done
-if [[ -n "$first" ]]; then
-  code=$(<"$first")
-else
+if [[ -n "$first" ]]; then code=$(<"$first"); fi
+if [[ -z "$first" || "$code" == 75 ]]; then # that one rank has saved says nothing of those that were killed
+  why="most often memory ran out"
+  if ((stopping && SECONDS > ${deadline:-SECONDS})); then why="the $grace_seconds s to save in were over"; fi
   for file in "$desk"/pid-*[0-9]; do
     rank=${file##*-}
     if [[ -e "$file" && ! -e "$desk/code-$rank" ]]; then
-      printf 'windlass: node %s (%s): rank %s was killed while %s; most often memory ran out\n' \
-        "$node" "$(hostname)" "$rank" "$(cat "$desk/phase-$rank" 2>/dev/null || echo starting)" >&2
+      printf 'windlass: node %s (%s): rank %s was killed while %s; %s\n' \
+        "$node" "$(hostname)" "$rank" "$(cat "$desk/phase-$rank" 2>/dev/null || echo starting)" "$why" >&2
       code=1
     fi
   done
