@@ -72,20 +72,19 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
     with _folder(plan, resume=resume) if leads else contextlib.nullcontext():
         more = _told_to_the_script(plan, environs[0])
         crew: list[subprocess.Popen[bytes]] = []
-        guards: list[Guard] = []
         stop = threading.Event()
+        guard = Guard(job, plan.layout.ranks, stop.set, _say) if leads else None
         with contextlib.ExitStack() as stack:
 
             def beginning() -> Iterator[subprocess.Popen[bytes]]:
                 for environ in environs:
                     yield ranks.begin(command, {**environ, **more}, farewell=farewell)
-                if leads:  # last, for it is a thread, and processes are better begun without
-                    guards.append(stack.enter_context(Guard(job, plan.layout.ranks, stop.set, _say)))
+                if guard:  # last, for it is a thread, and processes are better begun without
+                    stack.enter_context(guard)
 
             first, cut_short = ranks.wait(crew, beginning(), grace, PATIENCE_SECONDS, hurries=not launched, stop=stop)
-        for guard in guards:
-            if guard.why:
-                raise RunError(guard.why, "watch", f"look at alarms.jsonl in {job.folder} and at the report")
+        if guard and guard.why:
+            raise RunError(guard.why, "watch", f"look at alarms.jsonl in {job.folder} and at the report")
         numbered = {int(environ["RANK"]): process.returncode for environ, process in zip(environs, crew, strict=True)}
         return _verdict(plan, numbered, None if first is None else int(environs[first]["RANK"]), cut_short)
 

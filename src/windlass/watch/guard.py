@@ -18,8 +18,9 @@ EVERY_SECONDS: Final = 1.0
 
 
 class Guard:
-    """Around the script's ranks: `with Guard(…) as guard:`. Alarms are written and said; one of `stop` ends the run.
+    """Around the script's ranks: `with guard:`. Alarms are written and said; one of `stop` ends the run.
 
+    Made before the ranks begin: what lies in the folder by then is left from an interrupted run, and was judged then.
     stop: what ends the ranks. `why`: the alarm that asked for it, if one did.
     """
 
@@ -31,10 +32,10 @@ class Guard:
         self.patrol = Patrol(self.folder, run.watch, ranks, network=str(run.cluster.network), raised=self.raised)
         self.thread = threading.Thread(target=self._walk, name="windlass watch", daemon=True)
         self.page: prometheus.Page | None = None
+        for tail in (*self.patrol.joined.tails.values(), self.patrol.events):
+            tail.skip()
 
     def __enter__(self) -> Self:
-        for tail in (*self.patrol.joined.tails.values(), self.patrol.events):
-            tail.skip()  # what an interrupted run left was judged while it ran
         if self.watch.prometheus_port is not None:
             self.page = prometheus.Page(self.watch.prometheus_address, self.watch.prometheus_port, self._metrics)
         self.thread.start()
