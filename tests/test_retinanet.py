@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -159,6 +160,15 @@ def test_the_report_says_when_loading_is_the_bottleneck(tmp_path: Path, waits: f
     verdict = facts(read(tmp_path))["verdict"]
     said = "43% of the step time is waiting for data: loading is the bottleneck"
     assert (verdict["level"], said in verdict["against"]) == (level, level == "warn")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed here")
+def test_a_missing_torchvision_is_said_with_what_to_do() -> None:
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(SCRIPT), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: torchvision is not installed\n\nhint: pip install")
 
 
 def test_wrong_input_is_said_without_a_traceback(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.errors import UserError
-
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 library: Any = None  # the operators live as long as this
 
@@ -37,7 +35,8 @@ def provide() -> bool:
 def _compiled() -> bool:
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
-        raise UserError("torchvision is not installed", "retinanet", "pip install 'windlass[retinanet]'")
+        hint = "pip install 'windlass[retinanet]'; without CUDA: make, and PYTHONPATH=.venv/vision (see README.md)"
+        raise SystemExit(f"error: torchvision is not installed\n\nhint: {hint}")
     try:
         for path in Path(found.origin).parent.glob("_C*.so"):
             torch.ops.load_library(path)  # type: ignore[no-untyped-call]
