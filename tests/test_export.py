@@ -23,7 +23,7 @@ from windlass import twin
 from windlass.checkpoint.disk import seal
 from windlass.errors import UserError
 from windlass.export import Names, export, logits, served
-from windlass.export.choose import choose
+from windlass.export.choose import base_of, choose
 from windlass.export.generate import generate, loaded
 from windlass.export.values import FORMATS, encode, pattern
 from windlass.layout import Layout
@@ -276,6 +276,11 @@ def test_the_adapter_alone(cases: dict[str, Path], tmp_path: Path) -> None:
     assert config["base_model_name_or_path"] == "org/published"
     model = PeftModel.from_pretrained(plain_model(folder / "base"), str(tmp_path / "out"))
     assert isinstance(model, PeftModel)
+    chosen = choose(tmp_path / "out")  # it names its base, which is no folder here
+    with pytest.raises(UserError, match="the weights of the base model org/published are not on this machine") as no:
+        base_of(chosen, None)
+    assert "--base DIR" in str(no.value)
+    assert base_of(chosen, str(folder / "base")).path == folder / "base"
 
 
 def test_the_adapter_in_16_bits(cases: dict[str, Path], tmp_path: Path) -> None:

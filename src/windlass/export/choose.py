@@ -107,8 +107,8 @@ def base_of(chosen: Chosen, base: str | None) -> Checkpoint:
     where = "--base" if base else str(chosen.folder / CONFIG)
     if not named:
         raise UserError("the adapter does not name its base model", where, "name the base model's folder: --base DIR")
-    checkpoint = find(named, where)
-    if checkpoint.path is None:
+    checkpoint = find(named, where) if base or Path(named).exists() else None  # an export names its base, and no folder
+    if checkpoint is None or checkpoint.path is None:
         hint = "name the folder that holds its weights: --base DIR"
         raise UserError(f"the weights of the base model {named} are not on this machine", where, hint)
     return checkpoint
