@@ -125,7 +125,7 @@ def test_a_killed_rank_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
     if here.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     def work():
-        time.sleep(0.3)
+        time.sleep(2)
         raise ConnectionError("peer is gone")
     sys.exit(ranks.inside(here, work, say=print))
     """
