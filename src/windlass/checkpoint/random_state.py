@@ -14,12 +14,12 @@ import torch
 def random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
-    cuda = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
     return {
         "python": [version, list(internal), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state().tolist(),
-        "cuda": cuda,
+        # This rank's own GPU alone: how many others its node has may differ where a run goes on.
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else [],
     }
 
 
@@ -29,8 +29,8 @@ def restore_random(state: dict[str, Any]) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all([torch.tensor(each, dtype=torch.uint8) for each in state["cuda"]])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ class Sampler:
         self.gpu = self._gpu()
         self.links: dict[str, float] = {}
         self.pcie_at = -PCIE_SECONDS
+        self.most_gib = 0.0  # of the peaks of all samples
 
     def _gpu(self) -> Any:
         if self.device.type != "cuda":
@@ -60,6 +61,7 @@ class Sampler:
         stats = torch.cuda.memory_stats(self.device)
         allocated, reserved = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
         peak = stats.get("allocated_bytes.all.peak", 0)
+        self.most_gib = max(self.most_gib, peak / GIB)
         torch.cuda.reset_peak_memory_stats(self.device)  # so that the next peak is that of the time from here on
         return {
             "gpu_allocated_gib": allocated / GIB,

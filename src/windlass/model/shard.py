@@ -59,6 +59,10 @@ def build(
     checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype, attn_implementation: str = "sdpa"
 ) -> transformers.PreTrainedModel:
     """The causal language model with `layout` applied: DTensors of the planned placements, without storage yet."""
+    # torch's first choice on Hopper makes a plan for every new shape of a micro-batch, about a second each, and its
+    # gradients can be NaN under a mask (pytorch#196678). Remove when that is fixed in every torch that we allow, and
+    # benchmarks/one_gpu.py's `layers` finds cuDNN's attention the faster one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     config = text_config(checkpoint, dtype, attn_implementation)
     model_class = getattr(transformers, checkpoint.family.causal_lm)
     raise_all(refusals(checkpoint, layout, config))

@@ -78,17 +78,18 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         speed = sum(self.tokens) / sum(self.seconds)
         return Text(
             f"step {step.step:>5}/{state.max_steps}  loss {step.loss:.4f}  grad norm {step.grad_norm:.3f}"
-            f"  lr {step.learning_rate:.2e}  {speed:,.0f} tokens/s  {memory_gib():.1f} GiB  {clock(left)} left"
+            f"  lr {step.learning_rate:.2e}  {speed:,.0f} tokens/s  {self._most_gib():.1f} GiB  {clock(left)} left"
         )
 
+    def _most_gib(self) -> float:
+        """Most that this rank held: of the GPU, or resident in the host where there is none."""
+        if torch.cuda.is_available():
+            sampler = getattr(self.loop.meter, "sampler", None) if self.loop else None
+            since = torch.cuda.max_memory_allocated() / 2**30  # the sampler begins anew with every sample
+            return max(since, sampler.most_gib if sampler else 0.0)
+        import resource
 
-def memory_gib() -> float:
-    """Most that this rank held: of the GPU, or resident in the host where there is none."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def clock(seconds: float) -> str:

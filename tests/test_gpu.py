@@ -1,0 +1,102 @@
+"""What a rank asks of its GPU, as far as there is anything to it without one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from windlass import twin
+from windlass.check.pairs import nccl_log
+from windlass.checkpoint.random_state import random_state, restore_random
+from windlass.errors import UserError
+from windlass.layout import Layout
+from windlass.meter.sample import Sampler
+from windlass.model import shard
+from windlass.train.progress import Progress
+from windlass.train.ranks import Place
+from windlass.train.run import each_its_own, own_gpu
+from windlass.weights import read_checkpoint
+
+
+@pytest.mark.parametrize(("local_rank", "seen", "wanted"), [(0, 1, 0), (3, 1, 0), (0, 8, 0), (7, 8, 7)])
+def test_a_rank_takes_the_gpu_that_it_is_shown(local_rank: int, seen: int, wanted: int) -> None:
+    assert own_gpu(local_rank, seen) == wanted
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(UserError, match="rank 2 of this node has no GPU of its own: it sees 2"):
+        own_gpu(2, 2)
+    each_its_own(["a", "b", "c"])
+    each_its_own(["", ""])  # a torch that does not tell
+    with pytest.raises(UserError, match="rank 1 and rank 2 see the same GPU, b"):
+        each_its_own(["a", "b", "b"])
+
+
+class Device:
+    """Of torch's CUDA functions those that are asked here, for a machine without a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.state, self.held, self.peak = torch.arange(16, dtype=torch.uint8), 0, 0
+        for name in ("get_rng_state", "set_rng_state", "memory_stats", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+    def memory_stats(self, _: Any) -> dict[str, int]:
+        return {"allocated_bytes.all.current": self.held, "allocated_bytes.all.peak": self.peak}
+
+    def reset_peak_memory_stats(self, _: Any) -> None:
+        self.peak = self.held
+
+
+def test_the_gpus_random_numbers_go_on_whatever_else_the_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    before, wanted = random_state(), device.state.clone()
+    device.state = torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    restore_random(before)
+    assert torch.equal(device.state, wanted)
+
+
+def test_the_live_line_shows_the_highest_peak_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    monkeypatch.setattr(Sampler, "_gpu", lambda _: None)  # NVML, which is not there
+    sampler = Sampler(torch.device("cuda"))
+    loop: Any = type("Loop", (), {"meter": type("Meter", (), {"sampler": sampler})})
+    progress = Progress(Place(), console=None)  # type: ignore[arg-type]
+    progress.loop = loop
+    shown = []
+    for peak in (5, 3, 7):
+        device.peak = peak * 2**30
+        sampler.sample()
+        shown.append(progress._most_gib())
+    device.peak = 9 * 2**30  # of a step that was not sampled
+    assert [*shown, progress._most_gib()] == [5, 5, 7, 9]
+
+
+def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "TRACE")
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    with nccl_log("nccl") as log:
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+        assert os.environ["NCCL_DEBUG"] == "INFO"
+        assert log() == ""
+    assert os.environ["NCCL_DEBUG"] == "TRACE"
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> None:
+    checkpoint = read_checkpoint(twin.write(tmp_path / "twin", experts=4, tokenizer=False))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    shard.build(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
