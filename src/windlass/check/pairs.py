@@ -171,21 +171,29 @@ def settle(torch: Any, backend: str) -> None:
 
 @contextlib.contextmanager
 def nccl_log(backend: str) -> Iterator[Callable[[], str]]:
-    """NCCL writes what it chose into a file of its own; its settings are read when its first group is made."""
+    """NCCL writes what it chose into a file of its own; settings are read when a group is made.
+
+    Waiting blocks, so that a collective that hangs raises here after GROUP_SECONDS. Without, the wait is the GPU's,
+    and torch's watchdog ends the process.
+    """
     if backend != "nccl":
         yield lambda: ""
         return
     with tempfile.TemporaryDirectory(prefix="windlass-nccl-") as folder:
-        os.environ |= {
+        ours = {
             "NCCL_DEBUG": "INFO",
             "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV",
             "NCCL_DEBUG_FILE": f"{folder}/%h.%p",
+            "TORCH_NCCL_BLOCKING_WAIT": "1",
         }
+        before = {name: os.environ[name] for name in ours if name in os.environ}
+        os.environ |= ours
         try:
             yield lambda: "".join(path.read_text(errors="replace") for path in sorted(Path(folder).iterdir()))
         finally:
-            for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+            for name in ours:
                 os.environ.pop(name, None)
+            os.environ |= before
 
 
 def first_line(error: Exception) -> str:

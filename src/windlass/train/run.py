@@ -103,12 +103,37 @@ def join(here: Place, timeout_seconds: float, recorders: Mapping[str, str] = Map
     os.environ |= recorders
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(here.local_rank)
+        torch.cuda.set_device(own_gpu(here.local_rank, torch.cuda.device_count()))
     here.phase("waiting for the other ranks")
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
         )
+    if gpu:
+        seen = torch.cuda.get_device_properties(torch.cuda.current_device())
+        each_its_own(checkpoints.gather(str(getattr(seen, "uuid", ""))))
+
+
+def own_gpu(local_rank: int, seen: int) -> int:
+    """A scheduler may show every rank its own GPU alone, as number 0; or every rank all of the node's."""
+    if local_rank >= seen > 1:
+        raise UserError(
+            f"rank {local_rank} of this node has no GPU of its own: it sees {seen}",
+            "cluster.gpus_per_node",
+            "start as many ranks on a node as it has GPUs",
+        )
+    return local_rank % seen
+
+
+def each_its_own(gpus: list[str]) -> None:
+    """Ranks that share a GPU would each take it for theirs, with half of its memory, and NCCL refuses them."""
+    for rank, one in enumerate(gpus):
+        if one and (first := gpus.index(one)) != rank:
+            raise UserError(
+                f"rank {first} and rank {rank} see the same GPU, {one}",
+                "cluster.gpus_per_node",
+                "start as many ranks on a node as it has GPUs, and let each see its own or all of them",
+            )
 
 
 def agree_on(plan: Plan, here: Place) -> None:
