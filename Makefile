@@ -34,7 +34,7 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports
 
-format: $(STAMP)  ## mend what can be mended
+format: $(STAMP)  ## fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

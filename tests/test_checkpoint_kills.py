@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from test_checkpoint_resume import material  # type: ignore[import-not-found]  # noqa: F401
 
 from windlass import checkpoint
+from windlass.errors import SAVED
 from windlass.train import folder as folders
 from windlass.train import ranks
 
@@ -94,7 +95,7 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
             shoot(process, how, chance)
         _, said = process.communicate(timeout=WAIT_SECONDS)
         whatever = f"{how} after {moment:.1f} s: {process.returncode}\n{said}"
-        assert process.returncode in ((0, 1) if how == "kill" else (0, ranks.SAVED)), whatever
+        assert process.returncode in ((0, 1) if how == "kill" else (0, SAVED)), whatever
         assert "Traceback" not in said, whatever
         assert "killed by SIGKILL while" in said or process.returncode != 1, whatever
         assert all(not checkpoint.damage(f) for f in checkpoint.saved(folder / "checkpoints")), whatever

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from windlass import checkpoint, twin
-from windlass.train import ranks
+from windlass.errors import SAVED
 
 pytestmark = pytest.mark.xdist_group("checkpoint resume")
 
@@ -206,7 +206,7 @@ def test_resumed_equals_never_stopped_in_more_ways(
 
 def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
     cut = next(key for key in outcomes if key.startswith(f"{name}, cut"))
-    assert [outcome.get("code") for outcome in outcomes[cut]] == [ranks.SAVED] * 2, outcomes[cut]
+    assert [outcome.get("code") for outcome in outcomes[cut]] == [SAVED] * 2, outcomes[cut]
     assert [outcome.get("code") for outcome in outcomes[f"{name}, resumed"]] == [0, 0], outcomes[f"{name}, resumed"]
     whole = material / "runs" / (name if name in outcomes else "plain")
     parts = material / "runs" / f"{name.removesuffix(' step')} parts"
@@ -218,7 +218,7 @@ def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
 
 
 def test_a_stop_says_where_and_how_to_go_on(two: tuple[Outcomes, dict[str, str]]) -> None:
-    assert "stopped by a signal; step 7 is saved, go on with --resume" in two[1]["packed stream, cut"]
+    assert "stopped by a signal; step 7 is saved; --resume continues from it" in two[1]["packed stream, cut"]
     assert "step 8 is saved" in two[1]["evaluation, cut"]
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from test_train_ranks import SAVES, crew, launched  # type: ignore[import-not-found]
 
-from windlass.errors import RunError
-from windlass.train import ranks
+from windlass.errors import SAVED, RunError
 
 
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
@@ -36,7 +35,7 @@ def test_a_rank_that_had_not_begun_when_the_signal_came_lost_nothing(tmp_path: P
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
     """
-    assert crew(tmp_path, body, patience_seconds=0.2) == ranks.SAVED
+    assert crew(tmp_path, body, patience_seconds=0.2) == SAVED
 
 
 def test_the_signalled_rank_explains_those_that_lost_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +47,7 @@ def test_the_signalled_rank_explains_those_that_lost_it(tmp_path: Path, capfd: p
         raise ConnectionError("peer is gone") if not time.sleep(0.3) else None
     sys.exit(ranks.inside(here, work, say=print))
     """
-    assert crew(tmp_path, body) == ranks.SAVED
+    assert crew(tmp_path, body) == SAVED
     assert "peer is gone" not in capfd.readouterr().err
 
 
@@ -98,4 +97,4 @@ except UserError as error:
     _, error = process.communicate(timeout=20)
     assert process.returncode == 1
     assert expected in error
-    assert "go on from the last checkpoint with --resume" in error
+    assert "resume from the last checkpoint with --resume" in error

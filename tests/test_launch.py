@@ -434,7 +434,7 @@ def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
     words = calls(kubectl, "kubectl")
     assert words[words.index("delete") + 1] == "jobs.batch"
     assert words.index("--dry-run=server") < words.index("delete")
-    assert "goes on from its last checkpoint" in "\n".join(said)
+    assert "resumes from its last checkpoint" in "\n".join(said)
     tried, kept = (here / "tried").read_text(), (here / "applied").read_text()
     names = [[one["metadata"]["name"] for one in yaml.safe_load_all(text)] for text in (tried, kept)]
     assert not set(names[0]) & set(names[1]), "the server compares with no job that is to go"

@@ -102,8 +102,8 @@ def test_who_does_not_come_is_named_to_all_that_did(tmp_path: Path, capfd: pytes
 
     together(work())
     said = capfd.readouterr().err
-    assert "nodes 1, 3 did not come within 1 s" in said
-    assert "node 0 says: nodes 1, 3 did not come" in said
+    assert "nodes 1, 3 did not join within 1 s" in said
+    assert "node 0 says: nodes 1, 3 did not join" in said
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_status_of_a_run_on_this_machine(
     )
     assert "finished" in shown(recorded(run, process, "finished"), capsys)
     (run / "manifest.json").unlink()
-    assert "no sign of it" in shown(run, capsys)
+    assert "no sign of life yet" in shown(run, capsys)
 
 
 @pytest.mark.parametrize("text", ["{broken", "[]", "{}", '{"platform": "moon"}'])
@@ -295,7 +295,7 @@ def test_a_run_that_was_started_by_hand_is_told_of_by_its_ranks(
     file = demo.make(tmp_path / "a")
     folder = tmp_path / "a" / "run"
     assert submitting.submit(plan_of(file), "script", say=lambda _: None) == 0
-    assert "no sign of it" in shown(folder, capsys)
+    assert "no sign of life yet" in shown(folder, capsys)
     for verb, options in (("logs", {"follow": False}), ("stop", {})):
         with pytest.raises(UserError) as caught:
             getattr(submitting, verb)(folder, folder, say=lambda _: None, **options)

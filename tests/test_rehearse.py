@@ -564,7 +564,7 @@ def test_a_script_that_ends_before_its_time_has_failed(stage: Stage) -> None:
         during.load(stage, running, stage.rehearsal)
 
 
-@pytest.mark.parametrize(("steps", "told"), [([1, 2, 3, 1], "did not go on at step 4"), ([1, 2, 3, 5], "step 4")])
+@pytest.mark.parametrize(("steps", "told"), [([1, 2, 3, 1], "did not resume at step 4"), ([1, 2, 3, 5], "step 4")])
 def test_a_run_that_begins_anew_is_not_taken_for_resumed(stage: Stage, steps: list[int], told: str) -> None:
     stepped(stage, steps)
     with stage.started("resume", ["sleep", "20"]) as running, pytest.raises(Failed, match=told):

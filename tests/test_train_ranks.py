@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.errors import Problem, RunError, UserError
+from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.train import ranks
 
 PROLOGUE = """
@@ -181,7 +181,7 @@ sys.exit(ranks.SAVED)
 def test_a_signal_to_the_launcher_reaches_the_ranks_and_they_save(tmp_path: Path, number: signal.Signals) -> None:
     process = launched(tmp_path, SAVES)
     process.send_signal(number)
-    assert process.wait(20) == ranks.SAVED
+    assert process.wait(20) == SAVED
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
@@ -191,7 +191,7 @@ def test_the_same_signal_twice_is_one(tmp_path: Path) -> None:
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
-    assert process.wait(20) == ranks.SAVED
+    assert process.wait(20) == SAVED
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
@@ -213,7 +213,7 @@ def test_ranks_that_do_not_save_within_the_grace_are_ended(tmp_path: Path) -> No
 def test_a_rank_that_holds_nothing_yet_stops_at_once(tmp_path: Path) -> None:
     process = launched(tmp_path, SAVES.replace("interruption.training = True", "").replace("0.02", "60"))
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == ranks.SAVED
+    assert process.wait(10) == SAVED
 
 
 def test_who_saved_first_awaits_the_others_but_neither_the_dead_nor_for_ever(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def arguments(given: Sequence[str] | None = None) -> list[str]:
     parser.add_argument("--config", required=True, metavar="FILE", help="the run file, YAML")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="set one key; repeatable")
     parser.add_argument("--debug-freq", type=int, metavar="N", help="measure GPUs and experts every N steps")
-    parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
+    parser.add_argument("--resume", action="store_true", help="resume an unfinished run")
     said = parser.parse_args(given)
     named = [word for override in said.override for word in ("--override", override)]
     measured = [] if said.debug_freq is None else ["--debug-freq", str(said.debug_freq)]

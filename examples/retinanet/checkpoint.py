@@ -34,7 +34,7 @@ def begin(folder: Path, model: nn.Module, optimizer: Optimizer, settings: dict[s
     if not path.exists():
         return 0
     if not resume:
-        raise UserError("a run has been here", str(path), "--resume goes on with it; or take another --output-dir")
+        raise UserError("a run has been here", str(path), "--resume continues it; or take another --output-dir")
     content = torch.load(path, map_location="cpu", weights_only=True)
     then = content["settings"]
     changed = [name for name, value in settings.items() if then.get(name) != value]

@@ -53,7 +53,7 @@ def options(given: Sequence[str] | None = None) -> argparse.Namespace:
     folder = Path(os.environ.get("WINDLASS_OUTPUT_DIR", "retinanet-run"))
     add("--output-dir", type=Path, default=folder, metavar="DIR", help="checkpoint, model, report")
     add("--seed", type=int, default=0, metavar="N", help="of fresh weights, of the order and the flips of images")
-    add("--resume", action="store_true", help="go on from the output folder's checkpoint, to the same end")
+    add("--resume", action="store_true", help="resume from the output folder's checkpoint, to the same end")
     add("--make-synthetic", type=Path, metavar="DIR", help="draw a small data set there, and end")
     said = parser.parse_args(given)
     if said.local_image_dir is None and said.make_synthetic is None:
@@ -136,7 +136,7 @@ def train(said: argparse.Namespace, here: Place) -> int:
                 checkpoint.save(folder, model, training.optimizer, training.done, settings)
             meter.event("save")
             if not finished:
-                here.say(f"stopped by a signal after step {training.done}; --resume goes on")
+                here.say(f"stopped by a signal after step {training.done}; --resume continues")
                 return SAVED
             if held_out is not None:
                 score(held_out, epoch, said, training, meter)

@@ -1,10 +1,16 @@
-"""What a user did wrong, said so that they can mend it: what, where, and the next step."""
+"""What a user did wrong, said so that they can fix it: what, where, and the next step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# Exit codes, of every command and rank; 0 is finished.
+FAILED = 1  # a check or run failed
+USER_INPUT = 2  # the input is wrong
+RANK_USER_INPUT = 13  # what a rank or node says for 2: schedulers are told not to try again
+SAVED = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start again with --resume
 
 
 @dataclass(frozen=True, slots=True)

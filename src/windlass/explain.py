@@ -44,7 +44,7 @@ def topic(name: str) -> tuple[Row, ...]:
     if not rows:
         near = nearest(wanted)
         raise UserError(
-            f"nothing is called {wanted!r}",
+            f"there is no setting {wanted!r}",
             "windlass explain",
             f"did you mean {', '.join(near)}?"
             if near

@@ -16,6 +16,17 @@ NEVER = "windlass leaves it alone"
 SITE = "windlass sets it where cluster.env or cluster.network names it: the right value is the site's"
 PLATFORM = "the platform or the launcher sets it; windlass reads it"
 
+# What whoever starts the ranks gives each of them; torchrun's own settings are PET_*.
+STARTED = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
+)
+
+
+def started(name: str) -> bool:
+    """A variable that is set by what starts the ranks, and by nobody else."""
+    return name.startswith("PET_") or name in STARTED
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:

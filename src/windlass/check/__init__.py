@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from windlass import __version__, hardware
 from windlass.check import fabric, folders, gpus, machine, nvml, script, static, versions
 from windlass.check.result import FAIL, MEETING, Result, unseen, worst
+from windlass.errors import FAILED, RANK_USER_INPUT
 from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "run"]
 
 ALONE, HERE, IN_POD = "alone", "here", "in-pod"
-FAILED, FAILED_IN_POD = 1, 13  # 13: schedulers are told not to try again, which may find a lost node there
 PATIENCE_SECONDS = 300.0  # how long a node waits for the others: image pulls differ by minutes
 
 
@@ -57,7 +57,7 @@ class Report:
         failures = {result.name for result in self.results if result.verdict == FAIL}
         if not failures:
             return 0
-        return FAILED_IN_POD if self.depth == IN_POD and failures != {MEETING} else FAILED
+        return RANK_USER_INPUT if self.depth == IN_POD and failures != {MEETING} else FAILED
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -47,7 +47,8 @@ def place(environ: Mapping[str, str]) -> Place:
                 int(environ.get(port) or environ.get("MASTER_PORT") or PORT),
             )
         except ValueError as error:
-            raise UserError(f"{world}, {rank} and {port} must be numbers: {error}", "the environment") from None
+            hint = "start it through launch.sh, which sets them"
+            raise UserError(f"{world}, {rank} and {port} must be numbers: {error}", "the environment", hint) from None
         if not 0 <= found.rank < found.world:
             said = f"{rank}={found.rank} is no node of {world}={found.world}"
             raise UserError(said, "the environment", "nodes are counted from 0")

@@ -143,7 +143,7 @@ def local(present: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def attendance(absent: Sequence[int], left: Sequence[int], names: Sequence[str], patience_seconds: float) -> Result:
-    lost = ((absent, f"did not come within {patience_seconds:.0f} s"), (left, "left while checking"))
+    lost = ((absent, f"did not join within {patience_seconds:.0f} s"), (left, "left while checking"))
     said = [f"{', '.join(names[rank] for rank in ranks)} {what}" for ranks, what in lost if ranks]
     if said:
         hint = "its pod is pending, crashed, or cannot reach node 0: see its log and events"

@@ -254,7 +254,9 @@ def overall(plan: AnyPlan, measured: Measured) -> Result:
     if why:
         return passed(title, f"{said} ({why})")
     said += f", {speed / fabric.gb_per_second:.0%} of {fabric.name}'s {fabric.gb_per_second:g}"
-    hint = f"state the real rate in cluster.network, or mend it: the plan counts on {fabric.gb_per_second:g} GB/s"
+    hint = (
+        f"state the real rate in cluster.network, or fix the fabric: the plan counts on {fabric.gb_per_second:g} GB/s"
+    )
     if speed < FAIL_SHARE * fabric.gb_per_second:
         return failed(title, said, hint, plan.loaded.where("cluster.network"))
     if speed < WARN_SHARE * fabric.gb_per_second:

@@ -50,7 +50,7 @@ def file(loaded: LoadedScript, *, elsewhere: bool) -> Result:
     except (SyntaxError, ValueError) as error:
         at = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         said = error.msg if isinstance(error, SyntaxError) else str(error)
-        return failed("script", f"{path}{at} is not Python: {said}", "mend it, or name another file", place)
+        return failed("script", f"{path}{at} is not Python: {said}", "fix it, or name another file", place)
     return passed("script", f"{path}, {len(tree.body)} statements")
 
 

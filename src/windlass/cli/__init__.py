@@ -1,6 +1,6 @@
 """Every command: parse, call one function, print. Data goes to stdout, everything said about it to stderr.
 
-before    before a GPU is held: init, schema, plan, explain, data, fetch, check
+before    before a GPU is reserved: init, schema, plan, explain, data, fetch, check, rehearse
 during    while it runs: train, demo, submit, status, logs, stop, watch
 finish    after it: report, best, export, generate
 """
@@ -16,8 +16,8 @@ import typer
 
 from windlass import __version__
 from windlass.cli import before, during, finish
-from windlass.cli.options import FAILED, TRAINING, USER_INPUT, app, print_error, without
-from windlass.errors import RunError, UserError
+from windlass.cli.options import TRAINING, app, print_error, without
+from windlass.errors import FAILED, USER_INPUT, RunError, UserError
 
 __all__ = ["app", "before", "during", "finish", "main"]
 

@@ -1,11 +1,11 @@
-"""Commands for before a GPU is held."""
+"""Commands for before a GPU is reserved."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,10 +22,7 @@ from windlass.cli.options import (
     without,
     write_json,
 )
-from windlass.errors import UserError
-
-if TYPE_CHECKING:
-    pass
+from windlass.errors import RANK_USER_INPUT, UserError
 
 
 @app.command(epilog="**Examples**\n\n`windlass init mistral-small-4 > run.yaml`\n\n`windlass init --list`")
@@ -73,7 +70,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Know the run before a GPU is held: parameters, adapter, memory, traffic, time.
+    """Compute the run before reserving a GPU: parameters, adapter, memory, traffic, time.
 
     Reads the run file, config.json and the safetensors headers; no weights and no torch.
     Whether the run fits is an answer, not a failure: the exit code is 0 either way, and the JSON says `memory.fits`.
@@ -137,7 +134,7 @@ def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
 
 @app.command(epilog="**Example**\n\n`windlass fetch run.yaml`")
 def fetch(run: Run, override: Overrides = None) -> None:
-    """Bring a model and data set named by hub id to this machine's shared folder, once; resumable."""
+    """Download a model and data set by hub id into the shared folder, once; resumable."""
     from windlass import fetch as fetching
     from windlass.runfile import read
 
@@ -183,7 +180,7 @@ def check(
         if not in_pod:
             raise
         print_error(error)
-        raise typer.Exit(checking.FAILED_IN_POD) from None
+        raise typer.Exit(RANK_USER_INPUT) from None
     report = checking.run(
         loaded,
         lambda: read_accelerate(accelerate) if accelerate else None,

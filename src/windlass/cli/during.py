@@ -48,9 +48,9 @@ def train(
     accelerate: Accelerate = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", metavar="N", min=1, help="So many ranks on this machine alone.", show_default=False),
+        typer.Option("--ranks", metavar="N", min=1, help="Number of ranks, on this machine only.", show_default=False),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in the run folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the unfinished run in the run folder.")] = False,
     debug_freq: Annotated[
         int | None,
         typer.Option("--debug-freq", metavar="N", min=0, help="Measure GPUs and experts every N steps; 0: never."),
@@ -153,16 +153,17 @@ def submit(
     override: Overrides = None,
     accelerate: Accelerate = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the files and start nothing.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Stay and show the run's log.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Stay, and print the run's log until it ends.")] = False,
     api: Annotated[
         bool,
         typer.Option("--api", help="Run:ai over REST: by RUNAI_BASE_URL and RUNAI_TOKEN, else payload.json alone."),
     ] = False,
     out: Out = None,
 ) -> None:
-    """Write what starts the run on a platform, and start it there; again, to go on with it.
+    """Write a platform's job files and submit them. Submit again to resume.
 
-    Local runs here and now. Script writes launch.sh, which runs on every node, by hand or as a Slurm step.
+    Local starts the run here, in the foreground: the command ends when the run does.
+    Script writes launch.sh, which runs on every node, by hand or as a Slurm step.
     The other two go through `runai` and `kubectl` where these are at hand; else their files are written.
     """
     from windlass.launch import PLATFORMS
@@ -189,7 +190,7 @@ def submit(
 
 @app.command(epilog="**Example**\n\n`windlass status run.yaml`")
 def status(run: Run, override: Overrides = None, out: Out = None) -> None:
-    """Say what became of a submitted run, in its platform's own words."""
+    """Show the state of a submitted run, as its platform reports it."""
     from windlass.launch import submit as submitting
 
     raise typer.Exit(submitting.status(*_submitted(run, override, out)))
@@ -199,7 +200,7 @@ def status(run: Run, override: Overrides = None, out: Out = None) -> None:
 def logs(
     run: Run,
     override: Overrides = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay, and show what comes.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing as lines arrive.")] = False,
     out: Out = None,
 ) -> None:
     """Show what the nodes of a submitted run have printed."""
@@ -208,9 +209,9 @@ def logs(
     raise typer.Exit(submitting.logs(*_submitted(run, override, out), follow=follow, say=say))
 
 
-@app.command(epilog="**Example**\n\n`windlass stop run.yaml`, later `windlass submit run.yaml` to go on")
+@app.command(epilog="**Example**\n\n`windlass stop run.yaml`, later `windlass submit run.yaml` to resume")
 def stop(run: Run, override: Overrides = None, out: Out = None) -> None:
-    """End a submitted run. Its nodes get their time to save; submitting it again goes on from there."""
+    """Stop a submitted run. Its nodes save first; submit again to resume."""
     from windlass.launch import submit as submitting
 
     raise typer.Exit(submitting.stop(*_submitted(run, override, out), say))
@@ -219,9 +220,9 @@ def stop(run: Run, override: Overrides = None, out: Out = None) -> None:
 @app.command(epilog="**Examples**\n\n`windlass watch run`\n\n`windlass watch run --once`")
 def watch(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run folder: train.output_dir.")],
-    once: Annotated[bool, typer.Option("--once", help="Show what is known now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
 ) -> None:
-    """Look at a run while it goes on, or after: curves, ranks, alarms. From its files alone, on any machine."""
+    """Watch a run, live or finished: curves, ranks, alarms, from its files alone."""
     from rich.console import Console
 
     from windlass.watch import live

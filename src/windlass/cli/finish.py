@@ -28,7 +28,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Draw a run's page: report.html and report.json beside it, and a summary here."""
+    """Write a run's report: report.html, report.json, and a summary here."""
     from windlass import report as reporting
 
     made = reporting.make(folders, out)
@@ -51,11 +51,11 @@ def best(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", metavar="N", min=1, help="So many ranks on this machine alone.", show_default=False),
+        typer.Option("--ranks", metavar="N", min=1, help="Number of ranks, on this machine only.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate every saved adapter on the same rows, and say which are really worse than the best.
+    """Evaluate every saved adapter on the same rows and rank them, with what is significantly worse.
 
     The base model is loaded once. Differences come with a paired 95 % confidence interval.
     """
@@ -109,7 +109,7 @@ def export(
     ] = False,
     push: Annotated[
         str | None,
-        typer.Option("--push", metavar="ORG/NAME", help="Bring it to a private hub repository.", show_default=False),
+        typer.Option("--push", metavar="ORG/NAME", help="Upload it to a private hub repository.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -137,8 +137,8 @@ def export(
 @app.command(epilog="**Example**\n\n`windlass generate my-model --prompt 'Once upon a time'`")
 def generate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A merged model, an adapter, or a run folder.")],
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What to go on from.")],
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="At most so many.")] = 64,
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue.")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of new tokens.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
@@ -146,7 +146,7 @@ def generate(
         str | None, typer.Option("--base", metavar="DIR", help="The adapter's base model.", show_default=False)
     ] = None,
 ) -> None:
-    """Let a model say something on this machine, for a look."""
+    """Generate text with a model on this machine, as a quick check."""
     from windlass.export import screen
     from windlass.export.generate import generate as generating
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
 
 TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
-FAILED, USER_INPUT = 1, 2  # exit codes: a check or run that failed; input that is wrong
 
 app = typer.Typer(
     name="windlass",

@@ -157,7 +157,7 @@ def problems(
                 f"{figures['supervised_fraction']:.2%} of the training tokens are supervised, less than "
                 f"watch.min_supervised_fraction = {least_fraction:.2%}",
                 where("watch.min_supervised_fraction"),
-                "see with `windlass data` which part is learnt; mend the template, or lower the limit if it is meant",
+                "see with `windlass data` which part is learnt; fix the template, or lower the limit if it is meant",
             )
         )
     return found

@@ -96,7 +96,7 @@ class Chat:
             raise UserError(
                 f"the chat template refuses a conversation ({roles}): {error}",
                 "data",
-                "mend or leave out such rows: most templates want user and assistant in turn, system first",
+                "fix or leave out such rows: most templates want user and assistant in turn, system first",
             ) from None
         return str(text)
 

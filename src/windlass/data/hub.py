@@ -126,7 +126,7 @@ def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[st
             f"the hub has no {kind} {name!r}", place, "check the name; a private one needs HF_TOKEN"
         ) from None
     except (httpx2.ReadError, httpx2.RemoteProtocolError, httpx2.ReadTimeout) as error:
-        raise UserError(f"the transfer of {name} broke off: {error}", place, "run it again: it goes on there") from None
+        raise UserError(f"the transfer of {name} broke off: {error}", place, "run it again: it resumes there") from None
     except (OfflineModeIsEnabled, LocalEntryNotFoundError, httpx2.TransportError) as error:
         raise UserError(
             f"{name} is not on this machine and the hub can't be reached: {str(error).splitlines()[0]}",

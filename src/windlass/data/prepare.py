@@ -203,7 +203,9 @@ def choose(data: Data, where: Where, say: Say) -> Chosen:
             settled(parts, splits, where("data.val_split"))
     head = list(itertools.islice(rows(source, train), HEAD_ROWS))
     if not head:
-        raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"))
+        others = ", ".join(split for split in splits if split != data.train_split) or "no other"
+        hint = f"name another split: the set has {others}"
+        raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint)
     columns = tuple(dict.fromkeys(key for row in head for key in row))
     return Chosen(source, train, validation, fraction, columns)
 

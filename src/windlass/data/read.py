@@ -37,7 +37,7 @@ def split_rows(source: Source, split: str) -> Iterator[Row]:
         except UnicodeDecodeError as error:
             raise UserError(f"not UTF-8: {error}", str(path), "convert it: iconv -f latin1 -t utf-8") from None
         except (OSError, csv.Error) as error:
-            raise UserError(f"can't be read: {error}", str(path)) from None
+            raise UserError(f"can't be read: {error}", str(path), "check the path and its permissions") from None
 
 
 def total(source: Source, split: str) -> int:
@@ -69,7 +69,11 @@ def row_of(line: bytes, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {error.msg}", f"{path}:{number}", "every line must be one JSON object") from None
+        raise UserError(
+            f"not JSON: {error.msg}",
+            f"{path}:{number}",
+            "every line must be one JSON object; remove or correct this one",
+        ) from None
     if not isinstance(row, dict):
         raise UserError(f"a {type(row).__name__}, not an object", f"{path}:{number}", 'write {"text": …} on every line')
     return row
@@ -83,10 +87,12 @@ def json_file(path: Path) -> Iterator[Row]:
         try:
             found = json.load(file)
         except json.JSONDecodeError as error:
-            raise UserError(f"not JSON: {error.msg}", f"{path}:{error.lineno}") from None
+            hint = "the file must be one list of JSON objects; correct it there"
+            raise UserError(f"not JSON: {error.msg}", f"{path}:{error.lineno}", hint) from None
     for number, row in enumerate(found):
         if not isinstance(row, dict):
-            raise UserError(f"element {number} is a {type(row).__name__}, not an object", str(path))
+            hint = "every element must be one JSON object; remove or correct this one"
+            raise UserError(f"element {number} is a {type(row).__name__}, not an object", str(path), hint)
         yield row
 
 

@@ -170,9 +170,9 @@ def chat(field: str, data: Data, tokenizer: PreTrainedTokenizerBase, where: Wher
             try:
                 messages = json.loads(messages)
             except json.JSONDecodeError:
-                raise UserError(
-                    f"column {field!r} is text, not a list of messages", where("data.messages_field")
-                ) from None
+                hint = "name it in data.text_field, or convert it to [{role, content}, …]"
+                what = f"column {field!r} is text, not a list of messages"
+                raise UserError(what, where("data.messages_field"), hint) from None
         if not messages:
             return None
         text, spans = talk.render(messages, tools=row.get("tools"))

@@ -238,7 +238,7 @@ def _told(error: OSError, to: Path, recipe: Recipe) -> UserError:
         return RunError(
             f"{error.strerror}: {done} of {len(recipe.files)} files are finished",
             f"--to {to}",
-            "make room and repeat the command: it goes on after the finished files",
+            "make room and repeat the command: it resumes after the finished files",
         )
     return UserError(f"{error.strerror}: {error.filename or to}", f"--to {to}", "check that the folder can be written")
 

@@ -8,8 +8,9 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from windlass.errors import FAILED, RANK_USER_INPUT
+
 SIOCGIFADDR = 0x8915  # man netdevice
-USER_INPUT, FAULT = 13, 1
 
 
 def complaint(environ: Mapping[str, str], nodes: int) -> tuple[str, int] | None:
@@ -23,11 +24,11 @@ def complaint(environ: Mapping[str, str], nodes: int) -> tuple[str, int] | None:
         if not value:
             continue
         if not chosen:
-            return f"{variable}={value} names no interface of this node; it has {', '.join(there)}", USER_INPUT
+            return f"{variable}={value} names no interface of this node; it has {', '.join(there)}", RANK_USER_INPUT
         if nodes > 1 and set(chosen) == {"lo"}:
-            return f"{variable}={value} reaches no other node", USER_INPUT
+            return f"{variable}={value} reaches no other node", RANK_USER_INPUT
         if not any(map(_has_address, chosen)):
-            return f"{variable}={value}: {', '.join(chosen)} has no IP address", FAULT
+            return f"{variable}={value}: {', '.join(chosen)} has no IP address", FAILED
     return None
 
 

@@ -35,7 +35,7 @@ def refuse_two(record: Path) -> None:
 def begin(words: Sequence[str]) -> NoReturn:
     """The same command that a user would type, in place of this process: signals and its exit code are the run's own.
 
-    --resume begins anew where there is nothing to go on from.
+    --resume begins anew where there is nothing to resume.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -51,13 +51,13 @@ def status(run: Path, facts: Mapping[str, Any]) -> str:
     elif lives:
         said = f"running, {_step(run)}{how}" if state else f"starting{how}"
     elif state == "running":
-        said = f"ended without finishing after {_step(run)}: windlass submit goes on from its last checkpoint"
+        said = f"ended without finishing after {_step(run)}: windlass submit resumes from its last checkpoint"
     elif state == "failed":
-        said = f"failed after {_step(run)}: what it printed says why; windlass submit goes on from its last checkpoint"
+        said = f"failed after {_step(run)}: what it printed says why; windlass submit resumes from its last checkpoint"
     elif state:
-        said = f"{state} after {_step(run)}, and saved: windlass submit goes on from there"
+        said = f"{state} after {_step(run)}, and saved: windlass submit resumes from there"
     else:
-        said = "no sign of it: it has not begun, or ended before it could; what it printed says why"
+        said = "no sign of life yet: it has not started, or died before its first heartbeat; its output says why"
     more = f"\nwindlass watch {run} shows curves, ranks and alarms" if state else ""
     return f"{run}: {said}{more}"
 
@@ -71,7 +71,7 @@ def stop(run: Path, facts: Mapping[str, Any], place: Path) -> str:
     if not _is(facts):
         return f"{run}: its process has ended already"
     os.kill(facts["pid"], signal.SIGTERM)
-    return f"{run}: process {facts['pid']} is told to stop; its ranks save, and windlass submit goes on from there"
+    return f"{run}: process {facts['pid']} is told to stop; its ranks save, and windlass submit resumes from there"
 
 
 def by_hand(verb: str, run: Path, place: Path) -> UserError:

@@ -21,14 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from windlass.errors import FAILED, RANK_USER_INPUT, SAVED
 from windlass.launch import interfaces
 
 BEAT_SECONDS = 5.0  # how often each side says that it lives
 TELLING_SECONDS = 30.0  # a node 0 that cannot start waits so long for the others, to tell them
 SILENCE_SECONDS = 60.0  # a machine busy with loading may be late, but not so late
-ALONE, USER_INPUT = 1, 13
-STOPPED = 75  # by a signal
-LEFT_WELL = (0, STOPPED)  # finished, or stopped by a signal after saving: its ranks have agreed on that with ours
+LEFT_WELL = (0, SAVED)  # finished, or stopped by a signal after saving: its ranks have agreed on that with ours
 STOPPED_EARLY = 143  # by a signal, before there were ranks to agree with
 
 Reader: TypeAlias = asyncio.StreamReader
@@ -61,7 +60,7 @@ class Peer:
 class RefusedError(Exception):
     """The nodes cannot start together: why, and the exit code of all of them."""
 
-    def __init__(self, why: str, code: int = ALONE) -> None:
+    def __init__(self, why: str, code: int = FAILED) -> None:
         super().__init__(why)
         self.why, self.code = why, code
 
@@ -117,7 +116,7 @@ class Meeting:
         await asyncio.wait((coming, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not coming.done():  # another node of this number may still come in its place
             await _cancel([coming])
-            return STOPPED
+            return SAVED
         await _cancel([stopped])
         try:
             coming.result()
@@ -196,18 +195,20 @@ class Meeting:
             return []
         came = ", ".join(["node 0", *map(str, here)])
         word = "nodes" if len(missing) > 1 else "node"
-        return [RefusedError(f"{word} {', '.join(missing)} did not come within {self.seconds:.0f} s ({came} did)")]
+        return [RefusedError(f"{word} {', '.join(missing)} did not join within {self.seconds:.0f} s ({came} did)")]
 
     def objection(self, peer: Peer, word: dict[str, Any]) -> RefusedError | None:
         known = self.peers.get(peer.node)
         if word.get("problem"):
             return RefusedError(f"{peer}: {word['problem']}", int(word["code"]))
         if not 0 < peer.node < self.nodes:
-            return RefusedError(f"{peer} came, and there are nodes 0 to {self.nodes - 1}", USER_INPUT)
+            return RefusedError(f"{peer} came, and there are nodes 0 to {self.nodes - 1}", RANK_USER_INPUT)
         if known and not known.hung_up:
-            return RefusedError(f"both {known.host} and {peer.host} say that they are node {peer.node}", USER_INPUT)
+            return RefusedError(
+                f"both {known.host} and {peer.host} say that they are node {peer.node}", RANK_USER_INPUT
+            )
         if word["fingerprint"] != self.fingerprint:
-            return RefusedError(f"{peer} has another run file, other options or another windlass", USER_INPUT)
+            return RefusedError(f"{peer} has another run file, other options or another windlass", RANK_USER_INPUT)
         return None
 
     async def go_to_master(self) -> None:
@@ -253,7 +254,7 @@ class Meeting:
             for peer in self.peers.values():
                 peer.tell(here=True)
                 if not peer.left and time.monotonic() - peer.heard > self.silence:
-                    self.lost(peer, f"{peer} has not been heard for {self.silence:.0f} s", ALONE)
+                    self.lost(peer, f"{peer} has not been heard for {self.silence:.0f} s", FAILED)
 
     async def listen(self, peer: Peer) -> None:
         while (word := await _line(peer.reader, None)) is not None:
@@ -269,7 +270,7 @@ class Meeting:
             elif "gone" in word:
                 self.lost(peer, f"node 0 says: {word['gone']}", int(word["code"]))
         if not peer.left:
-            self.lost(peer, f"{peer} is gone: its connection closed", ALONE)
+            self.lost(peer, f"{peer} is gone: its connection closed", FAILED)
 
     def lost(self, peer: Peer, how: str, code: int) -> None:
         """Say it once, to the script of this node and, from node 0, to all others."""

@@ -29,7 +29,7 @@ SUBMIT = """\
 # {title}
 # Written by windlass {version} from {source}: submits the run to Run:ai. \
 launch.sh must lie, with {beside} beside it, in {folder} on the volume that the pods mount.
-# Again with the same run folder: it goes on from the last checkpoint, once the ended job is deleted:
+# Again with the same run folder: it resumes from the last checkpoint, once the ended job is deleted:
 #   {delete}
 set -euo pipefail
 

@@ -25,6 +25,7 @@ HINTS = {
     404: f"is {URL} the address of Run:ai's user interface, without a path?",
     409: "the name is taken: windlass stop RUN, or give the run another name",
 }
+OTHERWISE = "the control plane's reply is above; --dry-run writes payload.json to compare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class ControlPlane:
                 return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace").strip() or str(error.reason)
-            raise RunError(f"{error.code}: {said}", where, HINTS.get(error.code, "")) from None
+            raise RunError(f"{error.code}: {said}", where, HINTS.get(error.code, OTHERWISE)) from None
         except ValueError:
             raise RunError("the answer is no JSON", where, HINTS[404]) from None
         except (OSError, HTTPException) as error:

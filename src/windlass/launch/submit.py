@@ -357,7 +357,7 @@ def logs(folder: Path, run: Path, *, follow: bool, say: Say) -> int:
 
 
 def stop(folder: Path, run: Path, say: Say) -> int:
-    """Pods are given their grace to save; submitting again goes on from there."""
+    """Pods are given their grace to save; submitting again resumes from there."""
     facts = submitted(folder)
     if facts["platform"] == "runai":
         return _pass_on(_runai_words(facts, "delete"))

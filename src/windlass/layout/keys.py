@@ -288,7 +288,7 @@ OPEN_KEYS = (
         "mpirun_*",
         "ranks started by mpirun",
         "any",
-        {ANY: no_effect("windlass starts ranks with torch's launcher, never mpirun")},
+        {ANY: no_effect("windlass starts the ranks itself, never with mpirun")},
         "mpirun_config",
     ),
 )

@@ -86,7 +86,7 @@ def _batch_reason(plan: Plan) -> str:
         return (
             f"{plan.batch.micro} a pass chosen: the fastest of {sizes}, which all leave {HEADROOM:.0%} of the GPU free"
         )
-    return f"1 a pass: not even that leaves {HEADROOM:.0%} of the GPU free"
+    return f"even 1 sequence per pass leaves less than {HEADROOM:.0%} of the GPU free"
 
 
 def _tried(plan: Plan) -> Table:

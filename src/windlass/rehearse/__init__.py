@@ -2,7 +2,7 @@
 
 run       the phases in their order
 before    the user's run file through plan, check and submit; first rows and twin   } each phase starts
-during    the run in small through its launch script: stopped, gone on with         } commands as a user would
+during    the run in small through its launch script: stopped, resumed              } commands as a user would
 after     best, export, merge, and plain transformers opening them                  }
 spread    how many ranks        derived  the run file in small        sizes   the twin's numbers
 make      a process: rows (ends: do they?) and twin        reload  a process: plain transformers and PEFT

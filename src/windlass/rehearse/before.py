@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import Problem
+from windlass.errors import USER_INPUT, Problem
 from windlass.hardware import this_machine
 from windlass.rehearse import process
 from windlass.rehearse.derived import EVERY, Derived, Material, derive, sequences
-from windlass.rehearse.record import USER_INPUT, Failed
+from windlass.rehearse.record import Failed
 from windlass.rehearse.spread import Spread, nodes, spread
 from windlass.rehearse.stage import Stage, faults, require
 from windlass.runfile import Loaded, LoadedScript, read, read_any

@@ -142,7 +142,7 @@ def _training(made: Derived, batch: Mapping[str, Any], folder: Path, spread: Spr
     train = made.run.train
     less = "one is like another"
     made.set("train.output_dir", str(folder), "the rehearsal's own run folder")
-    made.set("train.max_steps", STEPS, "enough to evaluate, save, stop and go on")
+    made.set("train.max_steps", STEPS, "enough to evaluate, save, stop and resume")
     micro, passes = sequences(batch)
     made.set("train.per_device_train_batch_size", micro, less)
     made.set("train.per_device_eval_batch_size", min(MOST_ROWS, train.per_device_eval_batch_size), less)

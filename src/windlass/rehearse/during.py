@@ -1,4 +1,4 @@
-"""The second half: the run in small, through its rendered launch script, stopped in the middle and gone on with."""
+"""The second half: the run in small, through its rendered launch script, stopped in the middle and resumed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from windlass import steps
+from windlass.errors import SAVED
 from windlass.rehearse import process
 from windlass.rehearse.derived import STEPS, STOP_AT
 from windlass.rehearse.process import Running
 from windlass.rehearse.record import Failed
 from windlass.rehearse.stage import Stage, faults, require
-
-SAVED = 75  # exit code: stopped by a signal, everything saved
 
 
 def train(stage: Stage, run: Path) -> None:
@@ -116,8 +115,8 @@ def resume(stage: Stage, running: Running, folder: Path, stopped_at: int) -> Non
         until(stage, running, lambda: len(lines(folder)) > stopped_at)
         found = [line["step"] for line in lines(folder)]
         if found[: stopped_at + 1] != list(range(1, stopped_at + 2)):
-            raise Failed(f"steps {found} were written: it did not go on at step {stopped_at + 1}", 1, running.log)
-        phase.proved.append(f"the same script again went on with step {stopped_at + 1}")
+            raise Failed(f"steps {found} were written: it did not resume at step {stopped_at + 1}", 1, running.log)
+        phase.proved.append(f"the same script again resumed at step {stopped_at + 1}")
 
 
 def finish(stage: Stage, running: Running, folder: Path) -> None:

@@ -44,7 +44,7 @@ def ends(
             f"rows end with {tokenizer.convert_ids_to_tokens(token)!r} ({token}), and generation stops at {said}: "
             "the model would never stop",
             place,
-            f"put {token} into eos_token_id of the model's generation_config.json, or mend the tokenizer's eos_token",
+            f"put {token} into eos_token_id of the model's generation_config.json, or fix the tokenizer's eos_token",
         )
     closing = "the chat template writes no end of turn" if shape == "chat" else "the end of a row is not learnt"
     raise UserError(

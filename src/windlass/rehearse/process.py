@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windlass.errors import RunError
+from windlass.errors import RANK_USER_INPUT, SAVED, USER_INPUT, RunError
 
 LIMIT_SECONDS = 600.0  # of one command: an hour's rehearsal would be none
 GRACE_SECONDS = 20.0  # to end in when the rehearsal itself is stopped
 POLL_SECONDS = 0.1
-INPUT, WELL = (2, 13), (0, 75)  # exit codes: wrong input; finished, and saved after a signal
+INPUT, WELL = (USER_INPUT, RANK_USER_INPUT), (0, SAVED)
 ERROR = "error: "  # how a command begins to say what is wrong
 # Variables by which a platform tells a process its place among others, and what only GPUs need.
 PLACES = ("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "JOB_COMPLETION_INDEX", "WINDLASS_", "NCCL_")

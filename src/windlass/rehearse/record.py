@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__
+from windlass.errors import RANK_USER_INPUT, USER_INPUT
 from windlass.rehearse.derived import Change
 
 RECORD = "rehearsal.json"
-USER_INPUT, RANK_USER_INPUT = 2, 13
 
 
 class Failed(Exception):  # noqa: N818  (it is no error of the rehearsal)

@@ -77,7 +77,7 @@ def phases(stage: Stage, environ: Mapping[str, str], scratch: Path) -> None:
     made = before.material(stage, here)
     small = before.small(stage, loaded, made, here)
 
-    # 3. Trained by as many ranks, stopped, gone on with.
+    # 3. Trained by as many ranks, stopped, resumed.
     stage.environ = process.environment(environ, here.ranks, scratch)
     during.train(stage, small)
 

@@ -340,7 +340,7 @@ def verdict(run: Run, made: Facts) -> Facts:
     head, against = made["headline"], []
     bad = bool(run.first.non_finite) or made["state"] in BAD_STATES
     if made["state"] == "killed":
-        against.append(f"no sign of life from any rank for {duration(run.silent_seconds)}, and no word of an end")
+        against.append(f"no sign of life from any rank for {duration(run.silent_seconds)}, and no end recorded")
     if run.first.non_finite:
         against.append(f"loss or gradient is not a finite number at step {run.first.non_finite[0]}")
     if head["skipped_steps"]:

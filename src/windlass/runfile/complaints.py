@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from windlass.errors import Problem
 from windlass.runfile.document import Steps, dotted
 from windlass.runfile.fields import RunFile
-from windlass.runfile.names import NOT_TAKEN, RENAMED, close_names
+from windlass.runfile.names import NOT_TAKEN, NOT_VALUES, RENAMED, close_names
 from windlass.runfile.reference import Root, annotation_at, keys, options, owners, section, words
 from windlass.runfile.script import SECTIONS, ScriptRun
 
@@ -139,7 +139,7 @@ def nearest_paths(path: str, root: Root = RunFile) -> list[str]:
 def _wrong_value(steps: Steps, items: list[Any], tree: Any, where: Where, root: Root) -> Problem:
     place, value = where(steps), _value(tree, steps)
     key = dotted(steps).partition("[")[0]
-    hint = f"`windlass explain {key}` says what it is"
+    hint = NOT_VALUES.get((key, str(value)), f"`windlass explain {key}` says what it is")
     for item in items:
         if item["type"] == "missing":
             return Problem("is missing", place, f"it takes {_takes(steps, root)}")

@@ -38,7 +38,7 @@ NOT_TAKEN = {
     "gradient_checkpointing_kwargs": "checkpointing is always the non-reentrant kind, which sharding needs",
     "modules_to_save": "only adapters are trained; the base stays as certified at load",
     "target_parameters": "say lora.experts: the routed experts' parameters follow from it",
-    "push_to_hub": "`windlass export` writes what can be uploaded; uploading is yours",
+    "push_to_hub": "say `windlass export RUN_DIR --to DIR --push ORG/NAME` after the run",
     "remove_unused_columns": "columns are chosen by the `data` section",
     "do_eval": "say train.eval_strategy",
     "do_train": "the command says it: windlass train",
@@ -49,6 +49,12 @@ NOT_TAKEN = {
     "metric_for_best_model": "the best checkpoint is the one with the lowest evaluation loss",
     "greater_is_better": "the best checkpoint is the one with the lowest evaluation loss",
     "logging_strategy": "values are logged every train.logging_steps",
+}
+
+# Values that people look for and that a key does not have: why not, and what to write.
+NOT_VALUES = {
+    ("layout.base_dtype", "nf4"): "bitsandbytes makes 4 bits of linear layers and silently leaves fused experts, nearly"
+    " all of a mixture, in 16: write fp8 for a checkpoint that is published so, or null and the plan chooses",
 }
 
 # transformers 5.23, training_args.OptimizerNames; what each needs besides torch, by its trainer's optimizer code.

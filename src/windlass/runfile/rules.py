@@ -12,6 +12,7 @@ from windlass.runfile.fields import RunFile
 from windlass.runfile.names import ATTENTION, OPTIMIZERS, OPTIMIZERS_REFUSED, SCHEDULES, TRACKERS, close_names
 from windlass.runfile.script import ScriptRun
 from windlass.runfile.training import Train
+from windlass.variables import started
 
 Where = Callable[[str], str]
 
@@ -227,7 +228,7 @@ def _spread(run: RunFile, ranks: int) -> Iterator[Clash]:
     split = layout.expert_parallel or 1
     if (shard or ranks) % split:
         what = f"{split} does not divide the {shard or ranks} ranks that weights are split over"
-        yield Clash(("layout.expert_parallel", "layout.shard"), what, "take a divisor")
+        yield Clash(("layout.expert_parallel", "layout.shard"), what, "choose a divisor")
 
 
 _UNITS = {"m": Decimal("0.001"), "k": Decimal(1000)}
@@ -255,15 +256,13 @@ def _cluster(run: RunFile | ScriptRun, _ranks: int) -> Iterator[Clash]:
             yield Clash((f"cluster.volumes[{index}].path",), f"{path or '/'} is mounted twice", "mount it once")
     for name, value in cluster.env.items():
         key = f"cluster.env.{name}"
-        if name.startswith("PET_") or name in _STARTED:
+        if started(name):
             yield Clash((key,), "is set by what starts the ranks", "take it out")
         elif isinstance(value, str) and value and name.upper().endswith(_SECRET):
             hint = f"keep it in a secret: {name}: {{secret: NAME, key: KEY}}"
             yield Clash((key,), "looks like a secret, and a run file is copied into the run folder", hint)
 
 
-_STARTED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-_STARTED |= {"CUDA_VISIBLE_DEVICES"}
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
 _RULES: tuple[Callable[[RunFile, int], Iterator[Clash]], ...] = (

@@ -120,7 +120,7 @@ class Train(Section):
         Literal["never", "auto"],
         BeforeValidator(_resume, json_schema_input_type=Literal["never", "auto", True, False]),
     ] = "never"
-    """auto: go on from the newest whole checkpoint in output_dir; never: refuse a folder that holds one."""
+    """auto: resume from the newest whole checkpoint in output_dir; never: refuse a folder that holds one."""
 
     @model_validator(mode="before")
     @classmethod

@@ -86,7 +86,7 @@ def _take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
         raise UserError(
             f"{folder} holds an unfinished run ({state or 'begun'} {before.get('began', '')})",
             where,
-            "add --resume to go on with it, name another train.output_dir, or remove the folder to train anew",
+            "add --resume to continue it, name another train.output_dir, or remove the folder to train anew",
         )
     usable = _usable(folder / "checkpoints", where) if begun else None
     if begun:  # one that failed before its first step left nothing to be true to

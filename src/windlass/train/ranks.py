@@ -20,11 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from windlass.errors import Problem, RunError, UserError
+from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 
-SAVED = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start again with --resume
-USER_INPUT = 2
-RANK_USER_INPUT = 13  # what a rank says for 2: schedulers are told not to retry on it
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SECONDS = 1.0  # a signal sent to a process and to its group comes twice, and is one
 DESK = "WINDLASS_DESK"  # a folder of this machine where ranks leave word: exit code, error, what they are doing
@@ -335,7 +332,7 @@ def _verdict(codes: Sequence[int], first: int | None, cut_short: str, desk: Path
     if first is None:
         return 0
     if cut_short and not set(codes) <= {0, SAVED}:
-        hint = "go on from the last checkpoint with --resume; cluster.grace_seconds is the time that ranks get"
+        hint = "resume from the last checkpoint with --resume; cluster.grace_seconds is the time that ranks get"
         raise RunError(cut_short, "windlass train", hint)
     if codes[first] == SAVED:  # the others saved too, or only lost this one
         return SAVED
@@ -351,7 +348,7 @@ def _verdict(codes: Sequence[int], first: int | None, cut_short: str, desk: Path
             f" while {_text(desk, f'phase-{first}') or 'starting'}",
             "windlass train",
             "a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); "
-            "go on from the last checkpoint with --resume",
+            "resume from the last checkpoint with --resume",
         )
     if errors:
         rank = min(errors, key=lambda rank: (errors[rank]["time"], rank))

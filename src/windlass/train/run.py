@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from windlass import checkpoint as checkpoints
 from windlass.data import Prepared, prepare
-from windlass.errors import UserError
+from windlass.errors import SAVED, UserError
 from windlass.meter import LLMStepProfiler
 from windlass.meter.page import Page
 from windlass.model.liveness import Liveness
@@ -31,7 +31,7 @@ from windlass.model.sync import Replicas
 from windlass.train import folder as folders
 from windlass.train.loop import Loop, Order, numbered
 from windlass.train.progress import Progress
-from windlass.train.ranks import SAVED, Interruption, Place, clear_accelerate
+from windlass.train.ranks import Interruption, Place, clear_accelerate
 from windlass.train.saving import Saving
 from windlass.train.screen import header, quiet
 from windlass.train.settings import settings
@@ -51,7 +51,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     # 1. Meet the other ranks; from here on only rank 0 speaks.
     console, interruption = quiet(here), Interruption()
     join(here, job.train.ddp_timeout, watch.environment(os.environ, job, folder))
-    agree_on(plan, here)
+    agree_on(plan)
 
     # 2. Take the run folder: a new one, or an unfinished one to go on with. A finished one is never touched.
     from_checkpoint = folders.take(folder, plan, resume=resume or job.train.resume == "auto")
@@ -136,18 +136,26 @@ def each_its_own(gpus: list[str]) -> None:
             )
 
 
-def agree_on(plan: Plan, here: Place) -> None:
-    """Layout and batch follow from the run file and what a node is; unlike nodes may come to different ones."""
-    mine = f"{plan.layout.name} with a base in {plan.layout.base_dtype}, {plan.batch.micro} x {plan.batch.accumulation}"
-    plans: list[str] = [mine] * here.world
-    if here.world > 1:
-        dist.all_gather_object(plans, mine)
+def agree_on(plan: Plan) -> None:
+    """Layout and batch follow from the run file and what a node is; unlike nodes may come to different ones.
+
+    Everything that decides which collectives a rank takes part in: where ranks differ, they would wait for ever.
+    """
+    mine = {
+        **{f"layout.{name}": value for name, value in asdict(replace(plan.layout, reason="")).items()},
+        "train.per_device_train_batch_size": plan.batch.micro,
+        "train.gradient_accumulation_steps": plan.batch.accumulation,
+        "the path of experts' adapters": plan.expert_path,
+    }
+    plans = checkpoints.gather(mine)
     other = next((rank for rank, theirs in enumerate(plans) if theirs != plans[0]), None)
     if other is not None:
+        one, two = plans[0], plans[other]
+        differs = [f"{name} {one[name]} and {two[name]}" for name in mine if one[name] != two[name]]
         raise UserError(
-            f"rank 0 plans {plans[0]} passes, rank {other} {plans[other]}",
+            f"rank 0 and rank {other} plan different runs: {', '.join(differs)}",
             plan.loaded.where("cluster.gpu"),
-            "the nodes are unlike: name the layout, its base_dtype and train.per_device_train_batch_size",
+            "the nodes are unlike: name the layout and the batch in the run file, so that none has to choose",
         )
 
 
@@ -248,7 +256,7 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
 
 def stopped(folder: Path, loop: Loop, console: Console) -> int:
     folders.note(folder, state=folders.STOPPED)
-    console.print(f"stopped by a signal; step {loop.state.global_step} is saved, go on with --resume")
+    console.print(f"stopped by a signal; step {loop.state.global_step} is saved; --resume continues from it")
     return SAVED
 
 

@@ -65,7 +65,7 @@ class Saving(TrainerCallback):  # type: ignore[misc]
                 raise RunError(
                     f"step {step} could not be saved: {failure}",
                     str(self.checkpoints),
-                    f"{self._kept()}; make room, then go on with --resume",
+                    f"{self._kept()}; make room, then run again with --resume",
                 )
             if not failure:
                 checkpoint.read_back(loop.model, self.checkpoints / f"step-{step}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass import __version__, steps
-from windlass.errors import RunError, UserError
+from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.plan.script import ScriptPlan
 from windlass.train import manifest, ranks
 from windlass.watch import nccl
@@ -54,7 +54,7 @@ def train(
         return run(plan, [own], resume=resume)
 
     code = ranks.inside(here, one, say=say)
-    if code == ranks.SAVED:
+    if code == SAVED:
         ranks.await_others(here, int(own["LOCAL_WORLD_SIZE"]), grace)
     return code
 
@@ -188,21 +188,21 @@ def _verdict(plan: ScriptPlan, codes: Mapping[int, int], first: int | None, cut_
     """The exit code, or the error that says which rank ended how. By rank; `first` is the one that ended first."""
     folder, where = Path(plan.loaded.run.folder), plan.loaded.where("script.module" if _module(plan) else "script.path")
     leads = 0 in codes
-    if cut_short and not set(codes.values()) <= {0, ranks.SAVED}:
+    if cut_short and not set(codes.values()) <= {0, SAVED}:
         hint = "cluster.grace_seconds is the time that a script gets to save in after SIGTERM"
         raise RunError(cut_short, where, hint)
-    if first is None or codes[first] == ranks.SAVED:
+    if first is None or codes[first] == SAVED:
         if leads:
             manifest.note(folder, state=manifest.FINISHED if first is None else manifest.STOPPED)
-        return 0 if first is None else ranks.SAVED
+        return 0 if first is None else SAVED
     code = codes[first]
     others = [f"rank {rank} with {told(other)}" for rank, other in codes.items() if other and rank != first]
     then = f"; then {', '.join(others[:4])}{' …' if len(others) > 4 else ''}" if others else ""
-    if code == ranks.RANK_USER_INPUT:
+    if code == RANK_USER_INPUT:
         raise UserError(f"rank {first} says that its input is wrong (exit code {code})", where, "see its own words")
     hint = f"its own words stand above; it was: {shlex.join(plan.command)}"
     if code in STOP_SIGNALS:
-        hint = f"a script that saves when it gets SIGTERM, and then exits with {ranks.SAVED}, is known to have saved"
+        hint = f"a script that saves on SIGTERM and exits with {SAVED} is recorded as saved"
     elif code == -signal.SIGKILL:
         hint = "a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg)"
     raise RunError(f"rank {first} ended with {told(code)}{then}", where, hint)

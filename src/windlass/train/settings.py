@@ -54,7 +54,7 @@ OURS = {
     "data_seed": "the order of the rows, which is ours",
     "torch_compile": "refused when the run file is read",
     "ddp_find_unused_parameters": "every rank reduces the same tensors whatever its batch used",
-    "resume": "whether the run folder is gone on with",
+    "resume": "whether an unfinished run in the folder is resumed",
 }
 
 

@@ -140,7 +140,7 @@ class Watchman(TrainerCallback):  # type: ignore[misc]
 
     def _leave(self, message: str) -> None:
         """Nobody can be asked to stop in a stall: each rank ends itself, once it has said why."""
-        problem = Problem(message, "watch.stall", f"the stacks of all ranks are in {self.folder}; go on with --resume")
+        problem = Problem(message, "watch.stall", f"the stacks of all ranks are in {self.folder}; resume with --resume")
         self.note("error", json.dumps({"problems": [problem.as_dict()], "code": 1, "time": 0}))
         self.note("code", "1")
         os._exit(1)

@@ -29,7 +29,7 @@ def texts(job: Job, engine: str = DEFAULT_ENGINE, version: str = TRAINER) -> dic
     head = (
         f"{job.title}\n"
         f"Written by windlass {__version__} from {one_line(job.source)}; kubectl apply -f job.yaml\n"
-        "Again with the same run folder: it goes on from the last checkpoint."
+        "Again with the same run folder: it resumes from the last checkpoint."
     )
     return {"job.yaml": write(documents(job, engine, version), head)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from windlass.errors import Problem
@@ -17,11 +18,12 @@ MANAGER = re.compile(rf"{SUBDOMAIN}/[A-Za-z0-9/._~%!$&'()*+,;=:-]+")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 RULE = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]{0,126}[A-Za-z0-9_])?")  # JobSet's webhook: ruleNameFmt
 REASONS = ("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy")
+OURS = "windlass wrote this: report it, with the file"
 KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
 def problems(documents: Sequence[Any], file: str = "job.yaml") -> list[Problem]:
-    """All of them, each with its place."""
+    """All of them, each with its place and the next step: where that is not the user's, windlass is at fault."""
     found: list[Problem] = []
     sound = [one for one in documents if isinstance(one, dict)]
     if len(sound) != len(documents) or not sound:
@@ -32,7 +34,7 @@ def problems(documents: Sequence[Any], file: str = "job.yaml") -> list[Problem]:
         body = _BODIES.get(str(document.get("kind")))
         if body and not found_shape(document, place):
             found += body(document, place)
-    return [*found, *_together(sound, file)]
+    return [one if one.hint else replace(one, hint=OURS) for one in (*found, *_together(sound, file))]
 
 
 def found_shape(document: dict[str, Any], place: Place) -> list[Problem]:
@@ -88,7 +90,9 @@ def _object(document: dict[str, Any], place: Place) -> Iterator[Problem]:
         hint = "pods' names are made from it, up to 63"
         yield place.at("metadata", "name").problem(f"has more than {most} letters", hint)
     if "namespace" in metadata and not re.fullmatch(LABEL, str(metadata["namespace"])):
-        yield place.at("metadata", "namespace").problem(f"{metadata['namespace']!r} is no namespace")
+        yield place.at("metadata", "namespace").problem(
+            f"{metadata['namespace']!r} is no namespace", "change cluster.namespace"
+        )
     yield from labels(metadata, place.at("metadata"))
 
 
@@ -106,7 +110,7 @@ def labels(metadata: Any, place: Place) -> Iterator[Problem]:
         for key, value in found.items() if isinstance(found, dict) else ():
             here = place.at(kind, str(key))
             if not KEY.fullmatch(str(key)):
-                yield here.problem("is no key of a label or annotation")
+                yield here.problem("is no key of a label or annotation", f"change cluster.{kind}")
             if not isinstance(value, str):
                 yield here.problem(f"is {value!r}, and must be text", "put it in quotes")
             elif kind == "labels" and not LABEL_VALUE.fullmatch(value):

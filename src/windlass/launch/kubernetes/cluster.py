@@ -166,7 +166,7 @@ def create(
     words = ("apply", "--validate=strict", "--filename", "-")
     must(kubectl(*words, "--dry-run=server", namespace=namespace, feed=manifest if before is None else trial))
     if before is not None:
-        say(f"{job.name} has ended ({before}): it is replaced, and the run goes on from its last checkpoint")
+        say(f"{job.name} has ended ({before}): it is replaced, and the run resumes from its last checkpoint")
         must(kubectl("delete", RESOURCES[engine], job.name, "--wait=false", namespace=namespace))
     _until_gone(job, engine, say)
     done = kubectl(*words, namespace=namespace, feed=manifest)
@@ -232,9 +232,9 @@ def follow(
     """
     since: tuple[str, ...] = ()
     while True:
-        how = _until_started(name, engine, namespace, nodes, say, seconds)
-        # Pods of earlier tries count among those that are read at once.
-        logs(name, engine, namespace, "--follow", "--max-log-requests=1000", *since)
+        how, pods = _until_started(name, engine, namespace, nodes, say, seconds)
+        # Pods of earlier tries are read too, and as many as a try has may be made anew meanwhile.
+        logs(name, engine, namespace, "--follow", f"--max-log-requests={pods + nodes}", *since)
         if how != "running":
             say(f"{name}: {how or 'not there any more'}")
             return 0 if how in WELL else 1
@@ -245,14 +245,14 @@ def follow(
 
 def _until_started(
     name: str, engine: str, namespace: str | None, nodes: int, say: Callable[[str], None], seconds: float
-) -> str | None:
-    """The job's state, once no pod is waited for any more. What it waits for is said when it changes."""
+) -> tuple[str | None, int]:
+    """The job's state and how many pods it has, once none is waited for. What it waits for is said when it changes."""
     deadline, last = time.monotonic() + seconds, ""
     while time.monotonic() < deadline:
         how = state(name, engine, namespace)
         phases = must(_phases(name, engine, namespace)).split()
         if how != "running" or (len(phases) >= nodes and "Pending" not in phases):
-            return how
+            return how, len(phases)
         now = ", ".join(phases) or "no pod yet"
         if now != last:
             say(f"waiting: {now}")

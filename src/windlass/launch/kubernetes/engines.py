@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from windlass.errors import RANK_USER_INPUT, SAVED
 from windlass.launch.job import Job
 from windlass.launch.kubernetes import pod
 from windlass.launch.kubernetes.write import Note
 
 NODE = "node"  # Kubeflow Trainer's name of the container that trains; ours where the name is free
-USER_INPUT, SAVED = 13, 75
 MANAGER = "windlass.dev/submit"  # who wrote a patch; the API wants a domain and a path
 TRAINER = "2.3"  # what is written for where no version is given and no cluster can be asked
 # What a TrainJob may say of its pods, by version. The rest is the runtime's.
@@ -39,7 +39,7 @@ def failure_policy() -> Any:
         Note(
             {
                 "action": "FailJob",
-                "onExitCodes": {"containerName": NODE, "operator": "In", "values": [USER_INPUT]},
+                "onExitCodes": {"containerName": NODE, "operator": "In", "values": [RANK_USER_INPUT]},
             },
             "the input is wrong: trying again would not help",
         ),
@@ -52,7 +52,7 @@ def failure_policy() -> Any:
                 "action": "Ignore",
                 "onExitCodes": {"containerName": NODE, "operator": "In", "values": [SAVED]},
             },
-            "stopped by a signal, and saved: it goes on from there, and that is not counted either",
+            "stopped by a signal, and saved: it resumes from there, and that is not counted either",
         ),
     ]
     return {"rules": rules}

@@ -2,7 +2,7 @@
 # mistral-finetuned: 2 x 1 h200, full-shard
 # Written by windlass 0.1.0 from mistral_fsdpv2.yaml: submits the run to Run:ai. launch.sh must lie, with run.yaml and
 # accelerate.yaml beside it, in /data/output/mistral-finetuned on the volume that the pods mount.
-# Again with the same run folder: it goes on from the last checkpoint, once the ended job is deleted:
+# Again with the same run folder: it resumes from the last checkpoint, once the ended job is deleted:
 #   runai training pytorch delete mistral-finetuned --project research
 set -euo pipefail
 

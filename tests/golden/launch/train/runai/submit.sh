@@ -2,7 +2,7 @@
 # mistral4small-lora-fsdp-2xh200: 3 x 1 h200, resident
 # Written by windlass 0.1.0 from train.yaml: submits the run to Run:ai. launch.sh must lie, with run.yaml and
 # accelerate.yaml beside it, in /data/output/Models/mistral4small-lora-fsdp-2xH200 on the volume that the pods mount.
-# Again with the same run folder: it goes on from the last checkpoint, once the ended job is deleted:
+# Again with the same run folder: it resumes from the last checkpoint, once the ended job is deleted:
 #   runai training pytorch delete mistral4small-lora-fsdp-2xh200 --project research
 set -euo pipefail
 

@@ -198,7 +198,7 @@ trap 'stopping=1' TERM USR1 INT
   # SIGUSR1 itself: it does not hear them, and this script passes them on.
   trap '' TERM USR1 INT
   export PET_SIGNALS_TO_HANDLE=SIGQUIT PET_SHUTDOWN_TIMEOUT="$grace_seconds"
-  # A restarted pod goes on from the last checkpoint: --resume begins anew where there is none.
+  # A restarted pod resumes from the last checkpoint: --resume begins anew where there is none.
   exec accelerate launch \
     --config_file "$accelerate" \
     --num_machines "$nodes" \
