@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import checkpoint, twin
-from windlass.train import ranks
+from windlass.errors import SAVED
 from windlass.train.loop import Loop
 
 STEPS = 20
@@ -87,6 +87,19 @@ SAVING: dict[str, Any] = {
     "train__eval_strategy": "steps",
     "train__eval_steps": 5,
 }
+# w1 to w3 are names of routed experts alone: of this model's, nothing else is adapted.
+ONLY: dict[str, Any] = {**EXPERTS, "lora__target_modules": ["w1", "w2", "w3"]}
+KEPT: dict[str, Any] = {"layout__reshard_after_forward": False}
+BRIEF: dict[str, Any] = {"train__max_steps": 4}
+DROPOUT: dict[str, Any] = {**EXPERTS, **BRIEF, "lora__lora_dropout": 0.2}
+CHECKPOINTING: dict[str, Any] = {"train__gradient_checkpointing": True}
+NARROW: dict[str, Any] = {**EXPERTS, **BRIEF, "train__bf16": True}
+EVALUATED: dict[str, Any] = {
+    **BRIEF,
+    "train__eval_strategy": "steps",
+    "train__eval_steps": 2,
+    "data__val_fraction": 0.05,
+}
 COUNTED: dict[str, Any] = {"layout": "resident", "accumulation": 4}
 HELD_OUT: dict[str, Any] = {"data__val_fraction": 0.05}
 
@@ -95,12 +108,15 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "plain": case(1, plain=True),
         "plain packed": case(1, plain=True, **PACKED),
         "plain experts": case(1, plain=True, **EXPERTS),
+        "plain only experts": case(1, plain=True, **ONLY),
+        "plain narrow": case(1, plain=True, **NARROW),
         "alone": case(1),
         "accumulated": case(1, accumulation=4),
         "packed": case(1, **PACKED),
         "packed accumulated": case(1, accumulation=4, **PACKED),
         "checkpointing": case(1, train__gradient_checkpointing=True),
         "experts": case(1, **EXPERTS),
+        "evaluated": case(1, **EVALUATED),
     },
     2: {
         "full-shard": case(2),
@@ -109,6 +125,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "expert-parallel": case(2, layout="expert-parallel", layout__expert_parallel=2),
         "offload": case(2, layout__offload=True),
         "packed": case(2, **PACKED),
+        "packed in FP8": case(2, layout="resident", layout__base_dtype="fp8", **PACKED),
+        "kept for all passes": case(2, layout="no-reshard", accumulation=4, count=4),
+        "kept for all passes, split": case(2, **SPLIT, **KEPT, accumulation=4, count=4),
+        "only experts": case(2, **SPLIT, **ONLY),
         "checkpointing expert-parallel": case(
             2, layout="expert-parallel", layout__expert_parallel=2, train__gradient_checkpointing=True
         ),
@@ -116,6 +136,19 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts": case(2, layout__base_dtype="bf16", **EXPERTS),
         "experts beside": case(2, accumulation=4, **EXPERTS),
         "experts split": case(2, **SPLIT, **EXPERTS),
+        "one pass": case(2, layout="no-reshard", count=4, **BRIEF),
+        "one pass, split": case(2, **SPLIT, **KEPT, count=4, **BRIEF),
+        "given up each time": case(
+            2, layout="no-reshard", accumulation=4, count=4, faults=["each time 0", "each time 1"], **BRIEF
+        ),
+        "dropout": case(2, accumulation=2, **DROPOUT),
+        "dropout, checkpointing": case(2, accumulation=2, **DROPOUT, **CHECKPOINTING),
+        "dropout split": case(2, **SPLIT, **DROPOUT),
+        "dropout split, checkpointing": case(2, **SPLIT, **DROPOUT, **CHECKPOINTING),
+        "narrow resident": case(2, layout="resident", **NARROW),
+        "narrow split": case(2, **SPLIT, **NARROW),
+        "evaluated resident": case(2, layout="resident", **EVALUATED),
+        "evaluated no-reshard": case(2, layout="no-reshard", **EVALUATED),
         "experts one rank's twice": case(2, **SPLIT, faults=["twice 0", "twice 1"], **EXPERTS),
         "experts averaged over all": case(2, **SPLIT, faults=["over all 0", "over all 1"], **EXPERTS),
         "experts go on": case(2, **GO_ON, **EXPERTS),
@@ -144,6 +177,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "hybrid": case(4, layout="hybrid", layout__shard=2, layout__replicate=2),
         "experts split": case(4, layout="expert-parallel", layout__expert_parallel=4, **EXPERTS),
         "experts hybrid": case(4, **SPLIT, layout__shard=2, layout__replicate=2, **EXPERTS),
+        "unlike nodes": case(4, **SPLIT, **{"on rank 1": ["layout.expert_parallel=4"]}),
         "experts not averaged": case(4, **SPLIT, faults=[f"alone {rank}" for rank in range(4)], **EXPERTS),
     },
 }
@@ -250,10 +284,10 @@ def assert_equal(steps: list[dict[str, Any]], reference: list[dict[str, Any]]) -
 
 
 def reference(name: str) -> str:
-    return next((f"plain {kind}" for kind in ("packed", "experts") if name.startswith(kind)), "plain")
+    return next((f"plain {kind}" for kind in ("packed", "experts", "only experts") if name.startswith(kind)), "plain")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES[1] if not name.startswith("plain")])
+@pytest.mark.parametrize("name", [name for name in CASES[1] if not name.startswith(("plain", "evaluated"))])
 def test_one_rank_equals_plain_trl(alone: Outcomes, name: str) -> None:
     assert alone[name]["code"] == 0
     assert_equal(alone.steps(name), alone.steps(reference(name)))
@@ -268,7 +302,7 @@ def test_two_ranks_equal_plain_trl(alone: Outcomes, two: Outcomes, name: str) ->
     assert_equal(two.steps(name), alone.steps(reference(name)))
 
 
-@pytest.mark.parametrize("name", [name for name, each in CASES[4].items() if "faults" not in each])
+@pytest.mark.parametrize("name", [name for name, each in CASES[4].items() if not each.keys() & {"faults", "on rank 1"}])
 def test_four_ranks_equal_plain_trl(alone: Outcomes, four: Outcomes, name: str) -> None:
     assert_equal(four.steps(name), alone.steps(reference(name)))
 
@@ -300,6 +334,53 @@ def test_a_step_is_one_collective_whatever_its_micro_batches(two: Outcomes) -> N
     assert two["counted"]["collectives"] == ["allreduce_"]
     theirs = two["TRL's figures"]["collectives"]
     assert len(theirs) == 1 + 4 * 4  # the fault that is guarded against: four for each micro-batch
+
+
+def test_what_is_kept_gathered_travels_once_a_step_whatever_its_micro_batches(two: Outcomes) -> None:
+    for kept, once in (("kept for all passes", "one pass"), ("kept for all passes, split", "one pass, split")):
+        assert two[once]["gathered"]
+        assert two[kept]["gathered"] == two[once]["gathered"], kept  # bytes of each gather
+    assert sum(two["one pass, split"]["gathered"]) < sum(two["one pass"]["gathered"])  # experts don't travel
+    # The fault that is guarded against.
+    assert sum(two["given up each time"]["gathered"]) > 3 * sum(two["one pass"]["gathered"])
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout split"])
+def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two: Outcomes, name: str) -> None:
+    """Masks differ from those of any other way to spread the rows: what can be equal is a run and its recomputing."""
+    dropped, again = two.steps(name), two.steps(f"{name}, checkpointing")
+    without = two.steps("experts split")[0]
+    assert dropped[0]["loss"] == pytest.approx(without["loss"], rel=TOLERANCE)  # B is still zero
+    assert dropped[0]["grad_norm"] != pytest.approx(without["grad_norm"], rel=100 * TOLERANCE)
+    assert len(dropped) == len(again) == 4
+    for step, expected in zip(again, dropped, strict=True):
+        assert [step["loss"], step["grad_norm"]] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["narrow resident", "narrow split"])
+def test_ranks_in_bfloat16_train_as_plain_trl_does(alone: Outcomes, two: Outcomes, name: str) -> None:
+    """A bfloat16 has 8 bits: sums over other batches round otherwise."""
+    steps, expected = two.steps(name), alone.steps("plain narrow")
+    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=2**-9)
+    norms = [[step["grad_norm"] for step in each] for each in (steps, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=2**-5)
+    exact = alone.steps("plain experts")[0]["loss"]
+    assert steps[0]["loss"] != pytest.approx(exact, rel=TOLERANCE)  # it was in bfloat16
+
+
+@pytest.mark.parametrize("name", ["evaluated resident", "evaluated no-reshard"])
+def test_an_evaluation_is_the_same_in_every_layout_and_disturbs_no_step(
+    alone: Outcomes, two: Outcomes, name: str
+) -> None:
+    def evaluations(of: Outcomes, name: str) -> list[float]:
+        events = (of.folder / name / "events.jsonl").read_text().splitlines()
+        return [line["eval_loss"] for line in map(json.loads, events) if "eval_loss" in line]
+
+    found, expected = evaluations(two, name), evaluations(alone, "evaluated")
+    assert len(expected) == 2
+    assert found == pytest.approx(expected, rel=TOLERANCE)
+    losses = [[step["loss"] for step in of.steps(which)] for of, which in ((two, name), (alone, "evaluated"))]
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning", "ignore:.*label_smoothing_factor.*:FutureWarning")
@@ -462,8 +543,13 @@ def test_replicas_that_drift_apart_are_never_saved(two: Outcomes) -> None:
 
 
 def test_nodes_that_would_lay_the_run_out_differently_stop_before_they_load(two: Outcomes) -> None:
-    assert "rank 0 plans full-shard with a base in bf16" in two["unlike nodes"]["error"]
-    assert "rank 1 full-shard with a base in fp8" in two["unlike nodes"]["error"]
+    assert "rank 0 and rank 1 plan different runs: layout.base_dtype bf16 and fp8" in two["unlike nodes"]["error"]
+
+
+def test_nodes_that_would_build_other_meshes_of_the_same_name_stop_too(four: Outcomes) -> None:
+    """Unseen, they would wait in collectives of groups that others don't have."""
+    for outcome in (ranks_outcome["unlike nodes"] for ranks_outcome in four.ranks):
+        assert "rank 0 and rank 1 plan different runs: layout.expert_parallel 2 and 4" in outcome["error"]
 
 
 def test_an_adapter_cut_off_from_the_loss_stops_the_first_step(two: Outcomes) -> None:
@@ -476,7 +562,7 @@ def test_an_adapter_cut_off_from_the_loss_stops_the_first_step(two: Outcomes) ->
 
 
 def test_a_signal_at_one_rank_saves_on_all_and_resuming_equals_never_having_stopped(two: Outcomes) -> None:
-    assert [outcome["interrupted"]["code"] for outcome in two.ranks] == [ranks.SAVED] * 2
+    assert [outcome["interrupted"]["code"] for outcome in two.ranks] == [SAVED] * 2
     assert two["resumed"]["code"] == 0
     whole, parts = two.folder / "whole", two.folder / "in two parts"
     final, again = (load_file(folder / "final" / checkpoint.ADAPTER) for folder in (whole, parts))

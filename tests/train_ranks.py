@@ -98,21 +98,26 @@ def alone(loop: Loop) -> None:
     loop.replicas.average = averaged  # type: ignore[method-assign]
 
 
+def each_time(loop: Loop) -> None:
+    """Weights are given up after every micro-batch."""
+    loop.gather_once = False
+
+
 def trls_figures(loop: Loop) -> None:
     """The loss as TRL takes it, with the figures that it gathers from all ranks."""
     loop.compute_loss = types.MethodType(SFTTrainer.compute_loss, loop)  # type: ignore[method-assign]
 
 
 class Collectives(TrainerCallback):  # type: ignore[misc]
-    """Names of the collectives of one optimizer step, from its first forward to its update."""
+    """Names of the collectives of one optimizer step, from its first forward to its update, and bytes gathered."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.names = step, list[str]()
+        self.step, self.names, self.gathered = step, list[str](), list[int]()
         self.mode: TorchDispatchMode | None = None
 
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         if state.global_step + 1 == self.step:
-            self.mode = Seen(self.names)
+            self.mode = Seen(self.names, self.gathered)
             self.mode.__enter__()  # type: ignore[no-untyped-call]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -122,17 +127,20 @@ class Collectives(TrainerCallback):  # type: ignore[misc]
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], gathered: list[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = names
+        self.names, self.gathered = names, gathered
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             self.names.append(func.__name__.partition(".")[0])
+            if "allgather_base" in func.__name__:  # of weights; one number of each rank goes by way of lists
+                self.gathered.append(args[0].nbytes)
         return func(*args, **kwargs or {})
 
 
 FAULTS = {
+    **{f"each time {rank}": At(1, rank, each_time) for rank in range(2)},
     **{f"figures {rank}": At(1, rank, trls_figures) for rank in range(2)},
     **{f"over all {rank}": At(1, rank, over_all) for rank in range(2)},
     **{f"twice {rank}": At(1, rank, twice) for rank in range(2)},
@@ -186,7 +194,7 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
         run.loop_of = original
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     seen["seconds"] = time.perf_counter() - began
-    seen["collectives"] = collectives.names
+    seen["collectives"], seen["gathered"] = collectives.names, collectives.gathered
     return seen
 
 

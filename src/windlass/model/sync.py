@@ -68,7 +68,8 @@ class Replicas:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of the whole gradient, the same bits on every rank: each part of split experts' counts once."""
-        shared, own = (_norm(parameters) for parameters in (self.shared, self.split))
+        device = self.parameters[0].device
+        shared, own = (_norm(parameters, device) for parameters in (self.shared, self.split))
         if not self.split:
             return shared
         everyones = [torch.empty_like(own) for _ in range(self.world)]
@@ -117,8 +118,10 @@ def _differ(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGro
     return (lowest != highest).int()
 
 
-def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).float()
+def _norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """On that device also where there is nothing: torch would put a norm of no gradients on the CPU."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).float() if gradients else torch.zeros((), device=device)
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
