@@ -1,13 +1,18 @@
-"""Writes the pages that are generated: one per command from its help, and the published recipe's claims
-held against the plan. `make docs` writes them; a test fails when a committed page differs."""
+"""Writes the pages that are generated: one per command from its help, the published recipe's claims held against the
+plan, and the marked blocks of others. `make docs` writes them; a test fails when a committed page differs."""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -46,30 +51,101 @@ def index_page() -> str:
 
 
 def with_output(text: str) -> str:
-    """The page with what each `<!-- windlass … -->` in it prints, in the block that follows.
+    """The page with what each mark in it stands for, in the block that follows, up to `<!-- end -->`.
 
-    `<!-- windlass …: TITLE -->` takes only the table of that title, or the lines that begin so, out of the output.
+    `<!-- windlass … -->`: what the command prints; `<!-- windlass …: TITLE | TITLE -->`: of that only these tables, and
+    the lines that begin so. `<!-- layouts FILE: NAME | NAME -->`, `<!-- commands -->`, `<!-- families -->` and
+    `<!-- house -->`: what the functions of these names make.
     """
 
     def block(match: re.Match[str]) -> str:
-        command, title = match["command"], match["title"]
-        shown = windlass(*shlex.split(command)[1:])
-        marked = f"{command}: {title}" if title else command
-        printed = table(shown, title) if title else shown
-        return f"<!-- {marked} -->\n```\n$ {command}\n{printed}\n```\n<!-- end -->"
+        kind, argument, titles = match["kind"], match["argument"] or "", (match["titles"] or "").split(" | ")
+        mark = match[0].partition("\n")[0]
+        return f"{mark}\n{MARKS[kind](argument.strip(), titles)}\n<!-- end -->"
 
-    pattern = r"<!-- (?P<command>windlass [^:\n]*?)(: (?P<title>[^\n]*?))? -->\n.*?<!-- end -->"
+    kinds = "|".join(MARKS)
+    pattern = rf"<!-- (?P<kind>{kinds})(?P<argument> [^:\n]*?)?(: (?P<titles>[^\n]*?))? -->\n.*?<!-- end -->"
     return re.sub(pattern, block, text, flags=re.DOTALL)
 
 
+def printed(argument: str, titles: list[str]) -> str:
+    """The command and its output."""
+    shown = windlass(*shlex.split(argument))
+    parts = [table(shown, title) for title in titles] if titles[0] else [shown]
+    return f"```\n$ windlass {argument}\n" + "\n…\n".join(parts) + "\n```"
+
+
 def table(shown: str, title: str) -> str:
-    """From the title to the blank line below the rows; a line that is no title stands alone."""
+    """From the title to the blank line below the rows; a line that is no title stands alone, with what follows it up
+    to the next title where `…` ends it."""
     lines = shown.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith(title))
+    start = next(number for number, line in enumerate(lines) if line.startswith(title.removesuffix("…").rstrip()))
+    blanks = [number for number in range(start, len(lines)) if not lines[number]] + [len(lines)] * 2
+    if title.endswith("…"):
+        return "\n".join(lines[start : blanks[0] - 1])
     if start + 1 < len(lines) and lines[start + 1]:
         return lines[start]
-    blanks = [number for number in range(start, len(lines)) if not lines[number]] + [len(lines)] * 2
     return "\n".join(lines[start : blanks[1]])
+
+
+def layouts(argument: str, names: list[str]) -> str:
+    """Some rows of `plan --compare`, as a table for those who read nothing else."""
+    made = json.loads(windlass("plan", argument, "--compare", "--json"))
+    found = {row["name"]: row for row in made["layouts"]}
+    head = "| layout | nodes | GB sent by each GPU a step | seconds a step | tokens/s |\n|---|---|---|---|---|\n"
+    per_node = made["layout"]["gpus_per_node"]
+    return head + "\n".join(
+        f"| {name.partition(', on ')[0]} | {row['ranks'] // per_node} | {row['wire_gb_per_step']:,.1f}"
+        f" | {row['step_seconds']:,.2f} | {row['tokens_per_second']:,.0f} |"
+        for name, row in ((name, found[name]) for name in names)
+    )
+
+
+def command_table(_argument: str, _titles: list[str]) -> str:
+    """Every command with the first paragraph of its help, in the help's order."""
+    from windlass.cli import app
+
+    made = "| command | |\n|---|---|\n"
+    for command in app.registered_commands:
+        assert command.callback
+        name = command.name or command.callback.__name__
+        made += f"| [`windlass {name}`](docs/commands/{name}.md) | {first_paragraph(command.callback.__doc__)} |\n"
+    return made.rstrip()
+
+
+def families(_argument: str, _titles: list[str]) -> str:
+    from windlass.family import FAMILIES, WRAPPERS
+
+    known = ", ".join(f"`{name}`" for name in FAMILIES)
+    wrappers = " or ".join(f"`{name}`" for name in WRAPPERS)
+    return textwrap.fill(f"{known}; and as the language model inside {wrappers}", 118)
+
+
+def house(_argument: str, _titles: list[str]) -> str:
+    """The rooms, from the top of the import rules to the bottom, each with the first sentence it says of itself."""
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = next(rule["layers"] for rule in rules if rule["id"] == "layers")
+    lines = ["src/windlass/"]
+    for room in re.findall(r"\w+", " ".join(layers)):
+        package = ROOT / "src" / "windlass" / room
+        path = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+        said = first_paragraph(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))).split(". ")[0]
+        begin = f"  {room + ('/' if package.is_dir() else '.py'):14}"
+        lines += textwrap.wrap(begin + said.removesuffix("."), 118, subsequent_indent=" " * len(begin))
+    return "\n".join(["```", *lines, "```"])
+
+
+def first_paragraph(doc: str | None) -> str:
+    return " ".join((doc or "").split("\n\n")[0].split())
+
+
+MARKS: dict[str, Callable[[str, list[str]], str]] = {
+    "windlass": printed,
+    "layouts": layouts,
+    "commands": command_table,
+    "families": families,
+    "house": house,
+}
 
 
 def pages() -> dict[Path, str]:
@@ -78,7 +154,10 @@ def pages() -> dict[Path, str]:
     from claims import page
 
     made = {COMMANDS / f"{name}.md": command_page(name) for name in commands()}
-    for page_with_output in (ROOT / "README.md", ROOT / "docs" / "layouts.md"):
+    for page_with_output in (
+        ROOT / "README.md",
+        *(ROOT / "docs" / f"{name}.md" for name in ("layouts", "plan-example")),
+    ):
         made[page_with_output] = with_output(page_with_output.read_text(encoding="utf-8"))
     return {**made, COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parent.parent
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.insert(0, str(DOCS))
 
@@ -32,3 +35,69 @@ def test_every_command_teaches_by_example(pages: dict[Path, str]) -> None:
     assert not without
     for name in generate.commands():
         assert f"windlass {name}" in pages[generate.COMMANDS / f"{name}.md"].split("```")[1], name
+
+
+def test_a_mark_takes_what_it_names_out_of_the_output() -> None:
+    shown = "model    tiny\nbatch    1\nLength\n\n what\n ────\n 7\n\nnote: one\nnote: two\n\nfits: yes"
+    assert generate.table(shown, "model …") == "model    tiny\nbatch    1"
+    assert generate.table(shown, "Length") == "Length\n\n what\n ────\n 7"
+    assert generate.table(shown, "note: one") == "note: one"
+    assert generate.table(shown, "fits:") == "fits: yes"
+    with pytest.raises(StopIteration):
+        generate.table(shown, "nowhere")
+
+
+def test_every_mark_of_the_readme_is_filled() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    marks = re.findall(r"<!-- (\w+)", text)
+    assert {*generate.MARKS, "demo", "end"} == set(marks)
+    assert marks.count("end") * 2 == len(marks)
+    for name in generate.commands():
+        assert f"[`windlass {name}`](docs/commands/{name}.md)" in text
+
+
+def test_prose_is_wrapped() -> None:
+    """Within 120 letters, but for tables and what commands print."""
+    for path in (ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "examples").rglob("*.md")):
+        prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        long = [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "<!--"))]
+        assert not long, f"{path}: {long[0]}"
+
+
+def test_links_lead_somewhere() -> None:
+    for path in (ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")):
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text(encoding="utf-8")):
+            name, _, anchor = link.partition("#")
+            page = path.parent / name if name else path
+            assert page.exists(), f"{path}: {link}"
+            heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in [
+                re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads
+            ], link
+
+
+@pytest.mark.prove
+def test_the_demo_ends_as_the_readme_shows(tmp_path: Path) -> None:
+    """Word for word; figures are of the day and the machine."""
+    said = ""
+    for arguments in (("demo", "--dir", "demo-run"), ("report", "demo-run/run")):
+        done = subprocess.run(
+            [sys.executable, "-m", "windlass", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said += done.stderr + done.stdout
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"<!-- demo -->\n```\n(.*?)\n```", text, re.DOTALL)[0].splitlines()
+    printed = [masked(line) for line in said.splitlines()]
+    for line in (masked(line) for line in shown if line != "…"):
+        assert line in printed, line
+        printed = printed[printed.index(line) + 1 :]
+
+
+def masked(line: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d.,:e+-]*", "#", line))

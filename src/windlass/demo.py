@@ -1,4 +1,4 @@
-"""The main job in small: a tiny Mistral 4 in its published layout, text that every Python carries, a run file."""
+"""The main job in small: a tiny Mistral 4 in its published layout, text that Python carries, a run file."""
 
 from __future__ import annotations
 

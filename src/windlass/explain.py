@@ -1,4 +1,4 @@
-"""What one setting does here: an Accelerate key, a whole Accelerate file, a run-file key, an environment variable."""
+"""What one setting does here: of the run file, of an Accelerate file, or of the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run takes from the hub, brought to the shared volume once, before any GPU is held."""
+"""What a run takes from the hub, brought to the shared volume once, before any GPU is reserved."""
 
 from __future__ import annotations
 

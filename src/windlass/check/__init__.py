@@ -4,7 +4,7 @@ result     what one check found
 script     the same for runs of kind: script
 static     the plan, weights, tokenizer, data        versions   libraries, model class, attention
 folders    where the run writes                      machine    memory, limits, account
-gpus       what nvml sees of them                    fabric     InfiniBand, interfaces
+gpus, nvml  what NVIDIA's library sees of them      fabric     InfiniBand, interfaces
 nodes      between nodes: meeting (who is there), doors (who reaches whom), shared (one volume), pairs (how fast)
 show       the table
 

@@ -3,6 +3,7 @@
 before    before a GPU is reserved: init, schema, plan, explain, data, fetch, check, rehearse
 during    while it runs: train, demo, submit, status, logs, stop, watch
 finish    after it: report, best, export, generate
+options   the app, what commands have in common, how they print
 """
 
 from __future__ import annotations

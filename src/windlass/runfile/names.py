@@ -45,7 +45,7 @@ NOT_TAKEN = {
     "overwrite_output_dir": "a folder that holds a run is never overwritten; see train.resume",
     "num_machines": "say cluster.nodes",
     "num_processes": "say cluster.nodes and cluster.gpus_per_node",
-    "mixed_precision": "say train.bf16 or train.fp16",
+    "mixed_precision": "say train.bf16",
     "metric_for_best_model": "the best checkpoint is the one with the lowest evaluation loss",
     "greater_is_better": "the best checkpoint is the one with the lowest evaluation loss",
     "logging_strategy": "values are logged every train.logging_steps",

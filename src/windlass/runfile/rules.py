@@ -83,7 +83,7 @@ def accumulation(train: Train, ranks: int, where: Where) -> int:
 
 def _precision(run: RunFile, _ranks: int) -> Iterator[Clash]:
     if run.train.bf16 and run.train.fp16:
-        hint = "set train.bf16: false for float16, or train.fp16: false for bfloat16"
+        hint = "set train.fp16: false"
         yield Clash(("train.fp16", "train.bf16"), "bf16 and fp16 are both on", hint)
 
 

@@ -7,7 +7,11 @@ loop       TRL's loop with one all-reduce a step, checks, and our checkpoints
 progress   what is shown and written at every step
 saving     checkpoints as the run goes, and when it is stopped
 best       the saved adapters of a run, evaluated again and ranked
-folder     the run folder: taken, described, finished
+folder     the run folder: taken, described, finished; manifest: the part of it that needs no torch
+again      a finished run's file, read from its manifest
+machines   how many, where the files leave it to whatever starts the run
+script     the ranks of a run of kind: script
+screen     what the user sees before the first step
 """
 
 from __future__ import annotations

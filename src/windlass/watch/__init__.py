@@ -1,4 +1,4 @@
-"""What goes wrong in a run while it goes on: found from the run folder's files, told, and acted on.
+"""What goes wrong while a run trains: found from the run folder's files, told, and acted on.
 
 alarm         one finding, and the file that holds them
 detect        pure functions: records of steps -> alarms

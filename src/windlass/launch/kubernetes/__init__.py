@@ -3,7 +3,7 @@
 engines   TrainJob, PyTorchJob, JobSet, or an indexed Job with a Service
 pod       what all of them start on each node
 write     manifests as text, with comments
-checks    what a server would refuse, and what none would see
+checks    what a server would refuse, and what none would see; pod_checks: inside pods; fields: the known names
 cluster   the cluster's own client: what is installed, what is missing, create, look, stop
 """
 
