@@ -12,18 +12,16 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.distributed import DistributedConfig
 
+from windlass import group
 from windlass.errors import Problem, UserError, raise_all
 from windlass.layout import Layout
 from windlass.model import experts, fp8
 from windlass.weights import Checkpoint
-
-KEEP = "keep_full_weight"  # transformers' word for not resharding after the forward
 
 
 def is_sharded(layout: Layout) -> bool:
@@ -35,14 +33,11 @@ def distributed_config(layout: Layout, dtype: torch.dtype) -> DistributedConfig 
     """The Layout in transformers' words; None where nothing is sharded."""
     if not is_sharded(layout):
         return None
-    plan = None if layout.reshard_after_forward else {"model.embed_tokens": KEEP, "model.layers.*": KEEP}
     return DistributedConfig(
         fsdp_size=layout.shard,
         dp_replicate_size=layout.replicate,
         ep_size=layout.expert_parallel,
-        fsdp_plan=plan,
-        # Without an accelerator parameters lie in host memory already, and the policy's pinning fails.
-        fsdp_cpu_offload=layout.offload and torch.cuda.is_available(),
+        fsdp_cpu_offload=layout.offload,
         # Gather in BF16 what is stored in FP32 only if compute runs in BF16: the policy's dtype is fixed upstream.
         fsdp_mixed_precision=layout.precision == "bf16" and dtype == torch.float32,
     )
@@ -80,7 +75,9 @@ def build(
         fp8.install(model, fp8.published(checkpoint, dtype))
     model = model_class.maybe_distribute_model(model, wanted, mesh)
     if mesh is not None and not layout.reshard_after_forward:
-        for module in model.modules():  # expert groups reshard upstream whatever the plan says
+        # After the plan, not in it: with every layer kept by the plan, upstream no longer puts the final norm and the
+        # head in one group, and a head that is a group of its own is gathered anew for each fused loss.
+        for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False, recurse=False)
     return model
@@ -102,7 +99,7 @@ def text_config(checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation:
 def refusals(checkpoint: Checkpoint, layout: Layout, config: Any) -> list[Problem]:
     """What this Layout asks for and transformers would refuse in the middle of building, or do differently."""
     problems: list[Problem] = []
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = group.world()
     if layout.ranks != world:
         problems.append(
             Problem(
@@ -118,6 +115,14 @@ def refusals(checkpoint: Checkpoint, layout: Layout, config: Any) -> list[Proble
                 f"shard {layout.shard} x replicate {layout.replicate} is not {layout.ranks} ranks",
                 "layout.shard",
                 "shard x replicate must be nodes x gpus_per_node",
+            )
+        )
+    if layout.offload and not torch.cuda.is_available():
+        problems.append(
+            Problem(
+                "nothing can be offloaded where ranks compute in the host's memory",
+                "layout.offload",
+                "set layout.offload: false on a machine without a GPU",
             )
         )
     if layout.expert_parallel > 1:
