@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import twin
 from windlass.errors import UserError
+from windlass.group import raise_together
 from windlass.layout import Layout
 from windlass.model import certificate, fp8, shard
 from windlass.model.load import load, own_part, unique_tensors
@@ -53,10 +54,11 @@ def layouts(ranks: int, experts: bool) -> dict[str, Layout]:
         "no-reshard": layout("no-reshard", shard=ranks, reshard_after_forward=False),
         "hybrid": layout("hybrid", shard=ranks // 2, replicate=2),
         "resident": layout("resident", shard=1, replicate=ranks),
-        "offload": layout("full-shard", shard=ranks, offload=True),
     }
     if experts:
         named["expert-parallel"] = layout("expert-parallel", shard=ranks, expert_parallel=2)
+        kept = {"expert_parallel": 2, "reshard_after_forward": False}
+        named["expert-parallel-kept"] = layout("expert-parallel", shard=ranks, **kept)
         if ranks == 4:
             named["expert-parallel-hybrid"] = layout("expert-parallel", shard=2, replicate=2, expert_parallel=2)
             named["expert-parallel-whole"] = layout("expert-parallel", shard=4, expert_parallel=4)
@@ -233,7 +235,7 @@ def one_wrong(root: Path, name: str, ranks: int) -> str:
 def verdict(targets: dict[str, Tensor], checkpoint: Any, held: Any = MappingProxyType({})) -> str:
     wrong, _ = certificate.check(targets, checkpoint, dist.get_rank(), held)
     try:
-        certificate.agree(wrong, "check")
+        raise_together(wrong, "check", "")
     except UserError as error:
         return str(error)
     return ""
@@ -277,6 +279,7 @@ def refused(root: Path, ranks: int) -> list[str]:
         "published": Layout("expert-parallel", "", 1, ranks, shard=ranks, expert_parallel=3),
         "llama": Layout("expert-parallel", "", 1, ranks, shard=ranks, expert_parallel=2),
         "mixtral": Layout("full-shard", "", 1, ranks + 1, shard=ranks + 1),
+        "tied": Layout("full-shard", "", 1, ranks, shard=ranks, offload=True),
     }.items():
         try:
             load(read_checkpoint(root / name), wrong)

@@ -138,7 +138,6 @@ def others(count: int, ranks: int) -> dict[str, Any]:
             "layout": "expert-parallel",
             "parameters": [{}] * 759,
             "loaded": 759,
-            "missing": [],
             "unread": [{}] * 412,
             "checked": {"parameters": 759, "slices": 3036},
         },

@@ -27,7 +27,7 @@ from windlass import adapter as adapters
 from windlass import checkpoint
 from windlass.adapter import Adapter, Part, Target, by_expert, expert_path, packed
 from windlass.errors import UserError
-from windlass.model import experts, lora
+from windlass.model import experts, lora, sync
 from windlass.model.experts import stacked
 from windlass.runfile import Lora
 
@@ -371,3 +371,9 @@ def test_the_merged_path_is_pefts_own_forward() -> None:
     logits, gradients = step(copy.deepcopy(model))
     assert torch.equal(logits, expected[0])
     assert all(torch.equal(gradients[name], expected[1][name]) for name in gradients)
+
+
+def test_the_norm_of_no_gradients_is_where_the_others_are() -> None:
+    """Adapters on split experts alone: beside a GPU's norms, one on the CPU can't be stacked."""
+    assert sync._norm([], torch.device("meta")).device.type == "meta"
+    assert float(sync._norm([torch.nn.Parameter(torch.ones(3))], torch.device("cpu"))) == 0  # without a gradient

@@ -171,7 +171,9 @@ def test_a_tied_head_that_is_stored_all_the_same_is_noted(checkpoints: dict[str,
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, folder / "model.safetensors")
     checkpoint = read_checkpoint(folder)
-    assert [each.key for each in checkpoint.unread] == ["lm_head.weight"]
+    assert {each.key: why for each, why in checkpoint.unread.items()} == {
+        "lm_head.weight": "config.json ties the head to the embedding"
+    }
     assert checkpoint.notes == ("lm_head.weight is stored and not read: config.json ties the head to the embedding",)
 
 

@@ -125,12 +125,15 @@ WRAPPERS: dict[str, Wrapper] = {
     )
 }
 
-# Keys that no causal language model needs, whatever its family.
+# Why a stored tensor is not read. Keys that no causal language model needs, whatever its family, with the reason:
+ACTIVATIONS = "scale of activations: weights are converted, activations are not quantised"
 UNREAD: dict[str, str] = {
-    r".+[._]activation_scale": "scale of activations: weights are converted, activations are not quantised",
-    r".+\.input_scale": "scale of activations: weights are converted, activations are not quantised",
+    r".+[._]activation_scale": ACTIVATIONS,
+    r".+\.input_scale": ACTIVATIONS,
     r".+\.rotary_emb\.inv_freq": "computed from config.json",
 }
+VISION = "vision part"  # of a wrapper: `skipped`
+TIED = "config.json ties the head to the embedding"
 
 
 def _positive(*keys: str) -> Size:

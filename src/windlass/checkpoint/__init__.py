@@ -11,13 +11,11 @@ disk          what makes a folder whole: flushed, sealed, renamed into place
 keep          which checkpoints there are: newest, best, to be deleted
 writer        writes in the background while training goes on, and outlives a full disk
 random_state  random numbers of Python, NumPy and torch
-group         the ranks that save together
 """
 
 from windlass.checkpoint.adapter import ADAPTER, load_adapter, read_back, save_adapter
 from windlass.checkpoint.contents import Contents, contents, load_optimizer, load_random, read_manifest
 from windlass.checkpoint.disk import appear, damage, flush, sweep
-from windlass.checkpoint.group import agree, barrier, gather, rank
 from windlass.checkpoint.keep import best, newest, point, prune, saved, set_aside, step_of
 from windlass.checkpoint.random_state import preserved
 from windlass.checkpoint.writer import Writer
@@ -26,14 +24,11 @@ __all__ = [
     "ADAPTER",
     "Contents",
     "Writer",
-    "agree",
     "appear",
-    "barrier",
     "best",
     "contents",
     "damage",
     "flush",
-    "gather",
     "load_adapter",
     "load_optimizer",
     "load_random",
@@ -41,7 +36,6 @@ __all__ = [
     "point",
     "preserved",
     "prune",
-    "rank",
     "read_back",
     "read_manifest",
     "save_adapter",

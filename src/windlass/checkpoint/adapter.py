@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from windlass.adapter import Parts
-from windlass.checkpoint.group import agree, gather, rank
 from windlass.checkpoint.parts import holders, whole
 from windlass.errors import RunError
+from windlass.group import from_rank_0, gather, rank
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -80,7 +80,7 @@ def read_back(model: PeftModel, folder: Path) -> None:
     """Open the file that was just written and hold it against the tensors of all ranks, bit by bit. A collective."""
     parts = Parts(model)
     firsts = [*holders(parts)] or [0]
-    written = agree(_written(load_file(folder / ADAPTER), parts, firsts) if rank() == 0 else None)
+    written = from_rank_0(_written(load_file(folder / ADAPTER), parts, firsts) if rank() == 0 else None)
     live = {name: (parts.of(name), _fingerprint(tensor)) for name, tensor in adapter_state(model).items()}
     here = {(name, part.first if part else 0): print_ for name, (part, print_) in live.items()}
     names = {name for name, _ in written} ^ live.keys()

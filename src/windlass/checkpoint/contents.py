@@ -15,9 +15,9 @@ from torch import Tensor
 from windlass.adapter import Parts
 from windlass.checkpoint.adapter import described, whole_adapter, write_adapter
 from windlass.checkpoint.disk import MANIFEST, seal
-from windlass.checkpoint.group import gather, rank
 from windlass.checkpoint.parts import own_state, whole_state
 from windlass.checkpoint.random_state import random_state, restore_random
+from windlass.group import gather, rank
 
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.json"

@@ -14,8 +14,8 @@ from peft import PeftModel
 from torch import Tensor
 
 from windlass.adapter import Part, Parts, by_expert
-from windlass.checkpoint.group import gather, rank
 from windlass.errors import RunError
+from windlass.group import gather, rank
 
 
 def holders(parts: Parts) -> dict[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.update import Updates
+from windlass.family import ACTIVATIONS
 from windlass.model.reading import NEEDS_SCALE
 from windlass.weights import Checkpoint, Parameter, Piece, Stored
 from windlass.weights.folder import CONFIG, INDEX, SINGLE
@@ -141,7 +142,7 @@ def _entries(
             out = replace(stored, dtype="BF16") if dtype == BF16 else stored
             how = MERGED if touched else (COPIED if out.dtype == stored.dtype else CONVERTED)
             entries.append(Entry(out, stored, how, parameter.name, piece))
-        elif dtype == BF16 and (stored.key in scales or (quantised and _of_activations(stored.key))):
+        elif dtype == BF16 and (stored.key in scales or (quantised and checkpoint.unread.get(stored) == ACTIVATIONS)):
             dropped.append(stored.key)
         elif stored.key in scales and scales[stored.key][0].name in updates.by_name:
             parameter, piece = scales[stored.key]
@@ -149,10 +150,6 @@ def _entries(
         else:
             entries.append(Entry(stored, stored, COPIED))
     return entries, dropped
-
-
-def _of_activations(key: str) -> bool:
-    return key.endswith(("activation_scale", ".input_scale"))
 
 
 def _as_before(entries: Sequence[Entry], to: Path) -> Iterator[OutFile]:

@@ -14,20 +14,17 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
-from windlass.errors import RunError, UserError
 from windlass.model.fp8 import Held
 from windlass.model.reading import BLOCK, Box, intersection, piece_box
 from windlass.weights import Checkpoint, Parameter, Piece
 
 ROW = 4096  # elements compared of a sampled row
 ROWS = 8  # rows sampled of a matrix
-SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,10 @@ class Certificate:
     checkpoint: str
     layout: str
     parameters: list[dict[str, Any]]  # name, shape, part, and the stored tensors it came from
-    loaded: int  # parameters filled
-    missing: list[str]
+    loaded: int  # parameters that every rank has read its part of
     unread: list[dict[str, Any]]  # stored tensors that the language model does not need, and why
-    checked: dict[str, int]  # parameters, slices and elements compared over all ranks
-    ranks: list[dict[str, Any]]  # rank, bytes_read, peak_rss_bytes, seconds
+    checked: dict[str, int]  # parameters compared on every rank; slices and elements over all ranks
+    ranks: list[dict[str, Any]]  # rank, parameters and bytes_read, peak_rss_bytes, seconds
 
 
 def parameter_record(parameter: Parameter, dtype: torch.dtype) -> dict[str, Any]:
@@ -70,42 +66,10 @@ def unread_records(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             "key": stored.key,
             "file": stored.file.name,
             "bytes": stored.end - stored.start,
-            "why": _why_unread(stored.key),
+            "why": why,
         }
-        for stored in checkpoint.unread
+        for stored, why in checkpoint.unread.items()
     ]
-
-
-def _why_unread(key: str) -> str:
-    if key.endswith("activation_scale"):
-        return "scale of activations: weights are converted, activations are not quantised"
-    if "vision" in key or "projector" in key or "patch_merger" in key:
-        return "vision part"
-    return "not a parameter of the language model"
-
-
-def agree(problems: Sequence[str], what: str, error: type[UserError] = RunError) -> None:
-    """Raise on every rank when any rank found something wrong: nobody is left waiting for the others."""
-    gathered: list[list[str]] = [list(problems)]
-    if dist.is_initialized():
-        gathered = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, list(problems))
-    found: dict[str, list[int]] = {}
-    for rank, said in enumerate(gathered):
-        for problem in said:
-            found.setdefault(problem, []).append(rank)
-    if not found:
-        return
-    lines = [
-        problem if len(ranks) == len(gathered) else f"{problem} (rank {', '.join(map(str, ranks))})"
-        for problem, ranks in found.items()
-    ]
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    raise error(
-        f"{'; '.join(lines[:SHOWN])}{more}",
-        what,
-        "nothing was trained; compare the files with their publisher's checksums, or fetch them again",
-    )
 
 
 def check(

@@ -17,22 +17,22 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from windlass.errors import UserError
+from windlass.errors import RunError
+from windlass.group import gather, raise_together, rank
 from windlass.layout import Layout
 from windlass.model import fp8, shard
-from windlass.model.certificate import Certificate, agree, check, parameter_record, unread_records
+from windlass.model.certificate import Certificate, check, parameter_record, unread_records
 from windlass.model.fp8 import Held
 from windlass.model.reading import (
     BLOCK,
@@ -49,6 +49,10 @@ from windlass.model.reading import (
 )
 from windlass.weights import Checkpoint, Parameter
 
+DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
+ANOTHER = "nothing was trained; config.json and the weights must be of the same model: fetch the folder again"
+FAULTY = "nothing was trained; the files changed while they were read, or a node's memory or storage is at fault"
+
 
 def load(
     checkpoint: Checkpoint,
@@ -62,20 +66,21 @@ def load(
     Every rank of the run calls it. It returns on all ranks or raises on all ranks.
     """
     started, before = time.perf_counter(), reset_peak_rss()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    agree(stored_problems(checkpoint), "the checkpoint can't be loaded", UserError)
+    where = str(checkpoint.path or checkpoint.name)
+    raise_together(stored_problems(checkpoint), where, DAMAGED)
     model = shard.build(checkpoint, layout, dtype, attn_implementation)
     shard.assert_sharded(model, layout)
     shard.allocate(model, layout)
     targets, held = unique_tensors(model), fp8.held(model)
-    agree(model_problems(targets, checkpoint), "the checkpoint does not fill the model", UserError)
-    problems, bytes_read = read_all(targets, checkpoint, held)
-    agree(problems, "the checkpoint could not be read", UserError)
-    wrong, checked = check(targets, checkpoint, rank, held)
-    agree(wrong, "the loaded model is not the one on disk")
+    raise_together(model_problems(targets, checkpoint), where, ANOTHER)
+    problems, filled, bytes_read = read_all(targets, checkpoint, held)
+    raise_together([*problems, *not_filled(targets, filled)], where, DAMAGED)
+    wrong, checked = check(targets, checkpoint, rank(), held)
+    raise_together(wrong, where, FAULTY, RunError)
     model.requires_grad_(False)
     mine = {
-        "rank": rank,
+        "rank": rank(),
+        "parameters": len(filled),
         "bytes_read": bytes_read,
         "peak_rss_bytes": peak_rss(),
         "rss_before_bytes": before,
@@ -168,13 +173,14 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 @torch.no_grad()
 def read_all(
     targets: dict[str, Tensor], checkpoint: Checkpoint, held: Mapping[str, Held] = MappingProxyType({})
-) -> tuple[list[str], int]:
-    """Fill this rank's part of every parameter. Returns what went wrong and the bytes asked of the files.
+) -> tuple[list[str], set[str], int]:
+    """Fill this rank's part of every parameter. Returns what went wrong, the names filled, the bytes asked of files.
 
     `held` are those that stay in FP8: they get their codes as they are, and every rank their scales whole.
     """
     block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
     problems: list[str] = []
+    filled: set[str] = set()
     with Files() as files:
         for parameter in checkpoint.parameters:
             local, offset = own_part(targets[parameter.name])
@@ -184,9 +190,15 @@ def read_all(
                     fill_scale(stays.scale, stays.first, parameter, files, block, stays.coding.sides)
                 else:
                     fill(local, offset, parameter.pieces, files, block)
+                filled.add(parameter.name)
             except (OSError, TruncatedError) as error:
                 problems.append(f"{parameter.name}: {error}")
-        return problems, files.bytes_read
+        return problems, filled, files.bytes_read
+
+
+def not_filled(targets: Iterable[str], filled: Collection[str]) -> list[str]:
+    """Whatever the headers promised: memory that nothing was read into would train as random numbers."""
+    return [f"{name} was not read" for name in targets if name not in filled]
 
 
 def _certificate(
@@ -197,21 +209,16 @@ def _certificate(
     mine: dict[str, Any],
 ) -> Certificate:
     """The whole run's certificate, the same on every rank."""
-    ranks: list[tuple[dict[str, Any], dict[str, int]]] = [(mine, checked)]
-    if dist.is_initialized():
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (mine, checked))
-        ranks = gathered
+    ranks: list[tuple[dict[str, Any], dict[str, int]]] = gather((mine, checked))
     parameters: tuple[Parameter, ...] = checkpoint.parameters
     return Certificate(
         checkpoint=str(checkpoint.path or checkpoint.name),
         layout=layout.name,
         parameters=[parameter_record(parameter, dtypes[parameter.name]) for parameter in parameters],
-        loaded=len(parameters),
-        missing=[],
+        loaded=min(each["parameters"] for each, _ in ranks),
         unread=unread_records(checkpoint),
         checked={
-            "parameters": len(parameters),
+            "parameters": min(counts["parameters"] for _, counts in ranks),
             "slices": sum(counts["slices"] for _, counts in ranks),
             "elements": sum(counts["elements"] for _, counts in ranks),
         },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.adapter import Parts
+from windlass.group import gather, world
 from windlass.model.experts import peers
 
 BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one
@@ -32,10 +32,10 @@ class Replicas:
         self.shared = [parameter for _, parameter in shared]
         self.split = [parameter for _, parameter in split]
         self.buckets = list(_buckets(self.shared))
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.world = world()
         # Groups that together span the ranks with the same experts; none where every rank has its own.
         self.alike: Sequence[dist.ProcessGroup | None] = peers(model)
-        self.holders = _holders(parts, self.world) if split else []
+        self.holders = _holders(parts) if split else []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -101,10 +101,9 @@ class Replicas:
         return values
 
 
-def _holders(parts: Parts, world: int) -> list[int]:
+def _holders(parts: Parts) -> list[int]:
     """For each part of the experts the first rank that holds it."""
-    firsts: list[Any] = [None] * world
-    dist.all_gather_object(firsts, next(iter(parts.held.values())).first)
+    firsts = gather(next(iter(parts.held.values())).first)
     return [firsts.index(first) for first in sorted(set(firsts))]
 
 

@@ -176,10 +176,12 @@ def _machines(made: Derived, layout: Mapping[str, Any], spread: Spread, nodes: i
     if spread.expert_parallel > 1:
         section["expert_parallel"] = spread.expert_parallel
     usual = LayoutSection()
-    for key in ("reshard_after_forward", "base_dtype", "offload", "activation_checkpointing", "state_dict", "wrap"):
+    for key in ("reshard_after_forward", "base_dtype", "activation_checkpointing", "state_dict", "wrap"):
         if layout[key] != getattr(usual, key) and layout[key] != "":
             section[key] = layout[key]
-    made.replace("layout", section, "as the plan lays it out on your machines")
+    # The engine refuses to offload where ranks compute in the host's memory.
+    but = "; a CPU has nowhere to offload from" if layout["offload"] else ""
+    made.replace("layout", section, f"as the plan lays it out on your machines{but}")
     cluster = made.run.cluster
     kept: dict[str, Any] = {"nodes": nodes, "gpus_per_node": spread.ranks // nodes, "gpu": "cpu", "platform": "script"}
     if nodes > 1:

@@ -323,13 +323,11 @@ def certificate(run: Run) -> Facts | None:
     if said is None:
         return None
     parameters, unread = said.get("parameters"), said.get("unread")
-    loaded, missing = said.get("loaded"), said.get("missing")
     return {
         "checkpoint": said.get("checkpoint"),
         "layout": said.get("layout"),
         "parameters": len(parameters) if isinstance(parameters, list | dict) else whole(parameters),
-        "loaded": len(loaded) if isinstance(loaded, list | dict) else whole(loaded),
-        "missing": len(missing) if isinstance(missing, list | dict) else whole(missing),
+        "loaded": whole(said.get("loaded")),
         "unread": len(unread) if isinstance(unread, list | dict) else whole(unread),
         "checked": said.get("checked"),
     }
@@ -357,10 +355,6 @@ def verdict(run: Run, made: Facts) -> Facts:
         bad = bad or bool(serious)
         kinds = list(dict.fromkeys(str(alarm.get("kind", "?")) for alarm in run.alarms))[:6]
         against.append(f"{len(run.alarms)} alarm{'s' if len(run.alarms) > 1 else ''}: {', '.join(kinds)}")
-    missing = ask(made | {"certificate": certificate(run)}, "certificate", "missing")
-    if missing:
-        bad = True
-        against.append(f"{missing} parameters were not loaded from the checkpoint")
     if made["saves"]["failed"]:
         against.append(f"{made['saves']['failed']} of {made['saves']['count']} saves failed: {made['saves']['error']}")
     waiting = made["step_time"]["shares"].get("data", 0.0)

@@ -306,7 +306,6 @@ def certificate(facts: Facts) -> Html | None:
     rows = [
         ("checkpoint", found["checkpoint"] or "–"),
         ("parameters loaded", figure(found["loaded"])),
-        ("missing", figure(found["missing"])),
         ("stored but not needed", figure(found["unread"])),
         ("compared with the files again", checked or "–"),
     ]

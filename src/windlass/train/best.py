@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from windlass import checkpoint
+from windlass import checkpoint, group
 from windlass.data import prepare
 from windlass.errors import UserError
 from windlass.model.load import load
@@ -96,8 +96,8 @@ def best(plan: Plan, here: Place, run_folder: Path, show: Callable[[Ranking], No
 
 def candidates(run_folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The whole checkpoints, and why others are none. Every rank is given what rank 0 found."""
-    found = list(checkpoint.newest(run_folder / "checkpoints")) if checkpoint.rank() == 0 else []
-    found = checkpoint.agree(found)
+    found = list(checkpoint.newest(run_folder / "checkpoints")) if group.rank() == 0 else []
+    found = group.from_rank_0(found)
     whole = [folder for folder, damage in found if not damage]
     if not whole:
         raise UserError("no whole checkpoint is there", str(run_folder / "checkpoints"), "let the run save one")
@@ -150,7 +150,7 @@ def evaluated(model: PeftModel, batches: Sequence[Batch], count: int) -> Rows:
         ]
         tokens = labels.ne(IGNORED).sum(dim=1).tolist()
         mine += zip(batch.numbers, torch.stack(losses).tolist(), tokens, strict=True)
-    by_number = {number: (loss, tokens) for part in checkpoint.gather(mine) for number, loss, tokens in part}
+    by_number = {number: (loss, tokens) for part in group.gather(mine) for number, loss, tokens in part}
     return [by_number[number] for number in range(count)]
 
 

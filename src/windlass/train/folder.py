@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from windlass import __version__, checkpoint, steps
+from windlass import __version__, checkpoint, group, steps
 from windlass.errors import Problem, UserError
 from windlass.train import manifest
 
@@ -56,12 +56,12 @@ _lock: IO[str] | None = None  # held for the life of rank 0's process; the syste
 def take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
     """Claim the folder for this run, on all ranks alike. Returns the checkpoint to go on from, if any."""
     answer: Path | tuple[Problem, ...] | None = None
-    if checkpoint.rank() == 0:
+    if group.rank() == 0:
         try:
             answer = _take(folder, plan, resume=resume)
         except UserError as error:
             answer = error.problems
-    answer = checkpoint.agree(answer)
+    answer = group.from_rank_0(answer)
     if isinstance(answer, tuple):
         raise UserError.of(answer)
     return answer
@@ -219,13 +219,13 @@ read = manifest.read
 
 def write(folder: Path, name: str, value: Any) -> None:
     """One JSON file, by rank 0, whole or not at all."""
-    if checkpoint.rank() == 0:
+    if group.rank() == 0:
         manifest.write(folder, name, value)
 
 
 def note(folder: Path, **found: Any) -> None:
     """Add to the manifest what became known later."""
-    if checkpoint.rank() == 0:
+    if group.rank() == 0:
         write(folder, MANIFEST, {**read(folder), **found})
 
 

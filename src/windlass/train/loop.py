@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from windlass import checkpoint
+from windlass import checkpoint, group
 from windlass.data.batch import Apart
 from windlass.errors import RunError
 from windlass.meter import LLMStepProfiler
@@ -149,7 +149,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         gradients = [p.grad.detach() for p in self.replicas.parameters if p.grad is not None]
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else torch.zeros(1, device=device)
         healthy = torch.isfinite(torch.as_tensor(micro.loss)) & torch.isfinite(largest).all()
-        bad[dist.get_rank() if world > 1 else 0] = (~healthy).float()
+        bad[group.rank()] = (~healthy).float()
         own = (micro.loss, micro.tokens, self.interrupted(), self.asked())
         sums = torch.cat([torch.stack([torch.as_tensor(value, device=device).float() for value in own]), bad])
         loss, tokens, interrupted, asked, *flags = self.replicas.average(torch.nan_to_num(sums)).tolist()
@@ -193,11 +193,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
 
     def _poisoned(self, step: Step) -> None:
         """Say which rank and which rows, then stop, or leave this step out."""
-        rows: list[list[int]] = [[] for _ in range(self.replicas.world)]
-        if self.replicas.world > 1:
-            dist.all_gather_object(rows, self.micro.rows)
-        else:
-            rows = [self.micro.rows]
+        rows: list[list[int]] = group.gather(self.micro.rows)
         where = "; ".join(f"rank {rank}, rows {', '.join(map(str, rows[rank]))}" for rank in self.culprits)
         where = where or "on no single rank: the sum over all ranks overflowed"
         if self.non_finite == "stop":

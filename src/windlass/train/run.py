@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 
 from windlass import checkpoint as checkpoints
+from windlass import group
 from windlass.data import Prepared, prepare
 from windlass.errors import SAVED, UserError
 from windlass.meter import LLMStepProfiler
@@ -111,7 +112,7 @@ def join(here: Place, timeout_seconds: float, recorders: Mapping[str, str] = Map
         )
     if gpu:
         seen = torch.cuda.get_device_properties(torch.cuda.current_device())
-        each_its_own(checkpoints.gather(str(getattr(seen, "uuid", ""))))
+        each_its_own(group.gather(str(getattr(seen, "uuid", ""))))
 
 
 def own_gpu(local_rank: int, seen: int) -> int:
@@ -147,7 +148,7 @@ def agree_on(plan: Plan) -> None:
         "train.gradient_accumulation_steps": plan.batch.accumulation,
         "the path of experts' adapters": plan.expert_path,
     }
-    plans = checkpoints.gather(mine)
+    plans = group.gather(mine)
     other = next((rank for rank, theirs in enumerate(plans) if theirs != plans[0]), None)
     if other is not None:
         one, two = plans[0], plans[other]
@@ -268,11 +269,11 @@ def load_best(saving: Saving, model: PeftModel, console: Console) -> None:
 
 def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
-    if checkpoints.rank() == 0:
+    if group.rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
     checkpoints.save_adapter(model, partial)
-    if checkpoints.rank() == 0:
+    if group.rank() == 0:
         tokenizer.save_pretrained(partial)
         checkpoints.appear(partial, folder)
-    checkpoints.barrier()
+    group.barrier()
     console.print(f"adapter written to {folder}")

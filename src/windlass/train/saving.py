@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from windlass import checkpoint, steps
+from windlass import checkpoint, group, steps
 from windlass.errors import RunError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Saving(TrainerCallback):  # type: ignore[misc]
 
     def finish(self) -> str:
         """Wait for what is being written; why it failed, on every rank, or nothing."""
-        failure: str = checkpoint.agree(self.writer.finish() if checkpoint.rank() == 0 else "")
+        failure: str = group.from_rank_0(self.writer.finish() if group.rank() == 0 else "")
         return failure
 
     def close(self) -> None:
@@ -93,14 +93,14 @@ class Saving(TrainerCallback):  # type: ignore[misc]
     def best(self) -> Path | None:
         """The best whole checkpoint, the same on every rank."""
         self.finish()
-        found = checkpoint.best(self.checkpoints) if checkpoint.rank() == 0 else None
+        found = checkpoint.best(self.checkpoints) if group.rank() == 0 else None
         if found is not None and (fault := checkpoint.damage(found)):
             raise RunError(
                 f"the best checkpoint can't be used: {fault}",
                 str(found),
                 "the last one is whole: `windlass best` ranks those that are left",
             )
-        path: Path | None = checkpoint.agree(found)
+        path: Path | None = group.from_rank_0(found)
         return path
 
     def _kept(self) -> str:

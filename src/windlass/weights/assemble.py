@@ -9,7 +9,7 @@ from math import ceil, prod
 from pathlib import Path
 
 from windlass.errors import Problem, raise_all
-from windlass.family import UNREAD
+from windlass.family import TIED, UNREAD, VISION
 from windlass.weights.checkpoint import Checkpoint, Parameter, Piece, Stored
 from windlass.weights.config import Described, parameters
 
@@ -56,7 +56,7 @@ def assemble(path: Path, described: Described, stored: Mapping[str, Stored]) -> 
         dims=described.dims,
         parameters=tuple(filled),
         wrapper=described.wrapper.architecture if described.wrapper else None,
-        unread=tuple(unread),
+        unread=unread,
         quantization=described.quantization,
         notes=tuple(notes),
     )
@@ -178,21 +178,22 @@ def _scale_fits(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]
 
 def _rest(
     described: Described, stored: Mapping[str, Stored], found: Found, tied: bool
-) -> tuple[list[Stored], list[str], list[str]]:
+) -> tuple[dict[Stored, str], list[str], list[str]]:
     """The tensors without a use: those with a stated reason, those without, and what to say of them."""
-    skipped = [*UNREAD, *([described.wrapper.skipped] if described.wrapper else [])]
-    reason = re.compile("|".join(f"(?:{pattern})" for pattern in skipped))
+    stated = {**UNREAD, **({described.wrapper.skipped: VISION} if described.wrapper else {})}
+    reasons = [(re.compile(pattern), reason) for pattern, reason in stated.items()]
     head = found.named.get(HEAD) if tied else None
-    unread: list[Stored] = []
+    unread: dict[Stored, str] = {}
     unknown: list[str] = []
     for key, tensor in stored.items():
         if key in found.used:
             continue
-        if reason.fullmatch(key) or tensor is head:
-            unread.append(tensor)
+        why = TIED if tensor is head else next((why for pattern, why in reasons if pattern.fullmatch(key)), None)
+        if why:
+            unread[tensor] = why
         else:
             unknown.append(key)
-    notes = [f"{head.key} is stored and not read: config.json ties the head to the embedding"] if head else []
+    notes = [f"{head.key} is stored and not read: {TIED}"] if head else []
     return unread, unknown, notes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -62,7 +63,7 @@ class Checkpoint:
     dims: dict[str, int]  # the sizes that shapes and costs are made of (documented in family.py)
     parameters: tuple[Parameter, ...]
     wrapper: str | None = None  # architecture of the multimodal wrapper around it, if any
-    unread: tuple[Stored, ...] = ()  # keys on a stated list that the language model does not need
+    unread: Mapping[Stored, str] = field(default_factory=dict)  # what the language model does not need, and why
     quantization: dict[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
 
