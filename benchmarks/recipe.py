@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peers
 from race import Measured, race
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -53,8 +54,12 @@ ENGINES = {
     "recipe": Engine("trl", "TRL + PEFT, full shard, batch 1 x 16, a row a sequence", settings={"shard": True}),
     "TRL, one process": Engine("trl", "the same on one rank with all cores, batch 1 x 32", ranks=1),
     "TRL, DDP": Engine("trl", "the recipe with the base whole on each rank"),
+    "TRL, DDP, seed 43": Engine("trl", "another adapter drawn, another order", settings={"seed": 43}),
+    "TRL, DDP, seed 44": Engine("trl", "and another: what chance does to the held-out loss", settings={"seed": 44}),
     "llamafactory": Engine("llamafactory", "its DDP, the same batch and rows"),
     "swift": Engine("swift", "its DDP, the same batch and rows"),
+    # With more ranks it asks for a GPU of the rank's number.
+    "axolotl, one process": Engine("axolotl", "one rank with all cores, batch 1 x 32, the same rows", ranks=1),
     "windlass, one process": Engine("windlass", "as TRL, one process", ranks=1, settings=ALONE),
     "windlass, same settings": Engine("windlass", "full shard, batch 1 x 16: no lever"),
     "windlass, packed": Engine("windlass", "full shard, rows packed to 1024", settings=PACKED),
@@ -131,72 +136,8 @@ def command(name: str, setting: Setting) -> list[str]:
     if engine.kind == "trl":
         experts = ["--adapt-experts"] if setting.adapt_experts else []
         return [sys.executable, __file__, "--rank-of", name, "--folder", str(setting.folder), *experts]
-    asked = {**of_peers(out), **{"llamafactory": of_llamafactory, "swift": of_swift}[engine.kind](setting, out)}
-    if engine.kind == "llamafactory":
-        (out / "run.yaml").write_text(json.dumps(asked))
-        return [setting.peers[engine.kind], "-m", "llamafactory.cli", "train", str(out / "run.yaml")]
-    words = ((f"--{key}", *map(str, value if isinstance(value, list) else [value])) for key, value in asked.items())
-    return [setting.peers[engine.kind], "-m", "swift.cli.pt", *(word for pair in words for word in pair)]
-
-
-def of_peers(out: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(out / "final"),
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": ROWS_A_STEP // 2,
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "lora_rank": R,
-        "lora_alpha": ALPHA,
-        "lora_dropout": 0.0,
-        "bf16": False,
-        "fp16": False,
-        "use_cpu": True,
-        "seed": SEED,
-        "logging_steps": 1,
-        "save_steps": 100000,
-        "report_to": "none",
-    }
-
-
-def of_llamafactory(setting: Setting, out: Path) -> dict[str, Any]:
-    rows = {"file_name": str(setting.folder / "data" / "train.jsonl"), "columns": {"prompt": "text"}}
-    (out / "dataset_info.json").write_text(json.dumps({"rows": rows}))
-    return {
-        "stage": "pt",
-        "do_train": True,
-        "finetuning_type": "lora",
-        "model_name_or_path": str(setting.folder / "model"),
-        "dataset": "rows",
-        "dataset_dir": str(out),
-        "cutoff_len": LENGTH,
-        "packing": False,
-        "template": "default",
-        "lora_target": ",".join(TARGETS),
-        "disable_gradient_checkpointing": True,
-    }
-
-
-def of_swift(setting: Setting, out: Path) -> dict[str, Any]:
-    lines = (setting.folder / "data" / "train.jsonl").read_text().splitlines()
-    rows = ({"messages": [{"role": "assistant", "content": json.loads(line)["text"]}]} for line in lines)
-    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
-        "model": str(setting.folder / "model"),
-        "model_type": "qwen3_moe",
-        "template": "dummy",
-        "dataset": str(out / "rows.jsonl"),
-        "split_dataset_ratio": 0,
-        "max_length": LENGTH,
-        "tuner_type": "lora",
-        "target_modules": TARGETS,
-        "torch_dtype": "float32",
-        "gradient_checkpointing": False,
-        "packing": False,
-        "add_version": False,
-    }
+    asked = peers.Asked(TARGETS, LENGTH, R, ALPHA, RATE, SEED, accumulation=ROWS_A_STEP // engine.ranks)
+    return peers.command(engine.kind, setting.peers[engine.kind], setting.folder, out, asked)
 
 
 def run_file(engine: Engine, setting: Setting, out: Path) -> Path:
@@ -241,7 +182,8 @@ def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
     world, out = int(os.environ["WORLD_SIZE"]), Setting(folder, adapt_experts, 0, {}).of(name)
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    torch.manual_seed(SEED)
+    seed = ENGINES[name].settings.get("seed", SEED)
+    torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).requires_grad_(False)
     experts = EXPERTS if adapt_experts else None
     config = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=TARGETS, target_parameters=experts, task_type="CAUSAL_LM")
@@ -258,7 +200,7 @@ def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
         bf16=False,
         gradient_checkpointing=False,
         max_length=LENGTH,
-        seed=SEED,
+        seed=seed,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
@@ -331,24 +273,23 @@ def main() -> None:
         rank_of(given.rank_of, given.folder, given.adapt_experts)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that networks are taken down
-    peers = dict(pair.split("=", 1) for pair in given.peer)
+    installed = dict(pair.split("=", 1) for pair in given.peer)
     sizes = Sizes(**{name: getattr(given, name) for name in vars(Sizes())})
-    names = given.only or [name for name, engine in ENGINES.items() if engine.kind in {"trl", "windlass", *peers}]
+    names = given.only or [name for name, engine in ENGINES.items() if engine.kind in {"trl", "windlass", *installed}]
     with tempfile.TemporaryDirectory() as made:
         tokens = make(Path(made), sizes, given.text)
         packed = max(1, round(ROWS_A_STEP / 2 * tokens / sizes.rows / LENGTH))
-        setting = Setting(Path(made), given.adapt_experts, packed, peers, given.gbit)
+        setting = Setting(Path(made), given.adapt_experts, packed, installed, given.gbit)
         print_setting(setting, sizes, tokens, given.gbit)
         found: dict[str, Measured] = {}
         for name in names:
             words = command(name, setting)
-            environ = {"DISABLE_VERSION_CHECK": "1", "USE_HF": "1"}
             ranks = ENGINES[name].ranks
 
             def done(name: str = name) -> int:
                 return steps_done(name, setting)
 
-            found[name] = race(words, setting.of(name), done, ranks=ranks, gbit=given.gbit, environ=environ)
+            found[name] = race(words, setting.of(name), done, ranks=ranks, gbit=given.gbit, environ=peers.ENVIRON)
             state = f"{found[name].step_seconds:.2f} s a step" if found[name].ok else f"failed:\n{found[name].why}"
             print(f"  {name}: {state}", file=sys.stderr, flush=True)
         print_table(found, tokens, held_out(setting, [name for name in names if found[name].ok]))
@@ -362,7 +303,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--adapt-experts", action="store_true", help="adapters on the routed experts too")
     parser.add_argument("--gbit", type=float, help="throttle the link between the two ranks")
     parser.add_argument("--only", nargs="+", choices=ENGINES, help="others are held against the first of them")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="llamafactory=… or swift=…")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"{'=…, '.join(peers.SETTINGS)}=…"
+    )
     parser.add_argument("--rank-of", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
