@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from windlass import twin
+from windlass import checkpoint, twin
 from windlass.checkpoint.disk import seal
 from windlass.errors import UserError
 from windlass.export import Names, export, logits, served
@@ -310,14 +310,15 @@ def run(cases: dict[str, Path], tmp_path: Path) -> Path:
         },
         "versions": {"torch": "2.13.0"},
     }
-    for step in (10, 20, 30):
+    losses = {10: 2.5, 20: 1.5, 30: 2.0}
+    for step, loss in losses.items():
         held = folder / "checkpoints" / f"step-{step}"
         shutil.copytree(cases["wide"] / "adapter", held)
-        seal(held, manifest)
+        seal(held, {**manifest, "eval_loss": loss})
     (folder / "manifest.json").write_text(json.dumps(manifest))
     lines = [{"step": i, "loss": 3 - i / 20} for i in range(1, 31)]
     (folder / "steps-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    events = [{"kind": "eval", "step": s, "eval_loss": loss} for s, loss in ((10, 2.5), (20, 1.5), (30, 2.0))]
+    events = [{"kind": "eval", "step": step, "eval_loss": loss} for step, loss in losses.items()]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
     return folder
 
@@ -330,6 +331,13 @@ def test_the_best_checkpoint_is_chosen_and_a_damaged_one_is_not(run: Path) -> No
     chosen = choose(run)
     assert chosen.folder.name == "step-30"
     assert "passed over step-20: adapter_model.safetensors" in chosen.why
+
+
+def test_the_best_is_what_the_run_itself_took_for_the_best(run: Path) -> None:
+    """Its checkpoints say how they evaluated. The log may have lost lines, or have those of steps that were undone."""
+    (run / "events.jsonl").write_text('{"kind": "eval", "step": 30, "eval_loss": 0.1}\n{"kind": "ev')
+    assert choose(run).folder == checkpoint.best(run / "checkpoints") == run / "checkpoints" / "step-20"
+    assert "lowest evaluation loss of 3 saved: 1.5000 at step-20" in choose(run).why
 
 
 def test_the_card_says_what_was_trained(run: Path, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ random_state  random numbers of Python, NumPy and torch
 
 from windlass.checkpoint.adapter import ADAPTER, load_adapter, read_back, save_adapter
 from windlass.checkpoint.contents import Contents, contents, load_optimizer, load_random, read_manifest
-from windlass.checkpoint.disk import appear, damage, flush, sweep
-from windlass.checkpoint.keep import best, newest, point, prune, saved, set_aside, step_of
+from windlass.checkpoint.disk import appear, damage, flush, flush_one, save_tensors, sweep
+from windlass.checkpoint.keep import best, best_of, evaluated, newest, point, prune, saved, set_aside, step_of
 from windlass.checkpoint.random_state import preserved
 from windlass.checkpoint.writer import Writer
 
@@ -26,9 +26,12 @@ __all__ = [
     "Writer",
     "appear",
     "best",
+    "best_of",
     "contents",
     "damage",
+    "evaluated",
     "flush",
+    "flush_one",
     "load_adapter",
     "load_optimizer",
     "load_random",
@@ -39,6 +42,7 @@ __all__ = [
     "read_back",
     "read_manifest",
     "save_adapter",
+    "save_tensors",
     "saved",
     "set_aside",
     "step_of",

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from windlass.adapter import Parts
+from windlass.checkpoint.disk import save_tensors
 from windlass.checkpoint.parts import holders, whole
 from windlass.errors import RunError
 from windlass.group import from_rank_0, gather, rank
@@ -53,11 +54,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 
 def write_adapter(state: dict[str, Tensor], config: PeftConfig, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / ADAPTER, {"format": "pt"})
-    except SafetensorError as error:  # it wraps the system's error; a full disk is told by its words alone
-        raise OSError(str(error)) from None
-    (folder / ADAPTER).chmod(0o644)  # the library makes it readable for its owner alone, whatever the umask says
+    save_tensors(state, folder / ADAPTER, {"format": "pt"})
     config.save_pretrained(str(folder))
 
 

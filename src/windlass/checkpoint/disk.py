@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 MANIFEST = "manifest.json"
 SEAL = "seal"  # of the manifest itself: it holds the hashes of everything else
@@ -59,6 +66,17 @@ def damage(folder: Path) -> str:
 def hashes(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {str(path.relative_to(folder)): _sha256(path) for path in files}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """safetensors wraps the system's error, a full disk among them: it is told by its number as any other."""
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from None
+    path.chmod(0o644)  # the library makes it readable for its owner alone, whatever the umask says
 
 
 def flush(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from windlass.checkpoint.contents import read_manifest
@@ -28,9 +28,12 @@ def newest(checkpoints: Path) -> Iterator[tuple[Path, str]]:
 
 def best(checkpoints: Path) -> Path | None:
     """The checkpoint with the lowest evaluation loss; of equal ones the earliest. None: none was evaluated."""
-    scored = [
-        (loss, step_of(folder), folder) for folder in saved(checkpoints) if (loss := evaluated(folder)) < math.inf
-    ]
+    return best_of(saved(checkpoints))
+
+
+def best_of(folders: Iterable[Path]) -> Path | None:
+    """The same of these."""
+    scored = [(loss, step_of(folder), folder) for folder in folders if (loss := evaluated(folder)) < math.inf]
     return min(scored)[2] if scored else None
 
 

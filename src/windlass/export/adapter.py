@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from windlass.checkpoint import save_tensors
 from windlass.errors import UserError
 from windlass.export.choose import CONFIG, WEIGHTS, Chosen
 from windlass.export.recipe import BF16
-from windlass.export.write import RECORD, save
+from windlass.export.write import RECORD
 
 ADAPTER = "adapter"  # as the record of an export says
 DTYPES = {BF16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,7 +41,7 @@ def write(chosen: Chosen, to: Path, base: str, dtype: str | None) -> None:
             shutil.copyfile(chosen.weights, to / WEIGHTS)
         else:
             rounded = {key: tensor.to(DTYPES[dtype]) for key, tensor in load_file(chosen.weights).items()}
-            save(rounded, to / WEIGHTS, {"format": "pt"})
+            save_tensors(rounded, to / WEIGHTS, {"format": "pt"})
         for path in companions(chosen):
             shutil.copyfile(path, to / path.name)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +37,7 @@ def choose(source: Path) -> Chosen:
     if (source / CONFIG).is_file():
         run_folder = _run_of(source)
         return _chosen(source, "the folder that was named", run_folder)
-    if not (source / "manifest.json").is_file():
+    if not (source / steps.MANIFEST).is_file():
         hint = (
             "a run folder holds manifest.json; an adapter's folder adapter_config.json, as PEFT and windlass write it"
         )
@@ -50,21 +49,19 @@ def choose(source: Path) -> Chosen:
 def _run_of(adapter: Path) -> Path | None:
     """The run folder that an adapter's folder lies in: run/final, run/checkpoints/step-N."""
     for folder in (adapter.resolve().parent, adapter.resolve().parent.parent):
-        if "run" in _json(folder / "manifest.json"):
+        if "run" in steps.read(folder / steps.MANIFEST):
             return folder
     return None
 
 
 def _best(run: Path) -> tuple[Path, str]:
     """The whole checkpoint with the lowest evaluation loss; without evaluations the run's final adapter."""
-    losses = evaluations(run)
     state = {folder: checkpoints.damage(folder) for folder in checkpoints.saved(run / "checkpoints")}
     whole = [folder for folder, damage in state.items() if not damage]
     passed = "".join(f"; passed over {folder.name}: {damage}" for folder, damage in state.items() if damage)
-    scored = [(losses[checkpoints.step_of(f)], f) for f in whole if checkpoints.step_of(f) in losses]
-    if scored:
-        loss, folder = min(scored, key=lambda pair: pair[0])
-        return folder, f"lowest evaluation loss of {len(scored)} saved: {loss:.4f} at {folder.name}{passed}"
+    losses = [loss for folder in whole if math.isfinite(loss := checkpoints.evaluated(folder))]
+    if lowest := checkpoints.best_of(whole):
+        return lowest, f"lowest evaluation loss of {len(losses)} saved: {min(losses):.4f} at {lowest.name}{passed}"
     if (run / "final" / CONFIG).is_file():
         return run / "final", f"the run's last step: no whole checkpoint was evaluated{passed}"
     if whole:
@@ -77,8 +74,8 @@ def _best(run: Path) -> tuple[Path, str]:
 
 
 def evaluations(run: Path) -> dict[int, float]:
-    """Evaluation loss by step, the latest where a step was evaluated twice."""
-    path = run / "events.jsonl"
+    """Evaluation loss by step as the log has it, the latest where a step was evaluated twice: for the model card."""
+    path = run / steps.EVENTS
     found: dict[int, float] = {}
     for event in steps.lines(path) if path.is_file() else ():
         step, loss = event.get("step"), event.get("eval_loss")
@@ -88,7 +85,7 @@ def evaluations(run: Path) -> dict[int, float]:
 
 
 def _chosen(folder: Path, why: str, run: Path | None) -> Chosen:
-    config = _json(folder / CONFIG)
+    config = steps.read(folder / CONFIG)
     if not config:
         raise UserError("it is not JSON, or empty", str(folder / CONFIG), "export from another checkpoint of the run")
     if not (folder / WEIGHTS).is_file():
@@ -97,7 +94,7 @@ def _chosen(folder: Path, why: str, run: Path | None) -> Chosen:
             str(folder),
             "adapters are read from safetensors only: save it again with PEFT's save_pretrained",
         )
-    manifest = _json(run / "manifest.json") if run else {}
+    manifest = steps.read(run / steps.MANIFEST) if run else {}
     return Chosen(folder, why, config, run, manifest)
 
 
@@ -124,11 +121,3 @@ def base_name(chosen: Chosen, base: str | None, given: str | None) -> str:
     if not named.is_absolute() and not named.exists():
         return str(named)  # a hub id
     return named.resolve().name
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION as FIRST
@@ -22,9 +21,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from windlass.checkpoint import flush_one, save_tensors
 from windlass.errors import RunError, UserError
 from windlass.export import values
 from windlass.export.recipe import COPIED, MERGED, SCALE, Entry, OutFile, Recipe
@@ -100,11 +100,11 @@ class Writer:
             self.advance(entry.source.end - entry.source.start)
 
         self._each(one, coded, workers)
-        save(self.scales, path)
+        save_tensors(self.scales, path)
 
     def _halt(self) -> None:
         if self.stop.is_set():
-            raise RunError("stopped", str(self.to))
+            raise RunError("stopped by a signal", str(self.to), "repeat the command: finished files are kept")
 
     def _file(self, file: OutFile) -> None:
         partial = self.work / f"{file.name}.partial"
@@ -122,7 +122,7 @@ class Writer:
         finally:
             os.close(descriptor)
         partial.replace(self.to / file.name)
-        _flush(self.to)
+        flush_one(self.to)
 
     def _data(self, entry: Entry) -> Iterator[memoryview]:
         """A tensor's bytes in order."""
@@ -156,7 +156,7 @@ class Writer:
         if self.recipe.index is not None:
             (self.to / INDEX).write_bytes(self.recipe.index)
         (self.to / CONFIG).write_bytes(self.recipe.config)
-        _flush(self.to)
+        flush_one(self.to)
 
 
 def begin(to: Path, recipe: Recipe, checkpoint: Checkpoint, adapter: Path) -> bool:
@@ -176,17 +176,6 @@ def begin(to: Path, recipe: Recipe, checkpoint: Checkpoint, adapter: Path) -> bo
     except OSError as error:
         raise _told(error, to, recipe) from None
     return bool(held)
-
-
-def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """safetensors wraps the system's error, a full disk among them: it is told by its number as any other."""
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from None
-    path.chmod(0o644)  # the library makes it readable for its owner alone, whatever the umask says
 
 
 def finish(to: Path) -> None:
@@ -251,11 +240,3 @@ def _write(descriptor: int, data: memoryview, at: int) -> None:
 
 def _view(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _flush(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
