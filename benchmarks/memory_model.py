@@ -110,6 +110,7 @@ class Case:
     experts: bool = False  # PEFT's expert adapters
     packed: bool = False  # rows of several documents, which a mask keeps apart
     adapter_bytes: int = 4
+    evaluated: int = 0  # sequences of an evaluation's pass, which is then what is measured
     sizes: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
 
@@ -117,7 +118,7 @@ class Case:
         words = [f"{self.family:9} {self.ranks} ranks {self.micro}x{self.length}"]
         words += ["no reshard"] * (not self.reshard) + ["checkpointing"] * self.checkpointing
         words += ["attention only"] * (self.targets == "attention") + ["expert adapters (PEFT)"] * self.experts
-        words += ["packed"] * self.packed
+        words += ["packed"] * self.packed + [f"evaluation of {self.evaluated}"] * bool(self.evaluated)
         words += ["bf16 adapter"] * (self.adapter_bytes == 2) + [f"{k}={v}" for k, v in self.sizes.items()]
         return ", ".join(words)
 
@@ -164,6 +165,13 @@ CASES = [
     Case("mixtral", ranks=2, micro=4, packed=True),
     Case("qwen3_moe", ranks=2, micro=4),
     Case("qwen3_moe", ranks=8, micro=4, checkpointing=True),
+    Case("llama", ranks=2, evaluated=32, quick=True),
+    Case("llama", ranks=8, evaluated=32, packed=True),
+    Case("llama", ranks=2, evaluated=16, reshard=False, sizes={"vocab_size": 128256}),
+    Case("mistral4", ranks=2, evaluated=32, quick=True),
+    Case("mistral4", ranks=3, evaluated=16, sizes=FULL_WIDTH),
+    Case("mixtral", ranks=2, evaluated=32),
+    Case("qwen3_moe", ranks=2, evaluated=32, packed=True),
 ]
 
 
@@ -277,34 +285,45 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     shard(case, model, trained, mesh)
     optimizer = torch.optim.AdamW(list(trained), lr=1e-3, foreach=True)
     ids = torch.zeros(case.micro, case.length, dtype=torch.long)
-    said = {"position_ids": documents(case)} if case.packed else {}
+    more = torch.zeros(case.evaluated, case.length, dtype=torch.long)
+    said = {"position_ids": documents(case, case.micro)} if case.packed else {}
     _pass(peft, ids, **said)
     optimizer.step()
     optimizer.zero_grad()
     _pass(peft, ids, **said)  # the first of two micro-batches leaves gradients
+    if case.evaluated:
+        optimizer.zero_grad()
+        peft.eval()
     gc.collect()
     tracker = FSDPMemTracker(model, optimizer)
-    tracker.track_inputs((ids,))
+    tracker.track_inputs((more if case.evaluated else ids,))
     for parameter in trained:  # plain tensors beside the sharded base, which the tracker does not look for
-        for tensor in (parameter, parameter.grad):
+        for tensor in (parameter, *([] if parameter.grad is None else [parameter.grad])):
             tracker._update_and_maybe_create_winfos(tensor, _FSDPRefType.SHARDED_PARAM)
     # The head's module is never called, the fused loss reads its weight: its group hooks in by the final norm.
     tracker.memory_tracking[model.lm_head] = _FSDPModMemStats("lm_head")
     with tracker:
-        _pass(peft, ids, **said)
-        optimizer.step()
+        if case.evaluated:
+            with torch.no_grad():
+                _forward(peft, more, **({"position_ids": documents(case, case.evaluated)} if case.packed else {}))
+        else:
+            _pass(peft, ids, **said)
+            optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
 def _pass(peft: Any, ids: torch.Tensor, **said: torch.Tensor) -> None:
+    _forward(peft, ids, **said).backward()
+
+
+def _forward(peft: Any, ids: torch.Tensor, **said: torch.Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
-        loss = peft(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **said).loss
-    loss.backward()
+        return peft(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **said).loss
 
 
-def documents(case: Case) -> torch.Tensor:
+def documents(case: Case, rows: int) -> torch.Tensor:
     """Positions in rows of documents of an eighth of a row each."""
-    return (torch.arange(case.length) % (case.length // 8)).expand(case.micro, -1)
+    return (torch.arange(case.length) % (case.length // 8)).expand(rows, -1)
 
 
 def work(case: Case, found: Checkpoint, adapter: Adapter) -> Work:
@@ -320,7 +339,18 @@ def work(case: Case, found: Checkpoint, adapter: Adapter) -> Work:
     )
     machine = Machine(h200, fabric("nvlink4"), fabric("infiniband-400"), fabric("pcie5"), 1, None)
     batch = Batch(case.micro, 2, case.length)
-    return Work(found, adapter, layout, batch, machine, "adamw_torch", 2, expert_path="merged", masked=case.packed)
+    return Work(
+        found,
+        adapter,
+        layout,
+        batch,
+        machine,
+        "adamw_torch",
+        2,
+        expert_path="merged",
+        masked=case.packed,
+        evaluated=case.evaluated,
+    )
 
 
 ASSUMED = {"reserve", "fragmentation"}  # what only a real device has

@@ -52,6 +52,8 @@ CASES = (
     "expert-parallel",
     "expert-parallel, checkpointing",
     "expert-parallel, FP8, checkpointing",
+    "expert-parallel, gathered once",
+    "expert-parallel, gathered once, FP8, checkpointing",
     "resident, FP8",
     "resident, FP8, checkpointing",
     "full-shard, expert adapters",
@@ -70,14 +72,14 @@ def layout_of(name: str) -> Layout:
         shard=1 if kind == "resident" else RANKS,
         replicate=RANKS if kind == "resident" else 1,
         expert_parallel=RANKS if kind == "expert-parallel" else 1,
-        reshard_after_forward=kind not in ("no-reshard", "resident"),
+        reshard_after_forward=kind not in ("no-reshard", "resident") and "gathered once" not in words,
         activation_checkpointing="checkpointing" in words,
         base_dtype="fp8" if "FP8" in words else "bf16",
     )
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Runs in every rank. The second micro-batch of the second step, as in the other benchmark."""
+    """Runs in every rank: micro-batches of the second step, as in the other benchmark."""
     found = weights.find(str(folder), "benchmark")
     experts = ExpertLora(r=4, lora_alpha=8) if "expert adapters" in name else None
     lora = Lora(r=model_of.RANK, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, experts=experts)
@@ -91,7 +93,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     if layout.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.train()
-    measured = _peak(peft, model, torch.randint(0, 8000, (MICRO, LENGTH)), once=layout.name == "no-reshard")
+    once = layout.shard > 1 and not layout.reshard_after_forward
+    measured = _peak(peft, model, torch.randint(0, 8000, (MICRO, LENGTH)), once=once)
     activations.IMBALANCE = 1.0
     answer = cost(work)
     rows = {
@@ -109,7 +112,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
-    """`once`: what the first of two micro-batches gathered is kept for the second, as training does."""
+    """The second step's. `once`: what the first of two micro-batches gathers is kept for the second, as training does."""
     trained = [p for p in peft.parameters() if p.requires_grad]
     for parameter in trained:
         if parameter.device.type == "meta":
@@ -119,11 +122,7 @@ def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
         model_of._pass(peft, ids)
         optimizer.step()
         optimizer.zero_grad()
-        if once:
-            shard.keep_gathered(model, keep=True)
         model_of._pass(peft, ids)
-        if once:
-            shard.keep_gathered(model, keep=False)
         gc.collect()
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((ids,))
@@ -133,6 +132,10 @@ def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
         for module in model.modules():
             tracker.memory_tracking[module] = _FSDPModMemStats("")
         with tracker:
+            if once:
+                shard.keep_gathered(model, keep=True)
+                model_of._pass(peft, ids)
+                shard.keep_gathered(model, keep=False)
             model_of._pass(peft, ids)
             optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])

@@ -33,7 +33,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "offload": None,
         "activation_checkpointing": None,
         "wrap": None,
-        "state_dict": None,
     },
     "cluster": {"nodes": 1, "gpus_per_node": 1},
     "train": {"bf16": True, "fp16": False, "gradient_checkpointing": False, "optim": "adamw_torch"},
@@ -45,6 +44,7 @@ class Job:
     """A run file in which only some keys were written; each stands in the line of its turn."""
 
     def __init__(self, **written: Any) -> None:
+        self.experts_adapted = written.pop("experts_adapted", False)
         self.written = {key.replace("__", "."): value for key, value in written.items()}
         for section, values in DEFAULTS.items():
             mine = {key.partition(".")[2]: v for key, v in self.written.items() if key.startswith(section + ".")}
@@ -61,7 +61,7 @@ class Job:
         return f"run.yaml:{list(self.written).index(path) + 1}: {path}"
 
     def demand(self, accelerate: AccelerateFile | None = None, family: Family | None = None) -> Demand:
-        return demand(self, self.where, family, accelerate)
+        return demand(self, self.where, family, accelerate, experts_adapted=self.experts_adapted)
 
 
 def file(folder: Path, text: str) -> AccelerateFile:
@@ -156,10 +156,6 @@ def test_keys_of_layout_without_a_name_mean_the_layout_that_has_them(written: di
     if name != "auto":
         assert "layout." in wanted.where
         assert settle(wanted, 128).name == name
-
-
-def test_a_sharded_state_dict_is_refused() -> None:
-    assert "one file holds all of it" in problems(Job(layout__state_dict="sharded"))[0][1]
 
 
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -314,7 +310,7 @@ def test_a_layer_class_that_the_model_lacks_is_an_error_that_names_its_own() -> 
     assert "'MistralDecoderLayer'" in problem.problem
     assert "'Mistral4DecoderLayer'" in problem.problem
     assert problem.where.endswith("fsdp-3xH200.yaml:24: fsdp_config.fsdp_transformer_layer_cls_to_wrap")
-    assert Job().demand(read_accelerate(EXAMPLES / "fsdp.yaml"), MISTRAL4).wrap == "Mistral4DecoderLayer"
+    assert Job().demand(read_accelerate(EXAMPLES / "fsdp.yaml"), MISTRAL4).name == "full-shard"
 
 
 @pytest.mark.parametrize(
@@ -338,9 +334,9 @@ def test_check_wrap(name: str, fine: bool) -> None:
     ("written", "barred"),
     [
         ({}, set()),
-        ({"lora__experts": True}, set()),
+        ({"experts_adapted": True}, set()),
         ({"train__optim": "adafactor"}, set()),
-        ({"lora__experts": True, "train__optim": "adafactor"}, {"expert-parallel"}),
+        ({"experts_adapted": True, "train__optim": "adafactor"}, {"expert-parallel"}),
         ({"lora__use_dora": True}, set(LAYOUTS) - {"resident"}),
     ],
 )

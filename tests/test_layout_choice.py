@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.cost import Batch, Cost
 from windlass.errors import UserError
-from windlass.layout import LAYOUTS, Candidate, Demand, Figures, candidates, choose, named, settle
+from windlass.layout import LAYOUTS, Candidate, Demand, Layout, candidates, named, settle
+from windlass.plan.compare import Contender, chosen
 
 # --- a demand settled -----------------------------------------------------------------------------------------------
 
@@ -51,6 +53,8 @@ def test_sizes_are_derived(wanted: Demand, experts: int, sizes: tuple[int, int, 
         (want("full-shard", 2, 2, shard=3), 128, "shard 3 x replicate 1 = 3, but there are 4 ranks"),
         (want("hybrid", 2, 2, shard=2, replicate=3), 0, "shard 2 x replicate 3 = 6, but there are 4 ranks"),
         (want("hybrid", 3, 1), 0, "that is resident"),
+        (want("full-shard", 2, 1, shard=1), 0, "full-shard with shard 1: that is resident"),
+        (want("no-reshard", 2, 1, shard=1), 0, "no-reshard with shard 1: that is resident"),
         (want("hybrid", 1, 4), 0, "that is full-shard"),
         (want("resident", 2, 1, shard=2), 0, "resident with shard 2"),
         (want("resident", 2, 1, offload=True), 0, "resident with offload"),
@@ -104,13 +108,51 @@ def test_two_nodes_with_eight_gpus_each() -> None:
         "full-shard, parameters offloaded",
         "no-reshard",
         "hybrid",
+        "hybrid, gathered once",
         "expert-parallel 2",
+        "expert-parallel 2, gathered once",
         "expert-parallel 4",
+        "expert-parallel 4, gathered once",
         "expert-parallel 8",
+        "expert-parallel 8, gathered once",
         "expert-parallel 16",
+        "expert-parallel 16, gathered once",
         "expert-parallel 8, replicated across nodes",
+        "expert-parallel 8, replicated across nodes, gathered once",
         "resident",
     ]
+    for row in candidates(want("auto", 2, 8), 128):
+        if row.layout:
+            kept = row.layout.name in ("no-reshard", "resident") or "gathered once" in row.title
+            assert row.layout.reshard_after_forward != kept, row.title
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shard", 1),
+        ("shard", 8),
+        ("replicate", 1),
+        ("expert_parallel", 1),
+        ("expert_parallel", 8),
+        ("reshard_after_forward", False),
+        ("offload", False),
+        ("offload", True),
+        ("base_dtype", "bf16"),
+    ],
+)
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_no_layout_contradicts_what_the_run_asks_for(key: str, value: Any, gpus: int) -> None:
+    free = candidates(want("auto", 2, gpus), 128, fp8=True)
+    rows = candidates(want("auto", 2, gpus, **{key: value}), 128, fp8=True)
+    assert {getattr(row.layout, key) for row in rows if row.layout} <= {value}
+    assert len([row for row in rows if row.layout]) < len([row for row in free if row.layout])
+
+
+def test_beside_a_layout_that_is_named_its_keys_speak_of_that_one_alone() -> None:
+    rows = candidates(want("full-shard", 2, 8, shard=16, offload=False), 128)
+    assert {row.layout.name for row in rows if row.layout} == set(LAYOUTS)
+    assert not [row for row in rows if row.layout and row.layout.offload]
 
 
 def test_a_dense_model_has_no_experts_to_split() -> None:
@@ -125,7 +167,7 @@ def test_more_and_fewer_nodes_are_shown_and_never_chosen() -> None:
     rows = [row for row in candidates(want("auto", 3, 1), 128) if not row.here]
     assert {row.layout.nodes for row in rows if row.layout} == {1, 2, 4, 5, 6}
     assert "expert-parallel 2, on 2 nodes" in {row.title for row in rows}
-    assert choose([Figures(row, True, 1.0, 1.0) for row in rows]) is None
+    assert chosen([priced(row, True, 1.0, 1.0) for row in rows]) is None
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 4, 8, 60, 128]), st.booleans())
@@ -145,14 +187,10 @@ def test_every_row_can_be_or_says_why(nodes: int, gpus: int, experts: int, fp8: 
 
 
 def test_the_rest_of_the_demand_goes_into_every_candidate() -> None:
-    wanted = want("full-shard", 2, 1, activation_checkpointing=True, precision="fp16", wrap="Layer", offload=True)
+    wanted = want("full-shard", 2, 1, activation_checkpointing=True, precision="no", offload=True)
     for row in candidates(wanted, 128):
         if row.layout:
-            assert (row.layout.activation_checkpointing, row.layout.precision, row.layout.wrap) == (
-                True,
-                "fp16",
-                "Layer",
-            )
+            assert (row.layout.activation_checkpointing, row.layout.precision) == (True, "no")
             assert row.layout.offload == ("offloaded" in row.title)
 
 
@@ -174,10 +212,37 @@ def test_a_named_layout_is_weighed_in_both_dtypes_unless_it_is_offloaded() -> No
 # --- the choice -----------------------------------------------------------------------------------------------------
 
 
-def figures(*rows: tuple[str, bool, float, float]) -> list[Figures]:
+def priced(row: Candidate, fits: bool, gib: float, seconds: float, serial: float | None = None) -> Contender:
+    """A candidate with figures as the cost model would give them."""
+    paid = Cost(
+        rows=(),
+        flows=(),
+        gpu_gib=gib,
+        host_gib=0.0,
+        fits=fits,
+        remedy="",
+        flops_per_token=1.0,
+        recompute_flops_per_token=0.0,
+        compute_seconds=0.0,
+        step_seconds=seconds,
+        step_seconds_serial=seconds if serial is None else serial,
+        tokens_per_second=1 / seconds,
+        mfu=0.1,
+        wire_gb_per_step=0.0,
+    )
+    ranks = row.layout.ranks if row.layout else 1
+    return Contender(row, ranks, Batch(1, 1, 1), paid, None, roomy=fits)
+
+
+def choose(contenders: list[Contender]) -> Layout | None:
+    best = chosen(contenders)
+    return best.layout if best else None
+
+
+def figures(*rows: tuple[str, bool, float, float] | tuple[str, bool, float, float, float]) -> list[Contender]:
     known = {row.title: row for row in candidates(want("auto", 2, 2), 128, fp8=True)}
     known["barred"] = replace(known["resident, FP8"], why_not="not with these")
-    return [Figures(known[title], fits, gib, seconds) for title, fits, gib, seconds in rows]
+    return [priced(known[title], *rest) for title, *rest in rows]
 
 
 def test_the_fastest_that_fits_is_chosen_and_the_reason_says_so() -> None:
@@ -204,11 +269,10 @@ def test_a_tie_is_told_as_one() -> None:
 
 
 def test_of_equals_the_one_with_least_to_overlap_is_taken() -> None:
-    hybrid, split = figures(("hybrid", True, 52, 2.50), ("expert-parallel 4", True, 24, 2.52))
-    layout = choose([replace(hybrid, serial_seconds=4.8), replace(split, serial_seconds=2.9)])
+    layout = choose(figures(("hybrid", True, 52, 2.50, 4.8), ("expert-parallel 4", True, 24, 2.52, 2.9)))
     assert layout is not None
     assert layout.name == "expert-parallel"
-    layout = choose([replace(hybrid, serial_seconds=4.8), replace(split, step_seconds=2.6, serial_seconds=2.9)])
+    layout = choose(figures(("hybrid", True, 52, 2.50, 4.8), ("expert-parallel 4", True, 24, 2.6, 2.9)))
     assert layout is not None
     assert layout.name == "hybrid"
 
@@ -234,4 +298,4 @@ def test_the_only_one_that_fits() -> None:
 
 def test_nothing_to_choose_from() -> None:
     assert choose([]) is None
-    assert choose([Figures(Candidate("x", None, "no"), False, 0, 0)]) is None
+    assert choose([priced(Candidate("x", None, "no"), False, 1, 1)]) is None

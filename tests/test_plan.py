@@ -16,9 +16,8 @@ from windlass import plan as planning
 from windlass.cost import Batch
 from windlass.errors import UserError
 from windlass.layout import read_accelerate
-from windlass.layout.compare import EQUAL
 from windlass.plan import Plan, rows_as_sequences
-from windlass.plan.compare import HEADROOM, readable, same
+from windlass.plan.compare import EQUAL, HEADROOM, readable, same
 from windlass.plan.schedule import schedule
 from windlass.runfile import Train, read
 from windlass.source import Rows

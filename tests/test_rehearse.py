@@ -219,7 +219,7 @@ def test_the_run_in_small_is_planned_as_the_run_is(name: str, tmp_path: Path) ->
     derived = derive(loaded.run, own.as_dict(), here, made, tmp_path / "run", count)
     (tmp_path / "run.yaml").write_text(derived.text())
     small = planning.make(read(tmp_path / "run.yaml"))
-    for key in ("name", "reshard_after_forward", "base_dtype", "wrap", "precision"):
+    for key in ("name", "reshard_after_forward", "base_dtype", "precision"):
         assert getattr(small.layout, key) == getattr(own.layout, key), key
     assert not small.layout.offload
     assert (small.layout.ranks, small.layout.nodes) == (here.ranks, count)
@@ -415,7 +415,7 @@ def material(**more: Any) -> Material:
 PLAN: dict[str, Any] = {
     "layout": {
         "name": "full-shard", "shard": 3, "replicate": 1, "expert_parallel": 1, "reshard_after_forward": True,
-        "base_dtype": "bf16", "offload": False, "activation_checkpointing": False, "state_dict": "full", "wrap": "",
+        "base_dtype": "bf16", "offload": False, "activation_checkpointing": False,
     },
     "adapter": {"targets": []},
     "batch": {"micro": 1, "accumulation": 16},

@@ -31,7 +31,6 @@ class Tokens:
     width: int  # bytes of a value in compute
     cast: bool  # adapters in a wider dtype than compute: autocast makes each module its own copy of its input
     mask: float  # bytes that dropout keeps per input value
-    adapter_bytes: int
     heads: int
     top_k: int
     routed: int  # bytes of a weighted value on its way from the experts
@@ -41,14 +40,13 @@ class Tokens:
 
 
 def tokens(work: Work, shape: Shape) -> Tokens:
-    width = 2 if work.layout.precision in ("bf16", "fp16") else max(work.base_bytes, 2)
+    width = 2 if work.layout.precision == "bf16" else max(work.base_bytes, 2)
     on_cpu = work.machine.gpu.name == "cpu"
     return Tokens(
         count=work.batch.tokens,
         width=width,
         cast=work.adapter.dtype_bytes > width,
         mask=0.0 if not work.dropout else (FLOAT if on_cpu else 1.0),
-        adapter_bytes=work.adapter.dtype_bytes,
         heads=shape.heads,
         top_k=shape.top_k,
         routed=width if work.checkpoint.family.model_type in NARROW_ROUTING else FLOAT,
@@ -64,6 +62,20 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
     if layer.expert:
         per_token += _experts(layer, t)
     return t.count * per_token + _adapter_casts(layer, t) + _merged(layer, t)
+
+
+def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
+    """The most that a layer's forward holds at once where nothing is kept for a backward."""
+    stream = hidden * (2 * t.width + FLOAT)  # the residual, the branch, and the norm's float32
+    adapted = any(lora.leaf == "up_proj" for lora in layer.lora)
+    # An adapted up_proj has its own product, the adapter's, that scaled, and their sum, beside the gate.
+    options = [_attention(layer, t) + 2 * layer.query * t.width, (5 if adapted else 3) * layer.mlp * t.width]
+    if layer.expert:
+        rows = t.top_k * t.surplus
+        # rows in expert order, gate and up, activated gate, product; or the rows, results, their weighted, unsorted
+        options.append(rows * (hidden + 4 * layer.expert) * t.width)
+        options.append(rows * hidden * 2 * (t.width + t.routed))
+    return t.count * (stream + max(options) + t.masked)
 
 
 def _norms(layer: Layer) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, prod
 
@@ -21,6 +22,9 @@ FRAGMENTATION = 0.05
 DEQUANTISED, COLUMNS = 2**30, 128
 # Resident memory of one training process on the host: interpreter, libraries, CUDA's host side; an assumption.
 HOST_PROCESS = 4.0 * GIB
+
+# The loader reads so many values at a time in each of so many threads (model/reading.py).
+THREADS, AT_ONCE = 4, 2**20
 
 # Bytes of optimizer state per trained parameter, where b is the bytes of the adapter's own dtype.
 FLOAT = activations.FLOAT
@@ -51,11 +55,14 @@ def rows(work: Work, shape: Shape) -> tuple[tuple[Row, ...], str]:
     """The table of the peak, and the moment of the step that it belongs to."""
     stays = _held(work, shape)
     moments = {name: [*stays, *items] for name, items in _moments(work, shape).items()}
+    quiet = [item for item in stays if item.item != "adapter gradients"]
+    moments |= {name: [*quiet, *items] for name, items in _evaluation(work, shape).items()}
     peak = max(moments, key=lambda name: sum(item.bytes for item in moments[name]))
     table: list[Row] = [Row("load", "gpu", i.item, i.bytes, i.formula) for i in _load(work, shape)]
     table += [Row("step", "gpu", i.item, i.bytes, i.formula) for i in (*moments[peak], _fragmentation(moments[peak]))]
     table += [Row("save", "gpu", i.item, i.bytes, i.formula) for i in stays]
-    table += [Row(phase, "host", i.item, i.bytes, i.formula) for phase, i in _host(work, shape)]
+    own = {phase: total(tuple(r for r in table if r.phase == phase), "gpu") for phase in ("load", "step", "save")}
+    table += [Row(phase, "host", i.item, i.bytes, i.formula) for phase, i in _host(work, shape, own)]
     return tuple(row for row in table if row.bytes > 0), peak
 
 
@@ -87,6 +94,13 @@ def held(work: Work) -> Held:
         return Held(work.base_bytes, work.base_bytes)
     block = (work.checkpoint.quantization or {}).get("weight_block_size")
     return Held(work.base_bytes, 1 + FLOAT / prod(block) if block else 1)
+
+
+def gathered(work: Work) -> Held:
+    """The same once it is gathered: FSDP2 casts float32 to the dtype of compute before it travels."""
+    size = held(work)
+    narrow = work.layout.shard > 1 and work.layout.precision == "bf16" and work.base_bytes > 2
+    return Held(2, size.fp8) if narrow else size
 
 
 def words(count: Count, size: Held) -> str:
@@ -133,10 +147,7 @@ def _held(work: Work, shape: Shape) -> list[Item]:
 def optimizer(name: str) -> tuple[float, float, str]:
     """States per parameter: the longest known prefix of transformers' name; an unknown one is taken for Adam."""
     known = max((key for key in OPTIMIZERS if name.startswith(key)), key=len, default="adamw")
-    for eight in ("8bit",):
-        if eight in name:
-            known = "adamw_8bit"
-    return OPTIMIZERS[known]
+    return OPTIMIZERS["adamw_8bit" if "8bit" in name else known]
 
 
 def _moments(work: Work, shape: Shape) -> dict[str, list[Item]]:
@@ -191,6 +202,33 @@ def _moments(work: Work, shape: Shape) -> dict[str, list[Item]]:
     return moments
 
 
+def _evaluation(work: Work, shape: Shape) -> dict[str, list[Item]]:
+    """Its fullest moments: nothing is kept for a backward, but a pass may have more sequences than one of training."""
+    if not work.evaluated:
+        return {}
+    t = activations.tokens(replace(work, batch=replace(work.batch, micro=work.evaluated)), shape)
+    worst = max(activations.forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
+    loss, loss_words = activations.loss_bytes(shape, t, work.full_logits)
+    head, whole = _tail(work, shape), _whole(work, shape)
+    layers, layer_words = _gathered_layers(work, shape)
+    last, last_words = _last_gather(work, shape)
+    stream = Item(
+        "hidden states", 2.0 * t.count * shape.hidden * t.width, f"2 x {t.count} x {shape.hidden} x {t.width}"
+    )
+    told = f"an evaluation's pass of {t.count} tokens, within the widest layer"
+    inside = [*whole, Item("gathered layers", layers, layer_words), Item("forward of a layer", worst, told)]
+    if work.layout.base_dtype == "fp8":
+        inside.append(_dequantised(work, shape, t))
+    states = t.count * shape.hidden * (activations.FLOAT + t.width)
+    tail = Item("head and final norm, gathered", head, "from the end of the forward on")
+    end = Item("loss", loss + states, f"an evaluation's; {loss_words}; hidden states, and the final norm's in float32")
+    return {
+        "evaluation": inside,
+        "evaluation's gather": [*whole, Item("gathered layers", last, last_words), stream],
+        "evaluation's loss": [*whole, tail, Item("all-gather buffers", head, "the head's"), end],
+    }
+
+
 def _kept(work: Work, shape: Shape, t: activations.Tokens) -> tuple[float, str]:
     """All layers' saved tensors, or with checkpointing each layer's input."""
     final = t.count * shape.hidden * (activations.FLOAT + t.width)  # final norm's float32 input, and its result
@@ -219,7 +257,7 @@ def _backward(work: Work, shape: Shape, t: activations.Tokens) -> tuple[float, s
 
 def _gathered_layers(work: Work, shape: Shape) -> tuple[float, str]:
     """FSDP2 copies what it gathers out of the buffer, and has the next layer's buffer on its way meanwhile."""
-    layout, size = work.layout, held(work)
+    layout, size = work.layout, gathered(work)
     if layout.shard == 1 or not layout.reshard_after_forward:
         return 0.0, ""
     split = layout.expert_parallel > 1
@@ -240,10 +278,12 @@ def _last_gather(work: Work, shape: Shape) -> tuple[float, str]:
     """In the forward FSDP2 holds the previous layer's buffer until the next is copied out: three layers at once."""
     if work.layout.shard == 1:
         return 0.0, ""
-    size, split = held(work), work.layout.expert_parallel > 1
+    size, split = gathered(work), work.layout.expert_parallel > 1
     counts = [layer.dense if split else layer.whole for layer in shape.layers[-2:]]
     now = size.bytes(counts[-1])
     before = size.bytes(counts[-2]) if len(counts) > 1 else 0.0
+    if not work.layout.reshard_after_forward:  # the layer itself is among those that stay
+        return before + now, f"buffers of the layer, {words(counts[-1], size)}, and of the previous one"
     return before + 2 * now, f"the layer's {words(counts[-1], size)}, its buffer, and the previous layer's"
 
 
@@ -251,7 +291,7 @@ def _first_backward(work: Work, shape: Shape) -> tuple[float, str]:
     """With checkpointing the embedding's output asks for a gradient, so its weights are fetched once more."""
     if not work.layout.activation_checkpointing or work.layout.shard == 1 or not work.layout.reshard_after_forward:
         return 0.0, ""
-    size, first = held(work), shape.layers[0]
+    size, first = gathered(work), shape.layers[0]
     layer = first.dense if work.layout.expert_parallel > 1 else first.whole
     told = f"a layer of {layer.all} parameters and the embedding's {shape.embedding.all}"
     return size.bytes(layer + shape.embedding), told
@@ -259,17 +299,17 @@ def _first_backward(work: Work, shape: Shape) -> tuple[float, str]:
 
 def _whole(work: Work, shape: Shape) -> list[Item]:
     """Without resharding, all layers are whole beside their shards."""
-    layout, size = work.layout, held(work)
+    layout, size = work.layout, gathered(work)
     if layout.shard == 1 or layout.reshard_after_forward:
         return []
-    gathered = counted((p for p in shape.outside if p not in shape.tail), shape.fp8)
+    whole = counted((p for p in shape.outside if p not in shape.tail), shape.fp8)
     for layer, times in shape.kinds:
-        gathered += (layer.dense + layer.routed // layout.expert_parallel) * times
-    return [Item("gathered weights", size.bytes(gathered), f"{words(gathered, size)}, not resharded")]
+        whole += (layer.dense + layer.routed // layout.expert_parallel) * times
+    return [Item("gathered weights", size.bytes(whole), f"{words(whole, size)}, not resharded")]
 
 
 def _tail(work: Work, shape: Shape) -> float:
-    return 0.0 if work.layout.shard == 1 else held(work).bytes(counted(shape.tail, shape.fp8))
+    return 0.0 if work.layout.shard == 1 else gathered(work).bytes(counted(shape.tail, shape.fp8))
 
 
 def _dequantised(work: Work, shape: Shape, t: activations.Tokens) -> Item:
@@ -302,20 +342,24 @@ def _fragmentation(items: list[Item]) -> Item:
 
 
 def _load(work: Work, shape: Shape) -> list[Item]:
-    """Each rank reads its own rows, one parameter at a time."""
+    """Each rank reads its own rows, in chunks."""
     stays = [item for item in _held(work, shape) if item.item in ("base weights", "reserve")]
-    widest = shape.widest / max(work.layout.shard, 1)
-    return [*stays, Item("parameter being read", widest * (held(work).fp8 + 2), "rows as stored and as loaded")]
+    told = f"{THREADS} chunks of {AT_ONCE} values: as stored, in float32, and their scales"
+    return [*stays, Item("chunks being read", THREADS * AT_ONCE * (2 + FLOAT + FLOAT), told)]
 
 
-def _host(work: Work, shape: Shape) -> list[tuple[str, Item]]:
-    """Per node."""
+def _host(work: Work, shape: Shape, own: Mapping[str, float]) -> list[tuple[str, Item]]:
+    """Per node. `own`: what a rank on a CPU holds, by phase, which is memory of the host."""
     ranks = work.layout.gpus_per_node
+    written = ("save", _written(work))
+    if work.machine.gpu.name == "cpu":
+        told = f"{ranks} x what a rank holds"
+        return [*((phase, Item("ranks", ranks * size, told)) for phase, size in own.items()), written]
     _, formula = base_bytes(work, shape)
-    widest = shape.widest / max(work.layout.shard, 1) * (held(work).fp8 + 2)
     process = Item("processes", ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed")
-    items = [("load", process), ("step", process), ("save", process), ("save", _written(work))]
-    items.append(("load", Item("parameter being read", ranks * widest, f"{ranks} x rows as stored and as loaded")))
+    items = [("load", process), ("step", process), ("save", process), written]
+    read = ranks * THREADS * AT_ONCE * 2
+    items.append(("load", Item("chunks being read", read, f"{ranks} x {THREADS} of {AT_ONCE} values as stored")))
     if work.layout.offload:
         told = f"{ranks} x {formula}, pinned: each parameter's part takes a power of two"
         there = Item("offloaded base weights", ranks * _pinned(work, shape), told)

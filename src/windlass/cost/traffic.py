@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windlass.cost.activations import FLOAT, tokens
-from windlass.cost.memory import adapter_share, base_bytes, expert_adapters, held
+from windlass.cost.memory import adapter_share, base_bytes, expert_adapters, gathered
 from windlass.cost.shape import Shape
 from windlass.cost.work import Flow, Work
 from windlass.hardware import Fabric
@@ -33,7 +33,7 @@ def ring(work: Work, size: float, ranks: int, groups: int = 1) -> tuple[Fabric, 
 
 def _gathers(work: Work, shape: Shape) -> list[Flow]:
     """All-gather of the sharded weights: forward, and once more for the backward where they were resharded."""
-    layout, size = work.layout, held(work)
+    layout, size = work.layout, gathered(work)
     if layout.shard == 1:
         return []
     split = layout.expert_parallel > 1

@@ -64,7 +64,6 @@ def cost(work: Work, usual: int | None = None, *, advise: bool = True) -> Cost:
         tokens_per_second=tokens / step,
         mfu=operations.model * tokens / step / peak_flops,
         wire_gb_per_step=wire / 1e9,
-        memory_seconds=seconds.reads + seconds.decoding + seconds.copies,
         wire_seconds=seconds.wire,
         host_seconds=seconds.host,
         bound=_bound(seconds),
@@ -94,8 +93,8 @@ def _seconds(work: Work, model: Shape, moved: tuple[Flow, ...]) -> Seconds:
 
 def _memory(work: Work, model: Shape) -> tuple[float, float, float]:
     """Seconds that weights take through the GPU's memory: each pass reads those that its tokens need."""
-    layout, machine, size = work.layout, work.machine, memory.held(work)
-    passes, width = 3 if layout.activation_checkpointing else 2, max(work.base_bytes, 2)
+    layout, machine, size = work.layout, work.machine, memory.gathered(work)
+    passes, width = 3 if layout.activation_checkpointing else 2, max(size.size, 2)
     stay = 1 - (1 - model.top_k / max(model.layers[-1].experts, 1)) ** work.batch.tokens if model.experts else 1.0
     routed = model.routed // layout.expert_parallel
     dense = model.whole.all - model.experts - model.embedding.all + (model.head if model.tied else 0)
@@ -134,8 +133,6 @@ def _bound(seconds: Seconds) -> str:
 
 def _fits(work: Work, gpu_gib: float, host_gib: float) -> bool:
     machine = work.machine
-    if machine.gpu.name == "cpu":
-        return gpu_gib * work.layout.gpus_per_node <= machine.gpu.memory_gib
     return gpu_gib <= machine.gpu.memory_gib and (
         machine.host_memory_gib is None or host_gib <= machine.host_memory_gib
     )
@@ -161,14 +158,15 @@ def _changes(work: Work) -> Iterator[tuple[str, Work]]:
         split = replace(split, expert_parallel=layout.ranks, reshard_after_forward=True, offload=False)
         yield "layout.name: expert-parallel", replace(work, layout=split)
     if not layout.reshard_after_forward and layout.shard > 1:
-        resharded = replace(checkpointed, name="full-shard", reshard_after_forward=True)
+        name = "full-shard" if layout.name == "no-reshard" else layout.name
+        resharded = replace(checkpointed, name=name, reshard_after_forward=True)
         yield "layout.reshard_after_forward: true", replace(work, layout=resharded)
     if layout.replicate > 1 and layout.shard > 1:
-        flat = replace(checkpointed, name="full-shard", shard=layout.ranks, replicate=1)
+        flat = replace(checkpointed, name="full-shard", shard=layout.ranks, replicate=1, expert_parallel=1)
         yield "layout.name: full-shard over all ranks", replace(work, layout=flat)
     if layout.offload:
         yield "layout.offload: false", replace(work, layout=replace(checkpointed, offload=False))
-    elif layout.shard > 1:
+    elif layout.shard > 1 and work.machine.gpu.name != "cpu":
         offloaded = replace(checkpointed, offload=True, base_dtype="bf16")
         yield "layout.offload: true", replace(work, layout=offloaded)
 

@@ -38,6 +38,7 @@ class Work:
     masked: bool = False  # packed rows whose documents a mask keeps apart
     document: int | None = None  # usual tokens of what packed rows are made of, where attention is within each
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
+    evaluated: int = 0  # sequences per GPU in one pass of an evaluation; 0: there is none
 
     def under(self, layout: Layout) -> Work:
         """The same run under another layout, which also decides how adapters of experts can be computed."""
@@ -87,9 +88,7 @@ class Cost:
     tokens_per_second: float  # of the whole job
     mfu: float
     wire_gb_per_step: float  # per GPU
-    memory_seconds: float = 0.0  # per micro-batch: weights through the GPU's own memory
     wire_seconds: float = 0.0  # per micro-batch
     host_seconds: float = 0.0  # per micro-batch: between host and GPU memory
     bound: str = ""  # what the step waits for: compute, memory, wire or host
     peak: str = ""  # the moment of the step when the GPU holds most
-    notes: tuple[str, ...] = ()

@@ -4,11 +4,10 @@ demand(run, where, family, accelerate)   what the run file and the Accelerate fi
 settle(demand, experts)                  the Layout, where they name one
 named(demand, experts, fp8)              that layout in each dtype that it leaves open how to hold the base in
 candidates(demand, experts, fp8)         the layouts to compare, each possible or with its reason why not
-choose(figures)                          the best of them, and why
 """
 
 from windlass.layout.accelerate import AccelerateFile, Entry, Wish, read_accelerate
-from windlass.layout.compare import Candidate, Figures, candidates, choose, named
+from windlass.layout.compare import Candidate, candidates, named
 from windlass.layout.keys import FATES, KEYS
 from windlass.layout.launcher import Launched, Process, accelerate_file, find_launcher_config, parents
 from windlass.layout.shape import LAYOUTS, Layout, check_wrap
@@ -23,7 +22,6 @@ __all__ = [
     "Candidate",
     "Demand",
     "Entry",
-    "Figures",
     "Launched",
     "Layout",
     "Process",
@@ -31,7 +29,6 @@ __all__ = [
     "accelerate_file",
     "candidates",
     "check_wrap",
-    "choose",
     "demand",
     "find_launcher_config",
     "named",

@@ -1,13 +1,12 @@
-"""The layouts to compare, and the best of them. Costs come in as figures: this part knows no arithmetic of bytes."""
+"""The layouts to compare. This part knows no arithmetic of bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from windlass.layout.shape import Layout
 from windlass.layout.sizes import settle, why_not_expert_parallel
-from windlass.layout.sources import Demand
+from windlass.layout.sources import AUTO, Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +23,9 @@ class Candidate:
         return not self.why_not
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """A candidate with what the cost model says of it."""
-
-    candidate: Candidate
-    fits: bool
-    gpu_gib: float
-    step_seconds: float
-    serial_seconds: float = 0.0  # when nothing overlaps
-
-
-# Layouts whose best cases are this close are equal; of those the one with least to hide behind computing is taken.
-EQUAL = 1.02
+ONCE = "gathered once"  # a step, in the titles of layouts that may do either
+# Keys of `layout` that rule layouts out where they name none.
+KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
 
 
 def candidates(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candidate, ...]:
@@ -52,10 +41,10 @@ def candidates(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candida
         replicate=None,
         expert_parallel=None,
         reshard_after_forward=None,
-        offload=False,
+        offload=None,
         barred={},  # such layouts are still costed
     )
-    rows = [_bar(row, wanted) for row in _on(free, experts, fp8)]
+    rows = [_bar(row, wanted) for row in _on(free, experts, fp8) if _as_asked(row, wanted)]
     for nodes in _other_nodes(wanted.nodes):
         other = replace(free, nodes=nodes)
         suffix = f", on {nodes} node{'s' * (nodes > 1)}"
@@ -63,8 +52,18 @@ def candidates(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candida
             replace(row, title=row.title + suffix, here=False)
             for row in (_bar(row, wanted) for row in _on(other, experts, fp8))
             if row.possible and row.layout and not row.layout.offload and row.layout.name != "no-reshard"
+            if _as_asked(row, wanted)
         ]
     return tuple(rows)
+
+
+def _as_asked(row: Candidate, wanted: Demand) -> bool:
+    """Whether a layout is what the run's keys ask for. Beside a layout that is named they speak of that one alone,
+    but for an offload that is ruled out: that holds for all."""
+    if row.layout is None:
+        return True
+    said = KEYS if wanted.name == AUTO else ("offload",) if wanted.offload is False else ()
+    return all(getattr(wanted, key) in (None, getattr(row.layout, key)) for key in said)
 
 
 def named(wanted: Demand, experts: int, fp8: bool = False) -> tuple[Candidate, ...]:
@@ -123,7 +122,15 @@ def _in(wanted: Demand, experts: int) -> list[Candidate]:
         *_expert_rows(wanted, experts),
         row("resident" if ranks > 1 else "one GPU", "resident"),
     ]
+    rows = [each for one in rows for each in (one, *_gathered_once(one))]
     return [replace(each, title=each.title + held) if each.layout else each for each in rows]
+
+
+def _gathered_once(row: Candidate) -> list[Candidate]:
+    """What is sharded beside split experts, or inside a node, may stay gathered through accumulation too."""
+    if row.layout is None or row.layout.name not in ("hybrid", "expert-parallel"):
+        return []
+    return [Candidate(f"{row.title}, {ONCE}", replace(row.layout, reshard_after_forward=False))]
 
 
 def _why_not_hybrid(wanted: Demand) -> str:
@@ -153,33 +160,3 @@ def _expert_rows(wanted: Demand, experts: int) -> list[Candidate]:
 
 def _layout(wanted: Demand, name: str, experts: int, **sizes: int | bool) -> Layout:
     return replace(settle(replace(wanted, name=name, **sizes), experts), reason="compared")  # type: ignore[arg-type]
-
-
-def choose(figures: Sequence[Figures]) -> Layout | None:
-    """The fastest of the layouts that fit, among those that training can run on the nodes of the run. Where none
-    fits, the smallest: the plan then says that it does not fit. None where nothing is possible at all."""
-    able = [f for f in figures if f.candidate.possible and f.candidate.here and f.candidate.layout]
-    fitting = [f for f in able if f.fits]
-    if not able:
-        return None
-    if not fitting:
-        best = min(able, key=lambda f: f.gpu_gib)
-        reason = f"none of {len(able)} layouts fits, and this one needs least, {best.gpu_gib:.0f} GiB per GPU"
-    else:
-        fastest = min(f.step_seconds for f in fitting)
-        best = min((f for f in fitting if f.step_seconds <= fastest * EQUAL), key=lambda f: f.serial_seconds)
-        reason = _praise(best, fitting, len(able))
-    layout = best.candidate.layout
-    assert layout is not None  # `able` holds no other
-    held = " with the base kept in FP8 as published" if layout.base_dtype == "fp8" else ""
-    return replace(layout, reason=f"chosen{held}: {reason}")
-
-
-def _praise(best: Figures, fitting: Sequence[Figures], able: int) -> str:
-    if len(fitting) == 1:
-        return f"the only one of {able} layouts that fits" if able > 1 else "the only layout that is possible"
-    text = f"the fastest of the {len(fitting)} layouts that fit, {best.step_seconds:.3g} s a step"
-    others = sorted((f for f in fitting if f is not best), key=lambda f: f.step_seconds)
-    rivals = others[:1] + others[1:][-1:]  # the next and the slowest
-    told = [f"{rival.candidate.title} {rival.step_seconds:.3g} s" for rival in rivals]
-    return f"{text} ({', '.join(told)})"

@@ -29,12 +29,10 @@ class Layout:
     replicate: int = 1  # replicas of that (dp_replicate_size)
     expert_parallel: int = 1  # ep_size: experts stay on their rank, tokens travel
     reshard_after_forward: bool = True
-    offload: bool = False  # parameters, and with them their gradients and optimizer, in host memory
+    offload: bool = False  # the frozen base rests in host memory; the adapter and all of its own stay on the GPU
     activation_checkpointing: bool = False
-    precision: str = "bf16"  # bf16, fp16 or no: the dtype that compute runs in
-    wrap: str = ""  # layer class that is sharded as one group; empty: the family's own
+    precision: str = "bf16"  # bf16 or no: the dtype that compute runs in
     base_dtype: str = "bf16"  # fp8: the frozen base stays as published, dequantised layer by layer as it is used
-    state_dict: str = "full"  # the adapter is small and written whole, by one rank
 
     @property
     def ranks(self) -> int:

@@ -37,12 +37,10 @@ def settle(wanted: Demand, experts: int) -> Layout:
         replicate=replicate,
         expert_parallel=parallel,
         reshard_after_forward=wanted.name not in ("no-reshard", "resident") if reshard is None else reshard,
-        offload=wanted.offload and wanted.name != "resident",
+        offload=bool(wanted.offload) and wanted.name != "resident",
         activation_checkpointing=wanted.activation_checkpointing,
         precision=wanted.precision,
-        wrap=wanted.wrap,
         base_dtype=wanted.base_dtype or "bf16",
-        state_dict=wanted.state_dict,
     )
 
 
@@ -62,6 +60,10 @@ def _sizes(wanted: Demand, problems: list[Problem]) -> tuple[int, int]:
                 wanted.where,
                 "leave one of the two out: it is derived",
             )
+        )
+    if wanted.name in ("full-shard", "no-reshard") and shard == 1 < ranks:
+        problems.append(
+            Problem(f"{wanted.name} with shard 1: that is resident", wanted.where, "write layout: resident")
         )
     if wanted.name == "hybrid" and (shard == 1 or replicate == 1):
         equal = "resident" if shard == 1 else "full-shard"

@@ -48,13 +48,10 @@ class Demand:
     replicate: int | None = None
     expert_parallel: int | None = None
     reshard_after_forward: bool | None = None
-    offload: bool = False
+    offload: bool | None = None  # False: not under any layout
     activation_checkpointing: bool = False
     precision: str = "bf16"
-    wrap: str = ""
     base_dtype: str | None = None  # bf16 or fp8; None: derived
-    state_dict: str = "full"
-    cpu: bool = False  # the Accelerate file said use_cpu
     barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
 
     @property
@@ -115,7 +112,12 @@ class _Sources:
 
 
 def demand(
-    run: Run, where: Callable[[str], str], family: Family | None = None, accelerate: AccelerateFile | None = None
+    run: Run,
+    where: Callable[[str], str],
+    family: Family | None = None,
+    accelerate: AccelerateFile | None = None,
+    *,
+    experts_adapted: bool = False,
 ) -> Demand:
     """Both sources as one. Raises every disagreement, and a layer class that the model does not have."""
     sources = _Sources(run, where, accelerate)
@@ -132,11 +134,6 @@ def demand(
     replicate = sources.agree("replicate", sources.file("layout.replicate"), sources.wish("replicate"))
     experts = sources.file("layout.expert_parallel")
     base_dtype = sources.file("layout.base_dtype")
-    cpu = sources.wish("cpu")
-    state_dict = sources.file("layout.state_dict")
-    if state_dict and state_dict.value == "sharded":
-        why = "the adapter is whole on every rank, so one file holds all of it"
-        sources.problems.append(Problem(f"state_dict: sharded: {why}", state_dict.where, "write full, or leave it out"))
     found = Demand(
         name=name.value,
         where=name.where,
@@ -146,13 +143,11 @@ def demand(
         replicate=replicate.value if replicate else None,
         expert_parallel=experts.value if experts else None,
         reshard_after_forward=reshard.value if reshard else None,
-        offload=bool(offload.value) if offload else bool(sources.default("layout.offload", False)),
+        offload=bool(offload.value) if offload else None,
         activation_checkpointing=_checkpointing(sources),
         precision=_precision(sources),
-        wrap=family.layer if family else str(wrap.value) if wrap else "",
         base_dtype=str(base_dtype.value) if base_dtype else None,
-        cpu=bool(cpu and cpu.value),
-        barred=_barred(run) if nodes * gpus > 1 else {},
+        barred=_barred(run, experts_adapted) if nodes * gpus > 1 else {},
     )
     raise_all(sources.problems)
     return found
@@ -282,12 +277,12 @@ def needs_weights(lora: Any) -> str:
     return "lora.use_dora needs the norm of base weights" if lora.use_dora else ""
 
 
-def _barred(run: Run) -> dict[str, str]:
+def _barred(run: Run, experts_adapted: bool) -> dict[str, str]:
     """What the adapter does not bear. Each goes when the engine learns it."""
     lora, optim = run.lora, run.train.optim
     why = needs_weights(lora)
     barred = {name: f"{why}, and a rank would hold a shard of them" for name in LAYOUTS if why and name != "resident"}
-    if lora.experts and optim not in ELEMENTWISE and not why:
+    if experts_adapted and optim not in ELEMENTWISE and not why:
         why = f"train.optim: {optim} looks at a whole tensor, and experts' adapters would be split"
         barred["expert-parallel"] = why
     return barred

@@ -116,9 +116,11 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     run, where = loaded.run, loaded.where
     checkpoint = weights.find(run.model.model_name_or_path, where("model.model_name_or_path"))
     adapter = adapters.resolve(run.lora, checkpoint, where)
-    wanted = demand(run, where, checkpoint.family, accelerate)
+    wanted = demand(run, where, checkpoint.family, accelerate, experts_adapted=bool(adapter.target_parameters))
     _refuse_float16(wanted, where)
-    machine = machine_of(run.cluster, where)
+    sized = {"nodes": wanted.nodes, "gpus_per_node": wanted.gpus_per_node}  # an Accelerate file may say them too
+    machine = machine_of(run.cluster.model_copy(update=sized), where)
+    wanted = _on_this_kind(wanted, machine, accelerate, where)
     rows = source.count_rows(run.data, run.data.train_split, where)
     batches = batches_of(run.train, accumulation(run.train, wanted.ranks, where), run.data.max_length)
     full = _work(run, checkpoint, adapter, wanted, machine, batches[0], rows)
@@ -133,7 +135,8 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     asked = wanted.name != "auto"
     best = chosen(contend(full, length, named(wanted, experts, fp8), batches) if asked else contenders)
     if best is None or best.layout is None:
-        raise UserError("no layout is possible", where("layout"), "give cluster.nodes and cluster.gpus_per_node")
+        hint = "leave keys of `layout` out: no layout that the run can have is as they say"
+        raise UserError("no layout is possible", where("layout"), hint)
     layout = best.layout if not asked else _as_asked(best.layout, wanted)
     work = replace(full, batch=best.batch).under(layout)
     return Plan(
@@ -220,6 +223,7 @@ def _work(
         dropout=run.lora.lora_dropout,
         masked=run.masked,
         document=_usual(rows, run.data.max_length) if run.data.packing and not run.masked else None,
+        evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
 
 
@@ -228,6 +232,22 @@ def _refuse_float16(wanted: Demand, where: Callable[[str], str]) -> None:
         what = "float16 overflows now and then, its loss scaler leaves such steps out, and here they end a run"
         hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which reaches as far as float32"
         raise UserError(what, where("train.fp16"), hint)
+
+
+def _on_this_kind(
+    wanted: Demand, machine: Machine, accelerate: AccelerateFile | None, where: Callable[[str], str]
+) -> Demand:
+    """A demand that suits the kind of machine: what is asked of a CPU, and what would be done without one."""
+    on_cpu = machine.gpu.name == "cpu"
+    cpu = accelerate.wishes.get("cpu") if accelerate else None
+    if cpu and cpu.value and not on_cpu:
+        hint = "write use_cpu: false; for a CPU machine say cluster.gpu: cpu"
+        raise UserError(f"use_cpu: true, but the run is planned for {machine.gpu.name}", cpu.where, hint)
+    if on_cpu and wanted.offload:
+        wish = accelerate.wishes.get("offload") if accelerate else None
+        what = "offload on a CPU: the base rests in host memory already, and nothing would be moved"
+        raise UserError(what, wish.where if wish else where("layout.offload"), "leave it out, or write false")
+    return replace(wanted, offload=False) if on_cpu else wanted
 
 
 def _first_layout(wanted: Demand) -> Layout:
@@ -244,15 +264,19 @@ def machine_of(cluster: Cluster, where: Callable[[str], str]) -> Machine:
             f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}",
         )
     gpu = hardware.gpu(_given(cluster.gpu) or hardware.this_gpu(), where("cluster.gpu"))
-    if gpu.name == "cpu":  # ranks on processors share this machine's memory
-        gpu = replace(gpu, memory_gib=hardware.this_machine().memory_gib / cluster.gpus_per_node)
+    host_memory_gib = cluster.host_memory_gib
+    if gpu.name == "cpu":  # its ranks share the memory of their machine
+        if not isinstance(cluster.gpu, BaseModel):
+            host_memory_gib = host_memory_gib or hardware.this_machine().memory_gib
+            gpu = replace(gpu, memory_gib=host_memory_gib / cluster.gpus_per_node)
+        host_memory_gib = host_memory_gib or gpu.memory_gib * cluster.gpus_per_node
     return Machine(
         gpu=gpu,
         link=hardware.fabric(_given(cluster.link) or gpu.link, where("cluster.link")),
         network=hardware.fabric(_given(cluster.network) or gpu.link, where("cluster.network")),
         host_link=hardware.fabric(gpu.host_link, where("cluster.gpu")),
         nics_per_node=cluster.nics_per_node,
-        host_memory_gib=cluster.host_memory_gib,
+        host_memory_gib=host_memory_gib,
     )
 
 

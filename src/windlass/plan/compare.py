@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from windlass.cost import Batch, Cost, Work, cost
-from windlass.layout import Candidate, Figures, Layout, choose
+from windlass.layout import Candidate, Layout
+from windlass.layout.compare import ONCE
 
 # What a micro-batch or layout that the plan chooses leaves free of a GPU: the memory model was held against torch's
 # tracker to within as much.
 HEADROOM = 0.05
+# Layouts whose best cases are this close are equal; of those the one with least to hide behind computing is taken.
+EQUAL = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +94,52 @@ def _rank(contender: Contender) -> tuple[bool, bool, bool, float]:
 
 
 def chosen(contenders: Sequence[Contender]) -> Contender | None:
-    """The fastest that training can run on these nodes and that fits, with room to spare where any does; its layout
-    says why."""
-    roomy = any(c.roomy and c.candidate.possible and c.candidate.here for c in contenders)
-    layout = choose(
-        [
-            Figures(
-                c.candidate,
-                c.roomy if roomy else c.cost.fits,
-                c.cost.gpu_gib,
-                c.cost.step_seconds,
-                c.cost.step_seconds_serial,
-            )
-            for c in contenders
-            if c.cost
-        ]
-    )
-    if layout is None:
+    """The fastest that training can run on these nodes and that fits, with room to spare where any does; where none
+    fits, the smallest. Its layout says why. None where nothing is possible at all."""
+    able = [c for c in contenders if c.candidate.possible and c.candidate.here and c.cost and c.layout]
+    if not able:
         return None
-    best = next(c for c in contenders if c.layout and c.candidate.here and same(c.layout, layout))
-    layout = replace(layout, reason=layout.reason + _too_tight(contenders, best) * roomy)
-    return replace(best, candidate=replace(best.candidate, layout=layout))
+    roomy = any(c.roomy for c in able)
+    fitting = [c for c in able if (c.roomy if roomy else c.cost and c.cost.fits)]
+    if not fitting:
+        best = min(able, key=_gpu_gib)
+        reason = f"none of {len(able)} layouts fits, and this one needs least, {_gpu_gib(best):.0f} GiB per GPU"
+    else:
+        fastest = min(map(_seconds, fitting))
+        best = min((c for c in fitting if _seconds(c) <= fastest * EQUAL), key=_serial_seconds)
+        reason = _praise(best, fitting, len(able)) + _too_tight(able, best) * roomy
+    layout = best.layout
+    assert layout is not None  # `able` holds no other
+    held = " with the base kept in FP8 as published" * (layout.base_dtype == "fp8")
+    once = f", {ONCE} a step" * (ONCE in best.name)
+    told = replace(layout, reason=f"chosen{held}{once}: {reason}")
+    return replace(best, candidate=replace(best.candidate, layout=told))
 
 
-def _too_tight(contenders: Sequence[Contender], best: Contender) -> str:
+def _seconds(contender: Contender) -> float:
+    return contender.cost.step_seconds if contender.cost else math.inf
+
+
+def _serial_seconds(contender: Contender) -> float:
+    return contender.cost.step_seconds_serial if contender.cost else math.inf
+
+
+def _gpu_gib(contender: Contender) -> float:
+    return contender.cost.gpu_gib if contender.cost else math.inf
+
+
+def _praise(best: Contender, fitting: Sequence[Contender], able: int) -> str:
+    if len(fitting) == 1:
+        return f"the only one of {able} layouts that fits" if able > 1 else "the only layout that is possible"
+    text = f"the fastest of the {len(fitting)} layouts that fit, {_seconds(best):.3g} s a step"
+    others = sorted((c for c in fitting if c is not best), key=_seconds)
+    rivals = others[:1] + others[1:][-1:]  # the next and the slowest
+    return f"{text} ({', '.join(f'{rival.name} {_seconds(rival):.3g} s' for rival in rivals)})"
+
+
+def _too_tight(able: Sequence[Contender], best: Contender) -> str:
     """Which faster one was passed over, since it fits by a hair's breadth."""
-    able = (c for c in contenders if c.candidate.possible and c.candidate.here and c.cost and c.cost.fits)
-    tight = [c for c in able if not c.roomy and c.cost and best.cost and c.cost.step_seconds < best.cost.step_seconds]
+    tight = [c for c in able if c.cost and c.cost.fits and not c.roomy and _seconds(c) < _seconds(best)]
     if not tight:
         return ""
     return f"; {tight[0].name} would be faster, but leaves less than {HEADROOM:.0%} of the GPU free"

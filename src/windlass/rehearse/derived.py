@@ -176,8 +176,8 @@ def _machines(made: Derived, layout: Mapping[str, Any], spread: Spread, nodes: i
     if spread.expert_parallel > 1:
         section["expert_parallel"] = spread.expert_parallel
     usual = LayoutSection()
-    for key in ("reshard_after_forward", "base_dtype", "activation_checkpointing", "state_dict", "wrap"):
-        if layout[key] != getattr(usual, key) and layout[key] != "":
+    for key in ("reshard_after_forward", "base_dtype", "activation_checkpointing"):
+        if layout[key] != getattr(usual, key):
             section[key] = layout[key]
     # The engine refuses to offload where ranks compute in the host's memory.
     but = "; a CPU has nowhere to offload from" if layout["offload"] else ""
