@@ -158,6 +158,21 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_peft_is() -> None:
         assert apart(one, exact) < 0.05
 
 
+@pytest.mark.parametrize(("tokens", "top_k"), [(30, 2), (30, 1), (0, 2)])
+def test_taking_rows_by_expert_and_back_is_indexing_with_its_gradient(tokens: int, top_k: int) -> None:
+    """A rank under expert parallelism may be sent no token at all."""
+    order = torch.randint(0, E, (tokens * top_k,), generator=torch.Generator().manual_seed(1)).argsort()
+    token, back = order // top_k, order.argsort()
+    x = torch.randn(tokens, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(tokens * top_k, 5)
+    rows = experts._taken(x, token, back)
+    assert torch.equal(rows, x[token])
+    found = experts._taken(rows, back, order)
+    assert torch.equal(found, x.repeat_interleave(top_k, 0))
+    (gradient,) = torch.autograd.grad((found * weights).sum(), x)
+    torch.testing.assert_close(gradient, weights.double().view(tokens, top_k, 5).sum(1))
+
+
 @pytest.mark.parametrize("left", [0.0, math.nan])
 def test_an_expert_without_a_token_has_a_gradient_of_zero(monkeypatch: pytest.MonkeyPatch, left: float) -> None:
     """Also where a kernel leaves in its part of the gradients what the memory held before."""

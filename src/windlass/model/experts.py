@@ -53,17 +53,44 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     numbers = chosen.float() if chosen.device.type == "cpu" else chosen.int()
     ends = torch.histc(numbers, bins=experts.num_experts, min=0, max=experts.num_experts - 1).cumsum(0).to(torch.int32)
     token = order // top_k
-    gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: rows[token], ends)
-    result = product(experts, "down_proj", gate_up, experts._apply_gate, ends)
-    result = result * top_k_weights.flatten()[order].unsqueeze(-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
+    gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: _taken(rows, token, back), ends)
+    result = product(experts, "down_proj", gate_up, experts._apply_gate, ends)
+    # Weighted after they are put back: weights are in float32 as a rule, and so are the products.
+    slots = _taken(result, back, order).view(*top_k_index.shape, result.shape[-1])
     # A sum over the slots of a token, in their order: deterministic, which adding into the tokens' rows is not.
-    output: Tensor = result[back].view(*top_k_index.shape, -1).sum(dim=1)
+    output: Tensor = (slots * top_k_weights.unsqueeze(-1)).sum(dim=1)
     return output.to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+
+
+def _taken(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    taken: Tensor = _Taken.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _Taken(torch.autograd.Function):
+    """rows[index], where every row is taken equally often: the n-th time as number inverse[row, n].
+
+    The gradient is gathered as well, and summed in the order of the slots. The one of indexing itself adds into rows:
+    after sorting on a GPU, one after the other on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.shape = (len(rows), len(index) // max(len(rows), 1), *rows.shape[1:])
+        return rows[index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        taken = gradient[inverse]
+        return (taken if ctx.shape[1] == 1 else taken.view(ctx.shape).sum(dim=1)), None, None
 
 
 def product(experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Tensor], Tensor], ends: Tensor) -> Tensor:
@@ -95,7 +122,7 @@ def _matrices(lora: Any, adapter: str) -> tuple[Tensor, Tensor]:
 
 
 class _LowRank(torch.autograd.Function):
-    """base + s (x A) B, in base's own memory. Kept for the backward: x A, besides what is there anyway."""
+    """base + s (x A) B, in base's own memory. Kept for the backward: s x A, besides what is there anyway."""
 
     @staticmethod
     def forward(
@@ -110,8 +137,8 @@ class _LowRank(torch.autograd.Function):
         scaling: float,
     ) -> Tensor:
         down, up = stacked(a, b, len(ends), _dtype(base))
-        narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=ends)
-        base.add_(grouped_mm(narrow, up, offs=ends), alpha=scaling)
+        narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=ends).mul_(scaling)
+        base.add_(grouped_mm(narrow, up, offs=ends))
         ctx.mark_dirty(base)
         ctx.save_for_backward(source, ends, a, b, narrow)
         ctx.rows_of, ctx.scaling, ctx.dtype = rows_of, scaling, x.dtype
@@ -125,15 +152,19 @@ class _LowRank(torch.autograd.Function):
         sent = gradient.to(narrow.dtype).contiguous()
         through = grouped_mm(sent, up.transpose(1, 2), offs=ends).mul_(ctx.scaling)
         for_x = grouped_mm(through, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        for_b = grouped_mm(narrow.t(), sent, offs=ends).mul_(ctx.scaling)
+        for_b = grouped_mm(narrow.t(), sent, offs=ends)
         for_a = grouped_mm(through.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
         # Of an expert without tokens a kernel may write nothing (pytorch#172439), and leave what the memory held.
         without = (torch.diff(ends, prepend=ends.new_zeros(1)) == 0)[:, None, None]
-        for_a.masked_fill_(without, 0)
-        for_b.masked_fill_(without, 0)
+        if without.is_cuda or without.any():  # a GPU is not waited for
+            for_a.masked_fill_(without, 0)
+            for_b.masked_fill_(without, 0)
         r = b.shape[1] // len(ends)
-        for_a, for_b = (packed(kind, each[:, :r]) for kind, each in ((".lora_A.", for_a), (".lora_B.", for_b)))
-        return gradient, for_x, None, None, None, for_a.to(a.dtype), for_b.to(b.dtype), None
+        for_a = packed(".lora_A.", for_a[:, :r]).to(a.dtype)
+        # In two turns, of whole rows and of one matrix: see `stacked`.
+        rows = for_b[:, :r].transpose(0, 1).to(b.dtype).contiguous()
+        for_b = packed(".lora_B.", rows.transpose(0, 1)).contiguous()
+        return gradient, for_x, None, None, None, for_a, for_b, None
 
 
 def _dtype(base: Tensor) -> torch.dtype:
@@ -143,11 +174,13 @@ def _dtype(base: Tensor) -> torch.dtype:
 
 def stacked(a: Tensor, b: Tensor, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A [experts, r, in] and B [experts, r, out], r filled up with zeros to what grouped kernels take."""
-    both = [by_expert(kind, each, experts).to(dtype) for kind, each in ((".lora_A.", a), (".lora_B.", b))]
+    # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number alone.
+    turned = b.t().contiguous().t()
+    both = [by_expert(kind, each, experts).to(dtype) for kind, each in ((".lora_A.", a), (".lora_B.", turned))]
     missing = -both[0].shape[1] % ALIGN if a.is_cuda else 0
     if missing:
         both = [nn.functional.pad(each, (0, 0, 0, missing)) for each in both]
-    return both[0], both[1].contiguous()
+    return both[0], both[1].contiguous() if a.is_cuda else both[1]
 
 
 # --- putting it in place ---
