@@ -165,13 +165,13 @@ def test_a_machine_without_torch_says_what_to_install(command: str, missing: str
     run.write_text("model: {model_name_or_path: Llama-3.1-8B}\n")
     arguments = [command, "--dir", str(tmp_path / "made")] if command == "demo" else [command, str(run)]
     done = subprocess.run(
-        [sys.executable, "-c", f"{block}; main({arguments!r})", command],
+        [sys.executable, "-c", f"{block}; main({arguments!r})"],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert f"{missing} is not installed" in done.stderr
+    assert f"error: windlass {command}: {missing} is not installed" in done.stderr
     assert "pip install 'windlass[train]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import twin
 from windlass.data import Prepared, prepare, render
-from windlass.data.audit import decoded
 from windlass.data.chat import Chat, conversation
 from windlass.errors import UserError
 from windlass.runfile import RunFile
@@ -98,7 +97,10 @@ def test_a_template_learns_what_it_marks(tmp_path: Path, tokenizer: PreTrainedTo
     assert tokenizer.decode(done.train[0]["input_ids"]) == "<s>[[Q]] six times seven? {} A: 42</s>"
     assert tokenizer.decode(learnt(done)) == " 42</s>"
     assert done.audit["splits"]["train"]["empty"] == 1  # a row with no answer is no example
-    assert decoded(done.audit["samples"][0]["parts"]).endswith("A:[[ 42</s>]]")
+    *_, asked, answered = done.audit["samples"][0]["parts"]
+    assert asked["text"].endswith("A:")
+    assert not asked["learnt"]
+    assert answered == {"text": " 42</s>", "learnt": True}
     middle = prepare(run_file(tmp_path, path, prompt_template="[[{q}]] and more"), tokenizer)
     assert tokenizer.decode(learnt(middle)) == "six times seven"  # what follows is not learnt, nor is the end
     assert middle.audit["splits"]["train"]["end_learnt_share"] == 0
@@ -304,12 +306,14 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -> Non
         ("a.csv", b'text\n"never closed\nb\n', "can't be read: unexpected end of data"),
         ("a.jsonl", b'{"text": "\\ud800 x"}\n', "half a surrogate pair"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "not Parquet"),
+        ("a.json", b'[{"text": "a"}, {]', "a.json:1: not JSON"),
     ],
 )
 def test_a_file_that_is_broken_is_named(tmp_path: Path, tokenizer: Any, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=said) as caught:
         prepare(run_file(tmp_path, tmp_path / name), tokenizer)
+    assert caught.value.problems[0].hint
 
 
 def test_a_tokenizer_without_offsets_keeps_the_edge(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

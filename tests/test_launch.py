@@ -30,11 +30,12 @@ from runai.models.training_creation_request import TrainingCreationRequest
 
 from windlass import steps
 from windlass.errors import RunError, UserError
-from windlass.launch import render, runai_api
 from windlass.launch import runai as launcher
+from windlass.launch import runai_api
 from windlass.launch import submit as submitting
 from windlass.launch.job import job_of
 from windlass.launch.kubernetes import cluster, pod
+from windlass.launch.submit import texts as render
 
 GOLDEN = ROOT / "tests" / "golden" / "launch"
 ENGINES = [
@@ -598,6 +599,8 @@ def test_submit_follows_all_pods_through_restarts_and_ends_as_the_job_does(
     assert f"run: {how}" in said
     assert capfd.readouterr().out.count("step 1") == 3, "both tries, and the last words"
     assert sum(word.startswith("--since-time=") for word in calls(kubectl, "kubectl")) == 2, "nothing is shown twice"
+    most = [word for word in calls(kubectl, "kubectl") if word.startswith("--max-log-requests=")]
+    assert set(most) == {"--max-log-requests=6"}, "its three pods, and as many made anew"
 
 
 def test_runai_follows_by_its_own_client(here: Path) -> None:

@@ -187,6 +187,8 @@ BROKEN: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Any], str]] = {
     "variable twice": ("job", lambda d: container(d)["env"].append(dict(container(d)["env"][0])), "is set twice"),
     "variable of the launcher": ("job", lambda d: container(d)["env"].append({"name": "PET_NNODES", "value": "3"}),
                                  "is set by what starts the ranks"),
+    "the launcher's group": ("job", lambda d: container(d)["env"].append({"name": "GROUP_RANK", "value": "0"}),
+                             "take it out of cluster.env"),
     "visible devices": ("job", lambda d: container(d)["env"].append({"name": "CUDA_VISIBLE_DEVICES", "value": "0"}),
                         "is set by what starts the ranks"),
     "no variable's name": ("job", lambda d: container(d)["env"].append({"name": "A-B C", "value": ""}), "no variable"),
@@ -272,6 +274,7 @@ def test_a_broken_manifest_is_rejected_with_its_place(name: str) -> None:
     found = checks.problems(documents)
     assert any(says in f"{problem.problem} {problem.hint}" for problem in found), [str(one) for one in found]
     assert all(problem.where.startswith("job.yaml") for problem in found)
+    assert all(problem.hint for problem in found), "the next step, also where it is to report what windlass wrote"
 
 
 def test_there_are_enough_of_them() -> None:

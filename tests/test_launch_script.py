@@ -23,8 +23,8 @@ from launch_jobs import (  # type: ignore[import-not-found]
 )
 
 from windlass import demo
-from windlass.launch import render
 from windlass.launch.job import PORT, environment_notes
+from windlass.launch.submit import texts as render
 from windlass.layout import read_accelerate
 from windlass.plan import Plan
 

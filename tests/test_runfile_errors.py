@@ -151,6 +151,7 @@ def test_unknown_key(run: Path, text: str, said: tuple[str, str]) -> None:
 
 
 WRONG = {
+    "layout: {base_dtype: nf4}": ("layout.base_dtype: must be bf16, fp8 or null, not 'nf4'", "silently leaves fused"),
     "lora: {r: '16'}": ("lora.r: must be a whole number, not '16'", "without quotes"),
     "lora: {r: 16.5}": ("lora.r: must be a whole number, not 16.5", ""),
     "lora: {r: 0}": ("lora.r: must be at least 1, not 0", ""),

@@ -60,6 +60,7 @@ CLASHES: list[tuple[list[str], str, str]] = [
     (["cluster.memory_request=2Ti", "cluster.memory_limit=500G"], "cluster.memory_request", "may take only 500G"),
     (["cluster.env.RANK=0"], "cluster.env.RANK", "is set by what starts the ranks"),
     (["cluster.env.PET_NNODES=0"], "cluster.env.PET_NNODES", "is set by what starts the ranks"),
+    (["cluster.env.GROUP_RANK=0"], "cluster.env.GROUP_RANK", "is set by what starts the ranks"),
     (["cluster.env.HF_TOKEN=hf_abc"], "cluster.env.HF_TOKEN", "looks like a secret"),
     (["train.global_batch_size=50", THREE], "train.global_batch_size", "don't divide by 1 per GPU x 3 GPUs = 3"),
 ]

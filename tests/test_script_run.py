@@ -34,9 +34,10 @@ from script_ranks import (  # type: ignore[import-not-found]
 
 from windlass import check, report, steps
 from windlass.errors import RunError, UserError
-from windlass.launch import kubernetes, render, runai
+from windlass.launch import kubernetes, runai
 from windlass.launch.job import job_of
 from windlass.launch.kubernetes import checks
+from windlass.launch.submit import texts as render
 from windlass.meter import StepProfiler
 from windlass.plan.script import ScriptPlan, make_any
 from windlass.runfile import LoadedScript, describe, init, read, read_any

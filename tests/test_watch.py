@@ -179,6 +179,18 @@ def test_each_fault_raises_its_alarm_and_no_other(tmp_path: Path, name: str) -> 
         assert {alarm.level for alarm in found(tmp_path, **stop)} == {"stop"}
 
 
+@pytest.mark.parametrize(("name", "broken"), [("loss", True), ("grad_norm", False)])
+def test_a_loss_that_is_no_number_is_told_from_a_gradient(tmp_path: Path, name: str, broken: bool) -> None:
+    def change(step: int, _rank: int, line: Record) -> None:
+        if step == 77:
+            line |= {name: None, "non_finite": [name]}
+
+    alarm = found(write(tmp_path, 1, change=change))[0]
+    assert alarm.broken is broken
+    append(tmp_path, alarm)
+    assert "broken" not in json.loads((tmp_path / "alarms.jsonl").read_text())
+
+
 def test_thresholds_decide(tmp_path: Path) -> None:
 
     def all_of_them(step: int, rank: int, line: Record) -> None:

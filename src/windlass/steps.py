@@ -1,4 +1,4 @@
-"""The step files of a run folder: what a line holds, and how to read them while they still grow."""
+"""The run folder's files: their names, what a line of the step files holds, and how to read them while they grow."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+MANIFEST: Final = "manifest.json"  # the resolved run, versions, state
+PLAN: Final = "plan.json"
 STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step
 METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this rank
 EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
@@ -16,6 +18,7 @@ ALARMS: Final = "alarms.jsonl"  # what the watch found: time, step, rank, kind, 
 
 OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
 
+IGNORED: Final = -100  # the label of a token that is read but not learnt: losses pass over it
 TOKENS, RATE = "tokens", "_per_second"  # what a language model's steps count, and what its rate is called
 
 # Where an optimizer step's wall time goes. Together they are step_seconds.
@@ -95,6 +98,22 @@ def files(folder: Path) -> dict[int, Path]:
     """The step files of a run folder by rank."""
     named = ((re.fullmatch(r"steps-rank(\d+)\.jsonl", path.name), path) for path in folder.glob("steps-rank*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file's object; an empty one where there is none, or half of one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def clock(seconds: float) -> str:
+    """How long, as it is shown beside a step."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:

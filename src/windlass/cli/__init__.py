@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in TRAINING:
             raise
-        print_error(without(error.name))
+        print_error(without(error.name, next(iter(sys.argv[1:] if arguments is None else arguments), "")))
         sys.exit(USER_INPUT)
     except BrokenPipeError:  # `windlass plan … | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,8 +18,8 @@ from windlass.cli.options import (
     app,
     make_plan,
     print_error,
+    require,
     say,
-    without,
     write_json,
 )
 from windlass.errors import RANK_USER_INPUT, UserError
@@ -227,13 +227,10 @@ def rehearse(
     A twin of the model, your first rows, your launch script, as many ranks: plan, check, train, stop, resume, export,
     merge, and plain transformers opening the result. Exits with 1 when a phase finds a fault, 2 when it is the input.
     """
-    from importlib.util import find_spec
-
     from windlass import rehearse as rehearsing
     from windlass.rehearse.show import Terminal, show
 
-    if missing := [name for name in TRAINING if find_spec(name) is None]:
-        raise without(", ".join(missing))
+    require(TRAINING, "rehearse")
     record = rehearsing.rehearse(
         run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, screen=Terminal()
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +17,8 @@ from windlass.cli.options import (
     app,
     make_plan,
     print_error,
+    require,
     say,
-    without,
 )
 from windlass.errors import UserError
 
@@ -68,7 +66,7 @@ def train(
     if kind(run, overrides) == "script":
         overrides += [] if ranks is None else ["layout.ranks=null"]
         raise typer.Exit(_script(run, overrides, accelerate, resume=resume, debug_freq=debug_freq))
-    _require(TRAINING)
+    require(TRAINING, "train")
 
     def planned() -> Plan:
         from windlass import plan as planning
@@ -91,11 +89,6 @@ def train(
     raise typer.Exit(code)
 
 
-def _require(libraries: Sequence[str]) -> None:
-    if missing := [name for name in libraries if find_spec(name) is None]:
-        raise without(", ".join(missing))
-
-
 def _script(run: Path, overrides: list[str], accelerate: Path | None, *, resume: bool, debug_freq: int | None) -> int:
     from windlass.hardware import this_machine
     from windlass.plan.script import ScriptPlan, make_script, refuse_accelerate
@@ -103,7 +96,7 @@ def _script(run: Path, overrides: list[str], accelerate: Path | None, *, resume:
     from windlass.train import script
     from windlass.train.machines import started_on
 
-    _require(("torch",))
+    require(("torch",), "train")
 
     def planned() -> ScriptPlan:
         if debug_freq is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,9 +48,15 @@ Accelerate = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]
 
 
-def without(name: str | None) -> UserError:
+def without(name: str | None, command: str) -> UserError:
     """This machine has windlass as a login node has it."""
-    return UserError(f"{name} is not installed here", f"windlass {sys.argv[1]}", "pip install 'windlass[train]'")
+    return UserError(f"{name} is not installed here", f"windlass {command}", "pip install 'windlass[train]'")
+
+
+def require(libraries: Sequence[str], command: str) -> None:
+    """Found without being imported."""
+    if missing := [name for name in libraries if find_spec(name) is None]:
+        raise without(", ".join(missing), command)
 
 
 def print_error(error: UserError) -> None:

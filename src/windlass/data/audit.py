@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -201,8 +201,3 @@ def warnings(audit: Mapping[str, Any]) -> list[str]:
     if waste > 0.2:
         found.append(f"{waste:.0%} of the computed positions are padding: data.packing: true leaves next to none")
     return found
-
-
-def decoded(parts: Sequence[Mapping[str, Any]]) -> str:
-    """A sample as text with the supervised part between [[ and ]]."""
-    return "".join(f"[[{part['text']}]]" if part["learnt"] else str(part["text"]) for part in parts)

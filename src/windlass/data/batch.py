@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100  # the label that losses pass over
+from windlass.steps import IGNORED
 
 
 class Apart:

@@ -39,7 +39,6 @@ HEAD_ROWS = 100
 HASHED_BYTES = 1 << 30
 END_BYTES = 1 << 20
 STREAM_AUDIT_ROWS = 10_000  # of a stream, so many rows are audited beforehand
-MAX_LENGTH = 1024  # where the run file gives none: SFTConfig's own default
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def prepare(
     the number of rows of the model's embedding; `batch` the rows of a micro-batch where the plan chose
     them; `audited` is given the audit before it is judged.
     """
-    data, max_length = run.data, run.data.max_length or MAX_LENGTH
+    data, max_length = run.data, run.data.max_length
     chosen = choose(data, where, say)
     shape = recognise(data, chosen.columns, tokenizer, where)
     raise_all([*streamable(run, chosen, where), *unvalidated(run, chosen, where)])
@@ -203,8 +202,8 @@ def choose(data: Data, where: Where, say: Say) -> Chosen:
             settled(parts, splits, where("data.val_split"))
     head = list(itertools.islice(rows(source, train), HEAD_ROWS))
     if not head:
-        others = ", ".join(split for split in splits if split != data.train_split) or "no other"
-        hint = f"name another split: the set has {others}"
+        others = ", ".join(split for split in splits if split != train[0].split)
+        hint = f"name another split: the set has {others}" if others else "name a slice that has rows"
         raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint)
     columns = tuple(dict.fromkeys(key for row in head for key in row))
     return Chosen(source, train, validation, fraction, columns)

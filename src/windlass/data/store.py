@@ -11,12 +11,12 @@ import pyarrow as pa
 
 from windlass.data.pack import pack
 from windlass.data.tokens import Documents
+from windlass.steps import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 ROWS_PER_BLOCK = 1000
-IGNORED = -100  # the label that cross entropy leaves out
 
 
 def write(documents: Documents, path: Path, *, capacity: int | None) -> npt.NDArray[np.int64]:

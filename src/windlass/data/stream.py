@@ -12,9 +12,9 @@ from windlass.data.order import shuffled
 from windlass.data.pack import pack
 from windlass.data.read import Row, batches
 from windlass.data.shapes import Shape
-from windlass.data.store import IGNORED
 from windlass.data.tokens import tokenise
 from windlass.errors import UserError
+from windlass.steps import IGNORED
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -26,7 +25,7 @@ def about() -> dict[str, Any]:
 
 def refuse_two(record: Path) -> None:
     """A second run would wait at the folder's lock, and the first could no longer be found."""
-    facts = _object(record)
+    facts = steps.read(record)
     if facts.get("host") == socket.gethostname() and _is(facts):
         what = f"it runs already, as process {facts['pid']}"
         raise UserError(what, str(record), "windlass status RUN; windlass stop RUN; or another train.output_dir")
@@ -44,7 +43,7 @@ def begin(words: Sequence[str]) -> NoReturn:
 
 def status(run: Path, facts: Mapping[str, Any]) -> str:
     """One line, and where to see more. `run`: the run folder."""
-    state = _object(run / "manifest.json").get("state")
+    state = steps.read(run / steps.MANIFEST).get("state")
     lives, how = _lives(run, facts)
     if state == "finished":
         said = "finished"
@@ -122,13 +121,5 @@ def _step(run: Path) -> str:
     last = 0
     if path := steps.files(run).get(0):
         last = max((int(line.get("step", 0)) for line in steps.lines(path)), default=0)
-    planned = (_object(run / "plan.json").get("batch") or {}).get("steps")
+    planned = (steps.read(run / steps.PLAN).get("batch") or {}).get("steps")
     return f"step {last:,} of {planned:,}" if planned else f"step {last:,}"
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass import steps
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.launch import PLATFORMS, kubernetes, local, pods, runai, script
 from windlass.launch.job import Job, environment_notes, job_of, name_letters
@@ -319,7 +320,7 @@ def submitted(folder: Path) -> dict[str, Any]:
             raise ValueError("it names no platform")
         return found
     except FileNotFoundError:
-        if (folder / "manifest.json").exists():  # `windlass train`, or launch.sh that was carried here
+        if (folder / steps.MANIFEST).exists():  # `windlass train`, or launch.sh that was carried here
             return {"platform": "script"}
         raise UserError(
             "nothing was submitted from here", str(path), "windlass submit RUN; or the --out that it was given"

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.steps import IGNORED
+
 SUMS = ("loss", "tokens", "padded_tokens", "supervised_tokens")
-IGNORED = -100  # the label that losses pass over
 
 
 def counts(inputs: Mapping[str, Any]) -> Tensor | None:

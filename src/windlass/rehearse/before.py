@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from windlass import steps
 from windlass.errors import USER_INPUT, Problem
 from windlass.hardware import this_machine
 from windlass.rehearse import process
@@ -84,10 +85,7 @@ def free(folder: Path, place: str) -> None:
 
 
 def finished(folder: Path) -> bool:
-    try:
-        return bool(json.loads((folder / "manifest.json").read_text())["state"] == "finished")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return steps.read(folder / steps.MANIFEST).get("state") == "finished"
 
 
 def script(stage: Stage) -> None:

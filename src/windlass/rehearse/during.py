@@ -54,7 +54,7 @@ def launch(stage: Stage, run: Path, stack: contextlib.ExitStack) -> Running:
         stage.call("launch-submit", process.windlass(*command))
         stage.doing = f"the script checks {nodes} node{'s' * (nodes > 1)} and starts {ranks} ranks"
         running = stack.enter_context(stage.launched("launch"))
-        until(stage, running, (folder / "manifest.json").exists)
+        until(stage, running, (folder / steps.MANIFEST).exists)
         verdicts = [result["verdict"] for result in json.loads((folder / "check.json").read_text())["results"]]
         phase.proved += [
             f"launch.sh checked this machine: {verdicts.count('pass')} passed, none failed",

@@ -13,7 +13,7 @@ from windlass.source.splits import Part, find, locate, parse
 if TYPE_CHECKING:
     from windlass.runfile import Data
 
-__all__ = ["KNOWN", "Part", "Rows", "Source", "count_rows", "find", "locate", "parse", "resolve", "validation_split"]
+__all__ = ["KNOWN", "Part", "Rows", "Source", "count_rows", "find", "locate", "parse", "resolve"]
 
 # Rows and bytes of text of published sets, which lets `plan` count steps where the data are not mounted: num_examples
 # and num_bytes on the card of huggingface.co/datasets/Salesforce/wikitext.
@@ -101,8 +101,3 @@ def known_slice(known: dict[str, Rows], split: str, where: Callable[[str], str])
         size += round((rows.text_bytes or 0) * share)
         blank += rows.blank * share
     return Rows(total, rows.how, size, round(blank), rows.blank_how)
-
-
-def validation_split(source: Source, name: str | None) -> str | None:
-    """The validation split to use: the one named, where the source has it."""
-    return locate(parse(name, "data.val_split")[0].split, list(source.splits)) if name else None

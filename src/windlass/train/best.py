@@ -24,6 +24,7 @@ from windlass.data import prepare
 from windlass.errors import UserError
 from windlass.model.load import load
 from windlass.model.lora import attach
+from windlass.steps import IGNORED
 from windlass.train.ranks import Place
 from windlass.train.run import join, precision, tokenizer_of
 from windlass.train.screen import quiet
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from windlass.plan import Plan
 
 CONFIDENCE = 0.95
-IGNORED = -100  # the label of a token that is read but not learnt
 BASE = "base model"  # without any adapter: what all of them are to be better than
 
 Rows = list[tuple[float, int]]  # of each row the summed loss and the supervised tokens

@@ -21,7 +21,7 @@ from windlass.train import manifest
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
-MANIFEST = manifest.NAME
+MANIFEST = steps.MANIFEST
 FINISHED, RUNNING, STOPPED, FAILED = manifest.FINISHED, manifest.RUNNING, manifest.STOPPED, manifest.FAILED
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
 

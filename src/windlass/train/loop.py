@@ -24,6 +24,7 @@ from windlass.meter.batch import counts
 from windlass.model.liveness import Liveness
 from windlass.model.shard import keep_gathered
 from windlass.model.sync import Replicas
+from windlass.steps import IGNORED
 from windlass.train.ranks import Interruption
 from windlass.train.saving import Interrupted, Saving
 
@@ -338,7 +339,7 @@ def numbered(rows: Any) -> Any:
     """With a column of row numbers, for messages about a batch, and the row that fills a short last step."""
     if isinstance(rows, IterableDataset):  # no last step that is known to be one
         return rows.map(lambda _, number: {ROW: number}, with_indices=True)
-    two = {"input_ids": rows[0]["input_ids"][:2], "seq_lengths": [2], "labels": [-100, -100]}
+    two = {"input_ids": rows[0]["input_ids"][:2], "seq_lengths": [2], "labels": [IGNORED] * 2}
     fill = Dataset.from_dict({name: [two[name]] for name in rows.column_names}, features=rows.features)
     return concatenate_datasets([rows, fill]).add_column(ROW, [*range(len(rows)), FILL])
 
@@ -356,5 +357,5 @@ class Rows:
         rows = [example.pop(ROW) for example in examples]
         for row, example in zip(rows, examples, strict=True):
             if row == FILL:
-                example["labels"] = [-100] * len(example["input_ids"])
+                example["labels"] = [IGNORED] * len(example["input_ids"])
         return {**self.collator(examples), ROW: [row for row in rows if row != FILL]}

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from windlass import steps
 from windlass.errors import UserError
 
-NAME: Final = "manifest.json"
 FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal", "failed"
 UNLOCKABLE: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -50,11 +50,7 @@ def _writing(folder: Path, where: str) -> Iterator[None]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / NAME).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return steps.read(folder / steps.MANIFEST)
 
 
 def write(folder: Path, name: str, value: Any) -> None:
@@ -66,7 +62,7 @@ def write(folder: Path, name: str, value: Any) -> None:
 
 def note(folder: Path, **found: Any) -> None:
     """Add to the manifest what became known later."""
-    write(folder, NAME, {**read(folder), **found})
+    write(folder, steps.MANIFEST, {**read(folder), **found})
 
 
 def git_state() -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 from transformers import TrainerCallback
 
+from windlass.steps import clock
 from windlass.train.ranks import Place
 
 if TYPE_CHECKING:
@@ -90,9 +91,3 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

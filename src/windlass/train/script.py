@@ -24,9 +24,8 @@ from windlass import __version__, steps
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.plan.script import ScriptPlan
 from windlass.train import manifest, ranks
-from windlass.watch import nccl
+from windlass.watch import patrol
 from windlass.watch.guard import Guard
-from windlass.watch.patrol import OFF
 
 GRACE_SECONDS: Final = 120.0  # to save in after a signal, where the run file says nothing (cluster.grace_seconds)
 PATIENCE_SECONDS: Final = 20.0  # what the other ranks get once one has failed
@@ -124,14 +123,9 @@ def _require_here(plan: ScriptPlan) -> None:
 
 
 def _told_to_the_script(plan: ScriptPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where the meter writes, and what torch and NCCL are to keep for the watch, unless the user said otherwise."""
-    job = plan.loaded.run
-    told = {steps.OUTPUT_DIR: str(Path(job.folder).absolute())}
-    if job.watch.stall != OFF and not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys():
-        told["TORCH_FR_BUFFER_SIZE"] = "2000"
-    if job.watch.sockets != OFF and plan.layout.nodes > 1:
-        told |= nccl.environment(environ, Path(told[steps.OUTPUT_DIR]))
-    return told
+    """Where the meter writes, and what is to be kept for the watch."""
+    folder = Path(plan.loaded.run.folder).absolute()
+    return {steps.OUTPUT_DIR: str(folder), **patrol.environment(environ, plan.loaded.run, folder)}
 
 
 def _grace(plan: ScriptPlan) -> float:
@@ -156,7 +150,7 @@ def _folder(plan: ScriptPlan, *, resume: bool) -> Iterator[None]:
             raise UserError(f"{folder} holds an unfinished run ({state} {before.get('began', '')})", where, hint)
         manifest.write(folder, "plan.json", plan.as_dict())
         began = before.get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
-        manifest.write(folder, manifest.NAME, {"state": manifest.RUNNING, "began": began, **_facts(plan)})
+        manifest.write(folder, steps.MANIFEST, {"state": manifest.RUNNING, "began": began, **_facts(plan)})
         try:
             yield
         except BaseException:

@@ -35,6 +35,7 @@ class Alarm:
     message: str
     rank: int | None = None  # None: of the whole run
     level: str = "warn"  # the action it led to; `stop` makes the report's verdict bad
+    broken: bool = False  # no figure after it means anything; for who acts on it, not for the file
     time: float = field(default_factory=lambda: round(time.time(), 3))
 
     def __str__(self) -> str:
@@ -44,5 +45,6 @@ class Alarm:
 
 def append(folder: Path, alarm: Alarm) -> None:
     """One line, in one write."""
+    line = {name: value for name, value in asdict(alarm).items() if name != "broken"}
     with (folder / steps.ALARMS).open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(asdict(alarm), ensure_ascii=False) + "\n")
+        handle.write(json.dumps(line, ensure_ascii=False) + "\n")

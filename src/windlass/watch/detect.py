@@ -158,7 +158,8 @@ def non_finite(past: Past) -> Iterator[Alarm]:
     skipped = any(record.get("skipped") for record in records.values())
     if odd or skipped:
         what = ", ".join(odd) or "gradient"
-        yield Alarm("non_finite", step, f"{what}{', step left out' if skipped else ''}; {rows(records)}")
+        said = f"{what}{', step left out' if skipped else ''}; {rows(records)}"
+        yield Alarm("non_finite", step, said, broken="loss" in odd)
 
 
 def straggler(past: Past) -> Iterator[Alarm]:

@@ -54,7 +54,7 @@ class Guard:
         alarms.append(self.folder, alarm)
         self.say(f"alarm: {alarm}")
         # The patrol only tells of losses that are no number: a language model's own loop has stopped by then.
-        broken = alarm.kind == "non_finite" and self.watch.non_finite == STOP and alarm.message.startswith("loss")
+        broken = alarm.broken and self.watch.non_finite == STOP
         if (alarm.level == STOP or broken) and not self.why and not self.over.is_set():
             self.why = str(alarm)
             self.stop()

@@ -15,10 +15,11 @@ from transformers import TrainerCallback
 
 from windlass.errors import Problem, RunError
 from windlass.watch import alarm as alarms
-from windlass.watch import nccl, prometheus
+from windlass.watch import prometheus
 from windlass.watch.alarm import Alarm
 from windlass.watch.heartbeat import Heartbeat, Position
 from windlass.watch.patrol import CHECKPOINT, OFF, STOP, Patrol
+from windlass.watch.patrol import environment as environment
 from windlass.watch.pulse import NEXT, recorder
 from windlass.watch.trackers import Trackers
 
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
 
 EVERY_SECONDS: Final = 1.0
 WEIGHT: Final = {CHECKPOINT: 1, STOP: 1000}  # what rank 0 adds to a step's collective sum, read by all alike
-
-
-def environment(environ: Any, job: RunFile, folder: Path) -> dict[str, str]:
-    """What NCCL and torch read when the ranks meet."""
-    theirs = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys()
-    recorder = {} if theirs or job.watch.stall == OFF else {"TORCH_FR_BUFFER_SIZE": "2000"}
-    looked_at = job.watch.sockets != OFF and job.cluster.nodes > 1
-    return {**recorder, **(nccl.environment(environ, folder) if looked_at else {})}
 
 
 class Watchman(TrainerCallback):  # type: ignore[misc]

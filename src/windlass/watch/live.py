@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from windlass import steps
 from windlass.errors import UserError
+from windlass.steps import clock
 from windlass.watch import heartbeat
 from windlass.watch.follow import Joined, Tail
 from windlass.watch.patrol import meter
@@ -37,7 +37,7 @@ class View:
 
     def __init__(self, folder: Path) -> None:
         found = steps.files(folder) if folder.is_dir() else {}
-        if not found and not (folder / "manifest.json").is_file():
+        if not found and not (folder / steps.MANIFEST).is_file():
             what = "holds no run" if folder.is_dir() else "is not a folder" if folder.exists() else "is not there"
             raise UserError(what, str(folder), "give a run folder: the output_dir of a run")
         self.folder = folder
@@ -75,7 +75,7 @@ class View:
             if event.get("kind") == "eval":
                 self.evaluation = numbers(event)
         self.beats = heartbeat.read(self.folder)
-        self.state = str(_object(self.folder / "manifest.json").get("state") or "unknown")
+        self.state = str(steps.read(self.folder / steps.MANIFEST).get("state") or "unknown")
 
     @property
     def over(self) -> bool:
@@ -86,7 +86,7 @@ class View:
         return Group(*self._head(first, now), *self._curves(first), self._table(now), *self._alarms())
 
     def _head(self, first: dict[str, Any], now: float) -> list[Text]:
-        batch = _object(self.folder / "plan.json").get("batch")
+        batch = steps.read(self.folder / steps.PLAN).get("batch")
         planned = int(numbers(batch if isinstance(batch, dict) else {}).get("steps", 0))
         step = int(first.get("step", 0))
         style = STATES.get(self.state, "yellow")
@@ -200,17 +200,3 @@ def curve_of(values: Sequence[float]) -> str:
         means.append(sum(part) / len(part))
     low, high = min(means), max(means)
     return "".join(BARS[round((mean - low) / (high - low or 1.0) * (len(BARS) - 1))] for mean in means)
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from windlass import steps
-from windlass.runfile import Watch
+from windlass.runfile import RunFile, ScriptRun, Watch
 from windlass.watch import nccl
 from windlass.watch.alarm import Alarm
 from windlass.watch.detect import OF_EVALUATIONS, OF_STEPS, Memory, Past
@@ -18,6 +17,14 @@ from windlass.watch.follow import Joined, Tail
 
 QUIET: Final = 100  # steps after which the same alarm of the same rank is told again
 OFF, WARN, CHECKPOINT, STOP = "off", "warn", "checkpoint", "stop"
+
+
+def environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Path) -> dict[str, str]:
+    """What torch and NCCL are to keep for the watch, unless the user said otherwise; read when the ranks meet."""
+    theirs = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys()
+    recorder = {} if theirs or job.watch.stall == OFF else {"TORCH_FR_BUFFER_SIZE": "2000"}
+    looked_at = job.watch.sockets != OFF and job.cluster.nodes > 1
+    return {**recorder, **(nccl.environment(environ, folder) if looked_at else {})}
 
 
 class Patrol:
@@ -111,8 +118,4 @@ def capacities(folder: Path, ranks: Iterable[int]) -> dict[int, Memory]:
 
 
 def meter(folder: Path, rank: int) -> dict[str, Any]:
-    try:
-        value = json.loads((folder / steps.METER.format(rank=rank)).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return steps.read(folder / steps.METER.format(rank=rank))

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch._C._distributed_c10d as c10d
 
+from windlass import steps
 from windlass.runfile import ScriptRun
 from windlass.watch import alarm as alarms
 from windlass.watch import collectives
@@ -37,7 +38,7 @@ def recorder() -> dict[str, Any]:
 def of_script(folder: Path, rank: int, ranks: int, position: Callable[[], Position]) -> Heartbeat | None:
     """The heartbeat of a script's rank, as the run file says that started it; None where none did."""
     try:
-        run = ScriptRun.model_validate(json.loads((folder / "manifest.json").read_bytes())["run"])
+        run = ScriptRun.model_validate(json.loads((folder / steps.MANIFEST).read_bytes())["run"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     limits = run.watch

@@ -17,7 +17,6 @@ from windlass.launch.kubernetes.engines import TRAINER, documents
 from windlass.launch.kubernetes.write import plain, write
 from windlass.launch.script import one_line
 
-ENGINES = ("trainer", "pytorchjob", "jobset", "job")
 DEFAULT_ENGINE = "job"  # it needs nothing but Kubernetes itself
 NOT_TAKEN = {
     "project": "it is Run:ai's; here it is cluster.namespace and cluster.queue",
