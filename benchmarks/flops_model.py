@@ -59,7 +59,7 @@ def count(case: Case) -> tuple[int, float, float]:
         if case.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         embedded = torch.zeros(case.micro, case.length, model.config.hidden_size, dtype=torch.bfloat16)
-        said = {"position_ids": documents(case)} if case.packed else {}
+        said = {"position_ids": documents(case, case.micro)} if case.packed else {}
         with counter, torch.autocast("cpu", torch.bfloat16):
             peft(inputs_embeds=embedded.requires_grad_(), use_cache=False, **said).logits.sum().backward()
     passes = 4 if case.checkpointing else 3

@@ -112,7 +112,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
-    """The second step's. `once`: what the first of two micro-batches gathers is kept for the second, as training does."""
+    """The second step's. `once`: what its first micro-batch gathers is kept for the second, as training does."""
     trained = [p for p in peft.parameters() if p.requires_grad]
     for parameter in trained:
         if parameter.device.type == "meta":

@@ -239,7 +239,7 @@ def choose(contenders: list[Contender]) -> Layout | None:
     return best.layout if best else None
 
 
-def figures(*rows: tuple[str, bool, float, float] | tuple[str, bool, float, float, float]) -> list[Contender]:
+def figures(*rows: tuple[Any, ...]) -> list[Contender]:
     known = {row.title: row for row in candidates(want("auto", 2, 2), 128, fp8=True)}
     known["barred"] = replace(known["resident, FP8"], why_not="not with these")
     return [priced(known[title], *rest) for title, *rest in rows]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from windlass import hardware
 from windlass import plan as planning
 from windlass.cost import Batch
 from windlass.errors import UserError
@@ -169,6 +170,123 @@ def test_float16_is_refused() -> None:
     with pytest.raises(UserError, match="float16 overflows") as caught:
         of_train("train.bf16=false", "train.fp16=true")
     assert caught.value.problems[0].where.endswith("train.fp16=true")
+
+
+# Qwen3-30B-A3B, on processors.
+ON_CPU = (
+    "cluster.nodes=1",
+    "cluster.gpu=cpu",
+    "model.model_name_or_path=Qwen3-30B-A3B",
+    "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+)
+
+
+@pytest.mark.parametrize(("gib", "ranks", "fits"), [(256, 4, True), (60, 2, False)])
+def test_a_rank_on_a_cpu_is_held_against_its_share_of_the_memory(
+    gib: float, ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "this_machine", lambda: hardware.Here((), 8, gib, None))
+    made = of_train(*ON_CPU, f"cluster.gpus_per_node={ranks}")
+    assert made.machine.gpu.memory_gib == gib / ranks
+    assert made.machine.host_memory_gib == gib
+    assert made.cost.fits == fits
+    assert (made.cost.gpu_gib <= gib / ranks) == fits
+    assert made.cost.host_gib >= ranks * made.cost.gpu_gib
+    assert not [c for c in made.contenders if c.layout and c.layout.offload]  # a CPU has nowhere to offload from
+    given = of_train(*ON_CPU, f"cluster.gpus_per_node={ranks}", "cluster.host_memory_gib=1000")
+    assert given.machine.gpu.memory_gib == 1000 / ranks
+
+
+def test_the_memory_that_is_given_for_a_cpu_stays() -> None:
+    figures = "cluster.gpu={name: cpu, memory_gib: 4, bf16_tflops: 1, memory_gb_per_second: 10}"
+    made = of_train(*ON_CPU[:1], *ON_CPU[2:], figures, "cluster.gpus_per_node=2")
+    assert (made.machine.gpu.memory_gib, made.machine.host_memory_gib) == (4, 8)
+    assert not made.cost.fits
+
+
+def test_what_is_for_gpus_is_refused_on_a_cpu_and_the_other_way_round(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="offload on a CPU") as caught:
+        of_train(*ON_CPU, "cluster.gpus_per_node=2", "layout.offload=true")
+    assert caught.value.problems[0].where.endswith("layout.offload=true")
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nuse_cpu: true\nnum_processes: 2\n")
+    file = read_accelerate(tmp_path / "fsdp.yaml")
+    sizes = ("cluster.nodes=1", "cluster.gpus_per_node=2")
+    with pytest.raises(UserError, match="use_cpu: true, but the run is planned for h200") as caught:
+        planning.make(read(EXAMPLES / "train.yaml", sizes), file)
+    assert caught.value.problems[0].where.endswith("fsdp.yaml:2: use_cpu")
+    assert "cluster.gpu: cpu" in caught.value.problems[0].hint
+    assert planning.make(read(EXAMPLES / "train.yaml", (*ON_CPU, *sizes)), file).machine.gpu.name == "cpu"
+
+
+def test_a_network_is_asked_for_also_where_an_accelerate_file_says_the_nodes(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 2\n")
+    (tmp_path / "run.yaml").write_text("model: {model_name_or_path: Qwen3-30B-A3B}\ncluster: {gpu: h200}\n")
+    with pytest.raises(UserError, match="2 nodes, and nothing said of the network"):
+        planning.make(read(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("layout.expert_parallel=1",),
+        ("layout.shard=1",),
+        ("layout.replicate=1",),
+        ("layout.offload=false",),
+        ("layout.base_dtype=bf16",),
+        ("layout.reshard_after_forward=false",),
+        ("layout.expert_parallel=8",),
+    ],
+)
+def test_no_key_of_layout_is_passed_over(keys: tuple[str, ...]) -> None:
+    made = of_train(*keys, "cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.nics_per_node=8")
+    for key in keys:
+        name, value = key.removeprefix("layout.").split("=")
+        assert str(getattr(made.layout, name)).lower() == value
+        if made.layout.reason.startswith("chosen"):
+            listed = {str(getattr(c.layout, name)).lower() for c in made.contenders if c.layout}
+            assert listed == {value}
+
+
+def test_experts_that_stay_beside_a_rest_that_is_gathered_once_are_weighed() -> None:
+    """By the plan's own figures it is the fastest of all on four nodes and on two of eight."""
+    for sizes in (("cluster.nodes=4",), ("cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.nics_per_node=8")):
+        made = of_train(*sizes)
+        assert (made.layout.name, made.layout.reshard_after_forward) == ("expert-parallel", False)
+        assert made.layout.reason.startswith("chosen")
+        assert "gathered once a step" in made.layout.reason
+
+
+def test_adapters_of_experts_are_found_whichever_key_asks_for_them() -> None:
+    asked = ("train.optim=adafactor", "lora.lora_dropout=0", "cluster.nodes=2", "layout=expert-parallel")
+    for keys in (("lora.target_modules=all",), ("lora.experts=true",)):
+        with pytest.raises(UserError, match="adafactor looks at a whole tensor"):
+            of_train(*asked, *keys)
+    assert of_train(*asked, "lora.target_modules=all-linear").layout.expert_parallel == 2
+
+
+def test_a_base_in_float32_travels_in_the_dtype_of_compute() -> None:
+    asked = ("layout=full-shard", "layout.base_dtype=bf16")
+    wide, narrow = (of_train(*asked, f"model.torch_dtype={dtype}") for dtype in ("float32", "bfloat16"))
+    gathers = [[f for f in plan.cost.flows if f.kind.startswith("all-gather")] for plan in (wide, narrow)]
+    assert gathers[0] == gathers[1] != []
+    weights = [next(r.bytes for r in plan.cost.rows if r.item == "base weights") for plan in (wide, narrow)]
+    assert weights[0] == 2 * weights[1]
+    whole = of_train(*asked, "model.torch_dtype=float32", "train.bf16=false")  # computes in float32
+    assert whole.cost.wire_gb_per_step > 1.9 * wide.cost.wire_gb_per_step
+
+
+def test_an_evaluation_counts_where_there_is_one() -> None:
+    asked = ("layout=full-shard", "cluster.nodes=4")
+    plain, wide = of_train(*asked), of_train(*asked, "train.per_device_eval_batch_size=512")
+    off = of_train(*asked, "train.per_device_eval_batch_size=512", "train.eval_strategy=no")
+    assert plain.cost.peak != "evaluation"
+    assert off.cost.gpu_gib == plain.cost.gpu_gib
+    assert wide.cost.peak == "evaluation"
+    assert (plain.cost.fits, wide.cost.fits) == (True, False)
+    assert "an evaluation's pass of 524288 tokens" in next(
+        r.formula for r in wide.cost.rows if r.item == "forward of a layer"
+    )
+    assert "with train.per_device_eval_batch_size: 1 it needs" in wide.cost.remedy
 
 
 def test_packed_rows_are_masked_but_for_attention_within_documents() -> None:

@@ -100,7 +100,7 @@ def gathered(work: Work) -> Held:
     """The same once it is gathered: FSDP2 casts float32 to the dtype of compute before it travels."""
     size = held(work)
     narrow = work.layout.shard > 1 and work.layout.precision == "bf16" and work.base_bytes > 2
-    return Held(2, size.fp8) if narrow else size
+    return Held(2, min(size.fp8, 2)) if narrow else size  # bytes of codes are left alone
 
 
 def words(count: Count, size: Held) -> str:

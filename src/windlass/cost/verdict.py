@@ -141,13 +141,16 @@ def _fits(work: Work, gpu_gib: float, host_gib: float) -> bool:
 def _changes(work: Work) -> Iterator[tuple[str, Work]]:
     """What a user could change, mildest first."""
     layout, batch = work.layout, work.batch
+    if work.evaluated > batch.micro:
+        work = replace(work, evaluated=batch.micro)
+        yield f"train.per_device_eval_batch_size: {batch.micro}", work
     checkpointed = replace(layout, activation_checkpointing=True)
     if not layout.activation_checkpointing:
         yield "train.gradient_checkpointing: true", replace(work, layout=checkpointed)
     if batch.micro > 1:
         smaller = replace(batch, micro=1, accumulation=batch.accumulation * batch.micro)
-        yield "train.per_device_train_batch_size: 1", replace(work, layout=checkpointed, batch=smaller)
-        work = replace(work, batch=smaller)
+        work = replace(work, batch=smaller, evaluated=min(work.evaluated, 1))
+        yield "train.per_device_train_batch_size: 1", replace(work, layout=checkpointed)
     work = replace(work, layout=checkpointed)
     if layout.shard == 1 and layout.ranks > 1:
         sharded = replace(checkpointed, name="full-shard", shard=layout.ranks, replicate=1, reshard_after_forward=True)
@@ -181,7 +184,7 @@ def _remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
     have = work.machine.gpu.memory_gib
     room = work.machine.host_memory_gib
     short = f"{gpu_gib:.1f} GiB of {have:.1f} a GPU"
-    if room is not None and host_gib > room:
+    if room is not None and host_gib > room and gpu_gib <= have:
         short = f"{host_gib:.1f} GiB of {room:.1f} a host"
     tried: list[str] = []
     for label, changed in _changes(work):
@@ -213,7 +216,7 @@ def _nodes(work: Work) -> int | None:
             reshard_after_forward=True,
             activation_checkpointing=True,
         )
-        changed = replace(work, layout=layout, batch=replace(work.batch, micro=1))
+        changed = replace(work, layout=layout, batch=replace(work.batch, micro=1), evaluated=min(work.evaluated, 1))
         if _fits(changed, *_sizes(changed)):
             return nodes
     return None

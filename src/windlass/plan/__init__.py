@@ -1,4 +1,4 @@
-"""Run file + checkpoint headers -> Plan: all that can be known of the run before a GPU is held."""
+"""Run file + checkpoint headers -> Plan: all that can be known of the run before a GPU is reserved."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ScriptPlan:
-    """What can be known of a script's run before a GPU is held."""
+    """What can be known of a script's run before a GPU is reserved."""
 
     loaded: LoadedScript
     machine: Machine

@@ -259,9 +259,9 @@ def _emphasis(plan: Plan, layout: Layout) -> str:
 
 
 def _verdict(plan: Plan) -> Text:
-    cost = plan.cost
+    cost, each = plan.cost, "rank" if plan.machine.gpu.name == "cpu" else "GPU"
     place = (
-        f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a GPU,"
+        f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a {each},"
         f" {cost.host_gib:,.1f} GiB of host memory a node"
     )
     if cost.fits:
