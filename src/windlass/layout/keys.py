@@ -15,7 +15,7 @@ _DEVICE = refused("windlass trains on NVIDIA GPUs, or on the CPU", "write FSDP")
 _TPU = no_effect("read only for TPUs, which windlass does not train on")
 _SAGEMAKER = no_effect("read only by Amazon SageMaker, which windlass does not launch on")
 _FP8 = no_effect("read only with mixed_precision: fp8, which windlass refuses")
-_COMPILE = no_effect("read only when a dynamo backend is named; windlass compiles where train.torch_compile says so")
+_COMPILE = no_effect("read only when a dynamo backend is named; windlass compiles nothing")
 _NOT_HERE = "tensors stay whole inside a layer: neither tensor, context nor sequence parallelism is run"
 
 
@@ -135,8 +135,10 @@ RUNS: tuple[Key, ...] = (
         "an old place of dynamo_config.dynamo_backend",
         "word",
         {
-            "NO": no_effect("nothing is compiled unless train.torch_compile says so"),
-            ANY: refused("compiling is chosen in one place", "set train.torch_compile in the run file instead"),
+            "NO": no_effect("windlass compiles nothing"),
+            ANY: refused(
+                "compiling is untested with sharded weights and adapters", "write dynamo_backend: NO, or take it out"
+            ),
         },
     ),
     _section("fsdp_config", "how FSDP shards"),
@@ -217,8 +219,10 @@ DYNAMO_KEYS = (
         "compiler behind torch.compile",
         "word",
         {
-            "NO": no_effect("nothing is compiled unless train.torch_compile says so"),
-            ANY: refused("compiling is chosen in one place", "set train.torch_compile in the run file instead"),
+            "NO": no_effect("windlass compiles nothing"),
+            ANY: refused(
+                "compiling is untested with sharded weights and adapters", "write dynamo_backend: NO, or take it out"
+            ),
         },
         "dynamo_config",
         ("backend",),
