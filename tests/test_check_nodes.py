@@ -479,7 +479,7 @@ def test_a_node_that_never_comes_is_named_by_the_rest(sound: Path) -> None:
     met = nodes_of([spread(sound, 3)] * 3, [[]] * 3, [{}] * 3, patience=2, absent=[1])
     for rank in (0, 2):
         found = named(met[rank].results, "nodes")
-        assert (found.verdict, "node 1 did not come" in found.seen) == (FAIL, True)
+        assert (found.verdict, "node 1 did not join" in found.seen) == (FAIL, True)
         assert named(met[rank].results, "all-reduce").verdict == UNSEEN
     alone = nodes_of([spread(sound, 2)] * 2, [[]] * 2, [{}] * 2, patience=1, absent=[0])[1]
     found = named(alone.results, "nodes")

@@ -77,7 +77,7 @@ def test_nodes_that_never_meet_and_those_that_do_name_each_other(tmp_path: Path)
         assert [process.wait(60) for process in started] == [1, 1]
         assert time.monotonic() - began < 40
         assert "node 1 did not join within 4 s (node 0, node 2 (machine-2) did)" in run.log(0)
-        assert "node 0 says: node 1 did not come" in run.log(2)
+        assert "node 0 says: node 1 did not join" in run.log(2)
         # A name that no interface has is the input's fault, on whichever node it is found.
         started = [run.start(node, **({"GLOO_SOCKET_IFNAME": "net7"} if node == 1 else {})) for node in range(3)]
         assert [process.wait(60) for process in started] == [13, 13, 13]

@@ -137,7 +137,7 @@ def resolve(host: str, deadline: float) -> str:
 
 
 def attend(here: Place, patience_seconds: float, say: Callable[[str], None]) -> Meeting:
-    """Come together within the patience. Node 0 then goes on with those that came; nobody waits for ever."""
+    """Come together within the patience. Node 0 then continues with those that came; nobody waits for ever."""
     deadline = time.monotonic() + patience_seconds
     return host(here, deadline, say) if here.rank == 0 else join(here, deadline)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: the adapter and all that is needed to go on as if nothing had happened. Small, so saved whole.
+"""Checkpoints: the adapter and all that is needed to resume as if nothing had happened. Small, so saved whole.
 
 `checkpoints/step-N/` holds the adapter in PEFT's format, optimizer.pt, scheduler.json, random.json (of every rank),
 trainer_state.json (log, counters), and manifest.json: what the run was, where it was in the data, how well it

@@ -90,7 +90,7 @@ class StepProfiler:
     unit: what is counted, in the plural: `images` becomes `images` and `images_per_second` of every step.
     debug_freq: every that many steps, also wait for the GPU and sample every counter; 0: never.
     report_meta, script_name: shown in the report as they are.
-    from_step: steps that were made before, where the loop goes on from a checkpoint.
+    from_step: steps that were made before, where the loop continues from a checkpoint.
     report: write report.html at every save and at the end.
     """
 
