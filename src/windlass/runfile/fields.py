@@ -159,7 +159,7 @@ Action = Literal["off", "warn", "checkpoint", "stop"]
 
 
 class Watch(Section):
-    """What is looked for while the run goes on, and what happens when it is found."""
+    """What is looked for while the run trains, and what happens when it is found."""
 
     non_finite: Literal["stop", "skip"] = "stop"
     """On a loss or gradient norm that is not finite: stop the run, or skip that step and say so."""
@@ -233,7 +233,7 @@ class RunFile(Section):
     cluster: Cluster = Field(default_factory=Cluster)
     """The machines: how many, which GPUs and fabrics, and how a job gets onto them."""
     watch: Watch = Field(default_factory=Watch)
-    """What is looked for while the run goes on, and what happens when it is found."""
+    """What is looked for while the run trains, and what happens when it is found."""
 
     folder_key: ClassVar[str] = "train.output_dir"
 

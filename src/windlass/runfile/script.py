@@ -68,7 +68,7 @@ class ScriptRun(Section):
     cluster: Cluster = Field(default_factory=Cluster)
     """The machines: how many, which GPUs and fabrics, and how a job gets onto them."""
     watch: Watch = Field(default_factory=Watch)
-    """What is looked for while the run goes on, and what happens when it is found."""
+    """What is looked for while the run trains, and what happens when it is found."""
 
     folder_key: ClassVar[str] = "script.output_dir"
 
