@@ -63,7 +63,7 @@ def test_offloading_is_told_as_it_is() -> None:
     """The published recipe says that the optimizer's states are offloaded."""
     (row,) = [row for row in explain.topic("fsdp_offload_params") if row.value == "true"]
     assert row.verdict == "honoured"
-    assert row.text.startswith("parameters rest in host memory")
+    assert row.text.startswith("the frozen base rests in host memory")
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,9 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "precision": (
         {"train__bf16": True},
-        "mixed_precision: fp16\n",
+        "mixed_precision: 'no'\n",
         "mixed_precision",
-        "precision is fp16 here, but bf16",
+        "precision is no here, but bf16",
     ),
     "precision off": (
         {"train__bf16": False},
@@ -264,11 +264,11 @@ def test_a_default_of_the_run_file_is_no_disagreement(tmp_path: Path) -> None:
     wanted = Job().demand(
         file(
             tmp_path,
-            "num_machines: 3\nnum_processes: 6\nmixed_precision: fp16\n"
+            "num_machines: 3\nnum_processes: 6\nmixed_precision: 'no'\n"
             "fsdp_config:\n  activation_checkpointing: true\n",
         )
     )
-    assert (wanted.nodes, wanted.gpus_per_node, wanted.precision) == (3, 2, "fp16")
+    assert (wanted.nodes, wanted.gpus_per_node, wanted.precision) == (3, 2, "no")
     assert wanted.activation_checkpointing
 
 

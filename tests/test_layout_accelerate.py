@@ -118,7 +118,6 @@ def test_what_the_published_files_ask_for() -> None:
         "wrap": "Mistral4DecoderLayer",
         "reshard_after_forward": True,
         "offload": True,
-        "state_dict": "full",
     }
     assert wishes(read_accelerate(EXAMPLES / "fsdp.yaml")) == three
     assert wishes(read_accelerate(EXAMPLES / "fsdp-3xH200.yaml")) == three | {"wrap": "MistralDecoderLayer"}
@@ -130,7 +129,6 @@ def test_what_the_published_files_ask_for() -> None:
         "offload": False,
         "name": "full-shard",
         "reshard_after_forward": True,
-        "state_dict": "full",
     }
 
 
@@ -287,7 +285,6 @@ def test_a_bare_no_is_the_word_although_yaml_reads_false(tmp_path: Path) -> None
             ("fsdp.yaml:3: ", "fsdp.yaml:4: "),
         ),
         ("fsdp_config:\n  offload_params: true\n  fsdp_offload_params: false\n", ("fsdp.yaml:3: ", "fsdp.yaml:4: ")),
-        ("mixed_precision: bf16\nfp16: true\n", ("fsdp.yaml:2: ", "fsdp.yaml:3: ")),
         ("num_machines: 2\nnum_machines: 3\n", ("fsdp.yaml:2", "fsdp.yaml:3: ")),
     ],
 )
@@ -308,6 +305,12 @@ def test_options_of_the_launcher_are_held_against_the_file() -> None:
 
 
 # --- DeepSpeed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["mixed_precision: fp16", "fp16: true"])
+def test_float16_is_refused_in_a_file_too(text: str, tmp_path: Path) -> None:
+    error = refusal(tmp_path, f"distributed_type: FSDP\n{text}\n")
+    assert "float16 overflows" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ UNKNOWN = {
     "trian: {}": ("trian", "nearest: train"),
     "train: {deepspeed: x}": ("train.deepspeed", "full-shard"),
     "model: {load_in_4bit: true}": ("model.load_in_4bit", "no 4-bit base"),
+    "train: {torch_compile: true}": ("train.torch_compile", "nothing is compiled"),
     "cluster: {volumes: [{claim: a, pth: /a, path: /b}]}": ("cluster.volumes[0].pth", "nearest: path"),
     "cluster: {user: {uid: 1, gip: 2}}": ("cluster.user.gip", "nearest: gid"),
     "watch: {zzzzzzz: 1}": ("watch.zzzzzzz", "there are: non_finite"),
@@ -151,6 +152,7 @@ def test_unknown_key(run: Path, text: str, said: tuple[str, str]) -> None:
 
 
 WRONG = {
+    "layout: {state_dict: sharded}": ("layout.state_dict: must be full or null, not 'sharded'", ""),
     "layout: {base_dtype: nf4}": ("layout.base_dtype: must be bf16, fp8 or null, not 'nf4'", "silently leaves fused"),
     "lora: {r: '16'}": ("lora.r: must be a whole number, not '16'", "without quotes"),
     "lora: {r: 16.5}": ("lora.r: must be a whole number, not 16.5", ""),

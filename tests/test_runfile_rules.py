@@ -41,7 +41,7 @@ CLASHES: list[tuple[list[str], str, str]] = [
     ),
     (["train.warmup_steps=10", "train.warmup_ratio=0.1"], "train.warmup_steps", "as steps and as a share"),
     (["train.warmup_steps=10", "train.max_steps=10"], "train.warmup_steps", "fill the whole run"),
-    (["train.torch_compile=true"], "train.torch_compile", "untested"),
+    (["train.torch_compile=true"], "train.torch_compile", "the run file has no train.torch_compile"),
     (["model.attn_implementation=flash_atention_2"], "model.attn_implementation", "there is no attention"),
     (["train.report_to=wandd"], "train.report_to", "there is no tracker"),
     (["train.report_to=[none, wandb]"], "train.report_to", "trackers and none"),

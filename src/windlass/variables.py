@@ -220,17 +220,17 @@ _PROCESS = (
     Variable(
         "OMP_NUM_THREADS",
         "CPU threads of one process",
-        "the launcher sets 1 where nothing is said; raise it in cluster.env when the host prepares data slowly",
+        "windlass gives each rank its share of the node's processors where nothing is said",
         ACCELERATE,
     ),
     Variable(
         "TOKENIZERS_PARALLELISM",
         "whether fast tokenizers use several threads",
-        "no need: windlass tokenizes before the data loader forks, and caches the result",
-        "github.com/huggingface/tokenizers",
+        "windlass sets false in its ranks, but for the time in which they tokenize",
+        "github.com/huggingface/tokenizers, bindings/python/src/lib.rs",
         published="false",
-        verdict="harmless, it silences a warning: the library turns its threads off by itself in a forked process, so "
-        "there is no deadlock to avoid",
+        verdict="right, and windlass sets it: with true, a process forked after threads were used waits for ever; "
+        "unset, the library turns its threads off there by itself",
     ),
     Variable(
         "RDMAV_FORK_SAFE",
@@ -333,7 +333,7 @@ _ACCELERATE = (
         "the run file's precision takes its place",
         ACCELERATE,
     ),
-    Variable("ACCELERATE_USE_CPU", "makes Accelerate use the CPU", "windlass sets it for runs on the CPU", ACCELERATE),
+    Variable("ACCELERATE_USE_CPU", "makes Accelerate use the CPU", NEVER, ACCELERATE),
     Variable("ACCELERATE_DEBUG_MODE", "Accelerate compares shapes before its own collectives", NEVER, ACCELERATE),
     Variable("ACCELERATE_CPU_AFFINITY", "bind a process to the CPU cores near its GPU", NEVER, ACCELERATE),
 )

@@ -40,6 +40,8 @@ _SYNC = no_effect(
     "no rank broadcasts weights: each reads its own shard from the files. A frozen base is proven equal by the "
     "loader's certificate"
 )
+_WRITTEN_WHOLE = honoured("the adapter is written whole, by one rank")
+_NOT_SHARDED = translated("a full one: only the adapter is saved, in one file, whoever trains parts of it")
 _STATE_OFFLOAD = no_effect(
     "Accelerate reads no such key and already gathers a full state dict into host memory; "
     "windlass saves the adapter alone"
@@ -83,9 +85,8 @@ FSDP_KEYS: tuple[Key, ...] = (
         "bool",
         {
             "TRUE": honoured(
-                "parameters rest in host memory, those that are trained with their gradients and optimizer; it is not "
-                "the optimizer states alone. Each layer of the frozen base crosses PCIe in every forward and "
-                "backward; the adapter stays on the GPU",
+                "the frozen base rests in host memory, and each layer of it crosses PCIe in every forward and "
+                "backward; the adapter, its gradients and its optimizer stay on the GPU",
                 offload=True,
             ),
             "FALSE": honoured("shards stay on the GPU", offload=False),
@@ -160,14 +161,12 @@ FSDP_KEYS: tuple[Key, ...] = (
         "how a checkpoint is written",
         "word",
         {
-            "FULL_STATE_DICT": honoured("the adapter is written whole, by one rank", state_dict="full"),
-            "SHARDED_STATE_DICT": translated(
-                "a full one: only the adapter is saved, and it is whole on every rank", state_dict="full"
-            ),
+            "FULL_STATE_DICT": _WRITTEN_WHOLE,
+            "SHARDED_STATE_DICT": _NOT_SHARDED,
             "LOCAL_STATE_DICT": refused("FSDP2 has no local state dict", "write FULL_STATE_DICT, or leave the key out"),
-            "1": honoured("the adapter is written whole, by one rank", state_dict="full"),
+            "1": _WRITTEN_WHOLE,
             "2": refused("FSDP2 has no local state dict", "write FULL_STATE_DICT, or leave the key out"),
-            "3": translated("a full one: only the adapter is saved, and it is whole on every rank", state_dict="full"),
+            "3": _NOT_SHARDED,
         },
     ),
     _fsdp(

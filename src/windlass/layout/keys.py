@@ -16,6 +16,7 @@ _TPU = no_effect("read only for TPUs, which windlass does not train on")
 _SAGEMAKER = no_effect("read only by Amazon SageMaker, which windlass does not launch on")
 _FP8 = no_effect("read only with mixed_precision: fp8, which windlass refuses")
 _COMPILE = no_effect("read only when a dynamo backend is named; windlass compiles nothing")
+_FP16 = refused("float16 overflows now and then, and here such a step ends a run", "write mixed_precision: bf16")
 _NOT_HERE = "tensors stay whole inside a layer: neither tensor, context nor sequence parallelism is run"
 
 
@@ -60,7 +61,7 @@ RUNS: tuple[Key, ...] = (
         "word",
         {
             "BF16": honoured("compared with train.bf16", precision="bf16"),
-            "FP16": honoured("compared with train.fp16", precision="fp16"),
+            "FP16": _FP16,
             "NO": honoured("compute stays in the dtype of the weights", precision="no"),
             "FP8": refused("compute in FP8 is not run", "write bf16; FP8 weights are read, and computed with in BF16"),
         },
@@ -69,7 +70,7 @@ RUNS: tuple[Key, ...] = (
         "fp16",
         "an old name of mixed_precision: fp16",
         "bool",
-        {"TRUE": translated("mixed_precision: fp16", precision="fp16"), "FALSE": no_effect("mixed_precision says it")},
+        {"TRUE": _FP16, "FALSE": no_effect("mixed_precision says it")},
     ),
     _top(
         "use_cpu",
@@ -77,7 +78,8 @@ RUNS: tuple[Key, ...] = (
         "bool",
         {
             "TRUE": honoured(
-                "the same engine shards over gloo; Accelerate itself would run plain data parallelism, unsharded",
+                "cluster.gpu must be cpu then; the same engine shards over gloo, where Accelerate would run plain data "
+                "parallelism, unsharded",
                 cpu=True,
             ),
             "FALSE": honoured("GPUs are used where there are any", cpu=False),
@@ -253,8 +255,9 @@ FP8_KEYS = tuple(
 # What each DeepSpeed setting is called here: all of them fall away with DeepSpeed, none of them is misspelt.
 _DEEPSPEED = {
     "zero_stage": "3 is layout full-shard; 0, 1 and 2 are layout resident: the adapter's own states are small",
-    "offload_param_device": "cpu is layout.offload: true; nvme has no equal",
-    "offload_optimizer_device": "cpu is layout.offload: true, which moves the parameters as well; nvme has no equal",
+    "offload_param_device": "cpu is layout.offload: true, which moves the frozen base; nvme has no equal",
+    "offload_optimizer_device": "nothing: the adapter's optimizer is small and stays on the GPU; layout.offload moves "
+    "the frozen base",
     "offload_param_nvme_path": "nothing: NVMe is not offloaded to",
     "offload_optimizer_nvme_path": "nothing: NVMe is not offloaded to",
     "gradient_accumulation_steps": "train.gradient_accumulation_steps",

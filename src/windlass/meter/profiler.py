@@ -185,7 +185,7 @@ class LLMStepProfiler(StepProfiler, TrainerCallback):  # type: ignore[misc]
 
     def _attach(self, model: nn.Module, *, compiled: bool) -> None:
         if compiled:  # a hook would break the compiled graph in two
-            self.sampler.unmeasured["forward_seconds, tokens"] = "train.torch_compile: hooks would split the graph"
+            self.sampler.unmeasured["forward_seconds, tokens"] = "torch_compile: hooks would split the graph"
         elif model is not None:
             before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             after = model.register_forward_hook(self._after_forward, with_kwargs=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -23,6 +23,8 @@ from windlass.runfile.kinds import (
     Text,
     Variable,
 )
+
+GRACE_SECONDS: Final = 120  # to save in after a stop signal, where neither the run file nor the plan says more
 
 
 class LayoutSection(Section):
@@ -44,13 +46,14 @@ class LayoutSection(Section):
     base_dtype: Literal["bf16", "fp8"] | None = None
     """How the frozen base is held: fp8 as published, dequantised as it is used; null: the plan chooses."""
     offload: bool = False
-    """Keep parameters, gradients and optimizer in host memory: slow, and rarely needed with adapters."""
+    """Keep the frozen base in host memory, for GPUs that can't hold their part; the adapter and all of its own stay on
+    the GPU. Slow: each layer crosses PCIe in every pass."""
     activation_checkpointing: bool = False
     """The same as train.gradient_checkpointing; one of the two is enough."""
     wrap: Text | Annotated[list[Text], Field(min_length=1)] | None = None
     """Classes that are sharded as a unit. Default: the model's decoder layer."""
-    state_dict: Literal["full", "sharded"] | None = None
-    """How checkpoints hold the adapter: in one file (full), or in one per rank."""
+    state_dict: Literal["full"] | None = None
+    """How checkpoints hold the adapter: whole, in one file, always."""
 
 
 class GpuFigures(Section):

@@ -46,6 +46,7 @@ NOT_TAKEN = {
     "num_machines": "say cluster.nodes",
     "num_processes": "say cluster.nodes and cluster.gpus_per_node",
     "mixed_precision": "say train.bf16",
+    "torch_compile": "nothing is compiled: untested with sharded weights, adapters and rows of changing length",
     "metric_for_best_model": "the best checkpoint is the one with the lowest evaluation loss",
     "greater_is_better": "the best checkpoint is the one with the lowest evaluation loss",
     "logging_strategy": "values are logged every train.logging_steps",

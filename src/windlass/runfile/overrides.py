@@ -9,7 +9,7 @@ from windlass.errors import Problem, UserError
 from windlass.runfile.complaints import nearest_paths
 from windlass.runfile.document import Steps, dotted, parse, scalar, unprintable
 from windlass.runfile.fields import RunFile
-from windlass.runfile.names import RENAMED
+from windlass.runfile.names import NOT_TAKEN, RENAMED
 from windlass.runfile.reference import Root, annotation_at, options, section
 
 _STEP = re.compile(r"\.?([^.\[\]=]+)|\[(\d{1,6})\]")
@@ -28,6 +28,7 @@ def apply(tree: dict[str, Any], text: str, root: Root = RunFile) -> Steps | Prob
     if steps is None or annotation_at(steps, root) is None:
         near = nearest_paths(path, root)
         hint = f"nearest: {', '.join(near)}" if near else "`windlass schema` lists every key"
+        hint = NOT_TAKEN.get(path.rpartition(".")[2], hint)
         return Problem(f"the run file has no {path}", place, hint)
     try:
         _put(tree, steps, _typed(value, annotation_at(steps, root)), root)

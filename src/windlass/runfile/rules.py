@@ -152,12 +152,6 @@ def _stall(run: RunFile, _ranks: int) -> Iterator[Clash]:
         yield Clash(("watch.stall_seconds", "train.ddp_timeout"), what, f"set it to {timeout // 2} or less")
 
 
-def _compile(run: RunFile, _ranks: int) -> Iterator[Clash]:
-    if run.train.torch_compile:
-        what = "compiling is untested with sharded weights, adapters and packed rows of changing shape"
-        yield Clash(("train.torch_compile",), what, "set it to false")
-
-
 def _names(run: RunFile, _ranks: int) -> Iterator[Clash]:
     attention = run.model.attn_implementation
     if attention is not None and attention not in ATTENTION and "/" not in attention:
@@ -266,7 +260,7 @@ def _cluster(run: RunFile | ScriptRun, _ranks: int) -> Iterator[Clash]:
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
 _RULES: tuple[Callable[[RunFile, int], Iterator[Clash]], ...] = (
-    *(_precision, _evaluation, _optimizer, _schedule, _stall, _compile, _names),
+    *(_precision, _evaluation, _optimizer, _schedule, _stall, _names),
     *(_placement, _adapter, _shapes, _spread, _cluster),
 )
 

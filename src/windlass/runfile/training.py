@@ -80,7 +80,7 @@ class Train(Section):
     bf16: bool = True
     """Compute in bfloat16."""
     fp16: bool = False
-    """Compute in float16 with loss scaling, for GPUs without bfloat16."""
+    """Only false is taken: float16 overflows now and then, and here such a step ends a run."""
     logging_steps: Count = 25
     """Optimizer steps between two logged values."""
     eval_strategy: _When = "steps"
@@ -114,8 +114,6 @@ class Train(Section):
     """Accepted as in the published recipe, without effect: the model is not wrapped in DistributedDataParallel."""
     ddp_timeout: Count = 600
     """Seconds after which a collective that does not complete ends the run."""
-    torch_compile: bool = False
-    """Compile the model. Refused: untested with sharded weights and adapters."""
     resume: Annotated[
         Literal["never", "auto"],
         BeforeValidator(_resume, json_schema_input_type=Literal["never", "auto", True, False]),

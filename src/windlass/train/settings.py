@@ -52,7 +52,6 @@ OURS = {
     "warmup_ratio": "warmup_steps below 1, as SFTConfig spells a share now",
     "warmup_steps": "takes precedence over warmup_ratio",
     "data_seed": "the order of the rows, which is ours",
-    "torch_compile": "refused when the run file is read",
     "ddp_find_unused_parameters": "every rank reduces the same tensors whatever its batch used",
     "resume": "whether an unfinished run in the folder is resumed",
 }
