@@ -147,9 +147,10 @@ def rank(folder: Path) -> None:
     """In each of the two processes: every way, round by round, through the run that `windlass train` makes."""
     import torch
 
-    from windlass.train import ranks, run
+    from windlass.train import run
+    from windlass.train.rank import place
 
-    here = ranks.place(os.environ)
+    here = place(os.environ)
     assert here is not None
     torch.set_num_threads(1)
     own = folder / f"files-of-{here.rank}"  # run files are written by each rank, the run folders are shared

@@ -124,8 +124,10 @@ def trainer_of(kind: str, model: Any, folder: Path, sizes: argparse.Namespace, n
     from trl import SFTTrainer
 
     from windlass.model.liveness import Liveness
+    from windlass.model.shard import keep_out_of_ddp
     from windlass.model.sync import Replicas
-    from windlass.train.loop import Loop, numbered
+    from windlass.train.loop import Loop
+    from windlass.train.order import numbered
     from windlass.train.saving import Saving
 
     clock = Clock(now)
@@ -140,11 +142,11 @@ def trainer_of(kind: str, model: Any, folder: Path, sizes: argparse.Namespace, n
         trainer = SFTTrainer(train_dataset=data, **given)
     else:
         replicas = Replicas(model)
-        model.get_base_model()._is_distributed_loading_by_transformers = True
+        keep_out_of_ddp(model)
         trainer = Loop(
             train_dataset=numbered(data),
             replicas=replicas,
-            liveness=Liveness(model, replicas),
+            liveness=Liveness(model, replicas, "benchmark"),
             order=None,
             non_finite="stop",
             saving=Saving(folder, None, {}, print),

@@ -12,7 +12,7 @@ import pytest
 from windlass.errors import UserError
 from windlass.train.again import again
 from windlass.train.best import BASE, Rows, batched, interval, mean, quantile, ranking
-from windlass.train.ranks import Place
+from windlass.train.rank import Place
 
 
 @pytest.mark.parametrize(("freedom", "t"), [(4, 2.776), (9, 2.262), (30, 2.042), (1000, 1.962)])

@@ -353,8 +353,8 @@ def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path) -> None:
     with (tmp_path / ".lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another run is using"):
-            folders._hold(tmp_path, "run.yaml:3: train.output_dir")
-    folders._hold(tmp_path, "run.yaml:3: train.output_dir")  # free again once the other has ended
+            folders.hold(tmp_path, "run.yaml:3: train.output_dir")
+    folders.hold(tmp_path, "run.yaml:3: train.output_dir")  # free again once the other has ended
     assert folders._lock is not None
     folders._lock.close()
     folders._lock = None

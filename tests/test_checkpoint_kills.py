@@ -20,8 +20,7 @@ from test_checkpoint_resume import material  # type: ignore[import-not-found]  #
 
 from windlass import checkpoint
 from windlass.errors import SAVED
-from windlass.train import folder as folders
-from windlass.train import ranks
+from windlass.train import manifest, ranks
 
 pytestmark = pytest.mark.xdist_group("checkpoint kills")
 
@@ -99,7 +98,7 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
         assert "Traceback" not in said, whatever
         assert "killed by SIGKILL while" in said or process.returncode != 1, whatever
         assert all(not checkpoint.damage(f) for f in checkpoint.saved(folder / "checkpoints")), whatever
-        if process.returncode == 0 or folders.read(folder).get("state") == folders.FINISHED:
+        if process.returncode == 0 or manifest.read(folder).get("state") == manifest.FINISHED:
             break  # also where the shot came after the last word
     else:
         process = started(material / "run.yaml", *words)

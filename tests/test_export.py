@@ -427,5 +427,6 @@ def test_generate_says_the_same_with_the_base_in_fp8(cases: dict[str, Path], nam
 
 def test_a_dora_needs_16_bits_to_generate(cases: dict[str, Path]) -> None:
     folder = cases["dora"]
-    with pytest.raises(UserError, match="DoRA needs base weights in 16 bits"):
+    with pytest.raises(UserError, match="DoRA needs base weights in 16 bits") as caught:
         loaded(read_checkpoint(folder / "base"), choose(folder / "adapter"), "fp8")
+    assert "merge it first" in str(caught.value)

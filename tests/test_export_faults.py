@@ -288,6 +288,14 @@ def test_folders_that_are_taken(made: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "copy" / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize("merging", [True, False])
+def test_a_place_that_is_no_folder_is_told_with_what_to_do(made: Path, tmp_path: Path, merging: bool) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can't be written: Not a directory") as caught:
+        export(made / "adapter", tmp_path / "file" / "inside", merge=merging, say=test_export.silent)
+    assert caught.value.problems[0].hint == "check that the folder can be written, and has room"
+
+
 def started(made: Path, to: Path, limit: int | None, *words: str) -> subprocess.Popen[str]:
     """The command itself, which may write files of so many bytes."""
 

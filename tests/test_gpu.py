@@ -16,7 +16,7 @@ from windlass.layout import Layout
 from windlass.meter.sample import Sampler
 from windlass.model import shard
 from windlass.train.progress import Progress
-from windlass.train.ranks import Place
+from windlass.train.rank import Place
 from windlass.train.run import each_its_own, own_gpu
 from windlass.weights import read_checkpoint
 

@@ -129,8 +129,10 @@ FAULTS: dict[str, tuple[Any, str]] = {
 def test_an_adapter_that_is_not_the_plans_is_refused(fault: str) -> None:
     change, message = FAULTS[fault]
     model = base()
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         lora.attach(model, section(), change(planned(model, ("o_proj", "q_a_proj"))), seed=1)
+    assert {problem.where for problem in caught.value.problems} == {"lora.target_modules"}
+    assert all("a bug in windlass" in problem.hint for problem in caught.value.problems)
 
 
 REFUSED = {
@@ -199,7 +201,7 @@ class Steps:
 
     def __init__(self, model: PeftModel, fault: Any = None) -> None:
         self.model, self.fault = model.train(), fault
-        self.liveness = Liveness(model, Replicas(model))
+        self.liveness = Liveness(model, Replicas(model), "runs/one")
         self.optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), weight_decay=0.1)
 
     def step(self, rate: float, seed: int = 0) -> None:
@@ -267,11 +269,11 @@ def poison(model: PeftModel) -> None:
 
 
 DEAD = {
-    "B cut off": (zero("0.self_attn.o_proj.lora_B"), 1, "gradient of exactly zero.*0.self_attn.o_proj.lora_B"),
-    "B unused": (nothing("q_a_proj.lora_B"), 1, "without a gradient.*q_a_proj.lora_B"),
-    "B not finite": (poison, 1, "non-finite gradient.*o_proj.lora_B"),
+    "B cut off": (zero("0.self_attn.o_proj.lora_B"), 1, "gradient is exactly zero.*0.self_attn.o_proj.lora_B"),
+    "B unused": (nothing("q_a_proj.lora_B"), 1, "have no gradient.*q_a_proj.lora_B"),
+    "B not finite": (poison, 1, "gradient is not finite.*o_proj.lora_B"),
     "never updated": (skip_the_update, 1, "did not change"),
-    "A cut off": (zero("1.self_attn.q_a_proj.lora_A"), 2, "gradient of exactly zero.*1.self_attn.q_a_proj.lora_A"),
+    "A cut off": (zero("1.self_attn.q_a_proj.lora_A"), 2, "gradient is exactly zero.*1.self_attn.q_a_proj.lora_A"),
 }
 
 
@@ -281,8 +283,9 @@ def test_a_dead_adapter_stops_the_run_with_its_names(case: str) -> None:
     steps = Steps(adapted(), fault)
     for _ in range(at_step - 1):
         steps.step(1e-3)
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(RunError, match=message) as caught:
         steps.step(1e-3)
+    assert str(caught.value).startswith("runs/one: ")
 
 
 def test_an_update_too_small_for_bfloat16_is_caught() -> None:

@@ -27,9 +27,10 @@ from windlass.data import prepare
 from windlass.errors import RunError, UserError
 from windlass.model.load import load
 from windlass.model.lora import attach
-from windlass.train import ranks, run
-from windlass.train.loop import Loop, Order
-from windlass.train.ranks import Place
+from windlass.train import run
+from windlass.train.loop import Loop
+from windlass.train.order import Order
+from windlass.train.rank import Place, place
 from windlass.train.settings import settings
 
 
@@ -172,16 +173,16 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     collectives = Collectives(case.get("count", 0))
 
-    def loop_of(*arguments: Any) -> Loop:
+    def loop_of(*arguments: Any, **others: Any) -> Loop:
         seen["placements"] = placements(arguments[1])
-        loop = original(*arguments)
+        loop = original(*arguments, **others)
         for name in case.get("faults", []):
             FAULTS[name].loop = loop
             loop.add_callback(FAULTS[name])
         loop.add_callback(collectives)
         return loop
 
-    original, run.loop_of = run.loop_of, loop_of  # type: ignore[assignment]
+    original, run.loop_of = run.loop_of, loop_of
     began = time.perf_counter()
     try:
         plan = planning.make(runfile.read(file, [*case["overrides"], *case.get("on rank 1", []) * here.rank]))
@@ -229,7 +230,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def main() -> None:
     file, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
-    here = ranks.place(os.environ)
+    here = place(os.environ)
     assert here is not None
     torch.set_num_threads(1)
     run.join(here, 60)

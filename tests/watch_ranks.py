@@ -18,8 +18,9 @@ from transformers import TrainerCallback
 from windlass import plan as planning
 from windlass import runfile
 from windlass.errors import UserError
-from windlass.train import ranks, run
+from windlass.train import run
 from windlass.train.loop import Loop
+from windlass.train.rank import Place, inside, place
 
 HELD: list[Any] = []  # what a leak holds
 
@@ -130,15 +131,15 @@ FAULTS: dict[str, tuple[int, Callable[[Loop, int], None]]] = {
 }
 
 
-def one(case: dict[str, Any], file: Path, here: ranks.Place) -> dict[str, Any]:
-    def loop_of(*arguments: Any) -> Loop:
-        loop = original(*arguments)
+def one(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
+    def loop_of(*arguments: Any, **others: Any) -> Loop:
+        loop = original(*arguments, **others)
         for name in case["faults"]:
             at, act = FAULTS[name]
             loop.add_callback(Each(at, act, loop))
         return loop
 
-    original, run.loop_of = run.loop_of, loop_of  # type: ignore[assignment]
+    original, run.loop_of = run.loop_of, loop_of
     try:
         return {"code": run.run(planning.make(runfile.read(file, case["overrides"])), here)}
     except UserError as error:
@@ -150,7 +151,7 @@ def one(case: dict[str, Any], file: Path, here: ranks.Place) -> dict[str, Any]:
 
 def main() -> None:
     file, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
-    here = ranks.place(os.environ)
+    here = place(os.environ)
     assert here is not None
     torch.set_num_threads(1)
     outcomes: dict[str, Any] = {}
@@ -167,6 +168,6 @@ if __name__ == "__main__":
         main()
         return 0
 
-    place = ranks.place(os.environ)
-    assert place is not None
-    os._exit(ranks.inside(place, work, say=print_error))
+    here = place(os.environ)
+    assert here is not None
+    os._exit(inside(here, work, say=print_error))

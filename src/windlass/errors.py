@@ -10,7 +10,7 @@ from typing import Any
 FAILED = 1  # a check or run failed
 USER_INPUT = 2  # the input is wrong
 RANK_USER_INPUT = 13  # what a rank or node says for 2: schedulers are told not to try again
-SAVED = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start again with --resume
+SAVED = 75  # EX_TEMPFAIL: stopped by a signal, all that there was is saved; start again with --resume
 
 
 @dataclass(frozen=True, slots=True)

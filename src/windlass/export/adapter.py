@@ -46,7 +46,7 @@ def write(chosen: Chosen, to: Path, base: str, dtype: str | None) -> None:
             shutil.copyfile(path, to / path.name)
     except OSError as error:
         raise UserError(
-            f"{error.strerror}", f"--to {to}", "check that the folder can be written, and has room"
+            f"can't be written: {error.strerror}", f"--to {to}", "check that the folder can be written, and has room"
         ) from None
 
 

@@ -114,7 +114,8 @@ def held_as(checkpoint: Checkpoint, folder: Path) -> str:
 def loaded(checkpoint: Checkpoint, chosen: Chosen | None, held: str) -> Any:
     layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=held)
     if held == "fp8" and chosen and chosen.config.get("use_dora"):
-        raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(chosen.folder))
+        hint = "merge it first: windlass export FOLDER --to MERGED --merge, then generate from MERGED"
+        raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(chosen.folder), hint)
     model: Any = load(checkpoint, layout)[0].eval()
     if chosen is None:
         return model

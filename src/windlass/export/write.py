@@ -229,7 +229,8 @@ def _told(error: OSError, to: Path, recipe: Recipe) -> UserError:
             f"--to {to}",
             "make room and repeat the command: it resumes after the finished files",
         )
-    return UserError(f"{error.strerror}: {error.filename or to}", f"--to {to}", "check that the folder can be written")
+    what = f"{error.filename or to} can't be written: {error.strerror}"
+    return UserError(what, f"--to {to}", "check that the folder can be written, and has room")
 
 
 def _write(descriptor: int, data: memoryview, at: int) -> None:

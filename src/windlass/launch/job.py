@@ -15,12 +15,11 @@ from windlass.errors import UserError
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile.kinds import RUN_NAME_LETTERS
-from windlass.runfile.machines import Cluster, Secret
+from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
 from windlass.variables import DEFAULTS, VARIABLES
 
 PORT = 29500  # torch's default; Run:ai and the Training Operator tell another one
 MEET_SECONDS = 300  # until all nodes must have come; names resolve only once pods are ready
-MIN_GRACE_SECONDS = 120
 DISK_BYTES_PER_SECOND = 100e6  # what a slow shared volume takes; an adapter is small
 SHM_GIB_PER_WORKER = 0.5  # batches of images that a loading process holds ready
 SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
@@ -137,7 +136,7 @@ def grace(plan: AnyPlan) -> tuple[int, str]:
         return run.cluster.grace_seconds, "as cluster.grace_seconds says"
     measured = slowest_save(Path(run.folder))
     if isinstance(plan, ScriptPlan):
-        return MIN_GRACE_SECONDS, "what a script needs is not known: cluster.grace_seconds says more or less"
+        return GRACE_SECONDS, "what a script needs is not known: cluster.grace_seconds says more or less"
     if measured is None:
         saving = plan.adapter.trainable * 4 * 3 / DISK_BYTES_PER_SECOND  # float32 weights and AdamW's two moments
         reason = "estimated from the plan's step and the adapter's size"
@@ -145,7 +144,7 @@ def grace(plan: AnyPlan) -> tuple[int, str]:
         saving = measured * 2  # storage is not equally fast every day
         reason = f"by the plan's step and the slowest save in this run folder, {measured:.1f} s"
     seconds = plan.cost.step_seconds_serial * 1.5 + saving + 60
-    return max(MIN_GRACE_SECONDS, math.ceil(seconds / 30) * 30), reason
+    return max(GRACE_SECONDS, math.ceil(seconds / 30) * 30), reason
 
 
 def slowest_save(folder: Path) -> float | None:

@@ -26,7 +26,8 @@ class Liveness:
     Steps of a warm-up at rate 0 move nothing and prove nothing: they don't count.
     """
 
-    def __init__(self, model: nn.Module, replicas: Replicas) -> None:
+    def __init__(self, model: nn.Module, replicas: Replicas, where: str) -> None:
+        self.where = where  # for messages: the run folder
         self.replicas = replicas
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(self.named.values())).device if self.named else torch.device("cpu")
@@ -37,7 +38,7 @@ class Liveness:
         self.tokens = ExpertTokens(model, replicas)
         self.before: dict[str, int] = {}
         self.graded = False
-        self._require(replicas.differing(), "different on different ranks before the first step")
+        self._require(replicas.differing(), "they differ between ranks before the first step")
 
     @property
     def done(self) -> bool:
@@ -53,14 +54,14 @@ class Liveness:
         names = self.phases[0]
         gradients = [self.named[name].grad for name in names]
         self._require(
-            [name for name, gradient in zip(names, gradients, strict=True) if gradient is None], "without a gradient"
+            [name for name, gradient in zip(names, gradients, strict=True) if gradient is None], "they have no gradient"
         )
         present = [gradient for gradient in gradients if gradient is not None]
         finite = [math.isfinite(value) for value in self._largest(present)]
-        self._require([n for n, ok in zip(names, finite, strict=True) if not ok], "with a non-finite gradient")
+        self._require([n for n, ok in zip(names, finite, strict=True) if not ok], "their gradient is not finite")
         zero = [name for name, empty in zip(names, self._zero(present), strict=True) if empty]
-        self._require(zero, "with a gradient of exactly zero: nothing they do reaches the loss")
-        self._require(self.tokens.dead(self.named, names), "had tokens and no gradient")
+        self._require(zero, "their gradient is exactly zero, so nothing they do reaches the loss")
+        self._require(self.tokens.dead(self.named, names), "they had tokens and no gradient")
         self.tokens.step(moved=learning_rate > 0)
         self.graded = True
         if learning_rate > 0:
@@ -74,9 +75,9 @@ class Liveness:
         after = self._prints(names)
         changed = self.replicas.most(torch.tensor([after[n] != self.before[n] for n in names]).int().to(self.device))
         self._require(
-            [n for n, moved in zip(names, changed.tolist(), strict=True) if not moved], "did not change in a step"
+            [n for n, moved in zip(names, changed.tolist(), strict=True) if not moved], "they did not change in a step"
         )
-        self._require(self.replicas.differing(), "differ between ranks after a step")
+        self._require(self.replicas.differing(), "they differ between ranks after a step")
         self.phases.pop(0)
         self.before, self.graded = {}, False
         while self.phases and not self.phases[0]:
@@ -98,14 +99,13 @@ class Liveness:
     def _zero(self, tensors: Sequence[Tensor]) -> list[bool]:
         return [value == 0 for value in self._largest(tensors)]
 
-    @staticmethod
-    def _require(names: Sequence[str], fault: str) -> None:
+    def _require(self, names: Sequence[str], fault: str) -> None:
         """Stop with the names, the same on every rank: the values judged are the same everywhere."""
         if names:
             shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
             raise RunError(
-                f"the adapter does not live: {len(names)} of its tensors {fault}: {shown}",
-                "train",
+                f"{len(names)} adapter tensors are not training: {fault}: {shown}",
+                self.where,
                 "nothing was saved; a module that the forward pass never uses, or a frozen path to it, does this",
             )
 

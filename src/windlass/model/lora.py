@@ -104,7 +104,9 @@ def fill(model: PeftModel, folder: str) -> None:
     missing = [name for name in outcome.missing_keys if "lora_" in name]
     if missing or outcome.unexpected_keys:
         raise UserError(
-            f"{folder} is no whole adapter of this model: {[*missing, *outcome.unexpected_keys][0]}", "lora.adapter"
+            f"{folder} is no whole adapter of this model: {[*missing, *outcome.unexpected_keys][0]}",
+            "lora.adapter",
+            "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
         )
 
 
@@ -165,7 +167,11 @@ def refusals(
             "set lora.bias: none, or layout: {name: full-shard}",
         )
     if adapter.target_parameters and merged and lora.lora_dropout:
-        yield Problem("adapters that are merged into their experts' weights can't have dropout", "lora.lora_dropout")
+        yield Problem(
+            "adapters that are merged into their experts' weights can't have dropout",
+            "lora.lora_dropout",
+            "set lora.lora_dropout: 0",
+        )
     if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
         yield Problem(
             f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass saved"
@@ -191,25 +197,15 @@ def prove(model: PeftModel, adapter: Adapter) -> None:
     """The adapter is the plan's: the same modules, the same number of trainable parameters in each target."""
     found = realised(model)
     planned = {module for target in adapter.targets for module in target.modules}
-    problems = [
-        Problem(f"the plan adapts {name}, the model has no adapter there", "adapter")
-        for name in sorted(planned - found.keys())
-    ]
-    problems += [
-        Problem(f"the model has an adapter on {name}, the plan has none", "adapter")
-        for name in sorted(found.keys() - planned)
-    ]
+    wrong = [f"the plan adapts {name}, the model has no adapter there" for name in sorted(planned - found.keys())]
+    wrong += [f"the model has an adapter on {name}, the plan has none" for name in sorted(found.keys() - planned)]
     for target in adapter.targets:
         count = sum(found.get(module, 0) for module in target.modules)
         if count != target.parameters and planned == found.keys():
-            problems.append(
-                Problem(
-                    f"{target.pattern}: {count:,} trainable parameters, the plan says {target.parameters:,}", "adapter"
-                )
-            )
+            wrong.append(f"{target.pattern}: {count:,} trainable parameters, the plan says {target.parameters:,}")
     others = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name)
     trainable = sum(found.values()) + others  # biases of the base, where they are trained
-    if not problems and trainable != adapter.trainable:
-        problems.append(Problem(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}", "adapter"))
-    if problems:
-        raise UserError.of(problems[:8])
+    if not wrong and trainable != adapter.trainable:
+        wrong.append(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}")
+    hint = "the plan and the model disagree, which is a bug in windlass: report it with what windlass plan --json says"
+    raise_all([Problem(each, "lora.target_modules", hint) for each in wrong[:8]])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.distributed import DistributedConfig
@@ -69,7 +70,8 @@ def build(
     if kept := model._get_dtype_plan(dtype):
         raise UserError(
             f"{checkpoint.family.causal_lm} keeps {', '.join(kept)} in float32: the loader can't beside {dtype}",
-            hint="set model.torch_dtype: float32",
+            "model.torch_dtype",
+            "set model.torch_dtype: float32",
         )
     if layout.base_dtype == "fp8":
         fp8.install(model, fp8.published(checkpoint, dtype))
@@ -173,6 +175,14 @@ def keep_gathered(model: torch.nn.Module, keep: bool) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(not keep, recurse=False)
+
+
+def keep_out_of_ddp(model: PeftModel) -> None:
+    """Keep Accelerate from wrapping the model in DDP, whose part `Replicas` plays, also where nothing is sharded.
+
+    It asks this mark, which transformers gives to a model that it has sharded while loading.
+    """
+    model.get_base_model()._is_distributed_loading_by_transformers = True
 
 
 def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:

@@ -1,15 +1,20 @@
-"""`windlass train`: the ranks are started, or joined, and each runs the numbered steps of `run`; and `windlass best`.
+"""`windlass train`: called once by a user, and once in every rank that it starts. `rank.place` tells which it is.
+
+In the user's process `ranks` starts this command again for each rank of this machine. In a rank, `run` is the whole
+training run, from top to bottom. `windlass best` goes the same way.
 
 ranks      processes of this machine: started, signalled, waited for; no torch
-run        what every rank does, from top to bottom
+rank       one of them: its place, what it leaves word of, how signals and errors end it; no torch
+run        what every rank does, in numbered steps: read this one first
 settings   the run file in TRL's words
 loop       TRL's loop with one all-reduce a step, checks, and our checkpoints
+order      which rows come when, the same on every number of ranks
 progress   what is shown and written at every step
 saving     checkpoints as the run goes, and when it is stopped
 best       the saved adapters of a run, evaluated again and ranked
-folder     the run folder: taken, described, finished; manifest: the part of it that needs no torch
+folder     the run folder: taken, resumed, described, finished; manifest: its state and lock, which need no torch
 again      a finished run's file, read from its manifest
-machines   how many, where the files leave it to whatever starts the run
+machines   how many nodes and GPUs, and whether they are those that the run is laid out on
 script     the ranks of a run of kind: script
 screen     what the user sees before the first step
 """
@@ -22,16 +27,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from windlass.errors import Problem, UserError, raise_all
+from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import absent_trackers
 from windlass.train import ranks
+from windlass.train.machines import require_all_nodes
+from windlass.train.rank import Place, inside, place
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from windlass.plan import Plan
     from windlass.train.best import Ranking
-
-GRACE_SECONDS = 120.0  # to save in after a signal, where the run file says nothing (cluster.grace_seconds)
 
 
 def train(
@@ -50,7 +56,7 @@ def train(
         require_trackers(plan)
         return plan
 
-    def work(here: ranks.Place) -> int:
+    def work(here: Place) -> int:
         here.phase("importing the training libraries")
         from windlass.train.run import run
 
@@ -78,7 +84,7 @@ def best(
 ) -> int:
     """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
 
-    def work(here: ranks.Place) -> int:
+    def work(here: Place) -> int:
         from windlass.train.best import best as evaluate
 
         return evaluate(make_plan(), here, run_folder, show)
@@ -88,30 +94,27 @@ def best(
 
 def in_ranks(
     make_plan: Callable[[], Plan],
-    work: Callable[[ranks.Place], int],
+    work: Callable[[Place], int],
     *,
     arguments: Sequence[str],
     environ: Mapping[str, str],
     say: Callable[[UserError], None],
 ) -> int:
-    """Start this machine's ranks with the same command, or do one rank's work."""
-    here = ranks.place(environ)
+    """Start this machine's ranks with the same command, or do one rank's work.
+
+    Each rank plans again: it is quick beside importing torch, and needs no copy of the plan's objects in a file.
+    """
+    here = place(environ)
     if here is None:
         plan = make_plan()  # here first: the user's mistakes are found in one process, and before torch is imported
-        nodes = int(environ.get("PET_NNODES", "1"))
-        if plan.layout.nodes != nodes:
-            raise UserError(
-                f"the run is laid out on {plan.layout.nodes} nodes, and this is {nodes}",
-                plan.loaded.where("cluster.nodes"),
-                "add --ranks N to use this machine alone, or start it with windlass submit",
-            )
+        require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
         return ranks.start(
             [sys.executable, "-m", "windlass", *arguments],
             plan.layout.gpus_per_node,
             environ,
             grace_seconds=plan.loaded.run.cluster.grace_seconds or GRACE_SECONDS,
         )
-    code = ranks.inside(here, lambda: work(here), say=say)
+    code = inside(here, lambda: work(here), say=say)
     leave(code)
     return code
 

@@ -25,7 +25,7 @@ from windlass.errors import UserError
 from windlass.model.load import load
 from windlass.model.lora import attach
 from windlass.steps import IGNORED
-from windlass.train.ranks import Place
+from windlass.train.rank import Place
 from windlass.train.run import join, precision, tokenizer_of
 from windlass.train.screen import quiet
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import json
 import sys
@@ -21,8 +20,6 @@ from windlass.train import manifest
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
-MANIFEST = steps.MANIFEST
-FINISHED, RUNNING, STOPPED, FAILED = manifest.FINISHED, manifest.RUNNING, manifest.STOPPED, manifest.FAILED
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
 
 # What a run can't change and go on as the same run: whole sections, and of `train` what the update is made by. The
@@ -67,17 +64,22 @@ def take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
     return answer
 
 
+def hold(folder: Path, where: str) -> None:
+    """Keep a second run out of it until this process ends."""
+    global _lock
+    if _lock is not None:
+        _lock.close()
+    _lock = manifest.lock(folder, where)
+
+
 def _take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
     where = plan.loaded.where("train.output_dir")
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        _hold(folder, where)
-        checkpoint.sweep(folder / "checkpoints")
-    except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
-    before = read(folder)
+    manifest.made(folder / "checkpoints", where)
+    hold(folder, where)
+    checkpoint.sweep(folder / "checkpoints")
+    before = manifest.read(folder)
     state = before.get("state")
-    if state == FINISHED:
+    if state == manifest.FINISHED:
         raise UserError(
             f"{folder} holds a finished run", where, "name another train.output_dir, or remove the folder to train anew"
         )
@@ -93,7 +95,7 @@ def _take(folder: Path, plan: Plan, *, resume: bool) -> Path | None:
         _same(checkpoint.read_manifest(usable) if usable else before, plan, folder)
     write(folder, "plan.json", plan.as_dict())
     began = before.get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
-    write(folder, MANIFEST, {"state": RUNNING, "began": began, **facts(plan)})
+    write(folder, steps.MANIFEST, {"state": manifest.RUNNING, "began": began, **facts(plan)})
     _forget_after(folder, checkpoint.step_of(usable) if usable else 0)
     return usable
 
@@ -110,22 +112,6 @@ def _forget_after(folder: Path, step: int) -> None:
         part = path.with_name(f".{path.name}.partial")
         part.write_text("".join(json.dumps(line) + "\n" for line in steps.lines(path) if line.get("step", 0) <= step))
         part.replace(path)
-
-
-def _hold(folder: Path, where: str) -> None:
-    global _lock
-    if _lock is not None:
-        _lock.close()
-    file = _lock = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
-    except OSError as error:
-        if error.errno not in manifest.UNLOCKABLE:
-            raise
-        _say(f"{folder} is on storage without locks: nothing keeps a second run out of it")
 
 
 def _same(before: Mapping[str, Any], plan: Plan, folder: Path) -> None:
@@ -214,9 +200,6 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
-read = manifest.read
-
-
 def write(folder: Path, name: str, value: Any) -> None:
     """One JSON file, by rank 0, whole or not at all."""
     if group.rank() == 0:
@@ -226,7 +209,7 @@ def write(folder: Path, name: str, value: Any) -> None:
 def note(folder: Path, **found: Any) -> None:
     """Add to the manifest what became known later."""
     if group.rank() == 0:
-        write(folder, MANIFEST, {**read(folder), **found})
+        manifest.note(folder, **found)
 
 
 @contextlib.contextmanager
@@ -235,5 +218,5 @@ def failing(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception:
-        note(folder, state=FAILED)
+        note(folder, state=manifest.FAILED)
         raise

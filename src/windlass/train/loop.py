@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
@@ -24,12 +23,9 @@ from windlass.meter.batch import counts
 from windlass.model.liveness import Liveness
 from windlass.model.shard import keep_gathered
 from windlass.model.sync import Replicas
-from windlass.steps import IGNORED
-from windlass.train.ranks import Interruption
+from windlass.train.order import ROW, Order, Rows
+from windlass.train.rank import Interruption
 from windlass.train.saving import Interrupted, Saving
-
-ROW = "row"  # the column that carries each row's number in the data set into its batch
-FILL = -1  # in its place, for the row that fills a short last step
 
 
 @dataclass
@@ -59,7 +55,18 @@ class Micro:
 
 
 class Loop(SFTTrainer):  # type: ignore[misc]
-    """One optimizer step = micro-batches, one all-reduce of the adapter's gradients, checks, clip, update."""
+    """One optimizer step = micro-batches, one all-reduce of the adapter's gradients, clip, checks, update.
+
+    In the order in which the Trainer calls:
+    on_step_begin             the callbacks; from the first step on there is something to save after a signal
+    training_step             once for each micro-batch: forward and backward (`compute_loss`); after the last one of
+      _end_of_step            the step's collective: gradients averaged; loss, tokens, faults and signals of all ranks
+    _clip_grad_norm           the gradient's norm, and the gradient scaled down to train.max_grad_norm
+    _get_grad_norm            `judge`: what is not finite stops the run or the step; the first steps prove liveness
+    on_optimizer_step         after the update: what was to move has moved, the same on all ranks
+    on_step_end               progress, the watch; after a signal, stop
+    _evaluate, _save_checkpoint   where they are due
+    """
 
     def __init__(
         self,
@@ -94,7 +101,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         self.signalled = False  # whether a signal has reached any rank, as far as all of them know
         self.stopped = False  # whether all ranks have agreed to save and stop
         self.evaluation_due = False  # the evaluation of this step was left out, to stop in time
-        self.add_callback(Between(self))
+        self.add_callback(LoopCallbacks(self))
 
     # --- data ---
 
@@ -175,10 +182,13 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         return self.replicas.clip(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The last thing before the update, and on every rank: judge the step, then let it through, or not."""
+        """The last that the Trainer calls before the update, and on every rank."""
         if grad_norm is None and self.replicas.split:
             grad_norm = self.replicas.norm()
-        norm = super()._get_grad_norm(model, grad_norm)
+        return self.judge(model, super()._get_grad_norm(model, grad_norm))
+
+    def judge(self, model: nn.Module, norm: Any) -> Any:
+        """Let the step through to its update, or not. Returns the norm of its gradient."""
         step = self.latest
         assert step is not None
         step.grad_norm = float(norm)
@@ -271,7 +281,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
             self._save_checkpoint()
 
 
-class Between(TrainerCallback):  # type: ignore[misc]
+class LoopCallbacks(TrainerCallback):  # type: ignore[misc]
     """The loop's work at moments for which the Trainer has no method to override."""
 
     def __init__(self, loop: Loop) -> None:
@@ -309,53 +319,3 @@ class Between(TrainerCallback):  # type: ignore[misc]
             self.loop.stop()
         elif self.loop.stopped:
             control.should_evaluate = control.should_save = False
-
-
-class Order(Sampler[int]):
-    """The rows of an epoch as `rows(epoch)` gives them, filled up to whole steps with the number after the last row.
-
-    That row is learnt nothing from, so a short last step has the same loss on every number of ranks. (Accelerate
-    would give each rank as many rows by taking some twice.)
-    """
-
-    def __init__(self, rows: Callable[[int], Any], count: int, step: int) -> None:
-        self.rows = rows
-        self.count = count
-        self.filled = math.ceil(count / step) * step
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.rows(self.epoch).tolist()
-        yield from [self.count] * (self.filled - self.count)
-
-    def __len__(self) -> int:
-        return self.filled
-
-
-def numbered(rows: Any) -> Any:
-    """With a column of row numbers, for messages about a batch, and the row that fills a short last step."""
-    if isinstance(rows, IterableDataset):  # no last step that is known to be one
-        return rows.map(lambda _, number: {ROW: number}, with_indices=True)
-    two = {"input_ids": rows[0]["input_ids"][:2], "seq_lengths": [2], "labels": [IGNORED] * 2}
-    fill = Dataset.from_dict({name: [two[name]] for name in rows.column_names}, features=rows.features)
-    return concatenate_datasets([rows, fill]).add_column(ROW, [*range(len(rows)), FILL])
-
-
-class Rows:
-    """A collator that hands the row numbers on beside the batch of the one that it wraps."""
-
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        if ROW not in examples[0]:  # a set that is evaluated on
-            batch: dict[str, Any] = self.collator(examples)
-            return batch
-        rows = [example.pop(ROW) for example in examples]
-        for row, example in zip(rows, examples, strict=True):
-            if row == FILL:
-                example["labels"] = [IGNORED] * len(example["input_ids"])
-        return {**self.collator(examples), ROW: [row for row in rows if row != FILL]}

@@ -1,9 +1,10 @@
-"""How many nodes and GPUs, where the run file and the Accelerate file leave it to whatever starts the run. No torch."""
+"""How many nodes and GPUs: what the files leave to whatever starts the run, and whether it fits the plan. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from windlass.errors import UserError
 from windlass.runfile import Said
 
 
@@ -25,3 +26,14 @@ def visible_gpus(environ: Mapping[str, str], cards: int) -> int:
         return cards
     named = [name for name in listed.split(",") if name.strip() and name.strip() != "-1"]
     return min(len(named), cards)
+
+
+def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mapping[str, str]) -> None:
+    """One machine of several would wait for the others, and one too few would train another run."""
+    nodes = int(environ.get("PET_NNODES", "1"))
+    if planned != nodes:
+        raise UserError(
+            f"the run is laid out on {planned} nodes, and this is {nodes}",
+            where("cluster.nodes"),
+            "add --ranks N to use this machine alone, or start it with windlass submit",
+        )

@@ -7,9 +7,10 @@ import errno
 import fcntl
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from windlass import steps
 from windlass.errors import UserError
@@ -20,20 +21,30 @@ UNLOCKABLE: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP
 
 @contextlib.contextmanager
 def held(folder: Path, where: str) -> Iterator[None]:
-    """Made, and kept from a second run. Storage without locks is no reason not to run."""
+    """Made, and kept from a second run."""
     made(folder, where)
+    with lock(folder, where):
+        yield
+
+
+def lock(folder: Path, where: str) -> IO[str]:
+    """Keeps a second run out until it is closed; the system closes it when the process ends, however that ends.
+
+    Storage without locks is no reason not to run.
+    """
     with _writing(folder, where):
         file = (folder / ".lock").open("a")
-    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            hint = "wait for it, or name another folder"
-            raise UserError(f"another run is using {folder}", where, hint) from None
+            file.close()
+            raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
         except OSError as error:
             if error.errno not in UNLOCKABLE:
                 raise
-        yield
+            said = f"{folder} is on storage without locks: nothing keeps a second run out of it"
+            print(said, file=sys.stderr, flush=True)
+    return file
 
 
 def made(folder: Path, where: str) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from windlass.steps import clock
-from windlass.train.ranks import Place
+from windlass.train.rank import Place
 
 if TYPE_CHECKING:
     from windlass.train.loop import Loop, Step

@@ -208,6 +208,8 @@ def _verdict(codes: Sequence[int], first: int | None, cut_short: str, notes: Pat
         hint = "resume from the last checkpoint with --resume; cluster.grace_seconds is the time that ranks get"
         raise RunError(cut_short, "windlass train", hint)
     if codes[first] == SAVED:  # the others saved too, or only lost this one
+        if said := noted(notes, f"stopped-{first}"):
+            print(said, file=sys.stderr, flush=True)
         return SAVED
     errors = {rank: error for rank in range(len(codes)) if (error := _read(notes, f"error-{rank}"))}
     stated = {rank: error for rank, error in errors.items() if "problems" in error}

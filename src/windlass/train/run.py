@@ -27,12 +27,15 @@ from windlass.meter.page import Page
 from windlass.model.liveness import Liveness
 from windlass.model.load import load
 from windlass.model.lora import attach
-from windlass.model.shard import assert_sharded, is_sharded
+from windlass.model.shard import assert_sharded, is_sharded, keep_out_of_ddp
 from windlass.model.sync import Replicas
 from windlass.train import folder as folders
-from windlass.train.loop import Loop, Order, numbered
+from windlass.train import manifest
+from windlass.train.loop import Loop
+from windlass.train.order import Order, numbered
 from windlass.train.progress import Progress
-from windlass.train.ranks import Interruption, Place, clear_accelerate
+from windlass.train.rank import Interruption, Place
+from windlass.train.ranks import clear_accelerate
 from windlass.train.saving import Saving
 from windlass.train.screen import header, quiet
 from windlass.train.settings import settings
@@ -76,13 +79,14 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
 
     # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
     here.phase("setting up the loop")
-    meter, progress = meter_of(plan, debug_freq), Progress(here, console)
-    saving = saving_of(plan, data, console, (page := Page(folder)).start)
-    loop = loop_of(plan, model, data, tokenizer, meter, progress, saving, interruption)
+    page = Page(folder)  # report.html, made anew after every checkpoint
+    meter = meter_of(plan, debug_freq)
+    progress = Progress(here, console)
+    saving = saving_of(plan, data, say=console.print, saved=page.start)
+    loop = loop_of(plan, model, data, tokenizer, saving=saving, meter=meter, progress=progress, stop=interruption)
 
     # 7. Train, and be watched. The first steps prove that every part of the adapter lives.
-    here.phase("starting to train")
-    watchman = watch.Watchman(job, loop, here.note, console.print, here.world, page.finish)
+    watchman = watch.Watchman(job, loop, note=here.note, say=console.print, ranks=here.world, report=page.finish)
     with watchman, folders.failing(folder), closing(saving), closing(progress), closing(meter):
         loop.train(resume_from_checkpoint=str(from_checkpoint) if from_checkpoint else None)
     if loop.stopped:
@@ -90,10 +94,9 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
-    if job.train.load_best_model_at_end:
-        load_best(saving, model, console)
+    load_best(plan, saving, model, console)
     save_final(folder / "final", model, tokenizer, console)
-    folders.note(folder, state=folders.FINISHED, steps=loop.state.global_step)
+    folders.note(folder, state=manifest.FINISHED, steps=loop.state.global_step)
     return 0
 
 
@@ -161,23 +164,23 @@ def agree_on(plan: Plan) -> None:
 
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(
-        plan.checkpoint.path, trust_remote_code=plan.loaded.run.model.trust_remote_code
-    )
+    job = plan.loaded.run
+    tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint.path, trust_remote_code=job.model.trust_remote_code)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
 
 def data_of(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console) -> Prepared:
     """Tokenised once, audited, the audit written before it is judged."""
+    job = plan.loaded.run
     return prepare(
-        plan.loaded.run,
+        job,
         tokenizer,
         where=plan.loaded.where,
         vocabulary=plan.checkpoint.dims["vocab"],
         batch=plan.batch.micro,
         say=console.print,
-        audited=lambda audit: folders.write(Path(plan.loaded.run.train.output_dir), "data.json", audit),
+        audited=lambda audit: folders.write(Path(job.train.output_dir), "data.json", audit),
     )
 
 
@@ -203,9 +206,9 @@ def meter_of(plan: Plan, debug_freq: int | None) -> LLMStepProfiler:
     )
 
 
-def saving_of(plan: Plan, data: Prepared, console: Console, saved: Callable[[], None]) -> Saving:
-    train, facts = plan.loaded.run.train, {**folders.facts(plan), "data": data.fingerprint}
-    return Saving(Path(train.output_dir), train.save_total_limit, facts, say=console.print, saved=saved)
+def saving_of(plan: Plan, data: Prepared, *, say: Callable[[str], None], saved: Callable[[], None]) -> Saving:
+    job, facts = plan.loaded.run, {**folders.facts(plan), "data": data.fingerprint}
+    return Saving(Path(job.train.output_dir), job.train.save_total_limit, facts, say=say, saved=saved)
 
 
 def loop_of(
@@ -213,16 +216,16 @@ def loop_of(
     model: PeftModel,
     data: Prepared,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    saving: Saving,
     meter: LLMStepProfiler,
     progress: Progress,
-    saving: Saving,
-    interruption: Interruption,
+    stop: Interruption,
 ) -> Loop:
     """Everything above, handed to the loop."""
     job = plan.loaded.run
     replicas = Replicas(model)
-    # Also where nothing is sharded: it keeps Accelerate from wrapping the model in DDP, whose part `replicas` plays.
-    model.get_base_model()._is_distributed_loading_by_transformers = True
+    keep_out_of_ddp(model)
     loop = Loop(
         model=model,
         args=settings(plan, data.arguments, cpu=not torch.cuda.is_available()),
@@ -232,10 +235,10 @@ def loop_of(
         callbacks=[saving, meter, progress],
         meter=meter,
         replicas=replicas,
-        liveness=Liveness(model, replicas),
+        liveness=Liveness(model, replicas, job.train.output_dir),
         order=order_of(plan, data),
         saving=saving,
-        interruption=interruption,
+        interruption=stop,
         non_finite=job.watch.non_finite,
         rows_apart=job.masked,
         gather_once=is_sharded(plan.layout) and not plan.layout.reshard_after_forward,
@@ -250,19 +253,20 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
     if data.lengths is None:
         return None
     sequences = plan.batch.micro * plan.batch.accumulation * plan.layout.ranks
-    train = plan.loaded.run.train
-    seed = train.seed if train.data_seed is None else train.data_seed
+    job = plan.loaded.run
+    seed = job.train.seed if job.train.data_seed is None else job.train.data_seed
     return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences), len(data.lengths), sequences)
 
 
 def stopped(folder: Path, loop: Loop, console: Console) -> int:
-    folders.note(folder, state=folders.STOPPED)
+    folders.note(folder, state=manifest.STOPPED)
     console.print(f"stopped by a signal; step {loop.state.global_step} is saved; --resume continues from it")
     return SAVED
 
 
-def load_best(saving: Saving, model: PeftModel, console: Console) -> None:
-    if best := saving.best():
+def load_best(plan: Plan, saving: Saving, model: PeftModel, console: Console) -> None:
+    """Where train.load_best_model_at_end asks for it, in place of the last step's."""
+    if plan.loaded.run.train.load_best_model_at_end and (best := saving.best()):
         checkpoints.load_adapter(model, best)
         console.print(f"the adapter is that of {best.name}, which evaluated best")
 

@@ -107,12 +107,11 @@ class Saving(TrainerCallback):  # type: ignore[misc]
         kept = checkpoint.saved(self.checkpoints)
         return f"the checkpoint before is {kept[-1].name}" if kept else "there is no checkpoint before"
 
-    @staticmethod
-    def _require_equal_replicas(loop: Loop) -> None:
+    def _require_equal_replicas(self, loop: Loop) -> None:
         if differing := loop.replicas.differing():
             raise RunError(
                 f"{len(differing)} adapter tensors differ between ranks, the first is {differing[0]}",
-                "train",
+                str(self.folder),
                 "nothing was saved; a rank with faulty memory or other library versions does this",
             )
 

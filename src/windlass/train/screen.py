@@ -13,7 +13,7 @@ from rich.text import Text
 
 from windlass.meter.summary import hardware
 from windlass.train.folder import versions
-from windlass.train.ranks import Place
+from windlass.train.rank import Place
 
 if TYPE_CHECKING:
     from windlass.plan import Plan

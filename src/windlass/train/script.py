@@ -23,12 +23,13 @@ from typing import Any, Final
 from windlass import __version__, steps
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.plan.script import ScriptPlan
+from windlass.runfile.machines import GRACE_SECONDS
 from windlass.train import manifest, ranks
+from windlass.train.machines import require_all_nodes
+from windlass.train.rank import PARENT_SPEAKS, await_others, inside, place
 from windlass.watch import patrol
 from windlass.watch.guard import Guard
 
-GRACE_SECONDS: Final = 120.0  # to save in after a signal, where the run file says nothing (cluster.grace_seconds)
-PATIENCE_SECONDS: Final = 20.0  # what the other ranks get once one has failed
 LIBRARIES: Final = ("torch", "torchvision", "transformers", "accelerate", "lightning")
 STOP_SIGNALS: Final = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
 
@@ -37,14 +38,14 @@ def train(
     make_plan: Callable[[], ScriptPlan], *, environ: Mapping[str, str], resume: bool, say: Callable[[UserError], None]
 ) -> int:
     """Start this machine's ranks of the script, or be one. Returns the exit code."""
-    here = ranks.place(environ)
+    here = place(environ)
     if here is None:
         plan = make_plan()
         return run(plan, _all_of_this_machine(plan, environ), resume=resume)
 
     # An operator's pod with one rank is told no more than its number.
     own = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1", **environ}
-    grace = GRACE_SECONDS
+    grace = float(GRACE_SECONDS)
 
     def one() -> int:
         nonlocal grace
@@ -52,9 +53,9 @@ def train(
         grace = _grace(plan)
         return run(plan, [own], resume=resume)
 
-    code = ranks.inside(here, one, say=say)
+    code = inside(here, one, say=say)
     if code == SAVED:
-        ranks.await_others(here, int(own["LOCAL_WORLD_SIZE"]), grace)
+        await_others(here, int(own["LOCAL_WORLD_SIZE"]), grace)
     return code
 
 
@@ -63,14 +64,14 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
     _require_here(plan)
     job, leads = plan.loaded.run, any(environ["RANK"] == "0" for environ in environs)
     command = [sys.executable, *job.command]
-    grace, launched = _grace(plan), ranks.TELLER not in environs[0]
+    grace, launched = _grace(plan), PARENT_SPEAKS not in environs[0]
     # To a script whose windlass was killed. Below a launcher that means that its time to save is over.
     farewell = signal.SIGKILL if launched else signal.SIGTERM
     # Every rank makes it, for below a launcher one may come before rank 0.
     manifest.made(Path(job.folder), plan.loaded.where("script.output_dir"))
     with _folder(plan, resume=resume) if leads else contextlib.nullcontext():
         more = _told_to_the_script(plan, environs[0])
-        crew: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[bytes]] = []
         stop = threading.Event()
         guard = Guard(job, plan.layout.ranks, stop.set, _say) if leads else None
         with contextlib.ExitStack() as stack:
@@ -81,21 +82,19 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
                 if guard:  # last, for it is a thread, and processes are better begun without
                     stack.enter_context(guard)
 
-            first, cut_short = ranks.wait(crew, beginning(), grace, PATIENCE_SECONDS, hurries=not launched, stop=stop)
+            first, cut_short = ranks.wait(
+                processes, beginning(), grace, ranks.PATIENCE_SECONDS, hurries=not launched, stop=stop
+            )
         if guard and guard.why:
             raise RunError(guard.why, "watch", f"look at alarms.jsonl in {job.folder} and at the report")
-        numbered = {int(environ["RANK"]): process.returncode for environ, process in zip(environs, crew, strict=True)}
+        numbered = {
+            int(environ["RANK"]): process.returncode for environ, process in zip(environs, processes, strict=True)
+        }
         return _verdict(plan, numbered, None if first is None else int(environs[first]["RANK"]), cut_short)
 
 
 def _all_of_this_machine(plan: ScriptPlan, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    nodes = int(environ.get("PET_NNODES", "1"))
-    if plan.layout.nodes != nodes:
-        raise UserError(
-            f"the run is laid out on {plan.layout.nodes} nodes, and this is {nodes}",
-            plan.loaded.where("cluster.nodes"),
-            "add --ranks N to use this machine alone, or start it with windlass submit",
-        )
+    require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
     return [as_torchrun(made) for made in ranks.environments(plan.layout.gpus_per_node, environ)]
 
 
