@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +208,81 @@ def test_the_temporary_of_the_published_model() -> None:
     gate_up, down = (128, 4096, 4096), (128, 4096, 2048)
     assert fp8.temporary(gate_up, 2) == fp8.temporary(down, 2) == 2**30
     assert fp8.temporary((4096, 8192), 2) == 2 * 4096 * 8192
+
+
+# --- as on a GPU ---
+
+
+def test_a_kernel_that_is_not_there_is_said() -> None:
+    fp8.kernel_is_right.cache_clear()
+    with pytest.warns(UserWarning, match="weights in FP8 take two passes to read instead of one: "):
+        assert not fp8.kernel_is_right(torch.device("cpu"), E4M3, torch.bfloat16)
+
+
+def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_by_one(codes: Tensor, *rest: Any) -> Tensor:
+        values = fp8.by_torch(codes, *rest)
+        values.view(torch.int16)[1, 7, 100] += 1
+        return values
+
+    asked = torch.device("cpu"), E4M3, torch.bfloat16
+    for way, right in ((fp8.by_torch, True), (off_by_one, False)):
+        fp8.kernel_is_right.cache_clear()
+        monkeypatch.setattr(fp8, "by_kernel", way)
+        with contextlib.nullcontext() if right else pytest.warns(UserWarning, match="1 of 169344 values differ"):
+            assert fp8.kernel_is_right(*asked) is right
+    fp8.kernel_is_right.cache_clear()
+
+
+KERNEL = """
+import math, torch
+from windlass.model.kernel import scaled
+dice = torch.Generator().manual_seed(0)
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for sides in ((40, 2100), (16, 128), (7, 5)):
+        codes = torch.randint(0, 256, (3, 40, 2100), dtype=torch.uint8, generator=dice)
+        codes = torch.where((codes & 0x7F) == 0x7F, 0, codes).view(torch.float8_e4m3fn)
+        shape = 3, math.ceil(40 / sides[0]), math.ceil(2100 / sides[1])
+        scale = torch.rand(shape, generator=dice) * 1e-3
+        if dtype == torch.bfloat16:  # Triton's interpreter cuts off what a GPU rounds: nothing to round, then
+            scale = torch.exp2(torch.randint(-9, 9, shape, generator=dice).float())
+        down, across = torch.arange(40) // sides[0], torch.arange(2100) // sides[1]
+        wanted = (codes.double() * scale[:, down][..., across].double()).float().to(dtype)
+        for top, bottom, left, right in ((0, 40, 0, 2100), (3, 37, 5, 1999), (0, 40, 128, 256), (5, 5, 0, 10)):
+            part = slice(None), slice(top, bottom), slice(left, right)
+            found = scaled(codes[part], scale, sides, dtype, (top, left))
+            assert torch.equal(found, wanted[part]), (dtype, sides, part)
+"""
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from windlass.model import kernel
+names = kernel._scaled.arg_names
+for one in (True, False):
+    given = {"one": one, "high": kernel.ROWS, "wide": kernel.COLUMNS}
+    given |= {"scale_rows": 1, "scale_columns": 1} if one else {}  # as Triton takes a number that is 1
+    kinds = {"codes": "*fp8e4nv", "scale": "*fp32", "values": "*bf16", **dict.fromkeys(given, "constexpr")}
+    signature = {name: kinds.get(name, "i32") for name in names}
+    wide = ("codes", "scale", "values", "rows", "columns", "expert_stride", "row_stride")
+    known = {(names.index(name),): [["tt.divisibility", 16]] for name in wide}
+    source = ASTSource(kernel._scaled, signature, given, known)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert made.asm["cubin"]
+    ptx = made.asm["ptx"]
+    for wanted in ("cvt.rn.f16x2.e4m3x2", "mul.f32", "cvt.rn.bf16x2.f32", "ld.global.v4", "st.global.v4"):
+        assert wanted in ptx, wanted
+    assert ".ftz" not in ptx and "fma" not in ptx
+"""
+
+
+@pytest.mark.parametrize("script", [KERNEL, COMPILED], ids=["interpreted", "compiled for a Hopper"])
+def test_the_kernel_computes_torchs_bits(script: str, tmp_path: Path) -> None:
+    """By Triton's interpreter, and as far as it can be compiled here. That a GPU's bits are these, no CPU can say."""
+    pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds")
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": str(int(script is KERNEL))}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # --- the adapter beside it ---

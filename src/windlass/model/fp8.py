@@ -11,7 +11,9 @@ those, and 8-bit activations would make the gradients those of another model.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -64,7 +66,49 @@ def chunk(column_bytes: int) -> int:
 def dequantise(
     codes: Tensor, scale: Tensor, coding: Coding, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """True values of codes [..., rows, columns], the part of a parameter that begins at row and column `origin`.
+    """True values of codes [..., rows, columns], the part of a parameter that begins at row and column `origin`."""
+    plain = codes.is_cuda and type(codes) in (Tensor, nn.Parameter) and codes.stride(-1) == 1
+    way = by_kernel if plain and kernel_is_right(codes.device, coding.codes, dtype) else by_torch
+    return way(codes, scale, coding, dtype, origin)
+
+
+def by_kernel(codes: Tensor, scale: Tensor, coding: Coding, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+    """One pass over memory."""
+    from windlass.model import kernel  # needs Triton
+
+    stack, by_block = ((each if each.ndim == 3 else each[None]) for each in (codes.view(coding.codes), scale))
+    return kernel.scaled(stack, by_block, coding.sides, dtype, origin).view(codes.shape)
+
+
+@functools.cache
+def kernel_is_right(device: torch.device, codes: torch.dtype, dtype: torch.dtype) -> bool:
+    """Once a process, before the kernel is trusted: all codes by it as by torch, bit for bit. Else torch's way, said.
+
+    A part of a stack with a scale for each expert, and with one for each block. Draws no random numbers.
+    """
+    experts, rows, columns = 3, 40, 2048
+    stack = torch.arange(experts * rows * columns, device=device).to(torch.uint8).view(experts, rows, columns)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    try:
+        for sides in ((rows, columns), (16, 128)):
+            shape = (experts, math.ceil(rows / sides[0]), math.ceil(columns / sides[1]))
+            scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape)
+            part, origin = stack[:, 5:37, 136:1900], (5, 136)
+            one, other = (
+                way(part, scale, Coding(codes, sides, dtype), dtype, origin).nan_to_num().view(bits)
+                for way in (by_kernel, by_torch)
+            )
+            if not torch.equal(one, other):
+                raise ArithmeticError(f"{int((one != other).sum())} of {one.numel()} values differ from torch's")
+    except Exception as error:  # no Triton, no C compiler for it, a GPU that it has no float8 for, a fault of ours
+        why = f"{type(error).__name__}: {error}".strip()[-300:]
+        warnings.warn(f"weights in FP8 take two passes to read instead of one: {why}", stacklevel=2)
+        return False
+    return True
+
+
+def by_torch(codes: Tensor, scale: Tensor, coding: Coding, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+    """Two passes over memory, on any device.
 
     Codes are exact in every dtype, so multiplying in place (torch takes a product with float32 in float32) rounds once.
     """
@@ -256,8 +300,15 @@ class _Grouped(torch.autograd.Function):
 
 
 def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Coding, *, transposed: bool) -> Tensor:
-    """x_e W_e^T (transposed) or x_e W_e for all experts."""
-    way = by_expert if x.device.type == "cpu" else by_columns
+    """x_e W_e^T (transposed) or x_e W_e for all experts.
+
+    One expert after the other where fewer rows than experts leave most of them without any, as in generating, and
+    where torch itself takes the offsets to the host: its grouped kernels are for Hopper and later (pytorch's
+    Blas.cpp: elsewhere a loop over experts, here one for every chunk).
+    """
+    few = x.shape[0] < codes.shape[0]
+    at_once = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    way = by_columns if at_once and not few else by_expert
     return way(x, codes, scale, offsets, coding, transposed=transposed)
 
 

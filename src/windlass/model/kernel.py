@@ -1,0 +1,55 @@
+"""One pass over FP8 codes on a GPU. Needs Triton, which comes with torch's CUDA builds: import it where a GPU is.
+
+torch needs two passes, of which the first writes 16 bits that the second one reads again.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS = 4, 1024  # of a program's tile: 32 codes a thread, read 16 at a time
+
+
+# No annotations but Triton's own: it takes any other for a global variable, and compiles no kernel that reads one.
+@triton.jit  # type: ignore[untyped-decorator]
+def _scaled(  # type: ignore[no-untyped-def]
+    codes, scale, values, rows, columns, expert_stride, row_stride, scale_rows, scale_columns, side_down, side_across,
+    first_row, first_column, one: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(columns, wide)
+    tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)  # a stack has more elements than 32 bits count
+    row = ((tile // tiles) * high + tl.arange(0, high))[:, None]
+    column = ((tile % tiles) * wide + tl.arange(0, wide))[None, :]
+    inside = (row < rows) & (column < columns)
+    read = tl.load(codes + expert * expert_stride + row.to(tl.int64) * row_stride + column, mask=inside)
+    if one:
+        factor = tl.load(scale + expert)
+    else:
+        down, across = (first_row + row) // side_down, (first_column + column) // side_across
+        factor = tl.load(scale + (expert * scale_rows + down) * scale_columns + across, mask=inside)
+    value = read.to(tl.float32) * factor
+    tl.store(values + (expert * rows + row) * columns + column, value.to(values.dtype.element_ty), mask=inside)
+
+
+def scaled(codes: Tensor, scale: Tensor, sides: tuple[int, int], dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+    """Codes [experts, rows, columns], a part that begins at `origin`, times the scales of their blocks, in `dtype`.
+
+    Codes have a dtype of float8, and their rows lie whole, wherever each begins. In float32, rounded once.
+    """
+    experts, rows, columns = codes.shape
+    assert codes.stride(2) == 1 or columns == 1
+    assert scale.is_contiguous()
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if not values.numel():
+        return values
+    grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
+    one = scale.shape[1:].numel() == 1
+    with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
+        _scaled[grid](
+            codes, scale, values, rows, columns, codes.stride(0), codes.stride(1), *scale.shape[1:], *sides, *origin,
+            one=one, high=ROWS, wide=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return values
