@@ -88,3 +88,21 @@ def test_the_list_of_rooms_is_really_read(tmp_path: Path) -> None:
     doc = "A package.\n\nrun   what is done; show what came of it\nold   it was once"
     assert rooms(tmp_path, doc) == ({"late", "show"}, {"old"})
     assert rooms(tmp_path, "A package without a list, late in the day.") == (set(), set())
+
+
+def exit_codes(source: str) -> set[str]:
+    """Exit codes that a module gives numbers of its own, by name."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(one, ast.Constant) and type(one.value) is int for one in ast.walk(node.value)
+        ):
+            found |= {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+    return found & {"FAILED", "USER_INPUT", "RANK_USER_INPUT", "SAVED"}
+
+
+def test_exit_codes_have_their_numbers_in_one_place() -> None:
+    where = [path for path in (ROOT / "src").rglob("*.py") if exit_codes(path.read_text(encoding="utf-8"))]
+    assert where == [ROOT / "src" / "windlass" / "errors.py"]
+    assert exit_codes("OTHER, SAVED = 1, 75") == {"SAVED"}
+    assert exit_codes("FAILED = 'failed'") == set()
