@@ -351,7 +351,7 @@ def test_ranks_that_an_alarm_stops_have_their_grace(
     plan: Callable[..., ScriptPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not what is left to them once another rank has failed."""
-    monkeypatch.setattr(script, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
     made = plan(script=DIVERGES_SAVES)
     environs = [script.as_torchrun(each) for each in ranks.environments(2, os.environ)]
     with pytest.raises(RunError, match="non finite at step 3"):

@@ -101,6 +101,7 @@ EVALUATED: dict[str, Any] = {
     "train__eval_steps": 2,
     "data__val_fraction": 0.05,
 }
+DROPPING: dict[str, Any] = {**SPLIT, **DROPOUT, "train__max_steps": 12, "data__val_fraction": 0.05}
 COUNTED: dict[str, Any] = {"layout": "resident", "accumulation": 4}
 HELD_OUT: dict[str, Any] = {"data__val_fraction": 0.05}
 
@@ -188,7 +189,15 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
         "accumulated": case(2, accumulation=4),
         "packed accumulated": case(2, accumulation=2, **PACKED),
         "checkpointing": case(2, train__gradient_checkpointing=True),
-        "experts split, checkpointing": case(2, **SPLIT, accumulation=2, train__gradient_checkpointing=True, **EXPERTS),
+        "experts split, checkpointing": case(2, **SPLIT, accumulation=2, **CHECKPOINTING, **EXPERTS),
+        "experts split, kept": case(2, **SPLIT, **KEPT, accumulation=2, **EXPERTS),
+        "experts kept": case(2, layout="no-reshard", accumulation=4, **EXPERTS),
+        "only experts, checkpointing": case(2, **SPLIT, **CHECKPOINTING, **ONLY),
+        "packed in FP8, split": case(2, **SPLIT, layout__base_dtype="fp8", **PACKED),
+        "packed in FP8, sharded": case(2, layout__base_dtype="fp8", accumulation=2, **PACKED),
+        "dropout whole": case(2, **DROPPING),
+        "dropout stopped": case(2, faults=["terminate"], train__output_dir="{out}/dropout in two", **DROPPING),
+        "dropout resumed": case(2, resume=True, train__output_dir="{out}/dropout in two", **DROPPING),
     },
     4: {
         "full-shard": case(4),
@@ -196,6 +205,8 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
         "expert-parallel pairs": case(4, layout="expert-parallel", layout__expert_parallel=2),
         "packed": case(4, **PACKED),
         "experts in pairs": case(4, **SPLIT, **EXPERTS),
+        "experts hybrid, kept": case(4, **SPLIT, **KEPT, layout__shard=2, layout__replicate=2, **EXPERTS),
+        "only experts in pairs": case(4, **SPLIT, **ONLY),
     },
 }
 
@@ -308,7 +319,10 @@ def test_four_ranks_equal_plain_trl(alone: Outcomes, four: Outcomes, name: str) 
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in MORE.items() for name in cases])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [(world, name) for world, cases in MORE.items() for name in cases if not name.startswith("dropout")],
+)
 def test_more_ways_equal_plain_trl(alone: Outcomes, more: Callable[[int], Outcomes], world: int, name: str) -> None:
     assert_equal(more(world).steps(name), alone.steps(reference(name)))
 
@@ -355,6 +369,20 @@ def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two
     assert len(dropped) == len(again) == 4
     for step, expected in zip(again, dropped, strict=True):
         assert [step["loss"], step["grad_norm"]] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-5)
+
+
+@pytest.mark.prove
+def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(more: Callable[[int], Outcomes]) -> None:
+    """Of every rank, for its own experts' adapters and for those that all have."""
+    found = more(2)
+    assert (found["dropout stopped"]["code"], found["dropout resumed"]["code"]) == (SAVED, 0)
+    whole, parts = (
+        load_file(found.folder / name / "final" / checkpoint.ADAPTER) for name in ("dropout whole", "dropout in two")
+    )
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+    assert [step["loss"] for step in found.steps("dropout in two")] == [
+        step["loss"] for step in found.steps("dropout whole")
+    ]
 
 
 @pytest.mark.parametrize("name", ["narrow resident", "narrow split"])
