@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from windlass.plan.compare import Contender, Trial, chosen, chosen_batch, conten
 from windlass.runfile import RunFile
 
 WORTH = 1.05  # below this a gain is within what the estimate can tell
+LEAST_PRIME = 3  # beside smaller numbers a step would be quite another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,24 @@ def advise(work: Work, usual: int, contenders: Sequence[Contender], run: RunFile
     single = _worth(found, now)
     if len(found) > 1:
         single += _worth([_together(packed, full, here, ways)], now)
+    if not fixed and len(ways) == 2 and work.batch.micro == 1 and ways[-1].micro > LEAST_PRIME:
+        single += _worth([_neighbour(work, usual, run, ways[-1].micro)], now)
     return tuple(sorted(single, key=lambda advice: -advice.gain))
+
+
+def _neighbour(work: Work, usual: int, run: RunFile, prime: int) -> tuple[str, Trial, str]:
+    """A prime number of sequences can't be cut into passes of several: the better of the numbers beside it."""
+    ways = [batches_of(run.train, count, work.batch.length) for count in (prime - 1, prime + 1)]
+    best = min((chosen_batch(trials(work, work.layout, usual, way)) for way in ways), key=_token_seconds)
+    count = best.batch.micro * best.batch.accumulation
+    change = f"train.gradient_accumulation_steps: {count}"
+    if run.train.global_batch_size:
+        change = f"train.global_batch_size: {count * work.layout.ranks}"
+    return change, best, f"{_cut(best.batch)}; {prime} can be cut into passes of 1 or {prime} alone"
+
+
+def _token_seconds(trial: Trial) -> float:
+    return 1 / trial.cost.tokens_per_second if trial.fits else math.inf
 
 
 def _together(
