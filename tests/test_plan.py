@@ -138,6 +138,22 @@ def test_auto_divides_a_given_global_batch() -> None:
         of_train(*AUTO, "train.global_batch_size=70")
 
 
+@pytest.mark.parametrize("said", ["train.gradient_accumulation_steps=17", "train.global_batch_size=408"])
+def test_a_number_of_sequences_that_cannot_be_cut_is_told_beside_one_that_can(said: str, tmp_path: Path) -> None:
+    text = (EXAMPLES / "train.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(text.replace("  gradient_accumulation_steps: 16", "  #"))
+    asked = (AUTO[0], "cluster.gpu=h100", "cluster.gpus_per_node=8", "layout=full-shard", "data.max_length=2048")
+    made = planning.make(read(tmp_path / "run.yaml", (*asked, said)))
+    assert [(trial.batch.micro, trial.fits) for trial in made.tried] == [(1, True), (17, False)]
+    key = said.partition("=")[0]
+    (advice,) = [advice for advice in made.advice if advice.change.startswith(key)]
+    assert "17 can be cut into passes of 1 or 17 alone" in advice.remark
+    again = planning.make(read(tmp_path / "run.yaml", (*asked, advice.change.replace(": ", "="))))
+    assert advice.tokens_per_second == pytest.approx(again.cost.tokens_per_second)
+    assert again.batch.micro > 1
+    assert not [other for other in again.advice if other.change.startswith(key)]
+
+
 def test_every_rank_makes_the_same_plan() -> None:
     assert of_train(*AUTO).as_dict() == of_train(*AUTO).as_dict()
 
