@@ -36,6 +36,7 @@ from launch_hosts import Hosts, hosts, why_not  # type: ignore[import-not-found]
 
 from windlass import plan as planning
 from windlass import runfile, steps, twin
+from windlass.layout import Layout
 from windlass.plan import Plan
 
 TIE = 0.15
@@ -63,6 +64,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "no-reshard": ("layout.name=no-reshard",),
     "no-reshard, FP8": ("layout.name=no-reshard", FP8),
     "expert-parallel": ("layout.name=expert-parallel",),
+    "expert-parallel, gathered once": ("layout.name=expert-parallel", "layout.reshard_after_forward=false"),
     "expert-parallel, one pass": ("layout.name=expert-parallel", *WHOLE),
     "resident": ("layout.name=resident",),
     "resident, FP8": ("layout.name=resident", FP8),
@@ -248,10 +250,16 @@ def proof() -> dict[str, Any]:
         "rows": [vars(row) for row in rows],
         "pairs": pairs,
         "wrong": [f"{one.way} before {other.way}" for one, other in wrong],
-        "auto": free.layout.name + (", FP8" if free.layout.base_dtype == "fp8" else ""),
+        "auto": way_of(free.layout),
         "auto_batch": f"{auto.layout.name} {auto.batch.micro} x {auto.batch.accumulation}",
         "load": os.getloadavg()[0],
     }
+
+
+def way_of(layout: Layout) -> str:
+    """What the table calls it."""
+    once = layout.name in ("hybrid", "expert-parallel") and not layout.reshard_after_forward
+    return layout.name + ", gathered once" * once + ", FP8" * (layout.base_dtype == "fp8")
 
 
 def main() -> None:
