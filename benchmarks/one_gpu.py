@@ -9,8 +9,16 @@ Each part runs in a process of its own, has a share of the time (and what earlie
 each row to --out the moment it is there: what ends early loses nothing that was measured. Weights are random and made
 on the GPU: no files, no copy on the host. Everything else is what a run uses: the model as shard.py builds it, the
 FP8 base, the adapters and their experts' path, checkpointing, autocast, TRL's fused head, AdamW. Rows of tokens are
-full, so none is padding. "plan" is what windlass.cost says of the same work, without what only a device has (the
-driver's context, fragmentation); "peak" is what torch has allocated.
+full, so none is padding; where "masked" stands they are documents that a mask keeps apart. "plan" is what windlass.cost
+says of the same work, without what only a device has (the driver's context, fragmentation); "peak" is what torch has
+allocated.
+
+Needs the `train` extra of pyproject.toml, but runs from a checkout that is not installed. For a machine whose image has
+torch with CUDA and Triton but an older transformers, and that reaches no package index, carry in a folder that
+PYTHONPATH names, of that machine's Python version: transformers (5.23), huggingface_hub, tokenizers, trl, peft,
+accelerate, datasets, pyarrow, dill, multiprocess, xxhash, pydantic, pydantic_core, annotated_types, typing_inspection,
+nvidia-ml-py; all but the compiled ones (tokenizers, pyarrow, xxhash, pydantic_core) run on any version. What cannot be
+imported is said before the clock starts.
 """
 
 from __future__ import annotations
@@ -23,6 +31,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -52,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(SHARES), help=f"some of {', '.join(SHARES)}")
     parser.add_argument("--tiny", action="store_true", help="toy sizes: does it all run?")
-    parser.add_argument("--seconds", type=float, default=570.0, help="of the whole (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=530.0, help="of all parts (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("one_gpu.jsonl"), help="a JSON object a line")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print an earlier run's tables, and measure nothing")
     parser.add_argument("--part", choices=list(SHARES), help=argparse.SUPPRESS)  # what a part's own process is told
@@ -100,35 +109,60 @@ def read(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def missing() -> str:
-    """What keeps every part from running here."""
-    needed = {"torch": (2, 11), "transformers": (5, 23), "peft": (0, 21), "trl": (1, 16)}
+LEAST = {"torch": (2, 11), "transformers": (5, 23), "peft": (0, 21), "trl": (1, 16)}
+NEEDED = (
+    *("yaml", "pydantic", "typer", "rich", "psutil", "torch", "safetensors", "huggingface_hub", "tokenizers"),
+    *("transformers", "accelerate", "pyarrow", "xxhash", "dill", "multiprocess", "datasets", "peft", "trl"),
+)
+PROBE = """
+import importlib, sys, warnings
+warnings.simplefilter("ignore")
+for name in (*sys.argv[1:], "one_gpu_parts"):
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        print(f"{name} ({type(error).__name__}: {error})".replace(chr(10), " ")[:200])
+"""
+
+
+def missing(environ: dict[str, str]) -> str:
+    """What keeps every part from running here: too old, or not to be imported, tried in a process of its own."""
     found = facts()["versions"]
     short = []
-    for name, least in needed.items():
+    for name, least in LEAST.items():
         has = found[name]
-        if has == "absent" or tuple(int("".join(c for c in n if c.isdigit()) or 0) for n in has.split(".")[:2]) < least:
+        if (
+            has != "absent"
+            and tuple(int("".join(c for c in n if c.isdigit()) or 0) for n in has.split(".")[:2]) < least
+        ):
             short.append(f"{name} >= {'.'.join(map(str, least))} (here: {has})")
-    return ", ".join(short)
+    probe = [sys.executable, "-c", PROBE, *NEEDED]
+    done = subprocess.run(probe, env=environ, capture_output=True, text=True, timeout=300)
+    failed = done.stdout.splitlines() or [f"the imports ended with {done.returncode}"] * (done.returncode != 0)
+    return "; ".join([*short, *failed])
 
 
 def conduct(asked: argparse.Namespace) -> int:
     """Every part after the other, each bounded. 1 where one failed or ran out of time."""
-    began, out = time.time(), asked.out
+    out, here = asked.out, Path(__file__).resolve().parent
+    environ = {
+        **os.environ,
+        **dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
+        "PYTHONPATH": os.pathsep.join(
+            [str(here.parent / "src"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("")
     write(out, facts())
-    if lacking := missing():
-        write(out, {"part": "facts", "skipped": f"every part: {lacking} is needed"})
+    if lacking := missing(environ):
+        write(out, {"part": "facts", "skipped": f"every part. Needed: {lacking}"})
         show(read(out))
         return 1
     wanted = asked.parts.split(",")
     parts = [part for part in SHARES if part in wanted]
-    usable, until, bad = asked.seconds * (1 - ASIDE), began, 0
-    environ = {
-        **os.environ,
-        **dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
-    }
+    began = until = time.time()  # after the imports, which have warmed the file system's cache
+    usable, bad = asked.seconds * (1 - ASIDE), 0
     for part in parts:
         until += usable * SHARES[part] / sum(SHARES[each] for each in parts)
         print(f"{part}: {ABOUT[part]}; until {until - began:.0f} s", file=sys.stderr, flush=True)
@@ -155,6 +189,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {  # part -> (heading, key, for
     "ground": [("what", "what", ""), ("found", "value", ".4g"), ("unit", "unit", ""), ("expected", "expected", "")],
     "step": [
         ("model", "model", ""), ("base", "base", ""), ("adapters", "adapters", ""), ("tokens", "tokens", ",d"),
+        ("rows", "rows", ""), ("first s", "first_seconds", ".3f"),
         ("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%"), ("s/step", "seconds", ".3f"),
         ("forward s", "forward", ".3f"), ("backward s", "backward", ".3f"), ("update s", "update", ".3f"),
         ("peak GiB", "peak_gib", ".2f"), ("plan GiB", "plan_gib", ".2f"), ("peak/plan", "peak_to_plan", ".3f"),
@@ -200,16 +235,27 @@ def cell(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form).replace("|", "\\|")
 
 
-def main() -> None:
-    asked = parse()
-    if asked.show:
-        show(read(asked.show))
-    elif asked.part:
+def measure(asked: argparse.Namespace) -> None:
+    """One part, in its own process."""
+    try:
         from one_gpu_model import Sizes
         from one_gpu_parts import PARTS
 
         for row in PARTS[asked.part](Sizes(asked.tiny), asked.until):
             write(asked.out, {"part": asked.part, **row})
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+        write(asked.out, {"part": asked.part, "skipped": f"{said} ({Path(last.filename).name}:{last.lineno})"})
+        raise
+
+
+def main() -> None:
+    asked = parse()
+    if asked.show:
+        show(read(asked.show))
+    elif asked.part:
+        measure(asked)
     else:
         sys.exit(conduct(asked))
 

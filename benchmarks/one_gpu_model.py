@@ -33,6 +33,7 @@ TINY = {  # of the text model's config, for --tiny
     "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
+IGNORED = -100  # the label that losses pass over
 DENSE = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GPU = torch.cuda.is_available()
 Row = dict[str, Any]
@@ -47,6 +48,8 @@ class Sizes:
         self.layers, self.some = (3, 2) if tiny else (36, 4)
         self.length = 64 if tiny else 4096  # of one sequence
         self.sweep = (64, 128) if tiny else (4096, 8192, 16384, 32768)  # tokens per micro-batch
+        self.masked = (32, 64) if tiny else (1024, 4096)  # rows of documents
+        self.document = 12 if tiny else 110  # tokens, as WikiText's
         self.whole = 128 if tiny else 16384
         self.r, self.expert_r = (4, 2) if tiny else (16, 4)
         self.per_expert = (2, 16) if tiny else (8, 32, 128, 512, 2048)
@@ -64,6 +67,13 @@ def free() -> None:
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def begin_peak() -> None:
+    """As `free`, but torch keeps the memory that it holds: giving it back would be paid for by the next step."""
+    gc.collect()
+    if GPU:
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -166,6 +176,20 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT)
 # --- a step ---
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A micro-batch, and what its attention is over."""
+
+    tokens: int
+    length: int  # of a row
+    masked: bool = False  # rows are documents, which a mask keeps apart
+    cudnn: bool = False  # the attention that torch would choose first on a Hopper
+
+    @property
+    def words(self) -> str:
+        return f"{self.tokens // self.length} x {self.length}" + ", masked" * self.masked + ", cuDNN" * self.cudnn
+
+
 class Trainee:
     """One micro-batch per optimizer step, each third of it timed."""
 
@@ -176,11 +200,17 @@ class Trainee:
         self.device = shard.device_of_this_rank()
         self.vocabulary = built.work.checkpoint.dims["vocab"]
 
-    def rows(self, tokens: int, length: int) -> Tensor:
-        dice = torch.Generator().manual_seed(tokens)
-        return torch.randint(self.vocabulary, (tokens // length, length), generator=dice).to(self.device)
+    def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:
+        """As windlass.data.batch lays packed rows out where a mask keeps documents apart: positions begin anew."""
+        dice = torch.Generator().manual_seed(cell.tokens)
+        shape = cell.tokens // cell.length, cell.length
+        rows = torch.randint(self.vocabulary, shape, generator=dice).to(self.device)
+        if not cell.masked:
+            return {"input_ids": rows, "labels": rows}
+        positions = (torch.arange(cell.length, device=self.device) % document).expand(shape)
+        return {"input_ids": rows, "labels": rows.masked_fill(positions == 0, IGNORED), "position_ids": positions}
 
-    def step(self, rows: Tensor) -> dict[str, float]:
+    def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
         marks = []
 
         def mark() -> None:
@@ -189,7 +219,7 @@ class Trainee:
 
         mark()
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.model(input_ids=rows, labels=rows, fused_lm_head=True, use_cache=False).loss
+            loss = self.model(**batch, fused_lm_head=True, use_cache=False).loss
         mark()
         loss.backward()
         mark()

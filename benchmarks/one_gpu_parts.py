@@ -19,9 +19,11 @@ from one_gpu_model import (
     GPU,
     SPREAD,
     Built,
+    Cell,
     Row,
     Sizes,
     Trainee,
+    begin_peak,
     build,
     card,
     fill,
@@ -33,6 +35,7 @@ from one_gpu_model import (
     sync,
 )
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from windlass import adapter as adapters
@@ -52,25 +55,35 @@ def error(found: Tensor, wanted: Tensor) -> float:
 # --- steps ---
 
 
-def measured(built: Built, trainee: Trainee, sizes: Sizes, tokens: int, times: int) -> Row:
-    """A warm-up step, then the median of so many; the peak of the last."""
-    rows = trainee.rows(tokens, sizes.length)
-    trainee.step(rows)
+@contextmanager
+def cudnn(wanted: bool) -> Iterator[None]:
+    """cuDNN's attention, which shard.py switches off."""
+    torch.backends.cuda.enable_cudnn_sdp(wanted)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: int) -> Row:
+    """A warm-up step, then the median of so many, and their peak."""
     free()
-    steps = [trainee.step(rows) for _ in range(times)]
-    work = replace(built.work, batch=Batch(tokens // sizes.length, 1, sizes.length))
+    batch, tokens = trainee.batch(cell, sizes.document), cell.tokens
+    with cudnn(cell.cudnn):
+        first = trainee.step(batch)
+        begin_peak()
+        steps = [trainee.step(batch) for _ in range(times)]
+    work = replace(built.work, batch=Batch(tokens // cell.length, 1, cell.length), masked=cell.masked)
     planned = cost(work, advise=False)
     middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
     peak_flops = work.machine.gpu.bf16_tflops * 1e12
     layers = work.checkpoint.dims["layers"]
     row: Row = {
         "model": f"{layers} layers, {work.checkpoint.total / 1e9:.1f} B", "base": work.layout.base_dtype,
-        "adapters": built.words, "tokens": tokens, **middle,
+        "adapters": built.words, "tokens": tokens, "rows": cell.words, **middle,
         "tokens_per_second": tokens / middle["seconds"],
         "mfu": planned.flops_per_token * tokens / middle["seconds"] / peak_flops if GPU else None,
         "plan_gib": plan_gib(planned), "plan_seconds": planned.step_seconds,
         "plan_rows_gib": {r.item: r.bytes / GIB for r in planned.rows if (r.phase, r.place) == ("step", "gpu")},
-        "rows_of": sizes.length, "repeated": [step["seconds"] for step in steps],
+        "first_seconds": first["seconds"], "repeated": [step["seconds"] for step in steps],
     }  # fmt: skip
     if GPU:
         peak, (unused, all_of_it) = torch.cuda.max_memory_allocated() / GIB, torch.cuda.mem_get_info()
@@ -102,7 +115,7 @@ def unmeasured() -> Iterator[Row]:
 
 
 def whole(routed: bool, sizes: Sizes, until: float) -> Iterator[Row]:
-    """All layers, FP8-resident, one optimizer step; a second size if the first one fits and time is left."""
+    """All layers, FP8-resident, optimizer steps; a second size if the first one fits and time is left."""
     began = time.time()
     built = build(sizes, sizes.layers, "fp8", routed)
     sync()
@@ -110,28 +123,33 @@ def whole(routed: bool, sizes: Sizes, until: float) -> Iterator[Row]:
     yield {"note": f"built and filled in {time.time() - began:.1f} s{card}; {built.words}"}
     yield from unmeasured()
     trainee = Trainee(built)
-    for tokens in (sizes.whole, 2 * sizes.whole):
+    for tokens in (sizes.whole, (3 if routed else 4) * sizes.whole // 2):  # with routed ones twice does not fit
         started = time.time()
-        row = attempt(partial(measured, built, trainee, sizes, tokens, 1), f"{tokens} tokens")
+        row = attempt(partial(measured, built, trainee, sizes, Cell(tokens, sizes.length), 2), f"{tokens} tokens")
         yield row
         if "skipped" in row or until - time.time() < 3 * (time.time() - started):
             return
 
 
 def layers(sizes: Sizes, until: float) -> Iterator[Row]:
-    """A few full-width layers in 16 bits and in FP8, from few tokens to many."""
+    """A few full-width layers in 16 bits and in FP8, from few tokens to many; attention in other ways, in 16 bits."""
     begins = time.time()
     yield from unmeasured()
     for number, base in enumerate(("bf16", "fp8")):
         latest = begins + (until - begins) * (number + 1) / 2
         built = build(sizes, sizes.some, base, routed=False)
         trainee, longest = Trainee(built), 0.0
-        for tokens in sizes.sweep:
+        cells = [Cell(tokens, sizes.length) for tokens in sizes.sweep]
+        if base == "bf16":
+            few = sizes.sweep[1]
+            others = [Cell(few, sizes.length, cudnn=True), *(Cell(few, each, masked=True) for each in sizes.masked)]
+            cells[2:2] = others
+        for cell in cells:
             if time.time() + 2.5 * longest > latest:
-                yield {"skipped": f"{base} with {tokens} tokens and more: no time left"}
+                yield {"skipped": f"{base} with {cell.words} and what follows: no time left"}
                 break
             started = time.time()
-            row = attempt(partial(measured, built, trainee, sizes, tokens, 3), f"{base}, {tokens} tokens")
+            row = attempt(partial(measured, built, trainee, sizes, cell, 3), f"{base}, {cell.words}")
             longest = time.time() - started
             yield row
         del built, trainee
@@ -163,24 +181,49 @@ def ground(sizes: Sizes, until: float) -> Iterator[Row]:
 
 
 def eight_bits(sizes: Sizes) -> Iterator[Row]:
-    """Grouped products over codes, all experts at once as on a GPU, against one expert after the other."""
+    """Codes into numbers by the kernel and by torch; grouped products over them, in chunks, against one by one."""
     device = shard.device_of_this_rank()
-    experts, wide, narrow = (4, 48, 32) if sizes.tiny else (16, 4096, 2048)
-    coding = fp8.Coding(torch.float8_e4m3fn, (wide, narrow), torch.bfloat16)
-    values = torch.randn(experts, wide, narrow, device=device).mul_(CODE_SPREAD)
-    codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
-    scale = torch.rand(experts, 1, 1, device=device) / 1000 + 0.0005
+    experts, wide, narrow, block = (4, 48, 32, 16) if sizes.tiny else (128, 4096, 2048, 128)
+    codes = torch.empty(experts, wide, narrow, dtype=torch.uint8, device=device)
+    for one in codes:
+        one.copy_((torch.randn(wide, narrow, device=device) * CODE_SPREAD).to(torch.float8_e4m3fn).view(torch.uint8))
     counts = torch.arange(experts, device=device) * 5  # the first expert has no tokens
     offsets = counts.cumsum(0).to(torch.int32)
-    for transposed, width in ((True, narrow), (False, wide)):
-        x = torch.randn(int(offsets[-1]), width, device=device).to(torch.bfloat16)
-        ways = [way(x, codes, scale, offsets, coding, transposed=transposed) for way in (fp8.by_columns, fp8.by_expert)]
-        seconds = seconds_of(partial(fp8.by_columns, x, codes, scale, offsets, coding, transposed=transposed))
-        direction = "x W^T" if transposed else "dy W"
-        yield {"what": f"FP8 grouped product {direction}: error", "value": error(*ways), "unit": "relative",
-               "expected": "below 0.01"}  # fmt: skip
-        yield {"what": f"the same: weights through it, {experts} experts", "value": codes.numel() / seconds / 1e9,
-               "unit": "G values/s", "expected": "-"}  # fmt: skip
+    for words, (high, across) in (("one scale an expert", (wide, narrow)), ("blocks", (block, block))):
+        coding = fp8.Coding(torch.float8_e4m3fn, (high, across), torch.bfloat16)
+        scale = torch.rand(experts, wide // high, narrow // across, device=device) / 1000 + 0.0005
+        yield from by_kernel(codes, scale, coding, words)
+        for transposed, width in ((True, narrow), (False, wide)):
+            x = torch.randn(int(offsets[-1]), width, device=device).to(torch.bfloat16)
+            at_once = partial(fp8.by_columns, x, codes, scale, offsets, coding, transposed=transposed)
+            one_by_one = fp8.by_expert(x, codes, scale, offsets, coding, transposed=transposed)
+            direction = "x W^T" if transposed else "dy W"
+            yield {"what": f"FP8 grouped product {direction}, {words}: error", "value": error(at_once(), one_by_one),
+                   "unit": "relative", "expected": "below 0.01"}  # fmt: skip
+            rate = codes.numel() / seconds_of(at_once) / 1e9
+            yield {"what": f"the same: weights through it, {experts} experts", "value": rate, "unit": "G values/s",
+                   "expected": "-"}  # fmt: skip
+
+
+def by_kernel(codes: Tensor, scale: Tensor, coding: fp8.Coding, words: str) -> Iterator[Row]:
+    """All of a stack, and a stretch of its columns: how many values differ from torch's, and both ways' rates."""
+    if not GPU or not fp8.kernel_is_right(codes.device, coding.codes, coding.dtype):
+        yield {"note": f"{words}: no kernel is used here, torch's two passes are"}
+        return
+    half = codes.shape[2] // 2
+    for part, first in ((codes, 0), (codes[:, :, half:], half)):
+        one, other = (way(part, scale, coding, coding.dtype, (0, first)) for way in (fp8.by_kernel, fp8.by_torch))
+        differing = sum(
+            int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(one, other, strict=True)
+        )
+        yield {"what": f"FP8 by kernel, {words}, columns from {first}: values unlike torch's", "value": differing,
+               "unit": f"of {part.numel():.3g}", "expected": "0"}  # fmt: skip
+        del one, other
+    most = card().memory_gb_per_second / 3
+    for name, way in (("kernel", fp8.by_kernel), ("torch", fp8.by_torch)):
+        seconds = min(seconds_of(partial(way, codes, scale, coding, coding.dtype, (0, 0))) for _ in range(3))
+        yield {"what": f"FP8 by {name}, {words}", "value": codes.numel() / seconds / 1e9, "unit": "G values/s",
+               "expected": f"{most:.3g} at most: a byte read, two written"}  # fmt: skip
 
 
 def beside_is_right(sizes: Sizes) -> Iterator[Row]:
@@ -280,7 +323,7 @@ def timed(experts: nn.Module, x: Tensor, route: tuple[Tensor, Tensor]) -> tuple[
         x.grad = None
 
     step()
-    free()
+    begin_peak()
     before = torch.cuda.memory_allocated() if GPU else 0
     seconds = statistics.median(seconds_of(step) for _ in range(5))
     above = (torch.cuda.max_memory_allocated() - before) / GIB if GPU else math.nan
@@ -298,14 +341,16 @@ def profile(sizes: Sizes, until: float) -> Iterator[Row]:
 
     built = build(sizes, sizes.some, "fp8", routed=True)
     trainee = Trainee(built)
-    rows = trainee.rows(sizes.whole, sizes.length)
+    batch = trainee.batch(Cell(sizes.whole, sizes.length), sizes.document)
     for _ in range(2):
-        trainee.step(rows)
+        trainee.step(batch)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]
     with recording(activities=activities, acc_events=True) as recorded:  # torch 2.11 warns without
-        taken = trainee.step(rows)
+        taken = trainee.step(batch)
     key = "self_device_time_total" if GPU else "self_cpu_time_total"
-    events = sorted(recorded.key_averages(), key=lambda event: -float(getattr(event, key)))
+    # On a GPU the kernels alone: torch counts their time once more at the operation that started them.
+    kernels = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    events = sorted(kernels if GPU else recorded.key_averages(), key=lambda event: -float(getattr(event, key)))
     everything = sum(float(getattr(event, key)) for event in events)
     words = f"{sizes.some} layers in FP8, {built.words}, {sizes.whole} tokens"
     found = f"{everything / 1e3:.1f} ms in {len(events)} kinds of operations"
