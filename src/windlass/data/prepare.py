@@ -103,7 +103,7 @@ def prepare(
     )
     audit = json.loads((folder / "audit.json").read_text())
     lengths = np.load(folder / "train.lengths.npy")
-    seed = run.train.seed if run.train.data_seed is None else run.train.data_seed
+    seed = run.train.order_seed
     batch = batch or run.train.least_batch
     taken = arguments(run, batch, bool(chosen.validation or chosen.fraction))
     grouped = not (taken["packing"] or taken["padding_free"])

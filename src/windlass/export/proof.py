@@ -22,7 +22,7 @@ from windlass.export.recipe import COPIED, Recipe
 from windlass.export.update import Update, Updates
 from windlass.export.values import FORMATS
 from windlass.model.certificate import Disk, sampled
-from windlass.model.reading import BLOCK, DTYPES, Box, Files, intersection, piece_box
+from windlass.model.reading import DTYPES, Box, Files, intersection, piece_box
 from windlass.weights import Checkpoint, Parameter, Piece, Stored, read_checkpoint
 
 AT_ONCE = 2**23  # bytes compared at a time
@@ -150,7 +150,7 @@ def _touched(proof: Proof, checkpoint: Checkpoint, updates: Updates, opened: Che
     """Sampled rows of every tensor that was rounded anew, whether the adapter changed it or only the dtype."""
     merged = {parameter.name: parameter for parameter in opened.parameters}
     wheres = [{key: stored.file for key, stored in _stored(each).items()} for each in (checkpoint, opened)]
-    side = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
+    side = checkpoint.block
     total = Sums()
     for parameter in checkpoint.parameters:
         update = updates.by_name.get(parameter.name)

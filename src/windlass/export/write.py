@@ -29,7 +29,7 @@ from windlass.errors import RunError, UserError
 from windlass.export import values
 from windlass.export.recipe import COPIED, MERGED, SCALE, Entry, OutFile, Recipe
 from windlass.export.update import Updates
-from windlass.model.reading import BLOCK, DTYPES, NEEDS_SCALE, Files, TruncatedError
+from windlass.model.reading import DTYPES, NEEDS_SCALE, Files, TruncatedError
 from windlass.weights import Checkpoint
 from windlass.weights.folder import CONFIG, INDEX
 
@@ -45,7 +45,7 @@ class Writer:
 
     def __init__(self, recipe: Recipe, checkpoint: Checkpoint, updates: Updates, to: Path, advance: Advance) -> None:
         self.recipe, self.updates, self.to, self.advance = recipe, updates, to, advance
-        self.block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
+        self.block = checkpoint.block
         self.work = to / WORK
         self.stop = Event()
         self.scales: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.model.fp8 import Held
-from windlass.model.reading import BLOCK, Box, intersection, piece_box
+from windlass.model.reading import Box, intersection, piece_box
 from windlass.weights import Checkpoint, Parameter, Piece
 
 ROW = 4096  # elements compared of a sampled row
@@ -79,7 +79,7 @@ def check(
 
     Of those that are `held` in FP8: codes with codes, true values with true values, and all scales.
     """
-    block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
+    block = checkpoint.block
     files = {source.file for source in checkpoint.unread}
     for parameter in checkpoint.parameters:
         for piece in parameter.pieces:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
 from windlass.errors import Problem, raise_all
-from windlass.model.reading import BLOCK, DTYPES, NEEDS_SCALE, decode, sides
+from windlass.model.reading import DTYPES, NEEDS_SCALE, decode, sides
 from windlass.weights import Checkpoint
 
 TEMPORARY: Final = 2**30  # bytes of a stack of experts that exist in 16 bits at once
@@ -198,7 +198,7 @@ def install(model: nn.Module, published: Mapping[str, Coding]) -> None:
 
 def published(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Coding]:
     """The parameters that the checkpoint stores in FP8, by name. None, or one in part only, is the user's error."""
-    block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
+    block = checkpoint.block
     found: dict[str, Coding] = {}
     problems = []
     for parameter in checkpoint.parameters:

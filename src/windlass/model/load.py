@@ -35,7 +35,6 @@ from windlass.model import fp8, shard
 from windlass.model.certificate import Certificate, check, parameter_record, unread_records
 from windlass.model.fp8 import Held
 from windlass.model.reading import (
-    BLOCK,
     DTYPES,
     NEEDS_SCALE,
     Box,
@@ -103,7 +102,7 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def stored_problems(checkpoint: Checkpoint) -> list[str]:
     """What is wrong with the stored tensors and the way they make up parameters. Headers only."""
-    block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
+    block = checkpoint.block
     problems: list[str] = []
     sizes: dict[Path, int] = {}
     for parameter in checkpoint.parameters:
@@ -178,7 +177,7 @@ def read_all(
 
     `held` are those that stay in FP8: they get their codes as they are, and every rank their scales whole.
     """
-    block = (checkpoint.quantization or {}).get("weight_block_size") or BLOCK
+    block = checkpoint.block
     problems: list[str] = []
     filled: set[str] = set()
     with Files() as files:

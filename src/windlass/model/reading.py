@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from windlass.weights import Parameter, Piece, Stored
+from windlass.weights.checkpoint import BLOCK
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
 
@@ -32,7 +33,6 @@ DTYPES: Final = {
     "F8_E5M2": torch.float8_e5m2,
 }
 NEEDS_SCALE: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
-BLOCK: Final = (128, 128)  # where the checkpoint doesn't say: the block size of every published block-scaled FP8 model
 AT_ONCE: Final = 2**20  # elements converted at a time: 4 MiB in float32, a few of them alive per thread
 THREADS: Final = 4  # reads in flight: network file systems answer several at once faster than one after another
 

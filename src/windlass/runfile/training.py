@@ -135,6 +135,11 @@ class Train(Section):
         """per_device_train_batch_size; where the plan chooses it, the least that it may choose."""
         return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
 
+    @property
+    def order_seed(self) -> int:
+        """Seed of the data's order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
     def warmup(self, steps: int) -> int:
         """Steps of warm-up in a run of so many; a share is rounded up, as transformers does."""
         return self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_ratio * steps)

@@ -181,7 +181,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": plan.layout.ranks,
         "layout": plan.as_dict()["layout"],
-        "sequences": plan.batch.micro * plan.batch.accumulation * plan.layout.ranks,  # of an optimizer step
+        "sequences": plan.schedule.global_sequences,  # of an optimizer step
         "git": manifest.git_state(),
     }
 

@@ -252,9 +252,7 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
     """Rows by seed and epoch alone; a stream has its own order."""
     if data.lengths is None:
         return None
-    sequences = plan.batch.micro * plan.batch.accumulation * plan.layout.ranks
-    job = plan.loaded.run
-    seed = job.train.seed if job.train.data_seed is None else job.train.data_seed
+    sequences, seed = plan.schedule.global_sequences, plan.loaded.run.train.order_seed
     return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences), len(data.lengths), sequences)
 
 

@@ -43,7 +43,7 @@ def header(console: Console, plan: Plan) -> None:
     """Model, adapter, layout, batch, machine: what this run is, in seven lines."""
     job, layout, adapter, batch = plan.loaded.run, plan.layout, plan.adapter, plan.batch
     total = sum(_count(parameter.shape) for parameter in plan.checkpoint.parameters)
-    sequences = batch.micro * batch.accumulation * layout.ranks
+    sequences = plan.schedule.global_sequences
     rows = {
         "model": f"{plan.checkpoint.name}: {plan.checkpoint.family.causal_lm}, {total:,} parameters",
         "adapter": f"rank {adapter.r}, {adapter.trainable:,} parameters ({adapter.trainable / total:.3%}): "

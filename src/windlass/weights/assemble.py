@@ -10,12 +10,11 @@ from pathlib import Path
 
 from windlass.errors import Problem, raise_all
 from windlass.family import TIED, UNREAD, VISION
-from windlass.weights.checkpoint import Checkpoint, Parameter, Piece, Stored
+from windlass.weights.checkpoint import Checkpoint, Parameter, Piece, Stored, block_of
 from windlass.weights.config import Described, parameters
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 CODED_DTYPES = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
-BLOCK = (128, 128)  # where config.json doesn't say: the block of every published block-scaled FP8 model
 HEAD = "lm_head.weight"
 SCALE = "_scale_inv"
 SHOWN = 3
@@ -40,7 +39,7 @@ def assemble(path: Path, described: Described, stored: Mapping[str, Stored]) -> 
     """The checkpoint, or one error that says everything that does not fit, each kind in one line."""
     found = _by_name(described, stored)
     tied = described.tied or (described.wrapper_tied and HEAD not in found.named)
-    block = (described.quantization or {}).get("weight_block_size") or BLOCK
+    block = block_of(described.quantization)
     filled = [_fill(parameter, found, block) for parameter in parameters(described, tied=tied)]
     unread, unknown, notes = _rest(described, stored, found, tied)
     raise_all(list(_problems(path, described, found, unknown, stored)))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from windlass.family import Family
+
+BLOCK: Final = (128, 128)  # where config.json doesn't say: the block of every published block-scaled FP8 model
+
+
+def block_of(quantization: Mapping[str, Any] | None) -> Sequence[int]:
+    """Rows and columns that share a scale, where the weights are in FP8 with a scale for each block."""
+    return (quantization or {}).get("weight_block_size") or BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,10 @@ class Checkpoint:
     unread: Mapping[Stored, str] = field(default_factory=dict)  # what the language model does not need, and why
     quantization: dict[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def block(self) -> Sequence[int]:
+        return block_of(self.quantization)
 
     @property
     def total(self) -> int:
