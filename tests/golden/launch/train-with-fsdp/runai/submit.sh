@@ -17,8 +17,8 @@ options=(
   # of each node
   --gpu-devices-request 1 --master-gpu-devices-request 1
   --cpu-core-request 16 --master-cpu-core-request 16
-  # with units: a bare number would be bytes. The plan needs 179 GiB with /dev/shm
-  --cpu-memory-request 179Gi --master-cpu-memory-request 179Gi --cpu-memory-limit 179Gi --master-cpu-memory-limit 179Gi
+  # with units: a bare number would be bytes. The plan needs 175 GiB with /dev/shm
+  --cpu-memory-request 175Gi --master-cpu-memory-request 175Gi --cpu-memory-limit 175Gi --master-cpu-memory-limit 175Gi
   # ranks of one node exchange data through /dev/shm
   --large-shm
   --existing-pvc 'claimname=project-001,path=/data'
