@@ -10,7 +10,7 @@ import pytest
 
 from windlass import weights
 from windlass.adapter import Adapter, Target
-from windlass.cost import Batch, Cost, Work, cost
+from windlass.cost import Batch, Cost, Work, cost, memory
 from windlass.cost.memory import optimizer, temporary
 from windlass.family import Family
 from windlass.hardware import GPUS, Machine, fabric, gpu
@@ -168,6 +168,12 @@ def test_what_is_dequantised_at_once_is_what_the_engine_says(shape: tuple[int, .
     from windlass.model import fp8
 
     assert temporary(shape, 1, width) == fp8.temporary(shape, width)
+
+
+def test_what_is_being_read_at_once_is_what_the_loader_says() -> None:
+    from windlass.model import reading
+
+    assert (memory.THREADS, memory.AT_ONCE) == (reading.THREADS, reading.AT_ONCE)
 
 
 def test_split_experts_average_their_adapters_among_their_replicas_only() -> None:
