@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_experts import BOTH, base, ours_of, stack_of
+from test_experts import BOTH, base, ours_of, stack_of  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -73,7 +73,7 @@ def test_experts_and_their_adapters(
 def test_the_backward_of_an_adapter() -> None:
     """r=3 filled up, two experts, in the strides that grouped products hand on."""
     with FakeTensorMode():
-        bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+        bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         a, b = torch.empty(6, HIDDEN, device="cuda"), torch.empty(48, 6, device="cuda")
         ends, rows, sent = (
             torch.empty(2, device="cuda").int(),
