@@ -94,6 +94,15 @@ def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeyp
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
+@pytest.mark.parametrize(("version", "refused"), [("2.11.0", True), ("2.13.0+cpu", False), ("2.14.0", False)])
+def test_bytes_are_sharded_by_a_torch_that_can(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    layout = Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")
+    unused: Any = None
+    said = [problem.problem for problem in shard.refusals(unused, layout, unused)]
+    assert any("can't shard a base that is held in FP8" in each for each in said) is refused
+
+
 def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> None:
     checkpoint = read_checkpoint(twin.write(tmp_path / "twin", experts=4, tokenizer=False))
     torch.backends.cuda.enable_cudnn_sdp(True)

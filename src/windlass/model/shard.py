@@ -127,6 +127,10 @@ def refusals(checkpoint: Checkpoint, layout: Layout, config: Any) -> list[Proble
                 "set layout.offload: false on a machine without a GPU",
             )
         )
+    # Tried: 2.11 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
+    if is_sharded(layout) and layout.base_dtype == "fp8" and torch.__version__ < "2.13":
+        what = f"torch {torch.__version__} can't shard a base that is held in FP8: 2.13 can"
+        problems.append(Problem(what, fp8.WHERE, f"{fp8.HINT}, keep it resident, or install a newer torch"))
     if layout.expert_parallel > 1:
         problems.extend(_expert_refusals(checkpoint, layout, config))
     return problems
