@@ -20,8 +20,9 @@ RESERVE_CPU = 0.6 * GIB  # a process that has imported torch, transformers, peft
 FRAGMENTATION = 0.05
 # Of a stack of experts in FP8, so many bytes are in 16 bits at once, but at least so many columns of each.
 DEQUANTISED, COLUMNS = 2**30, 128
-# Resident memory of one training process on the host: interpreter, libraries, CUDA's host side; an assumption.
-HOST_PROCESS = 4.0 * GIB
+# Resident memory of one training process on the host: interpreter, libraries, CUDA's and NCCL's host side, pinned
+# batches; an assumption, and a generous one: a pod that runs out of it is killed without a word.
+HOST_PROCESS = 8.0 * GIB
 
 # The loader reads so many values at a time in each of so many threads (model/reading.py).
 THREADS, AT_ONCE = 4, 2**20

@@ -17,8 +17,8 @@ options=(
   # of each node
   --gpu-devices-request 1 --master-gpu-devices-request 1
   --cpu-core-request 16 --master-cpu-core-request 16
-  # with units: a bare number would be bytes. The plan needs 175 GiB with /dev/shm
-  --cpu-memory-request 175Gi --master-cpu-memory-request 175Gi --cpu-memory-limit 175Gi --master-cpu-memory-limit 175Gi
+  # with units: a bare number would be bytes. The plan needs 181 GiB with /dev/shm
+  --cpu-memory-request 181Gi --master-cpu-memory-request 181Gi --cpu-memory-limit 181Gi --master-cpu-memory-limit 181Gi
   # ranks of one node exchange data through /dev/shm
   --large-shm
   --existing-pvc 'claimname=project-001,path=/data'
