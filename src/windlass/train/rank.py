@@ -19,7 +19,6 @@ from typing import Final
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SAME_SECONDS: Final = 1.0  # a signal sent to a process and to its group comes twice, and is one
 NOTES_FOLDER: Final = "WINDLASS_DESK"  # on this machine; ranks leave their exit code, error, what they are doing there
 PARENT_SPEAKS: Final = "WINDLASS_TELLER"  # set: whoever started the ranks reads their notes, so they print no errors
 
@@ -63,20 +62,21 @@ class Interruption:
     """SIGTERM and SIGUSR1 in a rank. While it trains, asked for at the end of a step; else there is nothing to save."""
 
     def __init__(self) -> None:
-        self.at: float | None = None
+        self.received = False
         self.training = False
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._received)
 
     def __call__(self) -> bool:
-        return self.at is not None
+        return self.received
 
-    def _received(self, number: int, _frame: FrameType | None) -> None:
-        if self.at is not None and time.monotonic() - self.at > SAME_SECONDS:
-            os._exit(128 + number)  # not SAVED: nobody knows what is
-        self.at = self.at or time.monotonic()
-        if not self.training:
-            sys.exit(SAVED)
+    def _received(self, _number: int, _frame: FrameType | None) -> None:
+        # Only the first counts. torchrun sends all ranks another as soon as one has saved and ended, however long
+        # the others still have to write; whoever means it sends SIGKILL, as `windlass train` does.
+        if not self.received:
+            self.received = True
+            if not self.training:
+                sys.exit(SAVED)
 
 
 def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], None]) -> int:

@@ -19,9 +19,10 @@ from typing import Any, Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 from windlass.runfile.machines import GRACE_SECONDS
-from windlass.train.rank import NOTES_FOLDER, PARENT_SPEAKS, SAME_SECONDS, SIGNALS, end_with_parent, noted
+from windlass.train.rank import NOTES_FOLDER, PARENT_SPEAKS, SIGNALS, end_with_parent, noted
 
 PATIENCE_SECONDS: Final = 20.0  # what the other ranks get once one has failed
+SAME_SECONDS: Final = 1.0  # a signal sent to a process and to its group comes twice, and is one
 
 
 def start(
@@ -160,7 +161,7 @@ def wait(
             if deadline is not None and time.monotonic() > deadline:
                 if saving and (first is None or _code(codes[first] or 0) == SAVED):
                     forward.cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
-                signal_all(processes, signal.SIGKILL if asked else signal.SIGTERM)
+                signal_all(processes, signal.SIGKILL if asked or saving else signal.SIGTERM)
                 asked, deadline = True, time.monotonic() + 5.0
             time.sleep(0.05)
     finally:

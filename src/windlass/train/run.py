@@ -259,6 +259,7 @@ def order_of(plan: Plan, data: Prepared) -> Order | None:
 def stopped(folder: Path, loop: Loop, console: Console) -> int:
     folders.note(folder, state=manifest.STOPPED)
     console.print(f"stopped by a signal; step {loop.state.global_step} is saved; --resume continues from it")
+    group.barrier()  # launchers take the first rank's end for a failure, and soon kill those still writing
     return SAVED
 
 
