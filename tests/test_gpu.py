@@ -31,6 +31,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         own_gpu(2, 2)
     each_its_own(["a", "b", "c"])
     each_its_own(["", ""])  # a torch that does not tell
+    each_its_own(["0000-00", "0000-00"])  # nor does this driver
     with pytest.raises(UserError, match="rank 1 and rank 2 see the same GPU, b"):
         each_its_own(["a", "b", "b"])
 

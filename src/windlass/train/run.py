@@ -132,7 +132,7 @@ def own_gpu(local_rank: int, seen: int) -> int:
 def each_its_own(gpus: list[str]) -> None:
     """Ranks that share a GPU would each take it for theirs, with half of its memory, and NCCL refuses them."""
     for rank, one in enumerate(gpus):
-        if one and (first := gpus.index(one)) != rank:
+        if one.strip("0-") and (first := gpus.index(one)) != rank:  # some drivers give zeros alone
             raise UserError(
                 f"rank {first} and rank {rank} see the same GPU, {one}",
                 "cluster.gpus_per_node",
