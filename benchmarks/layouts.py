@@ -285,10 +285,10 @@ def show(answer: Mapping[str, Any]) -> None:
         f"{time.strftime('%Y-%m-%d')}, two ranks over gloo, {MEGABITS} Mbit/s between them; load {answer['load']:.1f};"
         f" calibrated: {rates['tflops'] * 1e3:.1f} GFLOP/s, {rates['memory']:.1f} GB/s"
     )
-    print(f"{'way':28} {'predicted s':>12} {'measured s':>11} {'ratio':>6} {'predicted MB':>13} {'sent MB':>8}")
+    print(f"{'way':30} {'predicted s':>12} {'measured s':>11} {'ratio':>6} {'predicted MB':>13} {'sent MB':>8}")
     for row in answer["rows"]:
         times = f"{row['predicted']:12.2f} {row['measured']:11.2f} {row['predicted'] / row['measured']:6.2f}"
-        print(f"{row['way']:28} {times} {row['predicted_mb']:13.1f} {row['sent_mb']:8.1f}")
+        print(f"{row['way']:30} {times} {row['predicted_mb']:13.1f} {row['sent_mb']:8.1f}")
     print(f"auto takes {answer['auto']}; with the micro-batch left open, {answer['auto_batch']}")
     right = answer["pairs"] - len(answer["wrong"])
     print(f"{right} of {answer['pairs']} pairs that differ by {TIE:.0%} or more are in the predicted order")
