@@ -40,7 +40,7 @@ def write_rows(path: Path, copies: int) -> None:
 
 
 def windlass_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
-    from windlass.data import prepare
+    from windlass.data.prepare import prepare
     from windlass.runfile import RunFile
 
     run = RunFile.model_validate(

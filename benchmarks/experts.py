@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Mistral4Config
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Experts
 
-from windlass.adapter import MERGED, SPLIT, expert_path
-from windlass.model import experts as beside
-from windlass.model.load import peak_rss, reset_peak_rss
+from windlass.model.targets import MERGED, SPLIT, expert_path
+from windlass.train import experts as beside
+from windlass.train.load import peak_rss, reset_peak_rss
 
 EXPERTS, TOP_K, RANK = 32, 4, 16
 TIMED = (512, 256)  # hidden size, width of an expert

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from windlass.model.load import peak_rss, reset_peak_rss
-from windlass.weights import Checkpoint, read_checkpoint
-from windlass.weights.config import describe, parameters
+from windlass.model import Checkpoint, read_checkpoint
+from windlass.model.config import describe, parameters
+from windlass.train.load import peak_rss, reset_peak_rss
 
 GIB = 2**30
 WAYS = {

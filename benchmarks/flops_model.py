@@ -1,4 +1,4 @@
-"""Predicted against counted operations: windlass.cost beside torch's FlopCounterMode, with PEFT adapters.
+"""Predicted against counted operations: windlass.plan.cost beside torch's FlopCounterMode, with PEFT adapters.
 
     python benchmarks/flops_model.py [--json]
 
@@ -22,9 +22,9 @@ from memory_model import Case, adapt, build, checkpoint, documents, work
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from windlass.cost import cost
-from windlass.cost.flops import causal_attention
-from windlass.cost.shape import read
+from windlass.plan.cost import cost
+from windlass.plan.cost.flops import causal_attention
+from windlass.plan.cost.shape import read
 
 CASES = [
     Case("llama", length=512),

@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import twin
-from windlass.adapter import resolve
-from windlass.layout import Layout
-from windlass.model.load import load, own_part
-from windlass.model.lora import attach
-from windlass.model.sync import Replicas
+from windlass.model import read_checkpoint
+from windlass.model.targets import resolve
+from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.weights import read_checkpoint
+from windlass.train.load import load, own_part
+from windlass.train.lora import attach
+from windlass.train.sync import Replicas
 
 RANKS = 2
 MIB = 2**20

@@ -35,9 +35,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from launch_hosts import Hosts, hosts, why_not  # type: ignore[import-not-found]
 
 from windlass import plan as planning
-from windlass import runfile, steps, twin
-from windlass.layout import Layout
+from windlass import runfile, twin
+from windlass.observe import steps
 from windlass.plan import Plan
+from windlass.plan.layout import Layout
 
 TIE = 0.15
 MEGABITS, TCP = 16, 0.95  # of the link, and the share of it that TCP's payload gets

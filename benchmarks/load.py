@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from windlass import twin
-from windlass.layout import Layout
-from windlass.model import shard
-from windlass.model.load import load, own_part, peak_rss, read_all, reset_peak_rss, unique_tensors
-from windlass.weights import read_checkpoint
+from windlass.model import read_checkpoint
+from windlass.plan.layout import Layout
+from windlass.train import shard
+from windlass.train.load import load, own_part, peak_rss, read_all, reset_peak_rss, unique_tensors
 
 GIB = 2**30
 WAYS = {"own part": "every rank reads its own part", "broadcast": "rank 0 reads all and broadcasts"}

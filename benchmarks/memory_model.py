@@ -1,4 +1,4 @@
-"""Predicted against measured peaks: windlass.cost beside torch's own FSDP2 memory tracker on fake tensors.
+"""Predicted against measured peaks: windlass.plan.cost beside torch's own FSDP2 memory tracker on fake tensors.
 
     python benchmarks/memory_model.py            the whole table
     python benchmarks/memory_model.py --quick    the rows that the tests check
@@ -38,12 +38,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trl.trainer.utils import add_fused_lm_head
 
-from windlass.adapter import Adapter
-from windlass.cost import Batch, Work, cost
-from windlass.family import Family
 from windlass.hardware import Machine, fabric, gpu
-from windlass.layout import Layout
-from windlass.weights import Checkpoint, Parameter
+from windlass.model import Checkpoint, Parameter
+from windlass.model.family import Family
+from windlass.model.targets import Adapter
+from windlass.plan.cost import Batch, Work, cost
+from windlass.plan.layout import Layout
 
 GIB, MIB = 2**30, 2**20
 RANK = 16

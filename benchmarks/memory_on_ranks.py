@@ -29,15 +29,16 @@ import transformers
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModMemStats, _FSDPRefType
 from trl.trainer.utils import add_fused_lm_head
 
-from windlass import adapter as adapters
-from windlass import twin, weights
-from windlass.cost import Batch, Work, activations, cost
+from windlass import model as weights
+from windlass import twin
 from windlass.hardware import Machine, fabric, gpu
-from windlass.layout import Layout
-from windlass.model import shard
-from windlass.model.load import load
-from windlass.model.lora import attach
+from windlass.model import targets as adapters
+from windlass.plan.cost import Batch, Work, activations, cost
+from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
+from windlass.train import shard
+from windlass.train.load import load
+from windlass.train.lora import attach
 
 RANKS, MICRO, LENGTH = 2, 2, 512
 SIZES = {"hidden": 1024, "layers": 2, "heads": 8, "experts": 32, "top_k": 4, "moe_intermediate": 512, "vocab": 8192}

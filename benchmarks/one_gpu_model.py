@@ -14,16 +14,16 @@ from peft import PeftModel
 from torch import Tensor, nn
 from trl.trainer.utils import add_fused_lm_head
 
-from windlass import adapter as adapters
 from windlass import hardware
-from windlass.adapter import SPLIT
-from windlass.cost import Batch, Work, in_fp8
-from windlass.layout import Layout
-from windlass.model import fp8, shard
-from windlass.model.lora import attach
+from windlass.model import Checkpoint, Parameter, config, published
+from windlass.model import targets as adapters
+from windlass.model.checkpoint import Piece, Stored
+from windlass.model.targets import SPLIT
+from windlass.plan.cost import Batch, Work, in_fp8
+from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.weights import Checkpoint, Parameter, config, published
-from windlass.weights.checkpoint import Piece, Stored
+from windlass.train import fp8, shard
+from windlass.train.lora import attach
 
 GIB = 2**30
 MODEL = "Mistral-Small-4-119B-2603"

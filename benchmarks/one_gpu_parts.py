@@ -38,12 +38,12 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from windlass import adapter as adapters
-from windlass.adapter import MERGED, SPLIT, expert_path
-from windlass.cost import Batch, Cost, cost
-from windlass.model import fp8, shard
-from windlass.model.lora import attach
-from windlass.weights import Checkpoint
+from windlass.model import Checkpoint
+from windlass.model import targets as adapters
+from windlass.model.targets import MERGED, SPLIT, expert_path
+from windlass.plan.cost import Batch, Cost, cost
+from windlass.train import fp8, shard
+from windlass.train.lora import attach
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

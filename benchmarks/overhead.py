@@ -123,12 +123,12 @@ def trainer_of(kind: str, model: Any, folder: Path, sizes: argparse.Namespace, n
     from transformers.trainer_callback import PrinterCallback
     from trl import SFTTrainer
 
-    from windlass.model.liveness import Liveness
-    from windlass.model.shard import keep_out_of_ddp
-    from windlass.model.sync import Replicas
+    from windlass.train.liveness import Liveness
     from windlass.train.loop import Loop
     from windlass.train.order import numbered
     from windlass.train.saving import Saving
+    from windlass.train.shard import keep_out_of_ddp
+    from windlass.train.sync import Replicas
 
     clock = Clock(now)
     data = rows(4 * sizes.micro * sizes.accumulation * (sizes.steps + 1), sizes.length)
@@ -212,9 +212,9 @@ def rank_of(engine: str, folder: Path, sizes: argparse.Namespace) -> dict[str, f
     torch.set_num_threads(1)
     world = dist.get_world_size()
     if engine.startswith("windlass"):
-        from windlass.layout import Layout
-        from windlass.model.load import load
-        from windlass.weights import read_checkpoint
+        from windlass.model import read_checkpoint
+        from windlass.plan.layout import Layout
+        from windlass.train.load import load
 
         spread = {"shard": world, "replicate": 1} if engine.endswith("full-shard") else {"shard": 1, "replicate": world}
         layout = Layout(engine.split()[1], "benchmark", 1, world, spread["shard"], spread["replicate"], precision="no")

@@ -32,8 +32,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import twin
-from windlass.data import Prepared, prepare
 from windlass.data.order import shuffled
+from windlass.data.prepare import Prepared, prepare
 from windlass.runfile import RunFile
 
 MAX_LENGTH, VOCABULARY, WARM_STEPS = 1024, 4096, 2

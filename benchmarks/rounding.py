@@ -24,8 +24,8 @@ from torch import Tensor
 from windlass import demo, twin
 from windlass.export import logits, recipe, update, values, write
 from windlass.export.choose import base_of, choose
-from windlass.model.reading import Box
-from windlass.weights import read_checkpoint
+from windlass.model import read_checkpoint
+from windlass.train.reading import Box
 
 WIDE = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
 CHANGES = {

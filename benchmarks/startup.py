@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass import weights
+from windlass import model as weights
 
 RUNS = 9
 BYTES = {"BF16": 2, "F8_E4M3": 1}

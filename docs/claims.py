@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from windlass import plan as planning
-from windlass.layout import read_accelerate
 from windlass.plan import Plan
+from windlass.plan.layout import read_accelerate
 from windlass.plan.show import size
 from windlass.runfile import read
 

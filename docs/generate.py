@@ -114,7 +114,7 @@ def command_table(_argument: str, _titles: list[str]) -> str:
 
 
 def families(_argument: str, _titles: list[str]) -> str:
-    from windlass.family import FAMILIES, WRAPPERS
+    from windlass.model.family import FAMILIES, WRAPPERS
 
     known = ", ".join(f"`{name}`" for name in FAMILIES)
     wrappers = " or ".join(f"`{name}`" for name in WRAPPERS)

@@ -13,8 +13,8 @@ import torch
 import train_ranks  # type: ignore[import-not-found]
 from train_ranks import At
 
-from windlass import checkpoint
 from windlass.errors import RunError
+from windlass.train import checkpoint
 from windlass.train.loop import Loop
 
 

@@ -1,4 +1,4 @@
-"""That every check has failed in its tests: each place in `windlass.check` that says fail or warn has said it."""
+"""Every check has failed in its tests: each place in `windlass.launch.check` that reports fail or warn was reached."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from windlass.check import result
-from windlass.check.result import FAIL, WARN, Result
+from windlass.launch.check import result
+from windlass.launch.check.result import FAIL, WARN, Result
 
 SAYING = ("failed", "warned", "refused")
 Place = tuple[str, int]  # file, line

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from windlass import plan as planning
-from windlass.layout import read_accelerate
 from windlass.plan import Plan
+from windlass.plan.layout import read_accelerate
 from windlass.runfile import read
 
 ROOT = Path(__file__).parent.parent

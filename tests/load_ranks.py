@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import twin
 from windlass.errors import UserError
-from windlass.group import raise_together
-from windlass.layout import Layout
-from windlass.model import certificate, fp8, shard
-from windlass.model.load import load, own_part, unique_tensors
-from windlass.weights import read_checkpoint
+from windlass.model import read_checkpoint
+from windlass.plan.layout import Layout
+from windlass.train import certificate, fp8, shard
+from windlass.train.group import raise_together
+from windlass.train.load import load, own_part, unique_tensors
 
 PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
 TOKENS = torch.arange(24)[None] % 200

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.meter import LLMStepProfiler
+from windlass.observe.meter import LLMStepProfiler
 
 
 class Script:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass import steps as records
 from windlass.errors import RunError, UserError
+from windlass.observe import steps as records
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "retinanet"))
 

@@ -12,11 +12,11 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
-from windlass.adapter import Adapter, resolve
 from windlass.errors import UserError
+from windlass.model import Checkpoint, published
+from windlass.model.config import describe, parameters
+from windlass.model.targets import Adapter, resolve
 from windlass.runfile import Lora
-from windlass.weights import Checkpoint, published
-from windlass.weights.config import describe, parameters
 
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SMALL: dict[str, Any] = {

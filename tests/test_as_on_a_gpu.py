@@ -15,8 +15,8 @@ from test_experts import BOTH, base, ours_of, stack_of  # type: ignore[import-no
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from windlass.model import experts, fp8
-from windlass.model.fp8 import Coding
+from windlass.train import experts, fp8
+from windlass.train.fp8 import Coding
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch that is built with CUDA; a GPU it needs not"),

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 from checks_seen import places_of, require_all, watched  # type: ignore[import-not-found]
 
-from windlass import check, demo
-from windlass.check import folders, script, static, versions
-from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed, unseen, worst
-from windlass.check.show import show
+from windlass import demo
+from windlass.launch import check
+from windlass.launch.check import folders, script, static, versions
+from windlass.launch.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed, unseen, worst
+from windlass.launch.check.show import show
 from windlass.plan import Plan, make
 from windlass.runfile import Loaded, LoadedScript, read, read_any
 from windlass.runfile.names import TRACKERS, absent_trackers
@@ -358,7 +359,7 @@ def test_the_model_class_is_imported_and_its_absence_told_with_the_version_that_
 
 
 def test_every_family_says_since_when_transformers_has_it() -> None:
-    from windlass.family import FAMILIES
+    from windlass.model.family import FAMILIES
 
     assert {family.causal_lm for family in FAMILIES.values()} == set(versions.MODEL_SINCE)
 

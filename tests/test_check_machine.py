@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from checks_seen import require_all, watched  # type: ignore[import-not-found]
 
-from windlass.check import fabric, gpus, machine
-from windlass.check.nvml import Card, Seen
-from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result
 from windlass.hardware import GIB, Here
+from windlass.launch.check import fabric, gpus, machine
+from windlass.launch.check.nvml import Card, Seen
+from windlass.launch.check.result import FAIL, PASS, UNSEEN, WARN, Result
 from windlass.plan import Plan, make
 from windlass.runfile import read
 
@@ -348,7 +348,7 @@ def test_what_nvml_says_is_understood(tmp_path: Path, init: int) -> None:
     built = tmp_path / "libnvidia-ml.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", f"-DINIT={init}", "-o", built, tmp_path / "nvml.c"], check=True)
     assert ctypes.CDLL(str(built))
-    script = "from windlass.check import nvml; print(nvml.look())"
+    script = "from windlass.launch.check import nvml; print(nvml.look())"
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

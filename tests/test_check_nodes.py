@@ -17,10 +17,10 @@ import pytest
 from checks_seen import require_all, watched  # type: ignore[import-not-found]
 
 from windlass import demo
-from windlass.check import IN_POD, Report, doors, fabric, meeting, nodes, pairs, shared
-from windlass.check.meeting import AbsentError, Meeting, Place
-from windlass.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed
 from windlass.errors import UserError
+from windlass.launch.check import IN_POD, Report, doors, fabric, meeting, nodes, pairs, shared
+from windlass.launch.check.meeting import AbsentError, Meeting, Place
+from windlass.launch.check.result import FAIL, PASS, UNSEEN, WARN, Result, failed, passed
 from windlass.plan import Plan, make
 from windlass.runfile import Loaded, read
 
@@ -592,7 +592,7 @@ def test_two_processes_measure_each_other_and_agree(sound: Path) -> None:
 NODE = """
 import json, os, sys
 from pathlib import Path
-from windlass.check import nodes, versions
+from windlass.launch.check import nodes, versions
 from windlass.plan import make
 from windlass.runfile import read
 loaded = read(Path(sys.argv[1]), sys.argv[2:])

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass import checkpoint
-from windlass.adapter import Part
-from windlass.checkpoint import parts
-from windlass.checkpoint.disk import MANIFEST
-from windlass.checkpoint.random_state import random_state, restore_random
 from windlass.errors import RunError, UserError
+from windlass.model.targets import Part
+from windlass.train import checkpoint
 from windlass.train import folder as folders
+from windlass.train.checkpoint import parts
+from windlass.train.checkpoint.disk import MANIFEST
+from windlass.train.checkpoint.random_state import random_state, restore_random
 
 
 def adapted() -> PeftModel:
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, trained: Traine
 
 
 def test_slow_storage_is_waited_for_and_said(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.checkpoint.writer.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("windlass.train.checkpoint.writer.PATIENCE_SECONDS", 0.05)
     made = trained.contents(1)
     object.__setattr__(made, "write", lambda partial: time.sleep(0.3))
     said: list[str] = []
@@ -227,7 +227,7 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_checkpoint import Trained
-from windlass import checkpoint
+from windlass.train import checkpoint
 trained, writer = Trained(), checkpoint.Writer(Path(sys.argv[1]), 2, print)
 for step in range(1, 10**6):
     writer.begin(trained.contents(step % 7 + 1, eval_loss=float(step % 3)))

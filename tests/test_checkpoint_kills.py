@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file
 from test_checkpoint_resume import material  # type: ignore[import-not-found]  # noqa: F401
 
-from windlass import checkpoint
 from windlass.errors import SAVED
-from windlass.train import manifest, ranks
+from windlass.train import checkpoint, manifest, ranks
 
 pytestmark = pytest.mark.xdist_group("checkpoint kills")
 

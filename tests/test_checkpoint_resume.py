@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from windlass import checkpoint, twin
+from windlass import twin
 from windlass.errors import SAVED
+from windlass.train import checkpoint
 
 pytestmark = pytest.mark.xdist_group("checkpoint resume")
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from windlass import weights
-from windlass.adapter import Adapter, Target
-from windlass.cost import Batch, Cost, Work, cost, memory
-from windlass.cost.memory import optimizer, temporary
-from windlass.family import Family
+from windlass import model as weights
 from windlass.hardware import GPUS, Machine, fabric, gpu
-from windlass.layout import Layout
-from windlass.weights import Checkpoint, Parameter
+from windlass.model import Checkpoint, Parameter
+from windlass.model.family import Family
+from windlass.model.targets import Adapter, Target
+from windlass.plan.cost import Batch, Cost, Work, cost, memory
+from windlass.plan.cost.memory import optimizer, temporary
+from windlass.plan.layout import Layout
 
 GIB = 2**30
 TOTAL = 118_972_826_624
@@ -165,13 +165,13 @@ def test_fp8_halves_the_wire_and_costs_time_on_the_chip() -> None:
 @pytest.mark.parametrize("shape", [(128, 4096, 4096), (128, 4096, 2048), (4, 64, 32), (4096, 1024), (384, 7168, 4096)])
 @pytest.mark.parametrize("width", [2, 4])
 def test_what_is_dequantised_at_once_is_what_the_engine_says(shape: tuple[int, ...], width: int) -> None:
-    from windlass.model import fp8
+    from windlass.train import fp8
 
     assert temporary(shape, 1, width) == fp8.temporary(shape, width)
 
 
 def test_what_is_being_read_at_once_is_what_the_loader_says() -> None:
-    from windlass.model import reading
+    from windlass.train import reading
 
     assert (memory.THREADS, memory.AT_ONCE) == (reading.THREADS, reading.AT_ONCE)
 

@@ -14,8 +14,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import twin
-from windlass.data import Prepared, prepare, render
 from windlass.data.chat import Chat, conversation
+from windlass.data.prepare import Prepared, prepare
+from windlass.data.show import render
 from windlass.errors import UserError
 from windlass.runfile import RunFile
 

@@ -18,8 +18,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import twin
-from windlass.data import Prepared, prepare
 from windlass.data.cache import SEAL, made_once
+from windlass.data.prepare import Prepared, prepare
 from windlass.errors import UserError
 from windlass.runfile import RunFile
 
@@ -211,7 +211,7 @@ import itertools, sys
 from pathlib import Path
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
-from windlass.data import prepare
+from windlass.data.prepare import prepare
 from windlass.runfile import RunFile
 run = RunFile.model_validate(%s)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])

@@ -25,12 +25,12 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import twin
-from windlass.data import Prepared, prepare
 from windlass.data.batch import Apart
 from windlass.data.order import length_grouped
 from windlass.data.pack import pack
+from windlass.data.prepare import Prepared, prepare
 from windlass.errors import UserError
-from windlass.meter.batch import counts
+from windlass.observe.meter.batch import counts
 from windlass.runfile import RunFile
 
 LENGTH = 256

@@ -23,13 +23,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from windlass import adapter as adapters
-from windlass import checkpoint
-from windlass.adapter import Adapter, Part, Target, by_expert, expert_path, packed
 from windlass.errors import UserError
-from windlass.model import experts, lora, sync
-from windlass.model.experts import stacked
+from windlass.model import targets as adapters
+from windlass.model.targets import Adapter, Part, Target, by_expert, expert_path, packed
 from windlass.runfile import Lora
+from windlass.train import checkpoint, experts, lora, sync
+from windlass.train.experts import stacked
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.

@@ -11,8 +11,8 @@ import pytest
 
 from windlass import explain, runfile
 from windlass.errors import UserError
-from windlass.layout import KEYS, LAYOUTS, read_accelerate
-from windlass.layout.fate import Key
+from windlass.plan.layout import KEYS, LAYOUTS, read_accelerate
+from windlass.plan.layout.fate import Key
 from windlass.variables import VARIABLES
 
 ROOT = Path(__file__).parent.parent

@@ -19,16 +19,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from windlass import checkpoint, twin
-from windlass.checkpoint.disk import seal
+from windlass import twin
 from windlass.errors import UserError
 from windlass.export import Names, export, logits, served
 from windlass.export.choose import base_of, choose
 from windlass.export.generate import generate, loaded
 from windlass.export.values import FORMATS, encode, pattern
-from windlass.layout import Layout
-from windlass.model.load import load
-from windlass.weights import read_checkpoint
+from windlass.model import read_checkpoint
+from windlass.plan.layout import Layout
+from windlass.train import checkpoint
+from windlass.train.checkpoint.disk import seal
+from windlass.train.load import load
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
 # expert parameters when it warns, only when it applies it.

@@ -23,8 +23,8 @@ from torch import Tensor
 from windlass import cli, twin
 from windlass.errors import RunError, UserError
 from windlass.export import export
-from windlass.weights import Stored, read_checkpoint
-from windlass.weights.headers import read_header
+from windlass.model import Stored, read_checkpoint
+from windlass.model.headers import read_header
 
 test_export = importlib.import_module("test_export")  # beside this file
 pytestmark = [

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from windlass.family import DIMS, FAMILIES, PARTS, WRAPPERS
-from windlass.weights import published
-from windlass.weights.config import describe, parameters
-from windlass.weights.published import CONFIGS
+from windlass.model import published
+from windlass.model.config import describe, parameters
+from windlass.model.family import DIMS, FAMILIES, PARTS, WRAPPERS
+from windlass.model.published import CONFIGS
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

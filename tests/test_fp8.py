@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from windlass import twin
-from windlass.adapter import resolve
 from windlass.errors import UserError
-from windlass.layout import Layout
-from windlass.model import fp8
-from windlass.model.fp8 import Coding, Fp8Linear, dequantise, grouped
-from windlass.model.load import load
-from windlass.model.lora import attach
+from windlass.model import Checkpoint, read_checkpoint
+from windlass.model.targets import resolve
+from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.weights import Checkpoint, read_checkpoint
+from windlass.train import fp8
+from windlass.train.fp8 import Coding, Fp8Linear, dequantise, grouped
+from windlass.train.load import load
+from windlass.train.lora import attach
 
 # PEFT asks for an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -236,7 +236,7 @@ def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.
 
 KERNEL = """
 import math, torch
-from windlass.model.kernel import scaled
+from windlass.train.kernel import scaled
 dice = torch.Generator().manual_seed(0)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for sides in ((40, 2100), (16, 128), (7, 5)):
@@ -257,7 +257,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windlass.model import kernel
+from windlass.train import kernel
 names = kernel._scaled.arg_names
 for one in (True, False):
     given = {"one": one, "high": kernel.ROWS, "wide": kernel.COLUMNS}

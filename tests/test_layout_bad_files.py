@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import UserError
-from windlass.layout import FATES, KEYS, read_accelerate
+from windlass.plan.layout import FATES, KEYS, read_accelerate
 
 
 def write(folder: Path, text: str) -> Path:

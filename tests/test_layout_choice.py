@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.cost import Batch, Cost
 from windlass.errors import UserError
-from windlass.layout import LAYOUTS, Candidate, Demand, Layout, candidates, named, settle
 from windlass.plan.compare import Contender, chosen
+from windlass.plan.cost import Batch, Cost
+from windlass.plan.layout import LAYOUTS, Candidate, Demand, Layout, candidates, named, settle
 
 # --- a demand settled -----------------------------------------------------------------------------------------------
 

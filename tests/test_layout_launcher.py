@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from windlass.errors import UserError
-from windlass.layout import Launched, Process, accelerate_file, find_launcher_config, parents
-from windlass.layout.launcher import FLAGS, SHORT, default_config
+from windlass.plan.layout import Launched, Process, accelerate_file, find_launcher_config, parents
+from windlass.plan.layout.launcher import FLAGS, SHORT, default_config
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from windlass.errors import UserError
-from windlass.layout import accelerate_file, find_launcher_config, parents
+from windlass.plan.layout import accelerate_file, find_launcher_config, parents
 above = parents()
 try:
     file = accelerate_file(None, os.environ, above)

@@ -8,7 +8,7 @@ import pytest
 
 from windlass import runfile
 from windlass.errors import UserError
-from windlass.layout import Demand, demand, read_accelerate, settle
+from windlass.plan.layout import Demand, demand, read_accelerate, settle
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 

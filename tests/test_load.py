@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 
 from windlass import twin
 from windlass.errors import RunError, UserError
-from windlass.layout import Layout
-from windlass.model import certificate, fp8
-from windlass.model.load import load, not_filled, read_all, stored_problems, tiles, unique_tensors
-from windlass.model.reading import AT_ONCE, chunks, decode, intersection, runs
-from windlass.weights import Checkpoint, Parameter, read_checkpoint
+from windlass.model import Checkpoint, Parameter, read_checkpoint
+from windlass.plan.layout import Layout
+from windlass.train import certificate, fp8
+from windlass.train.load import load, not_filled, read_all, stored_problems, tiles, unique_tensors
+from windlass.train.reading import AT_ONCE, chunks, decode, intersection, runs
 
 load_ranks = importlib.import_module("load_ranks")  # beside this file; also run by every rank
 pytestmark = pytest.mark.xdist_group("load")

@@ -14,13 +14,12 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Mistral4Config, Mistral4ForCausalLM
 
-from windlass import checkpoint
-from windlass.adapter import Adapter, Target
 from windlass.errors import RunError, UserError
-from windlass.model import lora
-from windlass.model.liveness import Liveness
-from windlass.model.sync import Replicas, fingerprints
+from windlass.model.targets import Adapter, Target
 from windlass.runfile import Lora
+from windlass.train import checkpoint, lora
+from windlass.train.liveness import Liveness
+from windlass.train.sync import Replicas, fingerprints
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.

@@ -30,9 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from windlass import steps, twin
-from windlass.meter import LLMStepProfiler, batch, clock, experts, host, nvml, nvml_gpu_stats, print_hw_summary
-from windlass.meter.flops import count
+from windlass import twin
+from windlass.observe import steps
+from windlass.observe.meter import LLMStepProfiler, batch, clock, experts, host, nvml, nvml_gpu_stats, print_hw_summary
+from windlass.observe.meter.flops import count
 
 # PEFT and TRL still use names that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -105,7 +106,7 @@ def plainly(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = textwrap.dedent(f"""
         import transformers
         from transformers import Trainer, TrainerCallback, TrainingArguments
-        from windlass.meter import LLMStepProfiler
+        from windlass.observe.meter import LLMStepProfiler
 
         class Fault(TrainerCallback):
             def on_step_end(self, args, state, control, **_):
@@ -367,7 +368,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from meter_script import Script  # type: ignore[import-not-found]
-from windlass.meter import LLMStepProfiler
+from windlass.observe.meter import LLMStepProfiler
 script = Script(Path(sys.argv[1]), LLMStepProfiler(report=False))
 script.tell("on_train_begin")
 while True:
@@ -392,7 +393,7 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 import torch, torch.distributed as dist
 from meter_script import Script  # type: ignore[import-not-found]
-from windlass.meter import LLMStepProfiler
+from windlass.observe.meter import LLMStepProfiler
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet", rank=rank, world_size=2)
 script = Script(folder, LLMStepProfiler(report=False), rank, 2)

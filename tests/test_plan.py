@@ -14,14 +14,14 @@ import pytest
 
 from windlass import hardware
 from windlass import plan as planning
-from windlass.cost import Batch
+from windlass.data.source import Rows
 from windlass.errors import UserError
-from windlass.layout import read_accelerate
 from windlass.plan import Plan, rows_as_sequences
 from windlass.plan.compare import EQUAL, HEADROOM, readable, same
+from windlass.plan.cost import Batch
+from windlass.plan.layout import read_accelerate
 from windlass.plan.schedule import schedule
 from windlass.runfile import Train, read
-from windlass.source import Rows
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "mistral-small-4"

@@ -19,11 +19,13 @@ import typer
 import yaml
 from safetensors.torch import load_file, save_file
 
-from windlass import demo, twin, weights
+from windlass import demo, twin
+from windlass import model as weights
 from windlass import plan as planning
 from windlass.cli import app
 from windlass.errors import UserError
 from windlass.hardware import Here
+from windlass.model.published import CONFIGS
 from windlass.rehearse import Record, during, make, process, rehearse, reload
 from windlass.rehearse import rows as rehearsed_rows
 from windlass.rehearse.derived import STEPS, Material, derive
@@ -33,7 +35,6 @@ from windlass.rehearse.sizes import shrunk
 from windlass.rehearse.spread import Spread, nodes, spread
 from windlass.rehearse.stage import Stage, said
 from windlass.runfile import RunFile, read
-from windlass.weights.published import CONFIGS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "mistral-small-4" / "train.yaml"

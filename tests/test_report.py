@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from report_runs import PHASES, SPIKE, one_step, write  # type: ignore[import-not-found]
 from rich.console import Console
 
-from windlass import report, steps
 from windlass.errors import UserError
-from windlass.report.show import show
-from windlass.report.thin import edges, smooth, thin
+from windlass.observe import report, steps
+from windlass.observe.report.show import show
+from windlass.observe.report.thin import edges, smooth, thin
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = ("plan.json", "load.json", "data.json", "manifest.json", "events.jsonl", "alarms.jsonl")
@@ -406,7 +406,7 @@ def test_terminal_summary(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_report_imports_no_torch(folder: Path) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "windlass.report", str(folder), "--quiet"]
+    command = [sys.executable, "-X", "importtime", "-m", "windlass.observe.report", str(folder), "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     names = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "windlass" in names

@@ -12,7 +12,7 @@ import pytest
 from chromium import PROGRAM, Chromium  # type: ignore[import-not-found]
 from report_runs import write  # type: ignore[import-not-found]
 
-from windlass import report
+from windlass.observe import report
 
 pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)"),

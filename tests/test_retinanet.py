@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from windlass import steps
-from windlass.report.facts import facts
-from windlass.report.read import read
+from windlass.observe import steps
+from windlass.observe.report.facts import facts
+from windlass.observe.report.read import read
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "retinanet" / "retinanet_train_factory.py"

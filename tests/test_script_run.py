@@ -32,17 +32,17 @@ from script_ranks import (  # type: ignore[import-not-found]
     STALLS,
 )
 
-from windlass import check, report, steps
 from windlass.errors import RunError, UserError
-from windlass.launch import kubernetes, runai
+from windlass.launch import check, kubernetes, runai
 from windlass.launch.job import job_of
 from windlass.launch.kubernetes import checks
 from windlass.launch.submit import texts as render
-from windlass.meter import StepProfiler
+from windlass.observe import report, steps
+from windlass.observe.meter import StepProfiler
+from windlass.observe.watch.prometheus import exposition
 from windlass.plan.script import ScriptPlan, make_any
 from windlass.runfile import LoadedScript, describe, init, read, read_any
 from windlass.train import ranks, script
-from windlass.watch.prometheus import exposition
 
 NASTY = ["--name", "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?", "line\nbreak", "", "$(HOME)", "{x}"]
 SITE = (

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.data.source import Part, count_rows, parse, resolve
+from windlass.data.source.count import parquet_rows
 from windlass.errors import UserError
 from windlass.runfile import Data
-from windlass.source import Part, count_rows, parse, resolve
-from windlass.source.count import parquet_rows
 
 
 def data(name: str | Path, **more: Any) -> Data:
@@ -41,7 +41,7 @@ def parquet(path: Path, rows: int, columns: int = 1) -> Path:
 
 def test_imports_nothing_heavy() -> None:
     heavy = ["torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "trl", "peft"]
-    code = f"import sys, windlass.source; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, windlass.data.source; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -209,7 +209,7 @@ def test_a_count_that_can_not_be_had_says_why(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_is_not_read_to_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.source.count.COUNTED_BYTES", 3)
+    monkeypatch.setattr("windlass.data.source.count.COUNTED_BYTES", 3)
     found = count_rows(data(lines(tmp_path / "a.txt", ["x", "y"])), "train")
     assert (found.count, found.text_bytes) == (None, 4)
     assert "not read to be counted" in found.how

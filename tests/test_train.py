@@ -22,8 +22,9 @@ from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from windlass import checkpoint, twin
+from windlass import twin
 from windlass.errors import SAVED
+from windlass.train import checkpoint
 from windlass.train.loop import Loop
 
 STEPS = 20

@@ -11,7 +11,7 @@ import pytest
 from trl import SFTConfig
 
 from windlass import plan as planning
-from windlass.cost import Batch
+from windlass.plan.cost import Batch
 from windlass.runfile import Train, read
 from windlass.train.folder import resolved
 from windlass.train.settings import OURS, SAME, settings, warmup

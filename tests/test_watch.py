@@ -21,17 +21,18 @@ import pytest
 from rich.console import Console
 
 from windlass import plan as planning
-from windlass import runfile, steps, train, twin
-from windlass.check import versions
-from windlass.check.result import FAIL
+from windlass import runfile, train, twin
 from windlass.errors import UserError
+from windlass.launch.check import versions
+from windlass.launch.check.result import FAIL
+from windlass.observe import steps
+from windlass.observe.watch import collectives, heartbeat, live, nccl, prometheus
+from windlass.observe.watch.alarm import KINDS, Alarm, append
+from windlass.observe.watch.detect import OF_EVALUATIONS, OF_STEPS, SAMPLES
+from windlass.observe.watch.follow import Tail
+from windlass.observe.watch.heartbeat import Heartbeat, Position
+from windlass.observe.watch.patrol import Patrol
 from windlass.runfile import Watch, names
-from windlass.watch import collectives, heartbeat, live, nccl, prometheus
-from windlass.watch.alarm import KINDS, Alarm, append
-from windlass.watch.detect import OF_EVALUATIONS, OF_STEPS, SAMPLES
-from windlass.watch.follow import Tail
-from windlass.watch.heartbeat import Heartbeat, Position
-from windlass.watch.patrol import Patrol
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]

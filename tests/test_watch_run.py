@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from windlass import steps, twin
+from windlass import twin
+from windlass.observe import steps
+from windlass.observe.watch.patrol import Patrol
 from windlass.runfile import Watch
-from windlass.watch.patrol import Patrol
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """

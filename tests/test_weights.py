@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from windlass import twin
 from windlass.errors import UserError
-from windlass.weights import Checkpoint, Piece, find, published, read_checkpoint
-from windlass.weights.published import CONFIGS
+from windlass.model import Checkpoint, Piece, find, published, read_checkpoint
+from windlass.model.published import CONFIGS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "published": {"family": "mistral4", "decoys": True},
@@ -281,7 +281,7 @@ def sparse_119b(folder: Path, shards: int = 48) -> int:
 MEASURE = """
 import re, sys, time
 from pathlib import Path
-from windlass.weights import read_checkpoint
+from windlass.model import read_checkpoint
 took = []
 for _ in range(5):
     started = time.perf_counter()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass import twin
 from windlass.errors import UserError
-from windlass.weights import read_checkpoint
+from windlass.model import read_checkpoint
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 NORM = "language_model.model.norm.weight"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from windlass import twin
 from windlass.errors import UserError
-from windlass.weights.config import describe
-from windlass.weights.headers import read_header
+from windlass.model.config import describe
+from windlass.model.headers import read_header
 
 FILE, CONFIG = "model.safetensors", "config.json"
 

@@ -22,13 +22,13 @@ from trl import SFTTrainer
 
 from windlass import plan as planning
 from windlass import runfile
-from windlass.adapter import MERGED
-from windlass.data import prepare
+from windlass.data.prepare import prepare
 from windlass.errors import RunError, UserError
-from windlass.model.load import load
-from windlass.model.lora import attach
+from windlass.model.targets import MERGED
 from windlass.train import run
+from windlass.train.load import load
 from windlass.train.loop import Loop
+from windlass.train.lora import attach
 from windlass.train.order import Order
 from windlass.train.rank import Place, place
 from windlass.train.settings import settings

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
-from windlass.layout import FATES, LAYOUTS, read_accelerate
-from windlass.layout.accelerate import Entry
-from windlass.layout.fate import ANY, Key
-from windlass.layout.keys import find
+from windlass.plan.layout import FATES, LAYOUTS, read_accelerate
+from windlass.plan.layout.accelerate import Entry
+from windlass.plan.layout.fate import ANY, Key
+from windlass.plan.layout.keys import find
 from windlass.variables import VARIABLES
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.data.hub import fetch, fetch_set
-from windlass.source import resolve
-from windlass.source.files import HUB_NAME
+from windlass.data.source import resolve
+from windlass.data.source.files import HUB_NAME
 
 if TYPE_CHECKING:
     from windlass.runfile import RunFile

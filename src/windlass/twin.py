@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from windlass.weights import Checkpoint
+    from windlass.model import Checkpoint
 
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # largest finite e4m3 value

@@ -125,8 +125,8 @@ def explain(
 @app.command(epilog="**Example**\n\n`windlass data run.yaml --override data.packing=true`")
 def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
     """Look at the data as training will see it: rows, tokens, what is learnt, what is cut, what packing gains."""
-    from windlass.data import show
     from windlass.data.alone import look
+    from windlass.data.show import show
     from windlass.runfile import read
 
     look(read(run, override or ()), say=say, audited=write_json if as_json else show)
@@ -167,8 +167,8 @@ def check(
     Writes check.json into the run folder where that exists. Exits with 1 when something fails; with --in-pod all nodes
     agree on one verdict and each exits with 13, or with 1 where nodes were missing and nothing else is wrong.
     """
-    from windlass import check as checking
-    from windlass.layout import read_accelerate
+    from windlass.launch import check as checking
+    from windlass.plan.layout import read_accelerate
     from windlass.plan.script import refuse_accelerate
     from windlass.runfile import LoadedScript, read_any
 
@@ -193,7 +193,7 @@ def check(
     if report.speaks and as_json:
         write_json(report.as_dict())
     elif report.speaks:
-        from windlass.check.show import show
+        from windlass.launch.check.show import show
 
         show(report)
     if written:

@@ -71,7 +71,7 @@ def train(
     def planned() -> Plan:
         from windlass import plan as planning
         from windlass.hardware import this_machine
-        from windlass.layout import accelerate_file, parents
+        from windlass.plan.layout import accelerate_file, parents
         from windlass.runfile import read
         from windlass.train.machines import started_on
 
@@ -218,7 +218,7 @@ def watch(
     """Watch a run, live or finished: curves, ranks, alarms, from its files alone."""
     from rich.console import Console
 
-    from windlass.watch import live
+    from windlass.observe.watch import live
 
     live.watch(folder, once=once, console=Console(highlight=False))
 

@@ -29,13 +29,13 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write a run's report: report.html, report.json, and a summary here."""
-    from windlass import report as reporting
+    from windlass.observe import report as reporting
 
     made = reporting.make(folders, out)
     if as_json:
         write_json(made.as_dict())
         return
-    from windlass.report.show import show
+    from windlass.observe.report.show import show
 
     show(made)
 

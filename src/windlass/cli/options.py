@@ -86,7 +86,7 @@ def write_json(value: Any) -> None:
 
 
 def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
-    from windlass.layout import read_accelerate
+    from windlass.plan.layout import read_accelerate
     from windlass.plan.script import make_any
     from windlass.runfile import read_any
 

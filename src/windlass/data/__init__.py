@@ -1,6 +1,1 @@
-"""Data: rows to text, text to tokens with the learnt part marked, packed, cached, audited."""
-
-from windlass.data.prepare import Prepared, prepare
-from windlass.data.show import render, show
-
-__all__ = ["Prepared", "prepare", "render", "show"]
+"""Data: rows to text, text to tokens with the trained-on part marked, packed, cached, audited."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from windlass import weights
+from windlass import model as weights
 from windlass.data.prepare import Say, prepare
 from windlass.errors import UserError
 from windlass.runfile import Loaded

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.steps import IGNORED
+from windlass.observe.steps import IGNORED
 
 
 class Apart:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.cache import locked
+from windlass.data.source import Source, resolve
+from windlass.data.source.files import FORMATS, card_configs, config_of, read_card
 from windlass.errors import UserError
-from windlass.source import Source, resolve
-from windlass.source.files import FORMATS, card_configs, config_of, read_card
 
 if TYPE_CHECKING:
     from windlass.runfile import Data

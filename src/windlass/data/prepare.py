@@ -18,10 +18,10 @@ from windlass.data.cache import made_once
 from windlass.data.order import Order, length_grouped, shuffled
 from windlass.data.read import rows
 from windlass.data.shapes import Shape, recognise
+from windlass.data.source import Part, Source, find, locate, parse, resolve
 from windlass.data.stream import endless
 from windlass.data.tokens import Documents, tokenise
 from windlass.errors import Problem, UserError, raise_all
-from windlass.source import Part, Source, find, locate, parse, resolve
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

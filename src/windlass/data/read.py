@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from windlass.data.source import Part, Source
+from windlass.data.source.count import is_array, opened, rows_of
 from windlass.errors import UserError
-from windlass.source import Part, Source
-from windlass.source.count import is_array, opened, rows_of
 
 Row = dict[str, Any]
 BATCH = 1000

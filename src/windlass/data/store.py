@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from windlass.data.pack import pack
 from windlass.data.tokens import Documents
-from windlass.steps import IGNORED
+from windlass.observe.steps import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset

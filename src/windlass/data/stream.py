@@ -14,7 +14,7 @@ from windlass.data.read import Row, batches
 from windlass.data.shapes import Shape
 from windlass.data.tokens import tokenise
 from windlass.errors import UserError
-from windlass.steps import IGNORED
+from windlass.observe.steps import IGNORED
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

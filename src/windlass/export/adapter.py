@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from windlass.checkpoint import save_tensors
 from windlass.errors import UserError
 from windlass.export.choose import CONFIG, WEIGHTS, Chosen
 from windlass.export.recipe import BF16
 from windlass.export.write import RECORD
+from windlass.train.checkpoint import save_tensors
 
 ADAPTER = "adapter"  # as the record of an export says
 DTYPES = {BF16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

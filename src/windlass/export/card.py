@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from windlass import steps
 from windlass.export.choose import Chosen, evaluations
+from windlass.observe import steps
 
 CURVE = "loss.svg"
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 720, 300, 56, 36, 16

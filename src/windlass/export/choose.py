@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass import checkpoint as checkpoints
-from windlass import steps
 from windlass.errors import UserError
-from windlass.weights import Checkpoint, find
+from windlass.model import Checkpoint, find
+from windlass.observe import steps
+from windlass.train import checkpoint as checkpoints
 
 CONFIG, WEIGHTS = "adapter_config.json", checkpoints.ADAPTER
 

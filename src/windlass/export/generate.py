@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, TextStreamer
 from windlass.errors import UserError
 from windlass.export import logits, update
 from windlass.export.choose import CONFIG, WEIGHTS, Chosen, base_of, choose
-from windlass.layout import Layout
-from windlass.model import experts
-from windlass.model.load import load
-from windlass.weights import Checkpoint, read_checkpoint
-from windlass.weights.folder import CONFIG as MODEL_CONFIG
+from windlass.model import Checkpoint, read_checkpoint
+from windlass.model.folder import CONFIG as MODEL_CONFIG
+from windlass.plan.layout import Layout
+from windlass.train import experts
+from windlass.train.load import load
 
 GIB = 2**30
 SHARE_OF_MEMORY = 0.9

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from windlass.export.choose import Chosen
-from windlass.layout import Layout
-from windlass.weights import Checkpoint, read_checkpoint
+from windlass.model import Checkpoint, read_checkpoint
+from windlass.plan.layout import Layout
 
 ROWS, LENGTH = 4, 128
 SHARE_OF_MEMORY = 0.6  # of what is free, for the weights in float32
@@ -111,7 +111,7 @@ def coarsest(checkpoint: Checkpoint) -> str:
 
 
 def model_of(checkpoint: Checkpoint) -> Any:
-    from windlass.model.load import load
+    from windlass.train.load import load
 
     return load(checkpoint, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()
 

@@ -21,9 +21,9 @@ from windlass.errors import UserError
 from windlass.export.recipe import COPIED, Recipe
 from windlass.export.update import Update, Updates
 from windlass.export.values import FORMATS
-from windlass.model.certificate import Disk, sampled
-from windlass.model.reading import DTYPES, Box, Files, intersection, piece_box
-from windlass.weights import Checkpoint, Parameter, Piece, Stored, read_checkpoint
+from windlass.model import Checkpoint, Parameter, Piece, Stored, read_checkpoint
+from windlass.train.certificate import Disk, sampled
+from windlass.train.reading import DTYPES, Box, Files, intersection, piece_box
 
 AT_ONCE = 2**23  # bytes compared at a time
 SHOWN = 8

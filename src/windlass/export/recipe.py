@@ -12,11 +12,11 @@ from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.update import Updates
-from windlass.family import ACTIVATIONS
-from windlass.model.reading import NEEDS_SCALE
-from windlass.weights import Checkpoint, Parameter, Piece, Stored
-from windlass.weights.folder import CONFIG, INDEX, SINGLE
-from windlass.weights.headers import BITS, LENGTH
+from windlass.model import Checkpoint, Parameter, Piece, Stored
+from windlass.model.family import ACTIVATIONS
+from windlass.model.folder import CONFIG, INDEX, SINGLE
+from windlass.model.headers import BITS, LENGTH
+from windlass.train.reading import NEEDS_SCALE
 
 OWN, BF16, FP8 = "own", "bf16", "fp8"
 COPIED, MERGED, CONVERTED, SCALE = "copied", "merged", "converted", "scale"

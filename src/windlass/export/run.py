@@ -18,8 +18,8 @@ from windlass.export.choose import Chosen, base_name, base_of, choose
 from windlass.export.proof import LOST, SHOWN, Proof, prove
 from windlass.export.serve import Served, serve_check
 from windlass.export.write import RECORD
-from windlass.model.reading import NEEDS_SCALE
-from windlass.weights import Checkpoint
+from windlass.model import Checkpoint
+from windlass.train.reading import NEEDS_SCALE
 
 GIB = 2**30
 Say = Callable[[str], None]

@@ -10,8 +10,8 @@ from typing import Any
 
 from windlass.export.choose import Chosen
 from windlass.export.update import KEY, PREFIX
-from windlass.weights import Checkpoint
-from windlass.weights.headers import read_header
+from windlass.model import Checkpoint
+from windlass.model.headers import read_header
 
 APPLIED, NOT, UNSURE = "applied", "not applied", "not certain"
 VLLM, SGLANG = "vLLM", "SGLang"

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from windlass.errors import Problem, raise_all
 from windlass.export.choose import CONFIG, Chosen
-from windlass.family import WRAPPERS
-from windlass.model.reading import DTYPES, Files, whole
-from windlass.weights import Checkpoint, Parameter, Stored
-from windlass.weights.headers import read_header
+from windlass.model import Checkpoint, Parameter, Stored
+from windlass.model.family import WRAPPERS
+from windlass.model.headers import read_header
+from windlass.train.reading import DTYPES, Files, whole
 
 PREFIX = "base_model.model."
 SHOWN = 3

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from windlass.export.update import Factors
-from windlass.model.reading import (
+from windlass.model import Piece
+from windlass.train.reading import (
     DTYPES,
     Box,
     Files,
@@ -31,7 +32,6 @@ from windlass.model.reading import (
     spread,
     whole,
 )
-from windlass.weights import Piece
 
 AT_ONCE: Final = 2**20  # elements: 4 MiB in float32, a few of them alive per worker
 

@@ -24,14 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from windlass.checkpoint import flush_one, save_tensors
 from windlass.errors import RunError, UserError
 from windlass.export import values
 from windlass.export.recipe import COPIED, MERGED, SCALE, Entry, OutFile, Recipe
 from windlass.export.update import Updates
-from windlass.model.reading import DTYPES, NEEDS_SCALE, Files, TruncatedError
-from windlass.weights import Checkpoint
-from windlass.weights.folder import CONFIG, INDEX
+from windlass.model import Checkpoint
+from windlass.model.folder import CONFIG, INDEX
+from windlass.train.checkpoint import flush_one, save_tensors
+from windlass.train.reading import DTYPES, NEEDS_SCALE, Files, TruncatedError
 
 WORK, JOURNAL, SCALES = ".windlass", "merge.json", "scales.safetensors"
 RECORD = "export.json"

@@ -1,5 +1,6 @@
 """`windlass submit`: the plan as files that start the run on a platform, and the call that does.
 
+check       `windlass check`: what would stop a run before it loads anything
 job         what every launcher needs of the plan
 script      launch.sh, which runs on every node, and accelerate.yaml
 meeting     runs beside the ranks of every node: who comes, who leaves

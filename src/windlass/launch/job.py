@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass import __version__, steps
+from windlass import __version__
 from windlass.errors import UserError
+from windlass.observe import steps
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile.kinds import RUN_NAME_LETTERS

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from windlass import steps
 from windlass.errors import UserError
-from windlass.watch import heartbeat
+from windlass.observe import steps
+from windlass.observe.watch import heartbeat
 
 ALIVE_SECONDS = 30  # a rank shows a sign of life every 5
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass import steps
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.launch import PLATFORMS, kubernetes, local, pods, runai, script
 from windlass.launch.job import Job, environment_notes, job_of, name_letters
 from windlass.launch.job import words as words_of
 from windlass.launch.kubernetes import checks, cluster, engines
+from windlass.observe import steps
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.machines import admission

@@ -12,21 +12,23 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from windlass import adapter as adapters
-from windlass import hardware, source, weights
-from windlass.adapter import Adapter
-from windlass.cost import Batch, Cost, Work, cost, in_fp8
+from windlass import hardware
+from windlass import model as weights
+from windlass.data import source
+from windlass.data.source import Rows
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.layout import AccelerateFile, Demand, Layout, candidates, demand, named, needs_weights
+from windlass.model import Checkpoint
+from windlass.model import targets as adapters
+from windlass.model.targets import Adapter
 from windlass.plan.advice import Advice, advise
 from windlass.plan.batch import batches_of
 from windlass.plan.compare import Contender, Trial, chosen, contend
+from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8
+from windlass.plan.layout import AccelerateFile, Demand, Layout, candidates, demand, named, needs_weights
 from windlass.plan.schedule import Schedule, schedule
 from windlass.runfile import Cluster, Loaded, RunFile, accumulation
 from windlass.runfile.machines import admission
-from windlass.source import Rows
-from windlass.weights import Checkpoint
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from windlass.cost import Batch, Work
-from windlass.layout import Candidate
 from windlass.plan.batch import batches_of
 from windlass.plan.compare import Contender, Trial, chosen, chosen_batch, contend, trials
+from windlass.plan.cost import Batch, Work
+from windlass.plan.layout import Candidate
 from windlass.runfile import RunFile
 
 WORTH = 1.05  # below this a gain is within what the estimate can tell

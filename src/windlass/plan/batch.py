@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.cost import Batch
+from windlass.plan.cost import Batch
 from windlass.runfile import Train
 
 

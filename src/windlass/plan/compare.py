@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from windlass.cost import Batch, Cost, Work, cost
-from windlass.layout import Candidate, Layout
-from windlass.layout.compare import ONCE
+from windlass.plan.cost import Batch, Cost, Work, cost
+from windlass.plan.layout import Candidate, Layout
+from windlass.plan.layout.compare import ONCE
 
 # What a micro-batch or layout that the plan chooses leaves free of a GPU: the memory model was held against torch's
 # tracker to within as much.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from windlass.adapter import Adapter
-from windlass.cost import Batch
+from windlass.model.targets import Adapter
+from windlass.plan.cost import Batch
 from windlass.runfile import Train
 
 OPTIMIZER_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter

@@ -10,8 +10,8 @@ from typing import Any
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.layout import AccelerateFile
 from windlass.plan import Plan, machine_of, make, write
+from windlass.plan.layout import AccelerateFile
 from windlass.runfile import Loaded, LoadedScript
 
 UNKNOWN = (

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from windlass.cost import Row
 from windlass.hardware import GIB, Machine
-from windlass.layout import Layout
 from windlass.plan import Plan
 from windlass.plan.compare import HEADROOM, Contender, readable, same
+from windlass.plan.cost import Row
+from windlass.plan.layout import Layout
 from windlass.plan.script import Spread
 
 

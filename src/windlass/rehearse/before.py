@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from windlass import steps
 from windlass.errors import USER_INPUT, Problem
 from windlass.hardware import this_machine
+from windlass.observe import steps
 from windlass.rehearse import process
 from windlass.rehearse.derived import EVERY, Derived, Material, derive, sequences
 from windlass.rehearse.record import Failed

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windlass import steps
 from windlass.errors import SAVED
+from windlass.observe import steps
 from windlass.rehearse import process
 from windlass.rehearse.derived import STEPS, STOP_AT
 from windlass.rehearse.process import Running

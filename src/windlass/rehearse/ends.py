@@ -10,7 +10,7 @@ from typing import Any
 
 from windlass.data.tokens import Documents
 from windlass.errors import UserError
-from windlass.weights import Checkpoint
+from windlass.model import Checkpoint
 
 TAIL = 3  # learnt tokens at a row's end among which the end token is: templates write a line break behind it
 ENOUGH = 0.5  # share of the rows that were not cut

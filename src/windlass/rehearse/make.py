@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
+from windlass.model import Checkpoint, find
 from windlass.rehearse import rows
 from windlass.rehearse.sizes import STAND_IN_VOCAB, shrunk
 from windlass.runfile import Loaded, read
-from windlass.weights import Checkpoint, find
 
 TOKENIZER = (  # every file that a tokenizer may be made of, and what says where answers end
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -69,7 +69,7 @@ def tokenizer_of(checkpoint: Checkpoint, loaded: Loaded, model: Path) -> tuple[A
 def made(checkpoint: Checkpoint, model: Path, experts_over: int, *, own: bool) -> dict[str, Any]:
     """The twin on disk, and what it is."""
     from windlass import twin
-    from windlass.weights import read_checkpoint
+    from windlass.model import read_checkpoint
 
     sizes = shrunk(checkpoint, experts_over=experts_over, vocab=checkpoint.dims["vocab"] if own else None)
     small = read_checkpoint(twin.of(checkpoint, sizes, model))

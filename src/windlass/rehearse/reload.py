@@ -17,9 +17,9 @@ import transformers
 from peft import PeftModel
 from torch import Tensor
 
-from windlass.layout import Layout
-from windlass.model.load import load
-from windlass.weights import Checkpoint, read_checkpoint
+from windlass.model import Checkpoint, read_checkpoint
+from windlass.plan.layout import Layout
+from windlass.train.load import load
 
 ROWS, LENGTH = 4, 64
 KEPT = 0.5  # how far from all of the adapter's change what is merged may be: 16-bit weights are rounded by as much

@@ -18,12 +18,12 @@ from windlass.data import audit as auditing
 from windlass.data.prepare import choose, streamable, unvalidated
 from windlass.data.read import rows as read_rows
 from windlass.data.shapes import pieces_of, recognise
+from windlass.data.source import resolve
 from windlass.data.tokens import Documents, tokenise
 from windlass.errors import UserError, raise_all
+from windlass.model import Checkpoint
 from windlass.rehearse.ends import ends
 from windlass.runfile import Data, Loaded
-from windlass.source import resolve
-from windlass.weights import Checkpoint
 
 MOST_ROWS, MOST_BYTES = 2000, 8 << 20  # that are looked at
 LEAST_ROWS, VALIDATION_ROWS = 32, 16

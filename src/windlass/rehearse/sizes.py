@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from windlass.weights import Checkpoint
+from windlass.model import Checkpoint
 
 # Ids of the stand-in tokenizer, which has Mistral's order: twin.SPECIAL.
 STAND_IN_IDS = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}

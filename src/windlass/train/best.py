@@ -19,12 +19,12 @@ from peft import PeftModel
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from windlass import checkpoint, group
-from windlass.data import prepare
+from windlass.data.prepare import prepare
 from windlass.errors import UserError
-from windlass.model.load import load
-from windlass.model.lora import attach
-from windlass.steps import IGNORED
+from windlass.observe.steps import IGNORED
+from windlass.train import checkpoint, group
+from windlass.train.load import load
+from windlass.train.lora import attach
 from windlass.train.rank import Place
 from windlass.train.run import join, precision, tokenizer_of
 from windlass.train.screen import quiet

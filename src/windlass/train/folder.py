@@ -13,9 +13,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from windlass import __version__, checkpoint, group, steps
+from windlass import __version__
 from windlass.errors import Problem, UserError
-from windlass.train import manifest
+from windlass.observe import steps
+from windlass.train import checkpoint, group, manifest
 
 if TYPE_CHECKING:
     from windlass.plan import Plan

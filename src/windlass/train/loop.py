@@ -15,17 +15,17 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from windlass import checkpoint, group
 from windlass.data.batch import Apart
 from windlass.errors import RunError
-from windlass.meter import LLMStepProfiler
-from windlass.meter.batch import counts
-from windlass.model.liveness import Liveness
-from windlass.model.shard import keep_gathered
-from windlass.model.sync import Replicas
+from windlass.observe.meter import LLMStepProfiler
+from windlass.observe.meter.batch import counts
+from windlass.train import checkpoint, group
+from windlass.train.liveness import Liveness
 from windlass.train.order import ROW, Order, Rows
 from windlass.train.rank import Interruption
 from windlass.train.saving import Interrupted, Saving
+from windlass.train.shard import keep_gathered
+from windlass.train.sync import Replicas
 
 
 @dataclass

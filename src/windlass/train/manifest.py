@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from windlass import steps
 from windlass.errors import UserError
+from windlass.observe import steps
 
 FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal", "failed"
 UNLOCKABLE: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}

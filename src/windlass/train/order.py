@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import Sampler
 
-from windlass.steps import IGNORED
+from windlass.observe.steps import IGNORED
 
 ROW = "row"  # the column that carries each row's number in the data set into its batch
 FILL = -1  # in its place, for the row that fills a short last step

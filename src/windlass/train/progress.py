@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 from transformers import TrainerCallback
 
-from windlass.steps import clock
+from windlass.observe.steps import clock
 from windlass.train.rank import Place
 
 if TYPE_CHECKING:

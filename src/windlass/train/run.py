@@ -18,20 +18,18 @@ from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 
-from windlass import checkpoint as checkpoints
-from windlass import group
-from windlass.data import Prepared, prepare
+from windlass.data.prepare import Prepared, prepare
 from windlass.errors import SAVED, UserError
-from windlass.meter import LLMStepProfiler
-from windlass.meter.page import Page
-from windlass.model.liveness import Liveness
-from windlass.model.load import load
-from windlass.model.lora import attach
-from windlass.model.shard import assert_sharded, is_sharded, keep_out_of_ddp
-from windlass.model.sync import Replicas
+from windlass.observe.meter import LLMStepProfiler
+from windlass.observe.meter.page import Page
+from windlass.observe.watch import hook as watch
+from windlass.train import checkpoint as checkpoints
 from windlass.train import folder as folders
-from windlass.train import manifest
+from windlass.train import group, manifest
+from windlass.train.liveness import Liveness
+from windlass.train.load import load
 from windlass.train.loop import Loop
+from windlass.train.lora import attach
 from windlass.train.order import Order, numbered
 from windlass.train.progress import Progress
 from windlass.train.rank import Interruption, Place
@@ -39,7 +37,8 @@ from windlass.train.ranks import clear_accelerate
 from windlass.train.saving import Saving
 from windlass.train.screen import header, quiet
 from windlass.train.settings import settings
-from windlass.watch import hook as watch
+from windlass.train.shard import assert_sharded, is_sharded, keep_out_of_ddp
+from windlass.train.sync import Replicas
 
 if TYPE_CHECKING:
     from rich.console import Console

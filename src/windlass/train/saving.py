@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from windlass import checkpoint, group, steps
 from windlass.errors import RunError
+from windlass.observe import steps
+from windlass.train import checkpoint, group
 
 if TYPE_CHECKING:
     from windlass.train.loop import Loop

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from windlass.meter.summary import hardware
+from windlass.observe.meter.summary import hardware
 from windlass.train.folder import versions
 from windlass.train.rank import Place
 

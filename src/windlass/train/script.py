@@ -20,15 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from windlass import __version__, steps
+from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
+from windlass.observe import steps
+from windlass.observe.watch import patrol
+from windlass.observe.watch.guard import Guard
 from windlass.plan.script import ScriptPlan
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.train import manifest, ranks
 from windlass.train.machines import require_all_nodes
 from windlass.train.rank import PARENT_SPEAKS, await_others, inside, place
-from windlass.watch import patrol
-from windlass.watch.guard import Guard
 
 LIBRARIES: Final = ("torch", "torchvision", "transformers", "accelerate", "lightning")
 STOP_SIGNALS: Final = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)

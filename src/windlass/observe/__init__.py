@@ -1,0 +1,1 @@
+"""Measure every step, watch for what goes wrong, report what happened."""

@@ -1,0 +1,248 @@
+"""Routed experts, and their adapters beside them: y = x W + s (drop(x) A) B for each expert, on its own tokens.
+
+PEFT folds an expert's adapter into its weight: W + s B A of all experts, a whole gradient of it, and no dropout. Here
+W is left alone. An adapter costs two narrow products, and keeps one narrow activation for the backward. PEFT's
+ParamWrapper stays the container, so files are PEFT's; only its forward is passed over.
+
+This is an experts implementation of transformers (`config._experts_implementation`), for every family that has its
+experts fused. Products of the base go through fp8.grouped, so the base may be held in FP8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import grouped_mm
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from windlass.errors import UserError
+from windlass.model.targets import Part, by_expert, packed
+from windlass.train.fp8 import codings, grouped
+
+NAME: Final = "windlass"  # of this implementation among transformers' own
+ALIGN: Final = 8  # columns of 16 bits that make up the 16 bytes at which grouped kernels want every row to begin
+
+
+class Beside(ParamWrapper):  # type: ignore[misc]
+    """PEFT's container of one expert parameter's adapter. What it does to the tokens, `forward` below does."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.base_layer(x, *args, **kwargs)
+        return output
+
+
+def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts' forward. Under expert parallelism it is given this rank's experts and the tokens sent to them.
+
+    Every token is one of theirs: windlass has no tensor parallelism, so no expert group shares a batch, which is when
+    transformers would hand on tokens of other ranks' experts as well.
+    """
+    experts: Any = self
+    top_k = top_k_index.shape[-1]
+    chosen, order = torch.sort(top_k_index.flatten())
+    # histc and not bincount, which would ask the GPU for the largest index and so wait for it.
+    numbers = chosen.float() if chosen.device.type == "cpu" else chosen.int()
+    ends = torch.histc(numbers, bins=experts.num_experts, min=0, max=experts.num_experts - 1).cumsum(0).to(torch.int32)
+    token = order // top_k
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=order.device)
+    gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: _taken(rows, token, back), ends)
+    result = product(experts, "down_proj", gate_up, experts._apply_gate, ends)
+    # Weighted after they are put back: weights are in float32 as a rule, and so are the products.
+    slots = _taken(result, back, order).view(*top_k_index.shape, result.shape[-1])
+    # A sum over the slots of a token, in their order: deterministic, which adding into the tokens' rows is not.
+    output: Tensor = (slots * top_k_weights.unsqueeze(-1)).sum(dim=1)
+    return output.to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+
+
+def _taken(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    taken: Tensor = _Taken.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _Taken(torch.autograd.Function):
+    """rows[index], where every row is taken equally often: the n-th time as number inverse[row, n].
+
+    The gradient is gathered as well, and summed in the order of the slots. The one of indexing itself adds into rows:
+    after sorting on a GPU, one after the other on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.shape = (len(rows), len(index) // max(len(rows), 1), *rows.shape[1:])
+        return rows[index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        taken = gradient[inverse]
+        return (taken if ctx.shape[1] == 1 else taken.view(ctx.shape).sum(dim=1)), None, None
+
+
+def product(experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Tensor], Tensor], ends: Tensor) -> Tensor:
+    """Rows, sorted by expert, times each expert's matrix, and what its adapter adds.
+
+    The backward needs the rows again and makes them anew of `source`, which something else keeps anyway.
+    """
+    rows = rows_of(source)
+    base = grouped(rows, experts, name, ends)
+    lora = getattr(experts, "adapters", {}).get(name)
+    if lora is None or lora.disable_adapters or lora.merged:
+        return base
+    (adapter,) = lora.active_adapters
+    dropped = lora.lora_dropout[adapter](rows)
+    if dropped is not rows:
+        source, rows_of = dropped, _same
+    added: Tensor = _LowRank.apply(  # type: ignore[no-untyped-call]
+        base, dropped, source.detach(), rows_of, ends, *_matrices(lora, adapter), lora.scaling[adapter]
+    )
+    return added
+
+
+def _same(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _matrices(lora: Any, adapter: str) -> tuple[Tensor, Tensor]:
+    return lora.lora_A[adapter].weight, lora.lora_B[adapter].weight
+
+
+class _LowRank(torch.autograd.Function):
+    """base + s (x A) B, in base's own memory. Kept for the backward: s x A, besides what is there anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        base: Tensor,
+        x: Tensor,
+        source: Tensor,
+        rows_of: Callable[[Tensor], Tensor],
+        ends: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        down, up = stacked(a, b, len(ends), _dtype(base))
+        narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=ends).mul_(scaling)
+        base.add_(grouped_mm(narrow, up, offs=ends))
+        ctx.mark_dirty(base)
+        ctx.save_for_backward(source, ends, a, b, narrow)
+        ctx.rows_of, ctx.scaling, ctx.dtype = rows_of, scaling, x.dtype
+        return base
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        source, ends, a, b, narrow = ctx.saved_tensors
+        down, up = stacked(a, b, len(ends), narrow.dtype)
+        sent = gradient.to(narrow.dtype).contiguous()
+        through = grouped_mm(sent, up.transpose(1, 2), offs=ends).mul_(ctx.scaling)
+        for_x = grouped_mm(through, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        for_b = grouped_mm(narrow.t(), sent, offs=ends)
+        for_a = grouped_mm(through.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
+        # Of an expert without tokens a kernel may write nothing (pytorch#172439), and leave what the memory held.
+        without = (torch.diff(ends, prepend=ends.new_zeros(1)) == 0)[:, None, None]
+        if without.is_cuda or without.any():  # a GPU is not waited for
+            for_a.masked_fill_(without, 0)
+            for_b.masked_fill_(without, 0)
+        r = b.shape[1] // len(ends)
+        for_a = packed(".lora_A.", for_a[:, :r]).to(a.dtype)
+        # In two turns, of whole rows and of one matrix: see `stacked`.
+        rows = for_b[:, :r].transpose(0, 1).to(b.dtype).contiguous()
+        for_b = packed(".lora_B.", rows.transpose(0, 1)).contiguous()
+        return gradient, for_x, None, None, None, for_a, for_b, None
+
+
+def _dtype(base: Tensor) -> torch.dtype:
+    """Of the narrow products. A CPU takes narrow matrices of 16 bits at a fifth of the speed of 32 bits."""
+    return base.dtype if base.is_cuda else torch.float32
+
+
+def stacked(a: Tensor, b: Tensor, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A [experts, r, in] and B [experts, r, out], r filled up with zeros to what grouped kernels take."""
+    # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number alone.
+    turned = b.t().contiguous().t()
+    both = [by_expert(kind, each, experts).to(dtype) for kind, each in ((".lora_A.", a), (".lora_B.", turned))]
+    missing = -both[0].shape[1] % ALIGN if a.is_cuda else 0
+    if missing:
+        both = [nn.functional.pad(each, (0, 0, 0, missing)) for each in both]
+    return both[0], both[1].contiguous() if a.is_cuda else both[1]
+
+
+# --- putting it in place ---
+
+
+def put_beside(model: PeftModel) -> None:
+    """Let the experts' forward compute the adapters that PEFT has wrapped around them."""
+    for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
+        experts = wrapper.get_base_layer()
+        if experts.has_bias or experts.is_transposed or not experts.has_gate or experts.has_post_expert_norm:
+            what = f"{type(experts).__name__} is of another form than x W^T with gate and up in one"
+            hint = "leave lora.experts out: no adapter can be computed beside such experts"
+            raise UserError(what, "lora.experts", hint)
+        wrapper.__class__ = Beside
+        experts.config._experts_implementation = NAME
+        experts.adapters = {**getattr(experts, "adapters", {}), wrapper.parameter_name: wrapper}
+
+
+def part_of(parameter: Tensor) -> Part | None:
+    """Which experts of a stack this rank has under expert parallelism; None where a layer's experts are not split."""
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    if mesh is None or "ep" not in (mesh.mesh_dim_names or ()):
+        return None
+    count = parameter.shape[0] // mesh["ep"].size()
+    return Part(mesh.get_local_rank("ep") * count, count, parameter.shape[0])
+
+
+def peers(model: nn.Module) -> list[ProcessGroup]:
+    """Groups that, one after the other, span the ranks with the same experts as this one."""
+    for module in model.modules():
+        if isinstance(module, ParamWrapper) and getattr(module, "part", None):
+            mesh = module.get_param().device_mesh
+            names = [name for name in mesh.mesh_dim_names if name != "ep" and mesh[name].size() > 1]
+            return [mesh.get_group(name) for name in names]
+    return []
+
+
+@contextlib.contextmanager
+def own_parts() -> Iterator[None]:
+    """While PEFT makes adapters: where experts are split, a rank keeps its own experts' part of each, and only that.
+
+    PEFT draws the whole on the CPU, in the same order on every rank, so that the parts are those of the one adapter
+    that a single process would have drawn; one layer's at a time. Cut before PEFT moves it to the parameter's device.
+    """
+    original = ParamWrapper._move_adapter_to_device_of_base_layer
+
+    def cut(self: ParamWrapper, adapter_name: str, device: torch.device | None = None) -> None:
+        if part := part_of(self.get_param()):
+            for layers in (self.lora_A, self.lora_B):
+                linear = layers[adapter_name]
+                kind = ".lora_A." if layers is self.lora_A else ".lora_B."
+                linear.weight = nn.Parameter(part.own(kind, linear.weight.detach()))
+                linear.out_features, linear.in_features = linear.weight.shape
+            self.num_experts, self.part = part.count, part
+        original(self, adapter_name, device)
+        if coding := codings(self.get_base_layer()).get(self.parameter_name):
+            # PEFT gives an adapter its weight's dtype before its own, and would leave it alone beside bytes.
+            for layers in (self.lora_A, self.lora_B):
+                layers[adapter_name].to(coding.dtype)
+
+    ParamWrapper._move_adapter_to_device_of_base_layer = cut
+    try:
+        yield
+    finally:
+        ParamWrapper._move_adapter_to_device_of_base_layer = original

@@ -1,0 +1,211 @@
+"""The adapter: built by PEFT from the plan's exact module names, then held against the plan again."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import set_seed
+
+from windlass.errors import Problem, UserError, raise_all
+from windlass.model.targets import MERGED, SPLIT, Adapter, Parts
+from windlass.train import experts
+from windlass.train.fp8 import codings
+from windlass.train.shard import device_of_this_rank
+
+if TYPE_CHECKING:
+    from windlass.runfile import Lora
+
+NAME = "default"  # PEFT's name of the one adapter
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_path: str = SPLIT) -> PeftModel:
+    """Wrap `model` in its adapter: the same values on every rank, only the adapter trainable, as the plan says.
+
+    Where experts are split over ranks, each has its own experts' part of their adapter, all else is on every rank.
+    """
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
+    split = any(experts.part_of(stack) for stack in stacks)
+    whole = not split and all(stack.is_floating_point() for stack in stacks)
+    if adapter.target_parameters and expert_path == MERGED and not whole:
+        raise AssertionError("an adapter is merged into weights that are here in part, or in FP8")
+    in_fp8 = any(codings(module) for module in model.modules())
+    raise_all(list(refusals(lora, adapter, sharded=sharded, split=split, merged=expert_path == MERGED, in_fp8=in_fp8)))
+    set_seed(seed)  # PEFT draws A on the CPU: the same seed gives every rank the same adapter
+    wanted = continued(lora) if lora.adapter else config(lora, adapter)
+    with whole_shapes(), experts.own_parts(), warnings.catch_warnings():
+        # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
+        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+        peft_model = get_peft_model(model, wanted, autocast_adapter_dtype=lora.dtype == "float32")
+    if lora.adapter:
+        fill(peft_model, lora.adapter)
+    if adapter.target_parameters and expert_path == SPLIT:
+        experts.put_beside(peft_model)
+        drop_out(peft_model, lora.lora_dropout)
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            # PEFT puts it where the base weight is; an offloaded base computes elsewhere than it lies.
+            parameter.data = parameter.data.to(device_of_this_rank(), DTYPES[lora.dtype])
+    prove(peft_model, adapter)
+    return peft_model
+
+
+@contextlib.contextmanager
+def whole_shapes() -> Iterator[None]:
+    """Make PEFT size adapters by a linear layer's whole weight.
+
+    PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh but one named "fsdp" for tensor
+    parallel and sizes the adapter by the rank's part: under hybrid sharding, a mesh of (dp_replicate, fsdp), too
+    small. windlass has no tensor parallelism. To go when PEFT asks for the "tp" dimension of the mesh instead.
+    """
+    original = LoraLayer._get_in_out_features
+
+    def sizes(self: LoraLayer, module: nn.Module) -> Any:
+        if isinstance(module, nn.Linear):
+            return module.in_features, module.out_features
+        return original(self, module)
+
+    LoraLayer._get_in_out_features = sizes
+    try:
+        yield
+    finally:
+        LoraLayer._get_in_out_features = original
+
+
+def continued(lora: Lora) -> PeftConfig:
+    """Of an adapter to go on from, as it was saved; dropout is no property of its weights."""
+    saved = PeftConfig.from_pretrained(lora.adapter)
+    saved.inference_mode = False
+    saved.lora_dropout = 0.0 if saved.target_parameters else lora.lora_dropout
+    return saved
+
+
+def fill(model: PeftModel, folder: str) -> None:
+    """Take over the tensors of a saved adapter; of split experts, this rank's part."""
+    parts, saved = Parts(model), load_peft_weights(folder, device="cpu")
+    outcome = set_peft_model_state_dict(model, {name: parts.own(name, tensor) for name, tensor in saved.items()})
+    missing = [name for name in outcome.missing_keys if "lora_" in name]
+    if missing or outcome.unexpected_keys:
+        raise UserError(
+            f"{folder} is no whole adapter of this model: {[*missing, *outcome.unexpected_keys][0]}",
+            "lora.adapter",
+            "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
+        )
+
+
+def drop_out(model: PeftModel, share: float) -> None:
+    """Dropout for every adapter, where PEFT refuses it because of those of experts.
+
+    The configuration keeps 0, so that plain PEFT opens what is saved.
+    """
+    for module in model.modules():
+        if share and isinstance(module, LoraLayer):
+            module.lora_dropout.update({NAME: nn.Dropout(share)})
+
+
+def config(lora: Lora, adapter: Adapter) -> LoraConfig:
+    """The run file's words in PEFT's. Experts may have a rank of their own."""
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    if lora.experts:
+        for suffix in {".".join(name.split(".")[-2:]) for name in adapter.target_parameters}:  # experts.down_proj
+            ranks[suffix.replace(".", r"\.")] = lora.experts.r or lora.r
+            alphas[suffix.replace(".", r"\.")] = lora.experts.lora_alpha or lora.lora_alpha
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=0.0 if adapter.target_parameters else lora.lora_dropout,  # PEFT refuses it; see drop_out
+        target_modules=list(adapter.target_modules),
+        target_parameters=list(adapter.target_parameters) or None,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        bias=lora.bias,
+        task_type=lora.task_type,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        init_lora_weights=lora.init_lora_weights,
+    )
+
+
+def refusals(
+    lora: Lora, adapter: Adapter, *, sharded: bool, split: bool, merged: bool, in_fp8: bool = False
+) -> Iterator[Problem]:
+    """What can't be done here, before it fails in the middle of it. `split`: experts over ranks."""
+    if sharded and lora.use_dora:
+        yield Problem(
+            "DoRA needs the norm of whole base weights, and every rank holds only a shard of them",
+            "lora.use_dora",
+            "set lora.use_dora: false, or layout: {name: resident}",
+        )
+    if in_fp8 and lora.use_dora:
+        yield Problem(
+            "DoRA needs the norm of base weights, and the base is held in FP8",
+            "lora.use_dora",
+            "set lora.use_dora: false, or layout.base_dtype: bf16",
+        )
+    if adapter.target_parameters and split and lora.bias != "none":
+        yield Problem(
+            "biases of the base are not trained beside adapters of experts that are split over ranks",
+            "lora.bias",
+            "set lora.bias: none, or layout: {name: full-shard}",
+        )
+    if adapter.target_parameters and merged and lora.lora_dropout:
+        yield Problem(
+            "adapters that are merged into their experts' weights can't have dropout",
+            "lora.lora_dropout",
+            "set lora.lora_dropout: 0",
+        )
+    if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
+        yield Problem(
+            f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass saved"
+        )
+
+
+def realised(model: PeftModel) -> dict[str, int]:
+    """What PEFT really made: full name of each adapted module or expert parameter -> its trainable parameters."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        place = ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "base_layer")
+        parameter_name = getattr(module, "parameter_name", None)  # a fused expert parameter, not a module
+        own = (p for n, p in module.named_parameters() if not n.startswith("base_layer.") and p.requires_grad)
+        part = getattr(module, "part", None)  # of split experts' adapter, this rank has as much as any other
+        ways = part.total // part.count if part else 1
+        found[f"{place}.{parameter_name}" if parameter_name else place] = ways * sum(p.numel() for p in own)
+    return found
+
+
+def prove(model: PeftModel, adapter: Adapter) -> None:
+    """The adapter is the plan's: the same modules, the same number of trainable parameters in each target."""
+    found = realised(model)
+    planned = {module for target in adapter.targets for module in target.modules}
+    wrong = [f"the plan adapts {name}, the model has no adapter there" for name in sorted(planned - found.keys())]
+    wrong += [f"the model has an adapter on {name}, the plan has none" for name in sorted(found.keys() - planned)]
+    for target in adapter.targets:
+        count = sum(found.get(module, 0) for module in target.modules)
+        if count != target.parameters and planned == found.keys():
+            wrong.append(f"{target.pattern}: {count:,} trainable parameters, the plan says {target.parameters:,}")
+    others = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name)
+    trainable = sum(found.values()) + others  # biases of the base, where they are trained
+    if not wrong and trainable != adapter.trainable:
+        wrong.append(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}")
+    hint = "the plan and the model disagree, which is a bug in windlass: report it with what windlass plan --json says"
+    raise_all([Problem(each, "lora.target_modules", hint) for each in wrong[:8]])
