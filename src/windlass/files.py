@@ -1,0 +1,106 @@
+"""Files and folders that are there in full or not at all: atomic writes, JSON lines, locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+# Storage that offers no locks at all: some NFS and FUSE mounts.
+NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write through a temporary file in the same folder, so that no reader ever sees half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, default=str))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file's object; an empty one if the file is absent, damaged or holds something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def append_json_line(path: Path, value: dict[str, Any]) -> None:
+    """One write per line: lines of several threads or processes don't mix."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value, default=str) + "\n")
+
+
+def read_json_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Each line's object. A last line cut short by a kill is skipped; numbers of other bad lines go to `damaged`."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                yield value
+            elif damaged is not None and line.endswith(b"\n"):
+                damaged.append(number)
+
+
+def flush(path: Path) -> None:
+    """Bring a file, or a folder with all it holds, to the disk: contents first, then the names."""
+    for one in (*path.rglob("*"), path) if path.is_dir() else (path,):
+        handle = os.open(one, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def commit_dir(partial: Path, final: Path) -> None:
+    """Give a finished folder its name, replacing what had it. A crash leaves the old one, the new one or none."""
+    flush(partial)
+    if final.exists():  # rename() does not replace a folder that has files
+        discard_dir(final)
+    partial.rename(final)
+    handle = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def discard_dir(folder: Path) -> None:
+    """Delete a folder; a crash half-way leaves nothing under its name."""
+    aside = folder.with_name(f".{folder.name}.discarded")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def lock_file(path: Path, *, wait: bool = True) -> IO[str] | None:
+    """Lock `path` until the returned file is closed; the system closes it when the process ends, however it ends.
+
+    None if the storage has no locks. Raises BlockingIOError if `wait` is false and another process holds it.
+    """
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        file.close()
+        if error.errno in NO_LOCKS:
+            return None
+        raise
+    return file

@@ -1,0 +1,80 @@
+"""The run folder (`train.output_dir`): names of its files, its manifest and state, its lock."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+from windlass.errors import UserError
+from windlass.files import append_json_line, lock_file, read_json, write_json
+
+MANIFEST: Final = "manifest.json"  # the resolved run, versions, state
+PLAN: Final = "plan.json"
+DATA: Final = "data.json"  # the data audit
+LOAD: Final = "load.json"  # the certificate: every weight proven against the files
+STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step
+METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this rank
+EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
+ALARMS: Final = "alarms.jsonl"  # time, step, rank, kind, level, message
+CHECKPOINTS: Final = "checkpoints"
+FINAL: Final = "final"  # the adapter
+
+OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
+
+FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal", "failed"
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """The step files of a run folder by rank."""
+    named = ((re.fullmatch(r"steps-rank(\d+)\.jsonl", path.name), path) for path in folder.glob("steps-rank*.jsonl"))
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    return read_json(folder / MANIFEST)
+
+
+def update_manifest(folder: Path, **values: Any) -> None:
+    write_json(folder / MANIFEST, {**read_manifest(folder), **values})
+
+
+def is_finished(folder: Path) -> bool:
+    return read_manifest(folder).get("state") == FINISHED
+
+
+def log_event(folder: Path, kind: str, step: int, **fields: Any) -> None:
+    """One line of events.jsonl; safe from a background thread."""
+    append_json_line(folder / EVENTS, {"time": round(time.time(), 3), "step": step, "kind": kind, **fields})
+
+
+def ensure_dir(folder: Path, where: str) -> None:
+    with _explain_os_error(folder, where):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def lock_run(folder: Path, where: str) -> IO[str] | None:
+    """Keep a second run out of `folder` until the returned file is closed or the process ends.
+
+    Storage without locks is no reason not to run: it is reported, and None returned.
+    """
+    with _explain_os_error(folder, where):
+        try:
+            lock = lock_file(folder / ".lock", wait=False)
+        except BlockingIOError:
+            raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
+    if lock is None:
+        print(f"{folder} is on storage without locks: nothing keeps a second run out of it", file=sys.stderr, flush=True)
+    return lock
+
+
+@contextlib.contextmanager
+def _explain_os_error(folder: Path, where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
