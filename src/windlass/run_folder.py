@@ -68,7 +68,9 @@ def lock_run(folder: Path, where: str) -> IO[str] | None:
         except BlockingIOError:
             raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
     if lock is None:
-        print(f"{folder} is on storage without locks: nothing keeps a second run out of it", file=sys.stderr, flush=True)
+        print(
+            f"{folder} is on storage without locks: nothing keeps a second run out of it", file=sys.stderr, flush=True
+        )
     return lock
 
 
