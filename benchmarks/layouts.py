@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from launch_hosts import Hosts, hosts, why_not  # type: ignore[import-not-found]
+from launch_hosts import Hosts, hosts, why_not
 
 from windlass import plan as planning
 from windlass import runfile, twin

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import train_ranks  # type: ignore[import-not-found]
+import train_ranks
 from train_ranks import At
 
 from windlass.errors import RunError
@@ -18,7 +18,7 @@ from windlass.train import checkpoint
 from windlass.train.loop import Loop
 
 
-class Evaluating(At):  # type: ignore[misc]
+class Evaluating(At):
     """SIGTERM to one rank in the middle of an evaluation."""
 
     def on_step_begin(self, *_: Any, **__: Any) -> None: ...
@@ -28,7 +28,7 @@ class Evaluating(At):  # type: ignore[misc]
             self.act(self.loop)
 
 
-class Saved(At):  # type: ignore[misc]
+class Saved(At):
     """SIGTERM to one rank while the checkpoint of a step is being written."""
 
     def on_step_begin(self, *_: Any, **__: Any) -> None: ...

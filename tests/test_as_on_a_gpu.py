@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_experts import BOTH, base, ours_of, stack_of  # type: ignore[import-not-found]
+from test_experts import BOTH, base, ours_of, stack_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks_seen import places_of, require_all, watched  # type: ignore[import-not-found]
+from checks_seen import places_of, require_all, watched
 
 from windlass import demo
 from windlass.launch import check

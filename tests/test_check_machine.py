@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks_seen import require_all, watched  # type: ignore[import-not-found]
+from checks_seen import require_all, watched
 
 from windlass.hardware import GIB, Here
 from windlass.launch.check import fabric, gpus, machine

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks_seen import require_all, watched  # type: ignore[import-not-found]
+from checks_seen import require_all, watched
 
 from windlass import demo
 from windlass.errors import UserError

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint_resume import material  # type: ignore[import-not-found]  # noqa: F401
+from test_checkpoint_resume import material  # noqa: F401
 
 from windlass.errors import SAVED
 from windlass.train import checkpoint, manifest, ranks

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train_ranks import SAVES, crew, launched  # type: ignore[import-not-found]
+from test_train_ranks import SAVES, crew, launched
 
 from windlass.errors import SAVED, RunError
 

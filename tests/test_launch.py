@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from launch_jobs import (  # type: ignore[import-not-found]
+from launch_jobs import (
     EXAMPLES,
     FULL,
     ROOT,
@@ -102,7 +102,7 @@ def test_rendering_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
                 "--to",
                 "kubernetes",
             ),
-            *("--dry-run", "--out", tmp_path / "out", *(word for one in FULL for word in ("--override", one))),
+            *("--dry-run", "--out", str(tmp_path / "out"), *(word for one in FULL for word in ("--override", one))),
         ],
         capture_output=True,
         text=True,

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_hosts import Hosts, hosts, why_not  # type: ignore[import-not-found]
-from launch_jobs import environ, plan_of  # type: ignore[import-not-found]
+from launch_hosts import Hosts, hosts, why_not
+from launch_jobs import environ, plan_of
 
 from windlass import demo
 from windlass.launch.submit import texts as render

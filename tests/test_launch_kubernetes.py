@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1Job
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
-from launch_jobs import FULL, SITE, example  # type: ignore[import-not-found]
+from launch_jobs import FULL, SITE, example
 
 from windlass.launch import kubernetes
 from windlass.launch.job import job_of, name_letters

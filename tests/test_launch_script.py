@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_jobs import (  # type: ignore[import-not-found]
+from launch_jobs import (
     calls,
     environ,
     example,

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from launch_jobs import EXAMPLES, SITE, environ, plan_of  # type: ignore[import-not-found]
+from launch_jobs import EXAMPLES, SITE, environ, plan_of
 from runai.models.distributed_creation_request import DistributedCreationRequest
 
 from windlass import demo

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_hosts import why_not  # type: ignore[import-not-found]
+from launch_hosts import why_not
 
 ROOT = Path(__file__).parent.parent
 BENCHMARK = ROOT / "benchmarks" / "layouts.py"

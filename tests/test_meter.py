@@ -23,7 +23,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from meter_script import Script  # type: ignore[import-not-found]
+from meter_script import Script
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from report_runs import PHASES, SPIKE, one_step, write  # type: ignore[import-not-found]
+from report_runs import PHASES, SPIKE, one_step, write
 from rich.console import Console
 
 from windlass.errors import UserError
@@ -31,7 +31,7 @@ OPTIONAL = ("plan.json", "load.json", "data.json", "manifest.json", "events.json
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("runs") / "m4")  # type: ignore[no-any-return]
+    return write(tmp_path_factory.mktemp("runs") / "m4")
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import PROGRAM, Chromium  # type: ignore[import-not-found]
-from report_runs import write  # type: ignore[import-not-found]
+from chromium import PROGRAM, Chromium
+from report_runs import write
 
 from windlass.observe import report
 

@@ -19,9 +19,9 @@ import kubernetes_validate
 import pytest
 import torch
 import yaml
-from chromium import PROGRAM, Chromium  # type: ignore[import-not-found]
-from launch_jobs import calls, environ, program  # type: ignore[import-not-found]
-from script_ranks import (  # type: ignore[import-not-found]
+from chromium import PROGRAM, Chromium
+from launch_jobs import calls, environ, program
+from script_ranks import (
     DEAF,
     DIVERGES,
     DIVERGES_SAVES,

@@ -1,0 +1,57 @@
+"""The interpreter that tests start processes with behaves like Python's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import warm
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os, sys; print(os.getcwd(), sys.argv, os.environ['MARK'], __name__, input())",
+        "import sys; sys.exit(7)",
+        "import sys; sys.exit('a message')",
+        "import os; os.kill(os.getpid(), 9)",
+        "import atexit; atexit.register(print, 'at exit'); print('first')",
+        "import sys, subprocess; sys.exit(subprocess.run([sys.executable, '-c', 'raise SystemExit(3)']).returncode)",
+        "1 / 0",
+    ],
+)
+def test_a_program_ends_as_under_a_cold_interpreter(code: str, tmp_path: Path) -> None:
+    warmed, cold = (
+        subprocess.run(
+            [python, "-c", code, "argument"],
+            cwd=tmp_path,
+            env={**os.environ, "MARK": "mark"},
+            input="typed\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        for python in (warm.python(), sys.executable)
+    )
+    assert (warmed.returncode, warmed.stdout) == (cold.returncode, cold.stdout)
+    assert warmed.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:]
+
+
+def test_signals_reach_the_program_and_killing_the_client_ends_it() -> None:
+    wait = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen([warm.python(), "-c", wait], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            pid = int(process.stdout.readline())
+            process.send_signal(number)
+            assert process.wait(60) == -number
+            until = time.monotonic() + 60
+            while Path(f"/proc/{pid}").exists():
+                assert time.monotonic() < until, "the program outlived its client"
+                time.sleep(0.02)
