@@ -147,12 +147,12 @@ def main() -> None:
         print(json.dumps(measure(asked.one, asked.file, asked.tokenizer, asked.packing)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        from windlass import twin
+        from windlass import tiny
 
         rows = asked.file or Path(folder) / "rows.jsonl"
         if not asked.file:
             write_rows(rows, asked.copies)
-        tokenizer = asked.tokenizer or twin.write_tokenizer(Path(folder) / "tokenizer", vocab=4096)
+        tokenizer = asked.tokenizer or tiny.write_tokenizer(Path(folder) / "tokenizer", vocab=4096)
         with rows.open("rb") as file:
             count = sum(1 for _ in file)
         found = [apart(way, rows, tokenizer, packing) for packing in (False, True) for way in WAYS]

@@ -4,7 +4,7 @@
     python benchmarks/first_step.py --imports   what importing the training libraries takes, by package
 
 Ranks say what they are doing as in every run, for the message should one be killed; here the moments of that are kept.
-Looked for every 5 ms. The model is a twin of a few MB, so "load" is what loading costs beside reading.
+Looked for every 5 ms. The model is a tiny replica of a few MB, so "load" is what loading costs beside reading.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OFTEN = 0.005
 
 def prepare(folder: Path) -> None:
     """A small model and some text, made in a process of its own: this one imports nothing that it times."""
-    script = "import sys; from pathlib import Path; from windlass import twin; twin.write(Path(sys.argv[1]) / 'model')"
+    script = "import sys; from pathlib import Path; from windlass import tiny; tiny.write(Path(sys.argv[1]) / 'model')"
     subprocess.run([sys.executable, "-c", script, str(folder)], check=True, capture_output=True, timeout=300)
     row = json.dumps({"text": "The anchor came up slowly, and the crew leaned on the bars of the windlass. " * 3})
     (folder / "rows.jsonl").write_text(f"{row}\n" * 2000)

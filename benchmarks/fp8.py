@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass import twin
+from windlass import tiny
 from windlass.model import read_checkpoint
 from windlass.model.targets import resolve
 from windlass.plan.layout import Layout
@@ -67,7 +67,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         sizes = {"hidden": asked.hidden, "layers": asked.layers, "experts": asked.experts}
-        twin.write(Path(directory), heads=8, moe_intermediate=asked.hidden // 2, tokenizer=False, **sizes)
+        tiny.write(Path(directory), heads=8, moe_intermediate=asked.hidden // 2, tokenizer=False, **sizes)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(

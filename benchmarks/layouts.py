@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from launch_hosts import Hosts, hosts, why_not
 
 from windlass import plan as planning
-from windlass import runfile, twin
+from windlass import runfile, tiny
 from windlass.observe import steps
 from windlass.plan import Plan
 from windlass.plan.layout import Layout
@@ -112,7 +112,7 @@ class Outcome:
 def make(folder: Path) -> None:
     """A model whose experts are most of it, in FP8 as published, and rows that are all full."""
     sizes = {"hidden": 128, "layers": 3, "heads": 4, "experts": 16, "top_k": 2, "moe_intermediate": 128, "vocab": 1024}
-    twin.write(folder / "model", "mistral4", config={"initializer_range": 0.1}, **sizes)  # type: ignore[arg-type]
+    tiny.write(folder / "model", "mistral4", config={"initializer_range": 0.1}, **sizes)  # type: ignore[arg-type]
     words = ("anchor", "heavy", "crew", "small", "turn", "windlass", "slowly", "chain", "deck", "rope", "tide")
     rows = (" ".join(words[(i * j) % len(words)] for j in range(1, 1600)) for i in range(1, 65))
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))

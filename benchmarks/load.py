@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from windlass import twin
+from windlass import tiny
 from windlass.model import read_checkpoint
 from windlass.plan.layout import Layout
 from windlass.train import shard
@@ -62,7 +62,7 @@ def write(directory: Path, gib: float) -> Path:
     """A mixture of experts in the published layout: 16 experts of 3 x 1024 x 1024 a layer, 50 MB of them."""
     sizes: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024}
     layers = max(1, round(gib * GIB / (17 * 3 * 1024**2)))
-    return twin.write(directory, layers=layers, files=4, tokenizer=False, **sizes)
+    return tiny.write(directory, layers=layers, files=4, tokenizer=False, **sizes)
 
 
 def forget(checkpoint: Path) -> None:

@@ -30,7 +30,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModM
 from trl.trainer.utils import add_fused_lm_head
 
 from windlass import model as weights
-from windlass import twin
+from windlass import tiny
 from windlass.hardware import Machine, fabric, gpu
 from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Work, activations, cost
@@ -179,7 +179,7 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        folder = twin.write(Path(name), "mistral4", tokenizer=False, config=LATENT, **SIZES)  # type: ignore[arg-type]
+        folder = tiny.write(Path(name), "mistral4", tokenizer=False, config=LATENT, **SIZES)  # type: ignore[arg-type]
         for case in (case for case in CASES if options.only in case):
             row = launch(case, folder)
             rows.append(row)

@@ -33,12 +33,12 @@ def train(folder: Path, count: int, debug_freq: int) -> list[dict[str, Any]]:
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    from windlass import twin
+    from windlass import tiny
     from windlass.observe import steps
     from windlass.observe.meter import LLMStepProfiler
 
     transformers.logging.set_verbosity_error()
-    model = twin.write(folder / "model", wrapper=False, quantization="none", dtype="float32", hidden=256, layers=4)
+    model = tiny.write(folder / "model", wrapper=False, quantization="none", dtype="float32", hidden=256, layers=4)
     arguments = SFTConfig(
         output_dir=str(folder / "run"),
         max_steps=count,

@@ -201,7 +201,7 @@ class Trainee:
         self.vocabulary = built.work.checkpoint.dims["vocab"]
 
     def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:
-        """As windlass.data.batch lays packed rows out where a mask keeps documents apart: positions begin anew."""
+        """As windlass.data.collate lays packed rows out where a mask keeps documents apart: positions begin anew."""
         dice = torch.Generator().manual_seed(cell.tokens)
         shape = cell.tokens // cell.length, cell.length
         rows = torch.randint(self.vocabulary, shape, generator=dice).to(self.device)

@@ -36,9 +36,9 @@ ENGINES = {
 
 
 def model_of(folder: Path, sizes: argparse.Namespace) -> Path:
-    from windlass import twin
+    from windlass import tiny
 
-    return twin.write(
+    return tiny.write(
         folder,
         quantization="none",
         wrapper=False,

@@ -31,7 +31,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from windlass import twin
+from windlass import tiny
 from windlass.data.order import shuffled
 from windlass.data.prepare import Prepared, prepare
 from windlass.runfile import RunFile
@@ -123,7 +123,7 @@ def main() -> None:
         rows = asked.file or folder / "rows.txt"
         if not asked.file:
             wikitext_like(rows, asked.rows)
-        tokenizer = AutoTokenizer.from_pretrained(twin.write_tokenizer(folder / "tokenizer", vocab=VOCABULARY))
+        tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(folder / "tokenizer", vocab=VOCABULARY))
         sets = {packing: prepared(rows, tokenizer, folder, packing) for packing in (False, True)}
         found = {
             way: measure(sets[packed], batch, grouped, packed, asked.seconds)

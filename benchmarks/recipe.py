@@ -96,9 +96,9 @@ def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
     """Model, rows and held-out rows, the same for all; returns the tokens of all rows."""
     from transformers import AutoTokenizer
 
-    from windlass import twin
+    from windlass import tiny
 
-    twin.write(
+    tiny.write(
         folder / "model",
         "qwen3_moe",
         quantization="none",

@@ -2,7 +2,7 @@
 
     python benchmarks/rounding.py [--run RUN_DIR]
 
-The model is a twin of Mistral 4, wide enough that an output adds up a thousand weights. Judged are logits on the
+The model is a small Mistral 4, wide enough that an output adds up a thousand weights. Judged are logits on the
 run's own rows, in float32: merged against base + adapter, for the adapter as trained and for a weaker one.
 """
 
@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from windlass import demo, twin
+from windlass import demo, tiny
 from windlass.export import logits, recipe, update, values, write
 from windlass.export.choose import base_of, choose
 from windlass.model import read_checkpoint
@@ -54,7 +54,7 @@ def main() -> None:
 def train(folder: Path) -> Path:
     run_file = demo.make(folder)
     shutil.rmtree(folder / "model")
-    twin.write(
+    tiny.write(
         folder / "model", hidden=1024, layers=2, heads=8, experts=4, moe_intermediate=512, vocab=1024, config=WIDE
     )
     text = run_file.read_text()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import read_checkpoint
 from windlass.plan.layout import Layout
@@ -99,7 +99,7 @@ def dequantise(directory: Path, target: Path, dtype: torch.dtype) -> Path:
 def truth(directory: Path, dtype: torch.dtype) -> Any:
     """The true model, loaded by transformers alone, whole."""
     family = json.loads((directory / "config.json").read_text())["model_type"]
-    model_class = getattr(transformers, f"{twin.CLASSES[family]}ForCausalLM")
+    model_class = getattr(transformers, f"{tiny.CLASSES[family]}ForCausalLM")
     model, info = model_class.from_pretrained(directory, dtype=dtype, key_mapping=PREFIXES, output_loading_info=True)
     assert not any(info.values()), info
     return model

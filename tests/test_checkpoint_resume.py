@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import SAVED
 from windlass.train import checkpoint
 
@@ -127,7 +127,7 @@ ONE: dict[str, Case] = {
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    twin.write(folder / "model", experts=4)
+    tiny.write(folder / "model", experts=4)
     (folder / "data").mkdir()
     chance = random.Random(0)
     for split, count in (("train", 47), ("validation", 9)):  # 47: the last step of an epoch is a row short

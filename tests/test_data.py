@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from windlass import twin
+from windlass import tiny
 from windlass.data.chat import Chat, conversation
 from windlass.data.prepare import Prepared, prepare
 from windlass.data.show import render
@@ -25,7 +25,7 @@ PARAGRAPHS = [part for name in sorted(topics) for part in topics[name].split("\n
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    folder = twin.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=600)
+    folder = tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=600)
     return AutoTokenizer.from_pretrained(folder)
 
 

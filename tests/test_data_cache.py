@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from windlass import twin
+from windlass import tiny
 from windlass.data.cache import SEAL, made_once
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import UserError
@@ -55,7 +55,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(twin.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=400))
+    return AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=400))
 
 
 @pytest.fixture

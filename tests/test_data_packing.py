@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoTokenizer,
@@ -24,8 +24,8 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from windlass import twin
-from windlass.data.batch import Apart
+from windlass import tiny
+from windlass.data.collate import PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
 from windlass.data.order import length_grouped
 from windlass.data.pack import pack
 from windlass.data.prepare import Prepared, prepare
@@ -39,7 +39,7 @@ VOCABULARY = 600
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(twin.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=VOCABULARY))
+    return AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=VOCABULARY))
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +113,34 @@ def small_model(family: str, attention: str) -> Any:
 
 def laid(rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
     """End to end in one row, or one below the other and the shorter filled up."""
-    collate = Apart(7) if form == "apart" else DataCollatorForLanguageModeling(pad_token_id=7, padding_free=True)
+    collate = (
+        PaddedPackingCollator(7)
+        if form == "apart"
+        else DataCollatorForLanguageModeling(pad_token_id=7, padding_free=True)
+    )
     made: dict[str, Any] = collate(rows)
     return made
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4), st.booleans())
+def test_batches_are_those_of_trl(documents: list[list[int]], masked: bool) -> None:
+    """TRL's collator is the oracle, on rows with and without packed documents and labels."""
+    packed = [{"input_ids": [*range(10, 10 + sum(lengths))], "seq_lengths": lengths} for lengths in documents]
+    plain = [{"input_ids": row["input_ids"]} for row in packed]
+    for rows in (packed, plain):
+        if masked:
+            rows = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in rows]
+        for ours, padding_free in ((PaddedCollator(7), False), (PaddingFreeCollator(), True)):
+            batch = ours(rows)
+            expected = DataCollatorForLanguageModeling(pad_token_id=7, padding_free=padding_free)(rows)
+            assert batch.keys() == expected.keys()
+            for name, value in expected.items():
+                if isinstance(value, torch.Tensor):
+                    assert batch[name].dtype == value.dtype, name
+                    assert batch[name].tolist() == value.tolist(), name
+                else:
+                    assert batch[name] == value, name
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral4"])

@@ -19,7 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import UserError
 from windlass.export import Names, export, logits, served
 from windlass.export.choose import base_of, choose
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def make(folder: Path, name: str) -> Path:
     """A base and an adapter that PEFT itself attached and saved, its factors far from zero."""
     options, config = CASES[name]
-    twin.write(folder / "base", **options)
+    tiny.write(folder / "base", **options)
     model = peft_model(folder / "base", config)
     model.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
     return folder

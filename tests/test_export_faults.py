@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from windlass import cli, twin
+from windlass import cli, tiny
 from windlass.errors import RunError, UserError
 from windlass.export import export
 from windlass.model import Stored, read_checkpoint
@@ -207,7 +207,7 @@ def test_a_tokenizer_of_another_model(made: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["--adapter", "--merge"])
 @pytest.mark.parametrize("other", [{"hidden": 96}, {"layers": 1}, {"family": "mistral"}])
 def test_an_adapter_of_another_model(made: Path, tmp_path: Path, kind: str, other: dict[str, Any]) -> None:
-    twin.write(tmp_path / "other", tokenizer=False, **other)
+    tiny.write(tmp_path / "other", tokenizer=False, **other)
     with pytest.raises(UserError, match="not fit this model"):
         export(
             made / "adapter",
@@ -263,7 +263,7 @@ def test_one_half_of_a_pair_is_refused(made: Path, tmp_path: Path) -> None:
 
 
 def test_dtypes_that_can_not_be(made: Path, tmp_path: Path) -> None:
-    twin.write(tmp_path / "plain", "mistral4", quantization="none", tokenizer=False)
+    tiny.write(tmp_path / "plain", "mistral4", quantization="none", tokenizer=False)
     names = test_export.Names(str(tmp_path / "plain"))
     with pytest.raises(UserError, match="is not quantised"):
         export(made / "adapter", tmp_path / "out", merge=True, dtype="fp8", names=names, say=test_export.silent)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import Checkpoint, read_checkpoint
 from windlass.model.targets import resolve
@@ -290,7 +290,7 @@ def test_the_kernel_computes_torchs_bits(script: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return read_checkpoint(twin.write(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
+    return read_checkpoint(tiny.write(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
 
 
 def adapted(checkpoint: Checkpoint, base_dtype: str, **said: object) -> dict[str, Tensor]:

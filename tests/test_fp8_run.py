@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from windlass import twin
+from windlass import tiny
 from windlass.train.again import again
 
 test_train = importlib.import_module("test_train")  # beside this file: its run file, and how ranks are started
@@ -72,7 +72,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def runs(folder: Path, wanted: dict[str, dict[str, Any]]) -> Any:
     for name, options in MODELS.items():
-        twin.write(folder / name, **options)
+        tiny.write(folder / name, **options)
     (folder / "data").mkdir()
     chance, words = random.Random(0), test_train.WORDS.split()
     rows = [" ".join(chance.choices(words, k=chance.randint(3, 12))) for _ in range(240)]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import RunError, UserError
 from windlass.model import Checkpoint, Parameter, read_checkpoint
 from windlass.plan.layout import Layout
@@ -41,10 +41,10 @@ MIB = 2**20
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     for name, options in load_ranks.CHECKPOINTS.items():
-        twin.write(directory / name, tokenizer=False, **options)
+        tiny.write(directory / name, tokenizer=False, **options)
         load_ranks.dequantise(directory / name, directory / f"{name}-true", load_ranks.DTYPE.get(name, torch.bfloat16))
     large: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024, "layers": 6}
-    twin.write(directory / "large", tokenizer=False, **large)
+    tiny.write(directory / "large", tokenizer=False, **large)
     return directory
 
 

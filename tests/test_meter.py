@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from windlass import twin
+from windlass import tiny
 from windlass.observe import steps
 from windlass.observe.meter import LLMStepProfiler, batch, clock, experts, host, nvml, nvml_gpu_stats, print_hw_summary
 from windlass.observe.meter.flops import count
@@ -57,7 +57,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return twin.write(tmp_path_factory.mktemp("model"), wrapper=False, quantization="none", dtype="float32")
+    return tiny.write(tmp_path_factory.mktemp("model"), wrapper=False, quantization="none", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +236,8 @@ def test_what_holds_for_the_run_is_written_once(trained: Trained) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral4", "mixtral"])
 def test_flops_are_what_torch_counts(family: str, tmp_path: Path) -> None:
-    model = getattr(transformers, f"{twin.CLASSES[family]}ForCausalLM").from_pretrained(
-        twin.write(tmp_path, family, wrapper=False, quantization="none", dtype="float32", tokenizer=False),
+    model = getattr(transformers, f"{tiny.CLASSES[family]}ForCausalLM").from_pretrained(
+        tiny.write(tmp_path, family, wrapper=False, quantization="none", dtype="float32", tokenizer=False),
         attn_implementation="eager",
         experts_implementation="eager",
     )

@@ -19,7 +19,7 @@ import typer
 import yaml
 from safetensors.torch import load_file, save_file
 
-from windlass import demo, twin
+from windlass import demo, tiny
 from windlass import model as weights
 from windlass import plan as planning
 from windlass.cli import app
@@ -213,7 +213,7 @@ def test_the_run_in_small_is_planned_as_the_run_is(name: str, tmp_path: Path) ->
     own = planning.make(loaded)
     here, _ = spread(own.as_dict()["layout"], Here((), 2, 24, None))
     sizes = shrunk(own.checkpoint, experts_over=here.expert_parallel, vocab=None)
-    twin.of(own.checkpoint, sizes, tmp_path / "model")
+    tiny.write_like(own.checkpoint, sizes, tmp_path / "model")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text('{"text": "some words of a row"}\n' * 40)
     made = material(model=tmp_path / "model", data=tmp_path / "data")
@@ -275,7 +275,7 @@ def copied(user: Path, tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_without_a_shard_is_caught(user: Path, tmp_path: Path) -> None:
-    twin.write(tmp_path / "model", files=3)
+    tiny.write(tmp_path / "model", files=3)
     (tmp_path / "model" / "model-00002-of-00003.safetensors").unlink()
     record = rehearsed(user, f"model.model_name_or_path={tmp_path / 'model'}")
     caught(record, "plan", "names 1 of 3 files that are not there", 2)
@@ -373,7 +373,7 @@ def test_an_answer_behind_a_long_prompt_keeps_its_place(user: Path, tmp_path: Pa
 
 
 def test_a_vocabulary_that_is_too_small_is_caught(user: Path, copied: Path, tmp_path: Path) -> None:
-    twin.write_tokenizer(copied, 2048)
+    tiny.write_tokenizer(copied, 2048)
     with pytest.raises(UserError, match="the model's vocabulary ends at 1023"):
         make_data(user, tmp_path, f"model.model_name_or_path={copied}", f"data.dataset_name_or_path={user.parent}/data",
                   "data.messages_field=null")  # fmt: skip
@@ -504,15 +504,15 @@ def test_every_known_model_has_a_small_config_of_its_kind(name: str) -> None:
 
 def test_the_twin_of_a_checkpoint_spells_names_as_it_does(tmp_path: Path) -> None:
     """Converters write a wrapper's names in two ways."""
-    twin.write(tmp_path / "one", files=1, tokenizer=False)
+    tiny.write(tmp_path / "one", files=1, tokenizer=False)
     tensors = load_file(tmp_path / "one" / "model.safetensors")
     renamed = {}
     for key, tensor in tensors.items():
-        ours = next((pair for pair in twin.NESTED if key.startswith(pair[0])), None)
+        ours = next((pair for pair in tiny.NESTED if key.startswith(pair[0])), None)
         renamed[key.replace(ours[0], ours[1], 1) if ours else key] = tensor
     save_file(renamed, tmp_path / "one" / "model.safetensors", metadata={"format": "pt"})
     checkpoint = weights.read_checkpoint(tmp_path / "one")
-    twin.of(checkpoint, shrunk(checkpoint, experts_over=2, vocab=None), tmp_path / "other")
+    tiny.write_like(checkpoint, shrunk(checkpoint, experts_over=2, vocab=None), tmp_path / "other")
     other = weights.read_checkpoint(tmp_path / "other")
     keys = [{p.pieces[0].stored.key for p in each.parameters if ".layers.1." in p.name} for each in (checkpoint, other)]
     assert keys[0] == keys[1]

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import SAVED
 from windlass.train import checkpoint
 from windlass.train.loop import Loop
@@ -216,7 +216,7 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in the published layout (wrapper, FP8), rows of very different lengths, and the run file."""
     folder = tmp_path_factory.mktemp("train")
-    twin.write(folder / "model", experts=4)
+    tiny.write(folder / "model", experts=4)
     (folder / "data").mkdir()
     chance = random.Random(0)
     rows = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12))) for _ in range(240)]
@@ -436,7 +436,7 @@ def test_the_loss_of_a_micro_batch_is_trls(tmp_path: Path, smoothing: float) -> 
         args=settings,
         train_dataset=Dataset.from_list(rows),
         data_collator=DataCollatorForLanguageModeling(pad_token_id=0),
-        processing_class=AutoTokenizer.from_pretrained(twin.write_tokenizer(tmp_path / "tokenizer", vocab=300)),
+        processing_class=AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=300)),
     )
     made.current_gradient_accumulation_steps, made.replicas = 2, SimpleNamespace(world=1)
     made.model.train()

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from windlass import plan as planning
-from windlass import runfile, train, twin
+from windlass import runfile, tiny, train
 from windlass.errors import UserError
 from windlass.launch.check import versions
 from windlass.launch.check.result import FAIL
@@ -462,7 +462,7 @@ LACKING = sorted(name for name in names.TRACKERS if names.absent_trackers(name))
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     assert len(LACKING) == 2, "nobody has all of them"
-    twin.write(tmp_path / "model", tokenizer=False)
+    tiny.write(tmp_path / "model", tokenizer=False)
     text = f"""
         model: {{model_name_or_path: {tmp_path}/model}}
         lora: {{target_modules: [o_proj]}}

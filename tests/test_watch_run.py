@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from windlass import twin
+from windlass import tiny
 from windlass.observe import steps
 from windlass.observe.watch.patrol import Patrol
 from windlass.runfile import Watch
@@ -105,7 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 def launched(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     """All of them one after the other in the same two processes."""
-    twin.write(folder / "model", experts=4)
+    tiny.write(folder / "model", experts=4)
     (folder / "data").mkdir()
     chance = random.Random(0)
     texts = [" ".join(chance.choices(WORDS.split(), k=chance.randint(8, 12))) for _ in range(400)]

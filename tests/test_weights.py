@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import Checkpoint, Piece, find, published, read_checkpoint
 from windlass.model.published import CONFIGS
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("layouts")
-    return {name: twin.write(root / name.replace(", ", "-"), tokenizer=False, **how) for name, how in LAYOUTS.items()}
+    return {name: tiny.write(root / name.replace(", ", "-"), tokenizer=False, **how) for name, how in LAYOUTS.items()}
 
 
 def model_of(checkpoint: Checkpoint) -> torch.nn.Module:
@@ -166,7 +166,7 @@ def test_experts_that_are_fused_on_disk_are_read_in_every_family(tmp_path: Path)
 
 
 def test_a_tied_head_that_is_stored_all_the_same_is_noted(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    folder = twin.write(tmp_path / "tied", "llama", tied=True, tokenizer=False)
+    folder = tiny.write(tmp_path / "tied", "llama", tied=True, tokenizer=False)
     stored = load_file(folder / "model.safetensors")
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, folder / "model.safetensors")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import read_checkpoint
 
@@ -26,9 +26,9 @@ EXPERTS = "language_model.model.layers.1.mlp.experts"
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("originals")
     return {
-        "single": twin.write(root / "single", tokenizer=False),
-        "sharded": twin.write(root / "sharded", tokenizer=False, files=3),
-        "mixtral": twin.write(root / "mixtral", "mixtral", tokenizer=False),
+        "single": tiny.write(root / "single", tokenizer=False),
+        "sharded": tiny.write(root / "sharded", tokenizer=False, files=3),
+        "mixtral": tiny.write(root / "mixtral", "mixtral", tokenizer=False),
     }
 
 

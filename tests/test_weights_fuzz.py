@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windlass import twin
+from windlass import tiny
 from windlass.errors import UserError
 from windlass.model.config import describe
 from windlass.model.headers import read_header
@@ -23,8 +23,8 @@ FILE, CONFIG = "model.safetensors", "config.json"
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("originals")
     return {
-        "single": twin.write(root / "single", tokenizer=False),
-        "mixtral": twin.write(root / "mixtral", "mixtral", tokenizer=False),
+        "single": tiny.write(root / "single", tokenizer=False),
+        "mixtral": tiny.write(root / "mixtral", "mixtral", tokenizer=False),
     }
 
 

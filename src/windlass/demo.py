@@ -54,7 +54,7 @@ cluster:
 
 def make(directory: Path) -> Path:
     """Write `model/`, `data/` and `run.yaml` into `directory`; returns the run file. Nothing there is overwritten."""
-    from windlass import twin
+    from windlass import tiny
 
     run = directory / "run.yaml"
     if run.exists():
@@ -63,7 +63,7 @@ def make(directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         # A wider start than usual, so that a random model is wrong enough for its loss to fall visibly.
         config = {"initializer_range": 0.2}
-        twin.write(directory / "model", "mistral4", hidden=128, layers=2, vocab=1024, config=config)
+        tiny.write(directory / "model", "mistral4", hidden=128, layers=2, vocab=1024, config=config)
         _write_data(directory / "data")
         run.write_text(
             RUN.format(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Audit = dict[str, Any]
 Lengths = npt.NDArray[np.int64]
 SAMPLES = 3
+# Ways to make batches of rows, as data.json names them.
+PACKED, PADDING_FREE, LENGTH_GROUPED = "packed", "padding-free", "padded in batches of like length"
 # Ways of batching are compared on so many documents at most: the shares move by less than a per mille beyond.
 BATCHED_DOCUMENTS = 200_000
 
@@ -75,7 +77,7 @@ def overlap(train: Documents, validation: Documents) -> Audit:
     return {"documents": shared, "share": shared / len(validation.hashes) if len(validation.hashes) else 0.0}
 
 
-def batching(lengths: Lengths, *, batch: int, max_length: int, packing: bool, grouped: bool, seed: int) -> Audit:
+def batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, seed: int) -> Audit:
     """Which share of the positions computed would hold a token, batched in each way; the configured one named."""
     if not len(lengths):
         return {}
@@ -87,11 +89,10 @@ def batching(lengths: Lengths, *, batch: int, max_length: int, packing: bool, gr
     ways = {
         "padded to max_length": (count, count * max_length),
         "padded in random batches": (count, padded(lengths[shuffled(count, seed, 0)], batch)),
-        "padded in batches of like length": (count, padded(lengths[length_grouped(lengths, batch, seed, 0)], batch)),
-        "padding-free": (count, tokens),
-        "packed": (packs, padded(np.full(packs, max_length), batch)),
+        LENGTH_GROUPED: (count, padded(lengths[length_grouped(lengths, batch, seed, 0)], batch)),
+        PADDING_FREE: (count, tokens),
+        PACKED: (packs, padded(np.full(packs, max_length), batch)),
     }
-    configured = "packed" if packing else "padded in batches of like length" if grouped else "padding-free"
     table = {
         way: {
             "rows": (scaled := round(rows * documents / count)),

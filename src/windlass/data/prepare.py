@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from windlass.data.collate import Collator
     from windlass.runfile import Data, RunFile
 
 Where = Callable[[str], str]
@@ -52,12 +53,25 @@ class Prepared:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     lengths: np.ndarray[Any, np.dtype[np.int64]] | None = None
     """Tokens of each row of `train`; None when it is streamed."""
+    batching: str = auditing.LENGTH_GROUPED
+    masked: bool = False
+    """Whether a mask has to separate packed documents: neither flash nor flex attention."""
+
+    def collator(self, pad_token_id: int) -> Collator:
+        """What makes a batch of rows of `train` or `validation`."""
+        from windlass.data import collate  # imports torch
+
+        if self.batching == auditing.PACKED and self.masked:
+            return collate.PaddedPackingCollator(pad_token_id)
+        if self.batching in (auditing.PACKED, auditing.PADDING_FREE):
+            return collate.PaddingFreeCollator()
+        return collate.PaddedCollator(pad_token_id)
 
     def order(self, *, seed: int, epoch: int, global_batch: int) -> Order:
         """The rows of `train` in the order of this epoch, the same for any number of ranks."""
         if self.lengths is None:
             raise ValueError("a streamed set has its own order")
-        if self.audit["batching"].get("configured") == "padded in batches of like length":
+        if self.batching == auditing.LENGTH_GROUPED:
             return length_grouped(self.lengths, global_batch, seed, epoch)
         return shuffled(len(self.lengths), seed, epoch)
 
@@ -106,10 +120,9 @@ def prepare(
     seed = run.train.order_seed
     batch = batch or run.train.least_batch
     taken = arguments(run, batch, bool(chosen.validation or chosen.fraction))
-    grouped = not (taken["packing"] or taken["padding_free"])
-    audit["batching"] = auditing.batching(
-        lengths, batch=batch, max_length=max_length, packing=bool(data.packing), grouped=grouped, seed=seed
-    )
+    flags = (("packing", auditing.PACKED), ("padding_free", auditing.PADDING_FREE))
+    way = next((name for flag, name in flags if taken[flag]), auditing.LENGTH_GROUPED)
+    audit["batching"] = auditing.batching(lengths, batch=batch, max_length=max_length, configured=way, seed=seed)
     audit["sampled_rows"] = STREAM_AUDIT_ROWS if data.streaming else None
     complete(audit, chosen, shape, key, max_length, bool(data.packing))
     audited(audit)
@@ -119,9 +132,10 @@ def prepare(
     if data.streaming:
         packed_to = max_length if data.packing else None
         stream = endless(lambda: rows(chosen.source, chosen.train), shape, tokenizer, max_length, packed_to, seed)
-        return Prepared(stream, validation, audit, key, taken)
+        return Prepared(stream, validation, audit, key, taken, batching=way, masked=run.masked)
     train = store.load(folder / "train.arrow")
-    return Prepared(train, validation, audit, key, taken, np.load(folder / "train.rows.npy"))
+    per_row = np.load(folder / "train.rows.npy")
+    return Prepared(train, validation, audit, key, taken, per_row, batching=way, masked=run.masked)
 
 
 def unvalidated(run: RunFile, chosen: Chosen, where: Where) -> list[Problem]:

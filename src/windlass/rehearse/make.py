@@ -49,12 +49,12 @@ def tokenizer_of(checkpoint: Checkpoint, loaded: Loaded, model: Path) -> tuple[A
     """The model's own, copied beside the twin; where there is none on this machine the stand-in, stated."""
     from transformers import AutoTokenizer
 
-    from windlass import twin
+    from windlass import tiny
 
     model.mkdir(parents=True, exist_ok=True)
     stand_in = None
     if checkpoint.path is None:
-        twin.write_tokenizer(model, STAND_IN_VOCAB)
+        tiny.write_tokenizer(model, STAND_IN_VOCAB)
         stand_in = (
             "tokenizer and chat template: the model's folder is not on this machine; "
             f"{STAND_IN_VOCAB} tokens in Mistral's format stand in",
@@ -68,11 +68,11 @@ def tokenizer_of(checkpoint: Checkpoint, loaded: Loaded, model: Path) -> tuple[A
 
 def made(checkpoint: Checkpoint, model: Path, experts_over: int, *, own: bool) -> dict[str, Any]:
     """The twin on disk, and what it is."""
-    from windlass import twin
+    from windlass import tiny
     from windlass.model import read_checkpoint
 
     sizes = shrunk(checkpoint, experts_over=experts_over, vocab=checkpoint.dims["vocab"] if own else None)
-    small = read_checkpoint(twin.of(checkpoint, sizes, model))
+    small = read_checkpoint(tiny.write_like(checkpoint, sizes, model))
     kept = ["class", "wrapper", "quantisation"]
     differing = [
         name

@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.model import Checkpoint
 
-# Ids of the stand-in tokenizer, which has Mistral's order: twin.SPECIAL.
+# Ids of the stand-in tokenizer, which has Mistral's order: tiny.SPECIAL.
 STAND_IN_IDS = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
 STAND_IN_VOCAB = 1024
 WIDTH, WIDTH_OF_BLOCKS = 64, 256  # FP8 with a scale a block: two blocks in each direction

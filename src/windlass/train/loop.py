@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from windlass.data.batch import Apart
+from windlass.data.collate import PaddedPackingCollator
 from windlass.errors import RunError
 from windlass.observe.meter import LLMStepProfiler
 from windlass.observe.meter.batch import counts
@@ -84,7 +84,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(**trainer)
         collator = self.data_collator  # type: ignore[has-type]
-        self.data_collator = Rows(Apart(collator.pad_token_id) if rows_apart else collator)
+        self.data_collator = Rows(PaddedPackingCollator(collator.pad_token_id) if rows_apart else collator)
         self.replicas = replicas
         self.liveness = liveness
         self.order = order

@@ -1,7 +1,7 @@
-"""A small real checkpoint in a model's published layout, made in code: for the demo, the rehearsal and the tests.
+"""Tiny replicas of models in their published layout, with random weights: for the demo, the rehearsal and tests.
 
-The model classes, the key names on disk and the file format are the libraries' own; only the sizes are small
-and the weights random. So what opens a twin opens the model it stands for.
+Model classes, key names on disk and file format are the libraries' own; only the sizes are small. So what opens a
+replica opens the model it stands for.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def write(
     decoys: the publisher's own format beside it. config: further entries of the text model's config.
     """
     if family not in FAMILIES:
-        raise ValueError(f"no twin of {family!r}: one of {', '.join(FAMILIES)}")
+        raise ValueError(f"no tiny model of {family!r}: one of {', '.join(FAMILIES)}")
     wrapped = family == "mistral4" if wrapper is None else wrapper
     scheme = quantization or ("tensor" if family == "mistral4" else "none")
     sizes = {
@@ -118,8 +118,10 @@ def write(
     return directory
 
 
-def of(checkpoint: Checkpoint, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0) -> Path:
-    """The twin of this very checkpoint: its class, wrapper, quantisation and names on disk. No tokenizer is written.
+def write_like(
+    checkpoint: Checkpoint, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0
+) -> Path:
+    """A tiny replica of this very checkpoint: its class, wrapper, quantisation, names on disk. No tokenizer.
 
     sizes: the text model's config.json, with other numbers.
     """

@@ -1,4 +1,4 @@
-"""The twin is what it stands for: the libraries open it, and its layout on disk is the published one."""
+"""A tiny model is what it stands for: the libraries open it, and its layout on disk is the published one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from windlass import twin
+from windlass import tiny
 
 
 def header(file: Path) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def keys(directory: Path) -> dict[str, Any]:
 
 
 def test_mistral4_lies_as_published(tmp_path: Path) -> None:
-    stored = keys(twin.write(tmp_path, layers=1, decoys=True))
+    stored = keys(tiny.write(tmp_path, layers=1, decoys=True))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Mistral3ForConditionalGeneration"]
     assert config["text_config"]["model_type"] == "mistral4"
@@ -56,11 +56,11 @@ def test_mistral4_lies_as_published(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_is_not_stored(tmp_path: Path) -> None:
-    assert not [key for key in keys(twin.write(tmp_path, tied=True, tokenizer=False)) if "lm_head" in key]
+    assert not [key for key in keys(tiny.write(tmp_path, tied=True, tokenizer=False)) if "lm_head" in key]
 
 
 def test_the_index_names_every_key_once(tmp_path: Path) -> None:
-    twin.write(tmp_path, files=3, tokenizer=False)
+    tiny.write(tmp_path, files=3, tokenizer=False)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == keys(tmp_path).keys()
     assert len(set(index.values())) == 3
@@ -68,17 +68,17 @@ def test_the_index_names_every_key_once(tmp_path: Path) -> None:
 
 
 def test_mixtral_experts_are_stored_one_by_one(tmp_path: Path) -> None:
-    stored = keys(twin.write(tmp_path, "mixtral", experts=4, tokenizer=False))
+    stored = keys(tiny.write(tmp_path, "mixtral", experts=4, tokenizer=False))
     assert [stored[f"model.layers.1.block_sparse_moe.experts.{i}.w1.weight"]["shape"] for i in range(4)] == [
         [32, 64]
     ] * 4
 
 
-@pytest.mark.parametrize("family", twin.FAMILIES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_plain_twins_open_with_nothing_missing(tmp_path: Path, family: str) -> None:
     import transformers
 
-    twin.write(tmp_path, family, wrapper=False, quantization="none", tokenizer=False)
+    tiny.write(tmp_path, family, wrapper=False, quantization="none", tokenizer=False)
     (architecture,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
     model, info = getattr(transformers, architecture).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
@@ -87,7 +87,7 @@ def test_plain_twins_open_with_nothing_missing(tmp_path: Path, family: str) -> N
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
     first, again, other = (
-        twin.write(tmp_path / str(i), tokenizer=False, seed=seed) for i, seed in enumerate([1, 1, 2])
+        tiny.write(tmp_path / str(i), tokenizer=False, seed=seed) for i, seed in enumerate([1, 1, 2])
     )
     content = [(directory / "model.safetensors").read_bytes() for directory in (first, again, other)]
     assert content[0] == content[1] != content[2]
@@ -97,7 +97,7 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
 def test_codes_times_scales_are_the_weights(scheme: str) -> None:
     torch.manual_seed(0)
     for weight in (torch.randn(200, 300), torch.randn(3, 130, 70) * torch.tensor([1e-3, 1.0, 50.0])[:, None, None]):
-        code, scale = twin._to_fp8(weight, scheme)
+        code, scale = tiny._to_fp8(weight, scheme)
         spread = scale.float()
         if scheme == "block128":
             spread = spread.repeat_interleave(128, -2).repeat_interleave(128, -1)
@@ -110,7 +110,7 @@ def test_codes_times_scales_are_the_weights(scheme: str) -> None:
 def test_the_tokenizer_opens_beside_the_publishers_own(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    twin.write(tmp_path, decoys=True)
+    tiny.write(tmp_path, decoys=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "The with statement, naïvely — x[0] += 1"
     tokens = tokenizer(text)["input_ids"]
@@ -126,5 +126,5 @@ def test_the_tokenizer_opens_beside_the_publishers_own(tmp_path: Path) -> None:
 
 
 def test_a_family_without_a_twin_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no twin of 'bert'"):
-        twin.write(tmp_path, "bert")
+    with pytest.raises(ValueError, match="no tiny model of 'bert'"):
+        tiny.write(tmp_path, "bert")
