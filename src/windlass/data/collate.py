@@ -80,7 +80,7 @@ class PaddedPackingCollator:
 
 
 def _labels(row: Row) -> Sequence[int]:
-    labels: Sequence[int] = row.get("labels", row["input_ids"])
+    labels: Sequence[int] = row["labels"] if "labels" in row else row["input_ids"]
     return labels
 
 
