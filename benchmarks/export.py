@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from windlass.model import Checkpoint, read_checkpoint
-from windlass.model.config import describe, parameters
+from windlass.model import Base, read_base
+from windlass.model.config import describe, list_parameters
 from windlass.train.load import peak_rss, reset_peak_rss
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def write(folder: Path, gib: float, shard_gib: float) -> int:
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    for parameter in parameters(describe(config, "benchmark"), tied=False):
+    for parameter in list_parameters(describe(config, "benchmark"), tied=False):
         tensor = (torch.randn(parameter.shape) * 0.02).bfloat16()
         if filled + tensor.nbytes > shard_gib * GIB:
             close()
@@ -101,7 +101,7 @@ def write(folder: Path, gib: float, shard_gib: float) -> int:
 def _write_adapter(adapter: Path, base: Path) -> None:
     adapter.mkdir()
     factors = {}
-    for parameter in read_checkpoint(base).parameters:
+    for parameter in read_base(base).parameters:
         if parameter.name.split(".")[-2] in LINEAR:
             outputs, inputs = parameter.shape
             key = f"base_model.model.{parameter.name.removesuffix('.weight')}"
@@ -170,7 +170,7 @@ def with_windlass(folder: Path, workers: int, *, proven: bool) -> None:
     from windlass.export.proof import prove
 
     chosen, to = choose(folder / "adapter"), folder / "out"
-    checkpoint: Checkpoint = base_of(chosen, None)
+    checkpoint: Base = base_of(chosen, None)
     updates = update.read(chosen, checkpoint)
     made = recipe.make(checkpoint, updates, to, recipe.OWN)
     write.begin(to, made, checkpoint, chosen.weights)

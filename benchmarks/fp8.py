@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import tiny
-from windlass.model import read_checkpoint
+from windlass.model import read_base
 from windlass.model.targets import resolve
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
@@ -85,7 +85,7 @@ def run_rank(asked: argparse.Namespace) -> None:
     """All four models in one rank, turn and turn about."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    checkpoint = read_checkpoint(asked.checkpoint)
+    checkpoint = read_base(asked.checkpoint)
     lora = Lora.model_validate({"r": 16, "lora_dropout": 0, "target_modules": "all-linear"})
     adapter = resolve(lora, checkpoint, lambda key: key)
     models, found = {}, {}

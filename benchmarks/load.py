@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from windlass import tiny
-from windlass.model import read_checkpoint
+from windlass.model import read_base
 from windlass.plan.layout import Layout
 from windlass.train import shard
 from windlass.train.load import load, own_part, peak_rss, read_all, reset_peak_rss, unique_tensors
@@ -113,14 +113,14 @@ def run_rank(way: str, path: Path) -> None:
 
 def own(path: Path, layout: Layout) -> tuple[int, int]:
     """The certified loader. Returns bytes read by this rank and received from others."""
-    _, made = load(read_checkpoint(path), layout)
+    _, made = load(read_base(path), layout)
     return int(made.ranks[dist.get_rank()]["bytes_read"]), 0
 
 
 @torch.no_grad()
 def broadcast(path: Path, layout: Layout) -> tuple[int, int]:
     """What `fsdp_cpu_ram_efficient_loading` stands for: the whole model on rank 0, sent tensor by tensor."""
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_base(path)
     model = shard.build(checkpoint, layout, torch.bfloat16)
     shard.allocate(model, layout)
     targets = unique_tensors(model)

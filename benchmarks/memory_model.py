@@ -39,7 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trl.trainer.utils import add_fused_lm_head
 
 from windlass.hardware import Machine, fabric, gpu
-from windlass.model import Checkpoint, Parameter
+from windlass.model import Base, Parameter
 from windlass.model.family import Family
 from windlass.model.targets import Adapter
 from windlass.plan.cost import Batch, Work, cost
@@ -190,7 +190,7 @@ def part(name: str, shape: tuple[int, ...]) -> str:
     return "mlp" if len(shape) > 1 else "norm"
 
 
-def checkpoint(model: Any) -> Checkpoint:
+def checkpoint(model: Any) -> Base:
     """What the headers would say of this model."""
     config = model.config
     dims = {"heads": config.num_attention_heads, "top_k": getattr(config, "num_experts_per_tok", None) or 0}
@@ -198,7 +198,7 @@ def checkpoint(model: Any) -> Checkpoint:
     parameters = tuple(
         Parameter(name, tuple(p.shape), part(name, tuple(p.shape))) for name, p in model.named_parameters()
     )
-    return Checkpoint(config.model_type, None, family, {}, dims, parameters)
+    return Base(config.model_type, None, family, {}, dims, parameters)
 
 
 def build(case: Case) -> Any:
@@ -326,7 +326,7 @@ def documents(case: Case, rows: int) -> torch.Tensor:
     return (torch.arange(case.length) % (case.length // 8)).expand(rows, -1)
 
 
-def work(case: Case, found: Checkpoint, adapter: Adapter) -> Work:
+def work(case: Case, found: Base, adapter: Adapter) -> Work:
     h200 = gpu("h200")
     layout = Layout(
         "full-shard" if case.reshard else "no-reshard",

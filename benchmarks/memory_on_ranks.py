@@ -81,7 +81,7 @@ def layout_of(name: str) -> Layout:
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
     """Runs in every rank: micro-batches of the second step, as in the other benchmark."""
-    found = weights.find(str(folder), "benchmark")
+    found = weights.find_base(str(folder), "benchmark")
     experts = ExpertLora(r=4, lora_alpha=8) if "expert adapters" in name else None
     lora = Lora(r=model_of.RANK, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, experts=experts)
     adapter = adapters.resolve(lora, found, lambda key: key)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from trl.trainer.utils import add_fused_lm_head
 
 from windlass import hardware
-from windlass.model import Checkpoint, Parameter, config, published
+from windlass.model import Base, Parameter, config, published_base
 from windlass.model import targets as adapters
-from windlass.model.checkpoint import Piece, Stored
+from windlass.model.parameters import Piece, Stored
 from windlass.model.targets import SPLIT
 from windlass.plan.cost import Batch, Work, in_fp8
 from windlass.plan.layout import Layout
@@ -88,16 +88,16 @@ def seconds_of(step: Step) -> float:
 # --- a model without files ---
 
 
-def headers(sizes: Sizes, layers: int) -> Checkpoint:
+def headers(sizes: Sizes, layers: int) -> Base:
     """What the headers of the published checkpoint say, cut to so many layers: enough to build it, and to plan it."""
-    known = published(MODEL)
+    known = published_base(MODEL)
     assert known is not None
     text = {**known.config, **(TINY if sizes.tiny else {}), "num_hidden_layers": layers}
     wrapped = {"model_type": "mistral3", "architectures": [known.wrapper], "text_config": text}
     described = config.describe({**wrapped, "quantization_config": known.quantization}, MODEL)
     bare = replace(
         known, config=described.config, dims=described.dims,
-        parameters=tuple(config.parameters(described, tied=described.tied)),
+        parameters=tuple(config.list_parameters(described, tied=described.tied)),
     )  # fmt: skip
     eight = in_fp8(bare)
     return replace(bare, parameters=tuple(_stored(each, each.name in eight) for each in bare.parameters))
@@ -198,7 +198,7 @@ class Trainee:
         self.trained = [p for p in built.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
         self.device = shard.device_of_this_rank()
-        self.vocabulary = built.work.checkpoint.dims["vocab"]
+        self.vocabulary = built.work.base.dims["vocab"]
 
     def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:
         """As windlass.data.collate lays packed rows out where a mask keeps documents apart: positions begin anew."""

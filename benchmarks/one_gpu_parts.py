@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.model.targets import MERGED, SPLIT, expert_path
 from windlass.plan.cost import Batch, Cost, cost
@@ -75,9 +75,9 @@ def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: in
     planned = cost(work, advise=False)
     middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
     peak_flops = work.machine.gpu.bf16_tflops * 1e12
-    layers = work.checkpoint.dims["layers"]
+    layers = work.base.dims["layers"]
     row: Row = {
-        "model": f"{layers} layers, {work.checkpoint.total / 1e9:.1f} B", "base": work.layout.base_dtype,
+        "model": f"{layers} layers, {work.base.total / 1e9:.1f} B", "base": work.layout.base_dtype,
         "adapters": built.words, "tokens": tokens, "rows": cell.words, **middle,
         "tokens_per_second": tokens / middle["seconds"],
         "mfu": planned.flops_per_token * tokens / middle["seconds"] / peak_flops if GPU else None,
@@ -265,7 +265,7 @@ def one_layer(
     return experts, trained, *tokens_of(found, per_expert)
 
 
-def tokens_of(found: Checkpoint, per_expert: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def tokens_of(found: Base, per_expert: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     device, dims = shard.device_of_this_rank(), found.dims
     count = max(1, per_expert * dims["experts"] // dims["top_k"])
     dice = torch.Generator().manual_seed(per_expert)

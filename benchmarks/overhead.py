@@ -212,13 +212,13 @@ def rank_of(engine: str, folder: Path, sizes: argparse.Namespace) -> dict[str, f
     torch.set_num_threads(1)
     world = dist.get_world_size()
     if engine.startswith("windlass"):
-        from windlass.model import read_checkpoint
+        from windlass.model import read_base
         from windlass.plan.layout import Layout
         from windlass.train.load import load
 
         spread = {"shard": world, "replicate": 1} if engine.endswith("full-shard") else {"shard": 1, "replicate": world}
         layout = Layout(engine.split()[1], "benchmark", 1, world, spread["shard"], spread["replicate"], precision="no")
-        model, _ = load(read_checkpoint(folder / "model"), layout, dtype=torch.float32)
+        model, _ = load(read_base(folder / "model"), layout, dtype=torch.float32)
     else:
         model = base(folder / "model")
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from torch import Tensor
 from windlass import demo, tiny
 from windlass.export import logits, recipe, update, values, write
 from windlass.export.choose import base_of, choose
-from windlass.model import read_checkpoint
+from windlass.model import read_base
 from windlass.train.reading import Box
 
 WIDE = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
@@ -88,7 +88,7 @@ def compare(run: Path, folder: Path, strength: float) -> None:
         made = recipe.make(checkpoint, updates, to, recipe.FP8)
         write.begin(to, made, checkpoint, chosen.weights)
         write.Writer(made, checkpoint, updates, to, lambda _: None).write(1)
-        merged = logits.of(logits.model_of(read_checkpoint(to)), rows)
+        merged = logits.of(logits.model_of(read_base(to)), rows)
         kept = float(((merged - plain) * change).sum() / (change * change).sum())
         own, left = logits.kl(adapted, plain), logits.kl(adapted, merged)
         print(f"| x {strength} | {own:.3g} | {name} | {left:.2g} | {kept:.0%} |", flush=True)

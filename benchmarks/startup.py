@@ -49,7 +49,7 @@ def take(command: list[str], codes: tuple[int, ...] = (0,)) -> Taken:
 
 def write_checkpoint(folder: Path) -> int:
     """Mistral Small 4 as published, with holes for weights. Returns the bytes it stands for."""
-    model = weights.published("Mistral-Small-4-119B-2603")
+    model = weights.published_base("Mistral-Small-4-119B-2603")
     assert model is not None
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for parameter in model.parameters:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model import read_checkpoint
+from windlass.model import read_base
 from windlass.plan.layout import Layout
 from windlass.train import certificate, fp8, shard
 from windlass.train.group import raise_together
@@ -112,7 +112,7 @@ def whole(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def equality(root: Path, name: str, layout: Layout, reference: Any, logits: Tensor) -> dict[str, Any]:
     """One checkpoint under one layout against the truth, bit for bit."""
-    model, made = load(read_checkpoint(root / name), layout, dtype=reference.dtype)
+    model, made = load(read_base(root / name), layout, dtype=reference.dtype)
     shard.assert_sharded(model, layout)
     true = dict(reference.named_parameters())
     mine = dict(model.named_parameters())
@@ -134,7 +134,7 @@ def equality(root: Path, name: str, layout: Layout, reference: Any, logits: Tens
 def in_fp8(root: Path, name: str, layout: Layout, reference: Any) -> dict[str, Any]:
     """The base held in FP8 under one layout: true values, loss and gradient of the input against the truth."""
     layout = replace(layout, base_dtype="fp8")
-    model, made = load(read_checkpoint(root / name), layout, dtype=reference.dtype)
+    model, made = load(read_base(root / name), layout, dtype=reference.dtype)
     shard.assert_sharded(model, layout)
     held, true = fp8.held(model), dict(reference.named_parameters())
     differ = []
@@ -190,7 +190,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def mixed_up(root: Path, name: str, ranks: int, change: str) -> str:
     """Codes or scales of one rank that are another's, held in FP8."""
-    checkpoint = read_checkpoint(root / name)
+    checkpoint = read_base(root / name)
     layout = replace(layouts(ranks, True)["expert-parallel" if "expert" in change else "full-shard"], base_dtype="fp8")
     model, _ = load(checkpoint, layout)
     targets, held = unique_tensors(model), fp8.held(model)
@@ -208,7 +208,7 @@ def mixed_up(root: Path, name: str, ranks: int, change: str) -> str:
 
 def swapped(root: Path, name: str, ranks: int) -> str:
     """Ranks hold each other's part of one tensor: the certificate has to name it, on every rank."""
-    checkpoint = read_checkpoint(root / name)
+    checkpoint = read_base(root / name)
     model, _ = load(checkpoint, layouts(ranks, False)["full-shard"])
     targets = unique_tensors(model)
     victim = "model.layers.1.mlp.experts.down_proj"
@@ -222,7 +222,7 @@ def swapped(root: Path, name: str, ranks: int) -> str:
 
 def one_wrong(root: Path, name: str, ranks: int) -> str:
     """One rank's part of one tensor is off by a little: all ranks have to stop."""
-    checkpoint = read_checkpoint(root / name)
+    checkpoint = read_base(root / name)
     model, _ = load(checkpoint, layouts(ranks, False)["full-shard"])
     targets = unique_tensors(model)
     if dist.get_rank() == 1:
@@ -243,7 +243,7 @@ def verdict(targets: dict[str, Tensor], checkpoint: Any, held: Any = MappingProx
 
 def unsharded(root: Path, name: str, ranks: int) -> str:
     """A run that claims to be sharded and is not."""
-    model, _ = load(read_checkpoint(root / name), layouts(ranks, False)["resident"])
+    model, _ = load(read_base(root / name), layouts(ranks, False)["resident"])
     try:
         shard.assert_sharded(model, layouts(ranks, False)["full-shard"])
     except UserError as error:
@@ -253,7 +253,7 @@ def unsharded(root: Path, name: str, ranks: int) -> str:
 
 def kept(root: Path, name: str, ranks: int) -> list[bool]:
     """Whether a layer's weights are whole after a backward: between micro-batches, and after the last one."""
-    model, _ = load(read_checkpoint(root / name), layouts(ranks, False)["no-reshard"])
+    model, _ = load(read_base(root / name), layouts(ranks, False)["no-reshard"])
     said = []
     for keep in (True, False):
         shard.keep_gathered(model, keep)
@@ -265,7 +265,7 @@ def kept(root: Path, name: str, ranks: int) -> list[bool]:
 
 def bounds(root: Path, ranks: int, base_dtype: str) -> list[dict[str, Any]]:
     """A model large enough for its bytes and memory to be told from everything else's."""
-    checkpoint = read_checkpoint(root / "large")
+    checkpoint = read_base(root / "large")
     _, made = load(checkpoint, replace(layouts(ranks, False)["full-shard"], base_dtype=base_dtype))
     stored = sum(each.end - each.start for p in checkpoint.parameters for piece in p.pieces for each in [piece.stored])
     elements = [math.prod(parameter.shape) for parameter in checkpoint.parameters]
@@ -282,7 +282,7 @@ def refused(root: Path, ranks: int) -> list[str]:
         "tied": Layout("full-shard", "", 1, ranks, shard=ranks, offload=True),
     }.items():
         try:
-            load(read_checkpoint(root / name), wrong)
+            load(read_base(root / name), wrong)
             said.append("")
         except UserError as error:
             said.append(str(error))

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
 from windlass.errors import UserError
-from windlass.model import Checkpoint, published
-from windlass.model.config import describe, parameters
+from windlass.model import Base, published_base
+from windlass.model.config import describe, list_parameters
 from windlass.model.targets import Adapter, resolve
 from windlass.runfile import Lora
 
@@ -41,12 +41,12 @@ ROUTED = ("mistral4", "mixtral", "qwen3_moe")
 REMAPPED = ("mixtral", "qwen3_moe")  # PEFT changes targets of its own accord here, exact names excepted
 
 
-def described(model_type: str, **more: Any) -> tuple[Any, Checkpoint]:
+def described(model_type: str, **more: Any) -> tuple[Any, Base]:
     """transformers' config and what the headers of such a checkpoint would say."""
     config = transformers.CONFIG_MAPPING[model_type](**{**SMALL, **SIZES[model_type], **more})
     said = describe(config.to_dict(), "config.json")
-    named = tuple(parameters(said, tied=said.tied))
-    return config, Checkpoint("small", None, said.family, said.config, said.dims, named)
+    named = tuple(list_parameters(said, tied=said.tied))
+    return config, Base("small", None, said.family, said.config, said.dims, named)
 
 
 def by_peft(config: Any, causal_lm: str, **asked: Any) -> tuple[dict[str, int], int]:
@@ -66,7 +66,7 @@ def by_peft(config: Any, causal_lm: str, **asked: Any) -> tuple[dict[str, int], 
     return found, sum(p.numel() for p in peft_model.parameters() if p.requires_grad)
 
 
-def counted(adapter: Adapter, checkpoint: Checkpoint) -> set[str]:
+def counted(adapter: Adapter, checkpoint: Base) -> set[str]:
     assert adapter.trainable >= sum(target.parameters for target in adapter.targets)
     assert sum(adapter.by_part.values()) == sum(target.parameters for target in adapter.targets)
     names = [module for target in adapter.targets for module in target.modules]
@@ -75,7 +75,7 @@ def counted(adapter: Adapter, checkpoint: Checkpoint) -> set[str]:
     return set(names)
 
 
-def own(lora: Lora, checkpoint: Checkpoint) -> Adapter:
+def own(lora: Lora, checkpoint: Base) -> Adapter:
     return resolve(lora, checkpoint, lambda key: f"run.yaml: {key}")
 
 
@@ -216,7 +216,7 @@ def test_v_proj_alone_reaches_the_latent_too() -> None:
 
 
 def test_mistral_small_4_by_the_published_recipe() -> None:
-    checkpoint = published("Mistral-Small-4-119B-2603")
+    checkpoint = published_base("Mistral-Small-4-119B-2603")
     assert checkpoint is not None
     adapter = own(lora(r=16, target_modules=USUAL, lora_dropout=0.05), checkpoint)
     assert adapter.trainable == 27_463_680

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from checks_seen import require_all, watched
 
-from windlass.hardware import GIB, Here
+from windlass.hardware import GIB, LocalMachine
 from windlass.launch.check import fabric, gpus, machine
 from windlass.launch.check.nvml import Card, Seen
 from windlass.launch.check.result import FAIL, PASS, UNSEEN, WARN, Result
@@ -69,18 +69,18 @@ def planted(root: Path, files: Mapping[str, str]) -> Path:
 
 def test_host_memory_for_the_load(plan: Plan) -> None:
     need = plan.cost.host_gib
-    assert machine.host_memory(plan, Here((), 8, need + 1, None)).verdict == PASS
-    found = machine.host_memory(plan, Here((), 8, need - 1, need - 1))
+    assert machine.host_memory(plan, LocalMachine((), 8, need + 1, None)).verdict == PASS
+    found = machine.host_memory(plan, LocalMachine((), 8, need - 1, need - 1))
     assert (found.verdict, "control group" in found.seen) == (FAIL, True)
-    assert machine.host_memory(plan, Here((), 8, 0.0, None)).verdict == UNSEEN
+    assert machine.host_memory(plan, LocalMachine((), 8, 0.0, None)).verdict == UNSEEN
 
 
 def test_processors_for_ranks_and_loaders(server: Plan) -> None:
-    assert machine.processors(server, Here((), 8, 1, None)).verdict == PASS
-    assert machine.processors(server, Here((), 4, 1, None)).verdict == WARN
+    assert machine.processors(server, LocalMachine((), 8, 1, None)).verdict == PASS
+    assert machine.processors(server, LocalMachine((), 4, 1, None)).verdict == WARN
     loading = make(read(RECIPE, ["cluster.nodes=1", "cluster.gpus_per_node=8", "train.dataloader_num_workers=2"]))
-    assert machine.processors(loading, Here((), 8, 1, None)).verdict == WARN
-    assert machine.processors(loading, Here((), 24, 1, None)).verdict == PASS
+    assert machine.processors(loading, LocalMachine((), 8, 1, None)).verdict == WARN
+    assert machine.processors(loading, LocalMachine((), 24, 1, None)).verdict == PASS
 
 
 def test_shared_memory(plan: Plan, server: Plan, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.errors import RunError, UserError
-from windlass.model.targets import Part
+from windlass.model.targets import ExpertShard
 from windlass.train import checkpoint
 from windlass.train import folder as folders
 from windlass.train.checkpoint import parts
@@ -119,8 +119,8 @@ def test_parts_of_experts_travel_by_way_of_the_host(monkeypatch: pytest.MonkeyPa
         devices.append(tensor.device.type)
 
     class Halves:
-        def of(self, _name: str) -> Part:
-            return Part(2 * here, 2, 4)
+        def of(self, _name: str) -> ExpertShard:
+            return ExpertShard(2 * here, 2, 4)
 
     monkeypatch.setattr(parts, "rank", lambda: here)
     monkeypatch.setattr(parts, "holders", lambda _: {0: 0, 2: 1})

@@ -10,7 +10,7 @@ import pytest
 
 from windlass import model as weights
 from windlass.hardware import GPUS, Machine, fabric, gpu
-from windlass.model import Checkpoint, Parameter
+from windlass.model import Base, Parameter
 from windlass.model.family import Family
 from windlass.model.targets import Adapter, Target
 from windlass.plan.cost import Batch, Cost, Work, cost, memory
@@ -22,7 +22,7 @@ TOTAL = 118_972_826_624
 EXPERTS = 36 * 128 * 3 * 2048 * 4096
 
 
-def mistral4() -> Checkpoint:
+def mistral4() -> Base:
     """Every parameter of Mistral Small 4 with its published shape."""
     hidden, vocab, heads, latent_q, latent_kv, width, experts = 4096, 131072, 32, 1024, 256, 2048, 128
     parameters = [
@@ -55,11 +55,11 @@ def mistral4() -> Checkpoint:
         ]
     family = Family("mistral4", "Mistral4ForCausalLM", "Mistral4DecoderLayer")
     dims, fp8 = {"heads": 32, "top_k": 4}, {"quant_method": "fp8", "weight_block_size": None}
-    return Checkpoint("Mistral Small 4", None, family, {}, dims, tuple(parameters), quantization=fp8)
+    return Base("Mistral Small 4", None, family, {}, dims, tuple(parameters), quantization=fp8)
 
 
 CHECKPOINT = mistral4()
-PUBLISHED = weights.published("Mistral-Small-4-119B-2603") or CHECKPOINT
+PUBLISHED = weights.published_base("Mistral-Small-4-119B-2603") or CHECKPOINT
 
 
 def lora(r: int = 16, experts: bool = False) -> Adapter:
@@ -107,7 +107,7 @@ def test_the_fixture_is_the_published_model() -> None:
 def test_the_published_config_costs_the_same_as_the_shapes_written_here() -> None:
     assert PUBLISHED is not CHECKPOINT
     for given, *_ in ROOFLINE.values():
-        assert cost(replace(given, checkpoint=PUBLISHED)) == cost(given)
+        assert cost(replace(given, base=PUBLISHED)) == cost(given)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -146,10 +146,10 @@ def test_a_base_in_fp8_is_a_byte_for_what_is_stored_so() -> None:
     assert item(cost(work(1, 1, shard=1, base_dtype="fp8")), "base weights") == TOTAL + wide
     assert wide == pytest.approx(1.09e9, rel=0.01)  # embedding, head, routers, norms stay as they are
     blocks = replace(CHECKPOINT, quantization={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    scales = item(cost(replace(work(1, 1, shard=1, base_dtype="fp8"), checkpoint=blocks)), "base weights")
+    scales = item(cost(replace(work(1, 1, shard=1, base_dtype="fp8"), base=blocks)), "base weights")
     assert scales - TOTAL - wide == pytest.approx(4 * (TOTAL - wide) / 128**2)
     bf16 = replace(CHECKPOINT, quantization=None)
-    plain = replace(work(1, 1, shard=1, base_dtype="fp8"), checkpoint=bf16)
+    plain = replace(work(1, 1, shard=1, base_dtype="fp8"), base=bf16)
     assert item(cost(plain), "base weights") == 2 * TOTAL
 
 
@@ -333,9 +333,9 @@ def test_what_does_not_fit_says_what_would() -> None:
     unchecked = cost(replace(work(3, 1, 16), layout=replace(work(3, 1).layout, activation_checkpointing=False)))
     assert not unchecked.fits
     assert "gradient_checkpointing: true" in unchecked.remedy
-    resident = cost(replace(work(2, 1, shard=1, replicate=2, name="resident"), checkpoint=PUBLISHED))
+    resident = cost(replace(work(2, 1, shard=1, replicate=2, name="resident"), base=PUBLISHED))
     assert "full-shard" in resident.remedy
-    hopper = replace(work(1, 4), machine=machine("h100"), checkpoint=PUBLISHED)
+    hopper = replace(work(1, 4), machine=machine("h100"), base=PUBLISHED)
     crowded_layers = cost(
         replace(hopper, layout=replace(hopper.layout, name="no-reshard", reshard_after_forward=False))
     )

@@ -25,7 +25,7 @@ from transformers import (
 
 from windlass.errors import UserError
 from windlass.model import targets as adapters
-from windlass.model.targets import Adapter, Part, Target, by_expert, expert_path, packed
+from windlass.model.targets import Adapter, ExpertShard, Target, by_expert, expert_path, pack_experts
 from windlass.runfile import Lora
 from windlass.train import checkpoint, experts, lora, sync
 from windlass.train.experts import stacked
@@ -339,11 +339,11 @@ def test_parts_put_together_are_the_whole(name: str) -> None:
     whole = torch.randn(shape)
     stack = by_expert(name, whole, E)
     assert stack.shape == (E, R, 5)
-    assert torch.equal(packed(name, stack), whole)
-    parts = [Part(first, 2, E) for first in (0, 2, 4)]
+    assert torch.equal(pack_experts(name, stack), whole)
+    parts = [ExpertShard(first, 2, E) for first in (0, 2, 4)]
     together = torch.cat([by_expert(name, part.own(name, whole), 2) for part in parts])
-    assert torch.equal(packed(name, together), whole)
-    assert not torch.equal(packed(name, together.flip(0)), whole)
+    assert torch.equal(pack_experts(name, together), whole)
+    assert not torch.equal(pack_experts(name, together.flip(0)), whole)
 
 
 def test_a_delta_by_parts_is_pefts_own() -> None:

@@ -25,7 +25,7 @@ from windlass.export import Names, export, logits, served
 from windlass.export.choose import base_of, choose
 from windlass.export.generate import generate, loaded
 from windlass.export.values import FORMATS, encode, pattern
-from windlass.model import read_checkpoint
+from windlass.model import read_base
 from windlass.plan.layout import Layout
 from windlass.train import checkpoint
 from windlass.train.checkpoint.disk import seal
@@ -72,7 +72,7 @@ def make(folder: Path, name: str) -> Path:
 
 
 def plain_model(base: Path) -> nn.Module:
-    model: nn.Module = load(read_checkpoint(base), ALONE, dtype=torch.float32)[0]
+    model: nn.Module = load(read_base(base), ALONE, dtype=torch.float32)[0]
     return model
 
 
@@ -177,7 +177,7 @@ def adapted(folder: Path) -> set[str]:
 
 
 def stored_of(folder: Path) -> dict[str, Any]:
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_base(folder)
     return {piece.stored.key: piece.stored for p in checkpoint.parameters for piece in p.pieces}
 
 
@@ -418,7 +418,7 @@ def test_generate_says_the_same_merged_and_unmerged(cases: dict[str, Path], tmp_
 @pytest.mark.parametrize("name", ["published", "blocks"])
 def test_generate_says_the_same_with_the_base_in_fp8(cases: dict[str, Path], name: str) -> None:
     """Where 16 bits don't fit. Adapters of experts lie beside codes then."""
-    chosen, checkpoint = choose(cases[name] / "adapter"), read_checkpoint(cases[name] / "base")
+    chosen, checkpoint = choose(cases[name] / "adapter"), read_base(cases[name] / "base")
     tokens = torch.arange(20)[None]
     one, other = (loaded(checkpoint, chosen, held)(tokens).logits for held in ("bf16", "fp8"))
     assert torch.equal(one, other)
@@ -429,5 +429,5 @@ def test_generate_says_the_same_with_the_base_in_fp8(cases: dict[str, Path], nam
 def test_a_dora_needs_16_bits_to_generate(cases: dict[str, Path]) -> None:
     folder = cases["dora"]
     with pytest.raises(UserError, match="DoRA needs base weights in 16 bits") as caught:
-        loaded(read_checkpoint(folder / "base"), choose(folder / "adapter"), "fp8")
+        loaded(read_base(folder / "base"), choose(folder / "adapter"), "fp8")
     assert "merge it first" in str(caught.value)

@@ -23,7 +23,7 @@ from torch import Tensor
 from windlass import cli, tiny
 from windlass.errors import RunError, UserError
 from windlass.export import export
-from windlass.model import Stored, read_checkpoint
+from windlass.model import Stored, read_base
 from windlass.model.headers import read_header
 
 test_export = importlib.import_module("test_export")  # beside this file
@@ -416,4 +416,4 @@ def test_the_commands(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         cli.main(["generate", str(tmp_path / "out"), "--prompt", "import", "--tokens", "3"])
     assert ended.value.code == 0
-    assert read_checkpoint(tmp_path / "out").wrapper
+    assert read_base(tmp_path / "out").wrapper

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from windlass.model import published
-from windlass.model.config import describe, parameters
+from windlass.model import published_base
+from windlass.model.config import describe, list_parameters
 from windlass.model.family import DIMS, FAMILIES, PARTS, WRAPPERS
 from windlass.model.published import CONFIGS
 
@@ -55,7 +55,7 @@ def on_meta(config: Any, causal_lm: str) -> torch.nn.Module:
 
 def of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     described = describe(config, "config.json")
-    return {p.name: p.shape for p in parameters(described, tied=described.tied)}
+    return {p.name: p.shape for p in list_parameters(described, tied=described.tied)}
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -82,7 +82,7 @@ def test_sizes_are_documented_and_parts_known(case: str) -> None:
     described = describe(transformers.CONFIG_MAPPING[model_type](**{**SMALL, **sizes}).to_dict(), "config.json")
     assert described.dims.keys() <= DIMS.keys()
     assert described.dims["dense_layers"] + described.dims["moe_layers"] == SMALL["num_hidden_layers"]
-    assert {p.part for p in parameters(described, tied=False)} <= set(PARTS)
+    assert {p.part for p in list_parameters(described, tied=False)} <= set(PARTS)
 
 
 def test_no_documented_size_is_unused() -> None:
@@ -109,7 +109,7 @@ TOTALS = {
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_published_models_have_their_published_size(name: str) -> None:
-    known = published(name)
+    known = published_base(name)
     assert known is not None
     assert known.total == TOTALS[name]
     assert known.path is None
@@ -118,14 +118,14 @@ def test_published_models_have_their_published_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_configs_make_the_models_that_transformers_makes(name: str) -> None:
-    known = published(name)
+    known = published_base(name)
     assert known is not None
     config = transformers.CONFIG_MAPPING[known.family.model_type].from_dict(dict(known.config))
     assert {p.name: p.shape for p in known.parameters} == shapes(on_meta(config, known.family.causal_lm))
 
 
 def test_mistral_small_4_is_the_library_s_default() -> None:
-    known = published("mistral-small-4-119b-2603")  # whatever the case
+    known = published_base("mistral-small-4-119b-2603")  # whatever the case
     assert known is not None
     assert known.name == "Mistral-Small-4-119B-2603"
     assert known.wrapper == "Mistral3ForConditionalGeneration"
@@ -147,7 +147,7 @@ def test_mistral_small_4_is_the_library_s_default() -> None:
 
 
 def test_unknown_names_are_not_published() -> None:
-    assert published("Mistral-Small-5") is None
+    assert published_base("Mistral-Small-5") is None
 
 
 def test_wrappers_are_transformers_own() -> None:

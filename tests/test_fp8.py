@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model import Checkpoint, read_checkpoint
+from windlass.model import Base, read_base
 from windlass.model.targets import resolve
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
@@ -289,11 +289,11 @@ def test_the_kernel_computes_torchs_bits(script: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return read_checkpoint(tiny.write(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
+def published(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    return read_base(tiny.write(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
 
 
-def adapted(checkpoint: Checkpoint, base_dtype: str, **said: object) -> dict[str, Tensor]:
+def adapted(checkpoint: Base, base_dtype: str, **said: object) -> dict[str, Tensor]:
     """The adapter as it is before the first step, beside a base in BF16."""
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", **said})
@@ -302,7 +302,7 @@ def adapted(checkpoint: Checkpoint, base_dtype: str, **said: object) -> dict[str
     return {name: tensor for name, tensor in attached.named_parameters() if tensor.requires_grad}
 
 
-def test_the_adapter_is_that_beside_16_bits(published: Checkpoint) -> None:
+def test_the_adapter_is_that_beside_16_bits(published: Base) -> None:
     """PEFT rounds what it draws to the base's dtype: to bytes nothing would be left of it."""
     wide, held = (adapted(published, base, experts={"r": 2}) for base in ("bf16", "fp8"))
     assert wide.keys() == held.keys()
@@ -313,7 +313,7 @@ def test_the_adapter_is_that_beside_16_bits(published: Checkpoint) -> None:
 
 
 def test_an_adapter_that_is_not_rounded_as_beside_16_bits_differs(
-    published: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    published: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the test above guards against."""
     original = Fp8Linear.__init__
@@ -327,6 +327,6 @@ def test_an_adapter_that_is_not_rounded_as_beside_16_bits_differs(
     assert any(not torch.equal(tensor, held[name]) for name, tensor in wide.items())
 
 
-def test_dora_is_refused(published: Checkpoint) -> None:
+def test_dora_is_refused(published: Base) -> None:
     with pytest.raises(UserError, match="DoRA needs the norm of base weights, and the base is held in FP8"):
         adapted(published, "fp8", use_dora=True)

@@ -87,17 +87,17 @@ def test_this_machine_has_processors_and_memory() -> None:
     here = hardware.this_machine()
     assert here.cpus >= 1
     assert here.memory_gib > 0.1
-    assert here.cards or here.notes  # no GPU is never silent
+    assert here.gpus or here.notes  # no GPU is never silent
 
 
 def test_control_group_limits_are_read(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{3 * 2**30}\n")
     (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert hardware._memory_limit_gib(tmp_path) == 3
-    assert hardware._cpus(tmp_path) == 1
+    assert hardware.memory_limit_gib(tmp_path) == 3
+    assert hardware.usable_cpus(tmp_path) == 1
     (tmp_path / "memory.max").write_text("max\n")
-    assert hardware._memory_limit_gib(tmp_path) is None
+    assert hardware.memory_limit_gib(tmp_path) is None
     old = tmp_path / "memory"
     old.mkdir()
     (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert hardware._memory_limit_gib(tmp_path) is None
+    assert hardware.memory_limit_gib(tmp_path) is None

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass import tiny
 from windlass.errors import RunError, UserError
-from windlass.model import Checkpoint, Parameter, read_checkpoint
+from windlass.model import Base, Parameter, read_base
 from windlass.plan.layout import Layout
 from windlass.train import certificate, fp8
 from windlass.train.load import load, not_filled, read_all, stored_problems, tiles, unique_tensors
@@ -233,12 +233,12 @@ def test_damaged_files_stop_the_run_by_name(
 ) -> None:
     damage(copy, change)
     with pytest.raises(UserError, match=named):
-        load(read_checkpoint(copy), layout)
+        load(read_base(copy), layout)
 
 
 @IN_BOTH
 def test_a_file_cut_short_stops_the_run(copy: Path, layout: Layout) -> None:
-    checkpoint = read_checkpoint(copy)
+    checkpoint = read_base(copy)
     file = copy / "model.safetensors"
     last = max((piece.stored for p in checkpoint.parameters for piece in p.pieces), key=lambda stored: stored.end)
     with file.open("r+b") as opened:
@@ -250,13 +250,13 @@ def test_a_file_cut_short_stops_the_run(copy: Path, layout: Layout) -> None:
 @IN_BOTH
 def test_values_written_after_the_headers_were_read_are_read(copy: Path, layout: Layout) -> None:
     """The other side of the coin: a checkpoint without damage loads."""
-    model, made = load(read_checkpoint(copy), layout)
+    model, made = load(read_base(copy), layout)
     assert made.loaded == len(unique_tensors(model))
 
 
 def test_what_nothing_was_read_into_is_named(root: Path) -> None:
     """Whatever the lists before it say: what counts as loaded is what was read."""
-    checkpoint = read_checkpoint(root / "published")
+    checkpoint = read_base(root / "published")
     model, _ = load(checkpoint, ALONE)
     targets, (lost, *others) = unique_tensors(model), checkpoint.parameters
     problems, filled, _ = read_all(targets, replace(checkpoint, parameters=tuple(others)))
@@ -264,7 +264,7 @@ def test_what_nothing_was_read_into_is_named(root: Path) -> None:
     assert not_filled(targets, filled) == [f"{lost.name} was not read"]
 
 
-def changed(checkpoint: Checkpoint, name: str, change: Callable[[Parameter], Parameter]) -> Checkpoint:
+def changed(checkpoint: Base, name: str, change: Callable[[Parameter], Parameter]) -> Base:
     parameters = tuple(change(p) if p.name == name else p for p in checkpoint.parameters)
     assert parameters != checkpoint.parameters
     return replace(checkpoint, parameters=parameters)
@@ -273,7 +273,7 @@ def changed(checkpoint: Checkpoint, name: str, change: Callable[[Parameter], Par
 @IN_BOTH
 def test_a_scale_that_the_header_reader_lost_is_missed(root: Path, layout: Layout) -> None:
     broken = changed(
-        read_checkpoint(root / "published"),
+        read_base(root / "published"),
         "model.layers.0.mlp.experts.down_proj",
         lambda p: replace(p, pieces=tuple(replace(piece, scale=None) for piece in p.pieces)),
     )
@@ -289,7 +289,7 @@ def test_the_scale_of_another_expert_is_found_out(root: Path, layout: Layout) ->
             parameter, pieces=(replace(first, scale=second.scale), replace(second, scale=first.scale), *rest)
         )
 
-    broken = changed(read_checkpoint(root / "mixtral"), "model.layers.1.mlp.experts.down_proj", shift)
+    broken = changed(read_base(root / "mixtral"), "model.layers.1.mlp.experts.down_proj", shift)
     with pytest.raises(RunError, match=r"model\.layers\.1\.mlp\.experts\.down_proj is not what"):
         load(broken, layout)
 
@@ -297,7 +297,7 @@ def test_the_scale_of_another_expert_is_found_out(root: Path, layout: Layout) ->
 @IN_BOTH
 def test_two_experts_in_each_others_place_are_found_out(root: Path, layout: Layout) -> None:
     """Fused experts have one tensor of scales: here the values of two experts are exchanged after loading."""
-    checkpoint = read_checkpoint(root / "published")
+    checkpoint = read_base(root / "published")
     model, _ = load(checkpoint, layout)
     targets = unique_tensors(model)
     experts = targets["model.layers.0.mlp.experts.gate_up_proj"].data
@@ -308,7 +308,7 @@ def test_two_experts_in_each_others_place_are_found_out(root: Path, layout: Layo
 
 @IN_BOTH
 def test_each_tensor_and_each_expert_is_looked_at(root: Path, layout: Layout) -> None:
-    checkpoint = read_checkpoint(root / "published")
+    checkpoint = read_base(root / "published")
     model, _ = load(checkpoint, layout)
     targets, held = unique_tensors(model), fp8.held(model)
     assert certificate.check(targets, checkpoint, 0, held)[0] == []
@@ -325,7 +325,7 @@ def test_each_tensor_and_each_expert_is_looked_at(root: Path, layout: Layout) ->
 
 def test_each_scale_is_looked_at(root: Path) -> None:
     """All of them: a block's scale is wrong for rows that no sample may hit."""
-    checkpoint = read_checkpoint(root / "blocks")
+    checkpoint = read_base(root / "blocks")
     model, _ = load(checkpoint, HELD)
     targets, held = unique_tensors(model), fp8.held(model)
     assert certificate.check(targets, checkpoint, 0, held)[0] == []
@@ -342,7 +342,7 @@ def test_each_scale_is_looked_at(root: Path) -> None:
 
 def test_what_is_not_stored_in_fp8_can_not_be_held_so(root: Path) -> None:
     with pytest.raises(UserError, match=r"layout\.base_dtype: llama is not stored in FP8.*\n.*\n.*base_dtype: bf16"):
-        load(read_checkpoint(root / "llama"), HELD)
+        load(read_base(root / "llama"), HELD)
 
 
 def test_a_parameter_stored_in_fp8_in_part_is_refused_by_name(root: Path, tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_parameter_stored_in_fp8_in_part_is_refused_by_name(root: Path, tmp_pa
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((root / "mixtral" / file).read_bytes())
     damage(tmp_path, one_in_16_bits)
-    checkpoint = read_checkpoint(tmp_path)
+    checkpoint = read_base(tmp_path)
     load(checkpoint, ALONE)
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts\.down_proj is stored in more than one dtype"):
         load(checkpoint, HELD)
@@ -373,7 +373,7 @@ def parts(targets: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]
 
 def test_a_gap_in_a_parameter_is_seen(root: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    broken = changed(read_checkpoint(root / "mixtral"), name, lambda p: replace(p, pieces=p.pieces[:-1]))
+    broken = changed(read_base(root / "mixtral"), name, lambda p: replace(p, pieces=p.pieces[:-1]))
     assert any(problem.startswith(name) for problem in stored_problems(broken))
 
 
@@ -421,7 +421,7 @@ def test_large_matrices_are_converted_in_parts(root: Path) -> None:
 
 
 def test_the_certificate_accounts_for_everything(root: Path) -> None:
-    checkpoint = read_checkpoint(root / "published")
+    checkpoint = read_base(root / "published")
     model, made = load(checkpoint, ALONE)
     written = json.loads(json.dumps(asdict(made)))
     assert {"parameters", "loaded", "unread", "checked", "ranks"} <= written.keys()

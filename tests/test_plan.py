@@ -201,7 +201,7 @@ ON_CPU = (
 def test_a_rank_on_a_cpu_is_held_against_its_share_of_the_memory(
     gib: float, ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "this_machine", lambda: hardware.Here((), 8, gib, None))
+    monkeypatch.setattr(hardware, "this_machine", lambda: hardware.LocalMachine((), 8, gib, None))
     made = of_train(*ON_CPU, f"cluster.gpus_per_node={ranks}")
     assert made.machine.gpu.memory_gib == gib / ranks
     assert made.machine.host_memory_gib == gib

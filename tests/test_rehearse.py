@@ -24,7 +24,7 @@ from windlass import model as weights
 from windlass import plan as planning
 from windlass.cli import app
 from windlass.errors import UserError
-from windlass.hardware import Here
+from windlass.hardware import LocalMachine
 from windlass.model.published import CONFIGS
 from windlass.rehearse import Record, during, make, process, rehearse, reload
 from windlass.rehearse import rows as rehearsed_rows
@@ -104,8 +104,8 @@ def test_what_it_says_it_did_is_on_disk(whole: Path) -> None:
     assert certificate["loaded"] == len(certificate["parameters"])
     assert (whole / "run" / "steps-rank1.jsonl").exists()
     assert (whole / "adapter" / "adapter_model.safetensors").exists()
-    assert weights.read_checkpoint(whole / "merged").quantization is None
-    assert weights.read_checkpoint(whole / "model").wrapper == "Mistral3ForConditionalGeneration"
+    assert weights.read_base(whole / "merged").quantization is None
+    assert weights.read_base(whole / "model").wrapper == "Mistral3ForConditionalGeneration"
     launched = (whole / "logs" / "launch.log").read_text()
     assert "ended with 75" in launched
 
@@ -148,7 +148,7 @@ def test_a_merge_without_the_adapter_is_found_however_little_was_trained(whole: 
     for name in ("model", "adapter", "run"):
         (tmp_path / name).symlink_to(whole / name)
     shutil.copytree(whole / "merged", tmp_path / "merged")
-    base = reload.certified(weights.read_checkpoint(whole / "model")).state_dict()
+    base = reload.certified(weights.read_base(whole / "model")).state_dict()
     for file in (tmp_path / "merged").glob("model-*.safetensors"):
         tensors = load_file(file)
         for key in tensors:
@@ -211,9 +211,9 @@ def test_the_run_in_small_is_planned_as_the_run_is(name: str, tmp_path: Path) ->
     run, overrides, _, count = EXAMPLES[name]
     loaded = read(run, overrides)
     own = planning.make(loaded)
-    here, _ = spread(own.as_dict()["layout"], Here((), 2, 24, None))
-    sizes = shrunk(own.checkpoint, experts_over=here.expert_parallel, vocab=None)
-    tiny.write_like(own.checkpoint, sizes, tmp_path / "model")
+    here, _ = spread(own.as_dict()["layout"], LocalMachine((), 2, 24, None))
+    sizes = shrunk(own.base, experts_over=here.expert_parallel, vocab=None)
+    tiny.write_like(own.base, sizes, tmp_path / "model")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text('{"text": "some words of a row"}\n' * 40)
     made = material(model=tmp_path / "model", data=tmp_path / "data")
@@ -313,7 +313,7 @@ def make_data(user: Path, tmp_path: Path, *overrides: str) -> dict[str, Any]:
     """The phase `data` in this process: what it says, or its error."""
     said = [f"data.dataset_name_or_path={talks(tmp_path / 'talks')}", *CHAT, *overrides]
     loaded = read(user, said)
-    checkpoint = weights.find(loaded.run.model.model_name_or_path, "model")
+    checkpoint = weights.find_base(loaded.run.model.model_name_or_path, "model")
     tokenizer, stand_in = make.tokenizer_of(checkpoint, loaded, tmp_path / "twin")
     return rehearsed_rows.take(loaded, checkpoint, tokenizer, tmp_path / "rows", 16, own=stand_in is None)
 
@@ -396,7 +396,7 @@ def test_stand_ins_have_the_columns_that_the_data_section_asks_for(
     data = {"dataset_name_or_path": "/no/such/volume/set", **section}
     run.write_text(yaml.safe_dump({"model": {"model_name_or_path": name}, "data": data}))
     loaded = read(run)
-    checkpoint = weights.find(name, "model")
+    checkpoint = weights.find_base(name, "model")
     tokenizer, stand_in = make.tokenizer_of(checkpoint, loaded, tmp_path / "twin")
     found = rehearsed_rows.take(loaded, checkpoint, tokenizer, tmp_path / "rows", 16, own=False)
     assert stand_in is not None
@@ -476,7 +476,7 @@ def test_as_many_ranks_as_fit_share_the_model_as_the_run_does(
     own: tuple[int, int, int], cpus: int, gib: float, here: tuple[int, int, int]
 ) -> None:
     layout = dict(zip(("shard", "replicate", "expert_parallel"), own, strict=True))
-    made, why = spread(layout, Here((), cpus, gib, None))
+    made, why = spread(layout, LocalMachine((), cpus, gib, None))
     assert (made.shard, made.replicate, made.expert_parallel) == here
     assert bool(why) == (own != here)
 
@@ -488,7 +488,7 @@ def test_nodes_are_played_where_ranks_divide_among_them(own: int, ranks: int, he
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_known_model_has_a_small_config_of_its_kind(name: str) -> None:
-    checkpoint = weights.published(name)
+    checkpoint = weights.published_base(name)
     assert checkpoint is not None
     small = shrunk(checkpoint, experts_over=3, vocab=None)
     described = weights.config.describe({**small, "model_type": checkpoint.family.model_type}, "small")
@@ -511,9 +511,9 @@ def test_the_twin_of_a_checkpoint_spells_names_as_it_does(tmp_path: Path) -> Non
         ours = next((pair for pair in tiny.NESTED if key.startswith(pair[0])), None)
         renamed[key.replace(ours[0], ours[1], 1) if ours else key] = tensor
     save_file(renamed, tmp_path / "one" / "model.safetensors", metadata={"format": "pt"})
-    checkpoint = weights.read_checkpoint(tmp_path / "one")
+    checkpoint = weights.read_base(tmp_path / "one")
     tiny.write_like(checkpoint, shrunk(checkpoint, experts_over=2, vocab=None), tmp_path / "other")
-    other = weights.read_checkpoint(tmp_path / "other")
+    other = weights.read_base(tmp_path / "other")
     keys = [{p.pieces[0].stored.key for p in each.parameters if ".layers.1." in p.name} for each in (checkpoint, other)]
     assert keys[0] == keys[1]
     assert all(key.startswith("model.language_model.") for key in keys[0])

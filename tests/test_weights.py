@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model import Checkpoint, Piece, find, published, read_checkpoint
+from windlass.model import Base, Piece, find_base, published_base, read_base
 from windlass.model.published import CONFIGS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny.write(root / name.replace(", ", "-"), tokenizer=False, **how) for name, how in LAYOUTS.items()}
 
 
-def model_of(checkpoint: Checkpoint) -> torch.nn.Module:
+def model_of(checkpoint: Base) -> torch.nn.Module:
     config = transformers.CONFIG_MAPPING[checkpoint.family.model_type].from_dict(dict(checkpoint.config))
     with torch.device("meta"):
         model: torch.nn.Module = getattr(transformers, checkpoint.family.causal_lm)(config)
@@ -61,7 +61,7 @@ def value(piece: Piece) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parameters_are_the_model_s(checkpoints: dict[str, Path], name: str) -> None:
-    checkpoint = read_checkpoint(checkpoints[name])
+    checkpoint = read_base(checkpoints[name])
     wanted = {name: tuple(parameter.shape) for name, parameter in model_of(checkpoint).named_parameters()}
     assert {parameter.name: parameter.shape for parameter in checkpoint.parameters} == wanted
     assert checkpoint.total == sum(map(prod, wanted.values()))
@@ -72,7 +72,7 @@ def test_parameters_are_the_model_s(checkpoints: dict[str, Path], name: str) -> 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_stored_tensor_has_a_use_or_a_reason(checkpoints: dict[str, Path], name: str) -> None:
     folder = checkpoints[name]
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_base(folder)
     pieces = [piece for parameter in checkpoint.parameters for piece in parameter.pieces]
     used = [stored.key for piece in pieces for stored in (piece.stored, piece.scale) if stored]
     unread = [stored.key for stored in checkpoint.unread]
@@ -86,7 +86,7 @@ def test_every_stored_tensor_has_a_use_or_a_reason(checkpoints: dict[str, Path],
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe, some dense", "llama, tied", "plain"])
 def test_pieces_hold_what_transformers_loads(checkpoints: dict[str, Path], name: str) -> None:
     """Offsets of experts and halves, against the library's own loading."""
-    checkpoint = read_checkpoint(checkpoints[name])
+    checkpoint = read_base(checkpoints[name])
     model = getattr(transformers, checkpoint.family.causal_lm).from_pretrained(checkpoints[name], dtype=torch.bfloat16)
     truth = model.state_dict()
     for parameter in checkpoint.parameters:
@@ -102,7 +102,7 @@ def test_pieces_hold_what_transformers_loads(checkpoints: dict[str, Path], name:
 
 
 def test_wrapper_and_quantisation_are_told(checkpoints: dict[str, Path]) -> None:
-    checkpoint = read_checkpoint(checkpoints["published"])
+    checkpoint = read_base(checkpoints["published"])
     assert checkpoint.wrapper == "Mistral3ForConditionalGeneration"
     assert checkpoint.family.causal_lm == "Mistral4ForCausalLM"
     assert checkpoint.config["model_type"] == "mistral4"
@@ -113,11 +113,11 @@ def test_wrapper_and_quantisation_are_told(checkpoints: dict[str, Path]) -> None
     assert experts.pieces[0].scale is not None
     assert experts.pieces[0].scale.shape == (8, 1, 1)
     assert checkpoint.dims["dense_layers"] == 0
-    assert read_checkpoint(checkpoints["dense first"]).dims["dense_layers"] == 1
+    assert read_base(checkpoints["dense first"]).dims["dense_layers"] == 1
 
 
 def test_block_scales_are_two_dimensional(checkpoints: dict[str, Path]) -> None:
-    checkpoint = read_checkpoint(checkpoints["qwen3_moe, blocks"])
+    checkpoint = read_base(checkpoints["qwen3_moe, blocks"])
     scales = {piece.scale.shape for p in checkpoint.parameters for piece in p.pieces if piece.scale}
     assert (2, 2) in scales
     assert checkpoint.quantization is not None
@@ -145,8 +145,8 @@ def newer(key: str) -> str:
 
 
 def test_the_wrapper_s_newer_spelling_is_read_too(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    old = read_checkpoint(checkpoints["published"])
-    new = read_checkpoint(rewrite(checkpoints["published"], tmp_path / "new", newer))
+    old = read_base(checkpoints["published"])
+    new = read_base(rewrite(checkpoints["published"], tmp_path / "new", newer))
     assert [(p.name, p.shape, p.part) for p in new.parameters] == [(p.name, p.shape, p.part) for p in old.parameters]
     assert {s.key for s in new.unread} == {newer(s.key) for s in old.unread}
     assert new.parameters[0].pieces[0].stored.key == "model.language_model.embed_tokens.weight"
@@ -160,7 +160,7 @@ def test_experts_that_are_fused_on_disk_are_read_in_every_family(tmp_path: Path)
     model = transformers.MixtralForCausalLM(config)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    (experts, _) = (p for p in read_checkpoint(tmp_path).parameters if p.part == "experts")
+    (experts, _) = (p for p in read_base(tmp_path).parameters if p.part == "experts")
     assert experts.pieces[0].stored.key == "model.layers.0.mlp.experts.gate_up_proj"
     assert experts.pieces[0].offset == (0, 0, 0)
 
@@ -170,7 +170,7 @@ def test_a_tied_head_that_is_stored_all_the_same_is_noted(checkpoints: dict[str,
     stored = load_file(folder / "model.safetensors")
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, folder / "model.safetensors")
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_base(folder)
     assert {each.key: why for each, why in checkpoint.unread.items()} == {
         "lm_head.weight": "config.json ties the head to the embedding"
     }
@@ -183,10 +183,10 @@ def test_a_head_tied_by_the_wrapper_is_tied(checkpoints: dict[str, Path], tmp_pa
     del stored["language_model.lm_head.weight"]
     save_file(stored, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"1 weights are missing: lm_head\.weight"):
-        read_checkpoint(folder)
+        read_base(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_base(folder)
     assert checkpoint.config["tie_word_embeddings"] is True
     assert not any(p.part == "head" for p in checkpoint.parameters)
     assert len(checkpoint.notes) == 1
@@ -195,25 +195,25 @@ def test_a_head_tied_by_the_wrapper_is_tied(checkpoints: dict[str, Path], tmp_pa
 def test_one_whole_file_goes_before_an_index(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     folder = rewrite(checkpoints["published"], tmp_path / "both", str)
     (folder / "model.safetensors.index.json").write_text("{}")
-    assert read_checkpoint(folder).total == read_checkpoint(checkpoints["published"]).total
+    assert read_base(folder).total == read_base(checkpoints["published"]).total
 
 
 def test_names_are_the_folder_s_or_the_hub_cache_s(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     snapshots = tmp_path / "models--mistralai--Mistral-7B-v0.1" / "snapshots"
     snapshots.mkdir(parents=True)
     (snapshots / "0123abcd").symlink_to(checkpoints["llama, tied"])
-    assert read_checkpoint(snapshots / "0123abcd").name == "Mistral-7B-v0.1"
-    assert read_checkpoint(checkpoints["llama, tied"]).name == "llama-tied"
+    assert read_base(snapshots / "0123abcd").name == "Mistral-7B-v0.1"
+    assert read_base(checkpoints["llama, tied"]).name == "llama-tied"
 
 
 def test_find_reads_a_folder(checkpoints: dict[str, Path]) -> None:
-    found = find(str(checkpoints["mixtral"]), "run.yaml:2")
+    found = find_base(str(checkpoints["mixtral"]), "run.yaml:2")
     assert found.path == checkpoints["mixtral"]
 
 
 @pytest.mark.parametrize("prefix", ["/data/input/Models/", "mistralai/", "", "no/such/"])
 def test_find_plans_known_models_without_weights(prefix: str) -> None:
-    found = find(f"{prefix}Mistral-Small-4-119B-2603", "run.yaml:2: model.model_name_or_path")
+    found = find_base(f"{prefix}Mistral-Small-4-119B-2603", "run.yaml:2: model.model_name_or_path")
     assert found.path is None
     assert found.total == 118_972_826_624
     (note,) = found.notes
@@ -235,18 +235,18 @@ def test_find_plans_known_models_without_weights(prefix: str) -> None:
 )
 def test_unknown_models_are_refused_with_the_nearest(asked: str, said: str) -> None:
     with pytest.raises(UserError, match=said) as error:
-        find(asked, "run.yaml:2: model.model_name_or_path")
+        find_base(asked, "run.yaml:2: model.model_name_or_path")
     assert len(str(error.value)) < 1500
 
 
 def test_a_file_is_no_model_folder(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="is a file, not a folder"):
-        find(str(checkpoints["published"] / "model.safetensors"), "run.yaml:2")
+        find_base(str(checkpoints["published"] / "model.safetensors"), "run.yaml:2")
 
 
 def sparse_119b(folder: Path, shards: int = 48) -> int:
     """Mistral Small 4 as published: true headers before files of true length that take no space. Returns its bytes."""
-    known = published("Mistral-Small-4-119B-2603")
+    known = published_base("Mistral-Small-4-119B-2603")
     assert known is not None
     tensors: list[tuple[str, str, tuple[int, ...]]] = [("vision_tower.patch_conv.weight", "BF16", (1024, 3, 14, 14))]
     for p in known.parameters:
@@ -281,11 +281,11 @@ def sparse_119b(folder: Path, shards: int = 48) -> int:
 MEASURE = """
 import re, sys, time
 from pathlib import Path
-from windlass.model import read_checkpoint
+from windlass.model import read_base
 took = []
 for _ in range(5):
     started = time.perf_counter()
-    checkpoint = read_checkpoint(Path(sys.argv[1]))
+    checkpoint = read_base(Path(sys.argv[1]))
     took.append(time.perf_counter() - started)
 # Not ru_maxrss, which a process inherits from the one that started it.
 mib = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024

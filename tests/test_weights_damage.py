@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model import read_checkpoint
+from windlass.model import read_base
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 NORM = "language_model.model.norm.weight"
@@ -279,14 +279,14 @@ def test_single_file(folder: Path, fault: str) -> None:
     damage, said = SINGLE[fault]
     damage(folder)
     with pytest.raises(UserError, match=said) as error:
-        read_checkpoint(folder)
+        read_base(folder)
     assert all(str(folder) in problem.where for problem in error.value.problems)
     assert all(problem.hint for problem in error.value.problems)
     assert len(str(error.value)) < 4000
 
 
 def test_the_undamaged_folder_is_read(folder: Path) -> None:
-    assert read_checkpoint(folder).total > 0
+    assert read_base(folder).total > 0
 
 
 def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -337,7 +337,7 @@ def test_sharded(folder: Path, fault: str) -> None:
     damage, said = SHARDED[fault]
     damage(folder)
     with pytest.raises(UserError, match=said):
-        read_checkpoint(folder)
+        read_base(folder)
 
 
 @pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
@@ -363,25 +363,25 @@ def test_sharded(folder: Path, fault: str) -> None:
 def test_experts_one_by_one(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], said: str) -> None:
     tensors(change)(folder)
     with pytest.raises(UserError, match=said):
-        read_checkpoint(folder)
+        read_base(folder)
 
 
 def test_all_faults_of_a_config_at_once(folder: Path) -> None:
     config(hidden_size=0, vocab_size="many", kv_lora_rank=..., tie_word_embeddings=3)(folder)
     with pytest.raises(UserError) as error:
-        read_checkpoint(folder)
+        read_base(folder)
     assert len(error.value.problems) == 4
 
 
 def test_no_folder_and_no_permission(folder: Path) -> None:
     with pytest.raises(UserError, match="there is no such folder"):
-        read_checkpoint(folder / "nowhere")
+        read_base(folder / "nowhere")
     with pytest.raises(UserError, match="it is a file, not a folder"):
-        read_checkpoint(folder / CONFIG)
+        read_base(folder / CONFIG)
 
 
 def test_a_config_that_is_a_folder(folder: Path) -> None:
     (folder / CONFIG).unlink()
     (folder / CONFIG).mkdir()
     with pytest.raises(UserError, match="it can't be read: Is a directory"):
-        read_checkpoint(folder)
+        read_base(folder)

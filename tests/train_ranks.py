@@ -212,7 +212,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make(runfile.read(file, case["overrides"]))
     job = plan.loaded.run
-    model, _ = load(plan.checkpoint, replace(plan.layout, base_dtype="bf16"), dtype=torch.float32)
+    model, _ = load(plan.base, replace(plan.layout, base_dtype="bf16"), dtype=torch.float32)
     model = attach(model, job.lora, plan.adapter, job.train.seed, MERGED)  # PEFT's own forward of experts' adapters
     tokenizer = run.tokenizer_of(plan)
     data = prepare(job, tokenizer)

@@ -1,15 +1,18 @@
-"""GPUs and fabrics as a table with sources, and what this machine really has."""
+"""GPUs and fabrics as a table with sources, and what this machine has: GPUs (NVML), processors, memory, addresses."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import platform
 import re
+import socket
+import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 
@@ -19,7 +22,7 @@ GIB = 2**30
 @dataclass(frozen=True, slots=True)
 class Gpu:
     name: str
-    memory_gib: float  # what a process can take, not what the box says
+    memory_gib: float  # what a process can use, not what the box says
     bf16_tflops: float  # dense peak
     achieved_tflops: float  # what mixtures of experts sustain, for estimates
     memory_gb_per_second: float  # achieved
@@ -157,24 +160,18 @@ SUSTAINED = "achieved_tflops"  # may be given besides
 def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
     """The table's row, or one built from given figures. An unknown name asks for them."""
     if isinstance(name, Mapping):
-        return _given(name, where)
-    key = _key(name)
+        return _given_gpu(name, where)
+    key = re.sub(r"[\s_/]+", "-", name.strip().lower())
+    key = re.sub(r"^(nvidia|amd|instinct|tesla)-", "", re.sub(r"^(nvidia|amd)-(?=instinct)", "", key))
     key = ALIASES.get(key, key)
     if key in GPUS:
         return GPUS[key]
     close = difflib.get_close_matches(key, [*GPUS, *ALIASES], 3, 0.4)
-    nearest = f"nearest: {', '.join(close)}. " if close else f"known: {', '.join(GPUS)}. "
+    nearest = f"nearest: {', '.join(close)}" if close else f"known: {', '.join(GPUS)}"
+    figures = ", ".join(f"{figure}: …" for figure in FIGURES)
     raise UserError(
-        f"no figures are known for the GPU {name!r}",
-        where,
-        nearest + "Or give its figures: cluster.gpu: {" + ", ".join(f"{key}: …" for key in FIGURES) + "}",
+        f"the GPU {name!r} is not in the table", where, f"{nearest}; or give its figures: cluster.gpu: {{{figures}}}"
     )
-
-
-def this_gpu() -> str:
-    """The first GPU of this machine by name, or `cpu` where there is none."""
-    cards, _ = _cards()
-    return cards[0].name if cards else "cpu"
 
 
 def fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fabric:
@@ -186,20 +183,15 @@ def fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fab
     if key in FABRICS:
         return FABRICS[key]
     close = difflib.get_close_matches(key, [*FABRICS, *FABRIC_ALIASES], 3, 0.4)
+    nearest = f"nearest: {', '.join(close)}" if close else f"known: {', '.join(FABRICS)}"
     raise UserError(
-        f"no rate is known for the fabric {name!r}",
+        f"the fabric {name!r} is not in the table",
         where,
-        f"{'nearest' if close else 'known'}: {', '.join(close or FABRICS)}; "
-        "or give its figures: {name: …, gb_per_second: …}",
+        f"{nearest}; or give its figures: {{name: …, gb_per_second: …}}",
     )
 
 
-def _key(name: str) -> str:
-    key = re.sub(r"[\s_/]+", "-", name.strip().lower())
-    return re.sub(r"^(nvidia|amd|instinct|tesla)-", "", re.sub(r"^(nvidia|amd)-(?=instinct)", "", key))
-
-
-def _given(figures: Mapping[str, Any], where: str) -> Gpu:
+def _given_gpu(figures: Mapping[str, Any], where: str) -> Gpu:
     problems = [
         Problem(f"{key!r} is not a figure of a GPU", f"{where}.{key}", f"known: {', '.join(FIGURES)}")
         for key in figures
@@ -225,63 +217,212 @@ def _given(figures: Mapping[str, Any], where: str) -> Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """One GPU of this machine, as its driver reports it."""
-
-    name: str
-    memory_gib: float
-    free_gib: float
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
+class LocalMachine:
     """What this machine has, as far as this process may use it."""
 
-    cards: tuple[Card, ...]
+    gpus: tuple[GpuReading, ...]
     cpus: int
     memory_gib: float  # the smaller of the machine's and the control group's
-    memory_limit_gib: float | None  # the control group's, where there is one
+    memory_limit_gib: float | None  # the control group's, if there is one
     notes: tuple[str, ...] = ()
 
 
-def this_machine() -> Here:
-    """GPUs through NVML where nvidia-ml-py is installed, processors and memory within the control group's limits."""
-    cards, notes = _cards()
-    limit = _memory_limit_gib()
+def this_machine() -> LocalMachine:
+    """GPUs as NVML reports them, processors and memory within the control group's limits."""
+    found = read_gpus(health=False)
+    limit = memory_limit_gib()
     total = _memory_gib()
-    return Here(cards, _cpus(), min(total, limit) if limit else total, limit, notes)
+    notes = (found.error,) if found.error else ()
+    return LocalMachine(found.gpus, usable_cpus(), min(total, limit) if limit else total, limit, notes)
 
 
-def _cards() -> tuple[tuple[Card, ...], tuple[str, ...]]:
+def this_gpu() -> str:
+    """The first GPU of this machine by name, or `cpu` if there is none."""
+    gpus = read_gpus(health=False).gpus
+    return gpus[0].name if gpus else "cpu"
+
+
+# Enumerators of nvml.h. Every driver knows them; older bindings don't name them all.
+TEMPERATURE_GPU, CLOCK_SM, CLOCK_MEM = 0, 1, 2
+PCIE_SENT, PCIE_RECEIVED = 0, 1
+NVLINK_SENT, NVLINK_RECEIVED, ALL_LINKS, MAX_NVLINKS = 138, 139, 0xFFFFFFFF, 36
+UNCORRECTED, SINCE_DRIVER_START = 1, 0
+# Bits of nvmlDeviceGetCurrentClocksEventReasons, from nvml.h. Idle and application clocks are no fault.
+THROTTLE: Final = {
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+# Clocks held down by a fault; a power cap reached under load, or a sync boost, is none.
+THROTTLE_FAULTS: Final = frozenset(THROTTLE.values()) - {"software power cap", "sync boost"}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """What NVML reports of one GPU now. None: the GPU, the driver or the binding doesn't report it."""
+
+    index: int
+    name: str
+    memory_gib: float
+    free_gib: float
+    uuid: str | None = None
+    mig: bool | None = None  # split into instances, each a device of its own
+    processes: tuple[int, ...] | None = ()  # ids of processes on it that are not this one
+    ecc_uncorrected: int | None = 0  # ECC errors since the driver started that were not corrected
+    remap_pending: bool | None = False  # rows wait for a reset to be remapped, or could not be
+    throttle: tuple[str, ...] | None = ()  # of THROTTLE
+    persistence: bool | None = True
+    nvlinks: int | None = 0
+    nvlinks_up: int | None = 0
+    pcie_width: int | None = 16
+    pcie_width_max: int | None = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """All GPUs of this machine, or why there are none."""
+
+    gpus: tuple[GpuReading, ...] = ()
+    error: str = ""
+    driver: str | None = None
+    installed: bool = True  # nvidia-ml-py; without it nothing is known of GPUs
+
+
+def read_gpus(*, health: bool = True) -> Gpus:
+    """Every GPU's memory, and with `health` errors, clocks, links and processes too."""
+    nvml = Nvml()
+    if nvml.error:
+        return Gpus(error=nvml.error, installed=nvml.installed)
     try:
-        import pynvml
-    except ImportError:
-        return (), ("GPUs were not looked for: nvidia-ml-py is not installed (pip install 'windlass[gpu]')",)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return (), (f"no NVIDIA GPU: {error}",)
-    cards = []
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name = pynvml.nvmlDeviceGetName(handle)
-            cards.append(Card(str(name), memory.total / GIB, memory.free / GIB))
-    except pynvml.NVMLError as error:
-        return tuple(cards), (f"NVML stopped answering: {error}",)
+        gpus = tuple(nvml.read_gpu(index, health=health) for index in range(nvml.count()))
+    except nvml.library.NVMLError as error:
+        return Gpus(error=f"NVML stopped answering: {error}")
     finally:
-        pynvml.nvmlShutdown()
-    return tuple(cards), ()
+        nvml.library.nvmlShutdown()
+    return Gpus(gpus, "" if gpus else "NVML lists no GPU", nvml.driver())
 
 
-def _cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
+class Nvml:
+    """NVIDIA's management library, opened. `error` says why there is nothing to ask."""
+
+    def __init__(self) -> None:
+        self.error, self.installed = "", True
+        try:
+            import pynvml
+        except ImportError:
+            self.error, self.installed = "nvidia-ml-py is not installed (pip install 'windlass[gpu]')", False
+            return
+        self.library: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            self.error = f"NVML does not start: {error}"
+
+    def ask(self, function: str, *arguments: Any) -> Any:
+        """The answer, or None if the GPU, the driver or the binding doesn't know the question."""
+        try:
+            answer = getattr(self.library, function)(*arguments)
+        except (AttributeError, TypeError, ValueError, self.library.NVMLError):  # UnicodeDecodeError: garbled names
+            return None
+        return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+    def driver(self) -> str | None:
+        version: str | None = self.ask("nvmlSystemGetDriverVersion")
+        return version
+
+    def count(self) -> int:
+        return int(self.library.nvmlDeviceGetCount())
+
+    def find(self, uuid: str, index: int) -> Any:
+        """The GPU that torch calls `index`, by UUID if possible: NVML doesn't know CUDA_VISIBLE_DEVICES."""
+        for name in (f"GPU-{uuid}", f"MIG-{uuid}", uuid):
+            if (found := self.ask("nvmlDeviceGetHandleByUUID", name)) is not None:
+                return found
+        return self.ask("nvmlDeviceGetHandleByIndex", index)
+
+    def read_gpu(self, index: int, *, health: bool = True) -> GpuReading:
+        """Raises NVMLError if not even name and memory can be read."""
+        gpu = self.library.nvmlDeviceGetHandleByIndex(index)
+        memory = self.library.nvmlDeviceGetMemoryInfo(gpu)
+        name = self.ask("nvmlDeviceGetName", gpu) or "unknown GPU"
+        reading = GpuReading(index, name, memory.total / GIB, memory.free / GIB, self.ask("nvmlDeviceGetUUID", gpu))
+        if not health:
+            return reading
+        mig = self.ask("nvmlDeviceGetMigMode", gpu)  # now, after the next reset
+        running = self.ask("nvmlDeviceGetComputeRunningProcesses", gpu)
+        remapped = self.ask("nvmlDeviceGetRemappedRows", gpu)  # corrected, uncorrected, pending, failed
+        persistence = self.ask("nvmlDeviceGetPersistenceMode", gpu)
+        states = (self.ask("nvmlDeviceGetNvLinkState", gpu, link) for link in range(MAX_NVLINKS))
+        links = [bool(state) for state in states if state is not None]
+        return replace(
+            reading,
+            mig=None if mig is None else bool(mig[0]),
+            processes=None if running is None else tuple(p.pid for p in running if p.pid != os.getpid()),
+            ecc_uncorrected=self.ask("nvmlDeviceGetTotalEccErrors", gpu, UNCORRECTED, SINCE_DRIVER_START),
+            remap_pending=None if remapped is None else bool(remapped[2] or remapped[3]),
+            throttle=self._throttle(gpu),
+            persistence=None if persistence is None else bool(persistence),
+            nvlinks=len(links) or None,
+            nvlinks_up=sum(links) if links else None,
+            pcie_width=self.ask("nvmlDeviceGetCurrPcieLinkWidth", gpu),
+            pcie_width_max=self.ask("nvmlDeviceGetMaxPcieLinkWidth", gpu),
+        )
+
+    def read_load(self, gpu: Any, *, pcie: bool = True) -> dict[str, Any]:
+        """How busy a GPU is now, by the step files' field names. The driver counts PCIe for 20 ms a direction."""
+        rates = self.ask("nvmlDeviceGetUtilizationRates", gpu)
+        milliwatts = self.ask("nvmlDeviceGetPowerUsage", gpu)
+        throttle = self._throttle(gpu)
+        load = {
+            "gpu_utilization": rates and rates.gpu / 100,
+            "gpu_memory_utilization": rates and rates.memory / 100,
+            "gpu_power_watts": milliwatts and milliwatts / 1000,
+            "gpu_temperature_celsius": self.ask("nvmlDeviceGetTemperature", gpu, TEMPERATURE_GPU),
+            "gpu_sm_clock_mhz": self.ask("nvmlDeviceGetClockInfo", gpu, CLOCK_SM),
+            "gpu_memory_clock_mhz": self.ask("nvmlDeviceGetClockInfo", gpu, CLOCK_MEM),
+            "gpu_throttle": None if throttle is None else list(throttle),
+        }
+        for way, counter, field in (("sent", PCIE_SENT, NVLINK_SENT), ("received", PCIE_RECEIVED, NVLINK_RECEIVED)):
+            kib = self.ask("nvmlDeviceGetPcieThroughput", gpu, counter) if pcie else None
+            load[f"pcie_{way}_gb_per_second"] = None if kib is None else kib * 1024 / 1e9
+            # KiB since the driver started, over all links
+            values = self.ask("nvmlDeviceGetFieldValues", gpu, [(field, ALL_LINKS)])
+            known = values and not values[0].nvmlReturn
+            load[f"nvlink_{way}_total_gb"] = float(values[0].value.ullVal) * 1024 / 1e9 if known else None
+        return load
+
+    def _throttle(self, gpu: Any) -> tuple[str, ...] | None:
+        reasons = self.ask("nvmlDeviceGetCurrentClocksEventReasons", gpu)
+        if reasons is None:  # its name in drivers before 535
+            reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+        return None if reasons is None else tuple(text for bit, text in THROTTLE.items() if reasons & bit)
+
+
+def interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
+    """IP addresses of a network interface. Link-local ones are left out: they reach nobody beyond the cable."""
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+        found.append(socket.inet_ntoa(answer[20:24]))
+    for line in _text(root / "proc/net/if_inet6").splitlines():
+        fields = line.split()
+        if len(fields) == 6 and fields[5] == name and fields[3] != "20":
+            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
+    return found
+
+
+def usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Processors that this process may run on, within the control group's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota = _first_line(root / "cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
-        allowed = min(allowed, max(1, int(quota[0]) // int(quota[1])))
+    quota, period, *_ = (*_text(root / "cpu.max").split(), "", "")
+    if quota.isdigit() and period.isdigit() and int(period):
+        allowed = min(allowed, max(1, int(quota) // int(period)))
     return allowed
 
 
@@ -294,10 +435,10 @@ def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
 
 
-def _memory_limit_gib(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Version 2 of control groups first, then version 1, which says 'no limit' with a huge number."""
+def memory_limit_gib(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Version 2 of control groups first, then version 1, which writes 'no limit' as a huge number."""
     for path in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
-        line = _first_line(path)
+        line = _text(path).strip()
         if line.isdigit() and int(line) < 2**60:
             return int(line) / GIB
     return None
@@ -305,10 +446,6 @@ def _memory_limit_gib(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _first_line(path: Path) -> str:
-    return _text(path).partition("\n")[0].strip()

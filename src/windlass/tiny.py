@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from windlass.model import Checkpoint
+    from windlass.model import Base
 
 FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # largest finite e4m3 value
@@ -119,7 +119,7 @@ def write(
 
 
 def write_like(
-    checkpoint: Checkpoint, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0
+    checkpoint: Base, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0
 ) -> Path:
     """A tiny replica of this very checkpoint: its class, wrapper, quantisation, names on disk. No tokenizer.
 
@@ -134,7 +134,7 @@ def write_like(
     return directory
 
 
-def _dtype(checkpoint: Checkpoint) -> str:
+def _dtype(checkpoint: Base) -> str:
     """What most of the checkpoint's unquantised tensors are stored in."""
     known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     stored = [piece.stored.dtype for parameter in checkpoint.parameters for piece in parameter.pieces]
@@ -142,7 +142,7 @@ def _dtype(checkpoint: Checkpoint) -> str:
     return known[max(sorted(set(plain)), key=plain.count)] if plain else "bfloat16"
 
 
-def _as_stored(checkpoint: Checkpoint) -> Callable[[str], str]:
+def _as_stored(checkpoint: Base) -> Callable[[str], str]:
     """From the library's spelling of a name on disk to this checkpoint's: converters write wrappers in two ways."""
     embedding = next(parameter for parameter in checkpoint.parameters if parameter.part == "embedding")
     nested = embedding.pieces and embedding.pieces[0].stored.key.startswith("model.language_model.")

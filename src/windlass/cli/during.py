@@ -76,7 +76,7 @@ def train(
         from windlass.train.machines import started_on
 
         loaded, file = read(run, overrides), accelerate_file(accelerate, os.environ, parents())
-        if file is None and (found := started_on(loaded, os.environ, len(this_machine().cards))):
+        if file is None and (found := started_on(loaded, os.environ, len(this_machine().gpus))):
             loaded = read(run, [*overrides, *found])
         return planning.make(loaded, file)
 
@@ -104,7 +104,7 @@ def _script(run: Path, overrides: list[str], accelerate: Path | None, *, resume:
             raise UserError("a script measures by itself", "--debug-freq", hint)
         refuse_accelerate(accelerate)
         loaded = read_any(run, overrides)
-        if found := started_on(loaded, os.environ, len(this_machine().cards)):
+        if found := started_on(loaded, os.environ, len(this_machine().gpus)):
             loaded = read_any(run, [*overrides, *found])
         assert isinstance(loaded, LoadedScript)
         return make_script(loaded)

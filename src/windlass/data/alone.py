@@ -19,7 +19,7 @@ def look(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None])
     """Prepare the data as training would. `audited` is given what was found, also where it is then refused."""
     run = loaded.run
     place = loaded.where("model.model_name_or_path")
-    checkpoint = weights.find(run.model.model_name_or_path, place)
+    checkpoint = weights.find_base(run.model.model_name_or_path, place)
     if checkpoint.path is None:
         raise UserError(
             f"no tokenizer at {run.model.model_name_or_path}", place, "the audit counts tokens: give the model's folder"

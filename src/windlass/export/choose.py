@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.model import Checkpoint, find
+from windlass.model import Base, find_base
 from windlass.observe import steps
 from windlass.train import checkpoint as checkpoints
 
@@ -98,13 +98,15 @@ def _chosen(folder: Path, why: str, run: Path | None) -> Chosen:
     return Chosen(folder, why, config, run, manifest)
 
 
-def base_of(chosen: Chosen, base: str | None) -> Checkpoint:
+def base_of(chosen: Chosen, base: str | None) -> Base:
     """The model that the adapter was trained on, with its weights."""
     named = base or chosen.config.get("base_model_name_or_path") or ""
     where = "--base" if base else str(chosen.folder / CONFIG)
     if not named:
         raise UserError("the adapter does not name its base model", where, "name the base model's folder: --base DIR")
-    checkpoint = find(named, where) if base or Path(named).exists() else None  # an export names its base, and no folder
+    checkpoint = (
+        find_base(named, where) if base or Path(named).exists() else None
+    )  # an export names its base, and no folder
     if checkpoint is None or checkpoint.path is None:
         hint = "name the folder that holds its weights: --base DIR"
         raise UserError(f"the weights of the base model {named} are not on this machine", where, hint)

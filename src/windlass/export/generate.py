@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, TextStreamer
 from windlass.errors import UserError
 from windlass.export import logits, update
 from windlass.export.choose import CONFIG, WEIGHTS, Chosen, base_of, choose
-from windlass.model import Checkpoint, read_checkpoint
+from windlass.model import Base, read_base
 from windlass.model.folder import CONFIG as MODEL_CONFIG
 from windlass.plan.layout import Layout
 from windlass.train import experts
@@ -69,11 +69,11 @@ class Streamer(TextStreamer):  # type: ignore[misc]
         self.write(f"{text}\n" if stream_end else text)
 
 
-def _what(folder: Path, base: str | None) -> tuple[Chosen | None, Checkpoint]:
+def _what(folder: Path, base: str | None) -> tuple[Chosen | None, Base]:
     """A whole model, or an adapter and its base."""
     model = (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG).is_file()
     if model:
-        return None, read_checkpoint(folder)
+        return None, read_base(folder)
     chosen = choose(folder)
     checkpoint = base_of(chosen, base)
     update.read(chosen, checkpoint)  # an adapter of another model is told here, by name
@@ -96,7 +96,7 @@ def _chat(tokenizer: Any, prompt: str, folder: Path) -> str:
     return text
 
 
-def held_as(checkpoint: Checkpoint, folder: Path) -> str:
+def held_as(checkpoint: Base, folder: Path) -> str:
     """layout.base_dtype: 16 bits where that fits, which is the fastest; else FP8 as stored, where that fits."""
     free = logits.available()
     stored = sum(piece.stored.end - piece.stored.start for each in checkpoint.parameters for piece in each.pieces)
@@ -111,7 +111,7 @@ def held_as(checkpoint: Checkpoint, folder: Path) -> str:
     )
 
 
-def loaded(checkpoint: Checkpoint, chosen: Chosen | None, held: str) -> Any:
+def loaded(checkpoint: Base, chosen: Chosen | None, held: str) -> Any:
     layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=held)
     if held == "fp8" and chosen and chosen.config.get("use_dora"):
         hint = "merge it first: windlass export FOLDER --to MERGED --merge, then generate from MERGED"

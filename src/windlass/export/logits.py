@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from windlass.export.choose import Chosen
-from windlass.model import Checkpoint, read_checkpoint
+from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
 
 ROWS, LENGTH = 4, 128
@@ -46,7 +46,7 @@ BOUNDS: Final = {
 }
 
 
-def compare(checkpoint: Checkpoint, chosen: Chosen, to: Path) -> dict[str, Any]:
+def compare(checkpoint: Base, chosen: Chosen, to: Path) -> dict[str, Any]:
     """The comparison as a record; `skipped` says why there is none, `deviation` what is out of bounds."""
     needs, free = 4 * checkpoint.total, available()
     if needs > SHARE_OF_MEMORY * free:
@@ -56,7 +56,7 @@ def compare(checkpoint: Checkpoint, chosen: Chosen, to: Path) -> dict[str, Any]:
     rows = sample_rows(chosen, checkpoint.dims["vocab"])
     plain, adapted = with_and_without(checkpoint, chosen, rows)
     gc.collect()
-    merged_checkpoint = read_checkpoint(to)
+    merged_checkpoint = read_base(to)
     merged = of(model_of(merged_checkpoint), rows)
     # A token at a tie between two experts goes to the other one by the last bit of a weight, and its logits jump:
     # where there are experts, the token in the middle is judged, not the worst.
@@ -100,7 +100,7 @@ def kl(true: Tensor, other: Tensor) -> float:
     return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
 
 
-def coarsest(checkpoint: Checkpoint) -> str:
+def coarsest(checkpoint: Base) -> str:
     """The dtype of the most elements of the checkpoint: what the bound goes by."""
     counts: dict[str, int] = {}
     for parameter in checkpoint.parameters:
@@ -110,13 +110,13 @@ def coarsest(checkpoint: Checkpoint) -> str:
     return max((dtype for dtype in counts), key=lambda dtype: BOUNDS[dtype].kl)
 
 
-def model_of(checkpoint: Checkpoint) -> Any:
+def model_of(checkpoint: Base) -> Any:
     from windlass.train.load import load
 
     return load(checkpoint, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()
 
 
-def with_and_without(checkpoint: Checkpoint, chosen: Chosen, rows: Tensor) -> tuple[Tensor, Tensor]:
+def with_and_without(checkpoint: Base, chosen: Chosen, rows: Tensor) -> tuple[Tensor, Tensor]:
     model = with_adapter(model_of(checkpoint), chosen.folder)
     with model.disable_adapter():
         plain = of(model, rows)

@@ -21,7 +21,7 @@ from windlass.errors import UserError
 from windlass.export.recipe import COPIED, Recipe
 from windlass.export.update import Update, Updates
 from windlass.export.values import FORMATS
-from windlass.model import Checkpoint, Parameter, Piece, Stored, read_checkpoint
+from windlass.model import Base, Parameter, Piece, Stored, read_base
 from windlass.train.certificate import Disk, sampled
 from windlass.train.reading import DTYPES, Box, Files, intersection, piece_box
 
@@ -69,11 +69,11 @@ class Sums:
 
 
 def prove(
-    checkpoint: Checkpoint, updates: Updates, recipe: Recipe, to: Path, adapter: Path, advance: Callable[[int], None]
+    checkpoint: Base, updates: Updates, recipe: Recipe, to: Path, adapter: Path, advance: Callable[[int], None]
 ) -> Proof:
     proof = Proof()
     try:
-        opened = read_checkpoint(to)
+        opened = read_base(to)
     except UserError as error:
         proof.deviations = [problem.problem for problem in error.problems]
         return proof
@@ -86,7 +86,7 @@ def prove(
     return proof
 
 
-def _stored(checkpoint: Checkpoint) -> dict[str, Stored]:
+def _stored(checkpoint: Base) -> dict[str, Stored]:
     found = {stored.key: stored for stored in checkpoint.unread}
     for parameter in checkpoint.parameters:
         for piece in parameter.pieces:
@@ -108,7 +108,7 @@ def _headers(recipe: Recipe, held: Mapping[str, Stored]) -> Iterator[str]:
             yield f"{key} is in {stored.file.name}, not in {wanted.file.name}"
 
 
-def _files(checkpoint: Checkpoint, recipe: Recipe, to: Path) -> Iterator[str]:
+def _files(checkpoint: Base, recipe: Recipe, to: Path) -> Iterator[str]:
     assert checkpoint.path is not None
     for path in recipe.others:
         if not (to / path.name).is_file() or (to / path.name).read_bytes() != path.read_bytes():
@@ -146,7 +146,7 @@ def _same_bytes(one: Stored, other: Stored, files: Files) -> bool:
     return True
 
 
-def _touched(proof: Proof, checkpoint: Checkpoint, updates: Updates, opened: Checkpoint, adapter: Path) -> None:
+def _touched(proof: Proof, checkpoint: Base, updates: Updates, opened: Base, adapter: Path) -> None:
     """Sampled rows of every tensor that was rounded anew, whether the adapter changed it or only the dtype."""
     merged = {parameter.name: parameter for parameter in opened.parameters}
     wheres = [{key: stored.file for key, stored in _stored(each).items()} for each in (checkpoint, opened)]

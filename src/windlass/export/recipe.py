@@ -12,7 +12,7 @@ from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.update import Updates
-from windlass.model import Checkpoint, Parameter, Piece, Stored
+from windlass.model import Base, Parameter, Piece, Stored
 from windlass.model.family import ACTIVATIONS
 from windlass.model.folder import CONFIG, INDEX, SINGLE
 from windlass.model.headers import BITS, LENGTH
@@ -72,7 +72,7 @@ class Recipe:
             yield from file.entries
 
 
-def make(checkpoint: Checkpoint, updates: Updates, to: Path, dtype: str) -> Recipe:
+def make(checkpoint: Base, updates: Updates, to: Path, dtype: str) -> Recipe:
     """The recipe, or why the base can't be written in that dtype."""
     assert checkpoint.path is not None
     raise_all(list(_refusals(checkpoint, dtype)))
@@ -92,7 +92,7 @@ def make(checkpoint: Checkpoint, updates: Updates, to: Path, dtype: str) -> Reci
     return Recipe(OWN if dtype == FP8 else dtype, files, tuple(dropped), config_bytes, index, others, left_out)
 
 
-def _refusals(checkpoint: Checkpoint, dtype: str) -> Iterator[Problem]:
+def _refusals(checkpoint: Base, dtype: str) -> Iterator[Problem]:
     if dtype not in (OWN, BF16, FP8):
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8")
     if dtype == FP8 and not any(s.dtype in NEEDS_SCALE for s in _sources(checkpoint)):
@@ -110,7 +110,7 @@ def _refusals(checkpoint: Checkpoint, dtype: str) -> Iterator[Problem]:
         )
 
 
-def _sources(checkpoint: Checkpoint) -> list[Stored]:
+def _sources(checkpoint: Base) -> list[Stored]:
     """Every stored tensor of the base, file by file as they lie there."""
     found = {stored.key: stored for stored in checkpoint.unread}
     for parameter in checkpoint.parameters:
@@ -122,7 +122,7 @@ def _sources(checkpoint: Checkpoint) -> list[Stored]:
 
 
 def _entries(
-    checkpoint: Checkpoint, updates: Updates, sources: Sequence[Stored], dtype: str
+    checkpoint: Base, updates: Updates, sources: Sequence[Stored], dtype: str
 ) -> tuple[list[Entry], list[str]]:
     """What becomes of every tensor of the base."""
     places: dict[str, tuple[Parameter, Piece]] = {}
@@ -237,7 +237,7 @@ def _others(folder: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     return tuple(taken), tuple(path.name for path in left if path.name not in shards and path.name[0] != ".")
 
 
-def check_target(to: Path, checkpoint: Checkpoint, adapter: Path) -> None:
+def check_target(to: Path, checkpoint: Base, adapter: Path) -> None:
     """A merge never writes into what it reads."""
     for held, what in ((checkpoint.path, "the base model's folder"), (adapter, "the adapter's folder")):
         if held is not None and to.resolve() == held.resolve():

@@ -18,7 +18,7 @@ from windlass.export.choose import Chosen, base_name, base_of, choose
 from windlass.export.proof import LOST, SHOWN, Proof, prove
 from windlass.export.serve import Served, serve_check
 from windlass.export.write import RECORD
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.train.reading import NEEDS_SCALE
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def export(
 def _adapter(chosen: Chosen, base: str | None, to: Path, called: str, dtype: str | None, say: Say) -> dict[str, Any]:
     # 1. Where the base is at hand, the adapter must be of it.
     try:
-        checkpoint: Checkpoint | None = base_of(chosen, base)
+        checkpoint: Base | None = base_of(chosen, base)
     except UserError:
         if base:
             raise
@@ -105,7 +105,7 @@ def _adapter(chosen: Chosen, base: str | None, to: Path, called: str, dtype: str
 
 def _merge(
     chosen: Chosen,
-    checkpoint: Checkpoint,
+    checkpoint: Base,
     to: Path,
     called: str,
     dtype: str | None,
@@ -153,7 +153,7 @@ def _workers(made: recipe.Recipe) -> int:
     return max(1, min(len(made.files), os.process_cpu_count() if hasattr(os, "process_cpu_count") else 2, 4))
 
 
-def _say_plan(made: recipe.Recipe, checkpoint: Checkpoint, updates: update.Updates, say: Say) -> None:
+def _say_plan(made: recipe.Recipe, checkpoint: Base, updates: update.Updates, say: Say) -> None:
     counts: dict[str, int] = {}
     for entry in made.entries():
         counts[entry.how] = counts.get(entry.how, 0) + 1
@@ -199,7 +199,7 @@ def served(source: Path, made: Exported, base: str | None) -> Served:
     """What servers do with what was exported."""
     chosen = choose(source)
     try:
-        checkpoint: Checkpoint | None = base_of(chosen, base)
+        checkpoint: Base | None = base_of(chosen, base)
     except UserError:
         checkpoint = None
     return serve_check(chosen, checkpoint, made.folder, base=made.base, merged=made.kind == "merged")

@@ -10,7 +10,7 @@ from typing import Any
 
 from windlass.export.choose import Chosen
 from windlass.export.update import KEY, PREFIX
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.model.headers import read_header
 
 APPLIED, NOT, UNSURE = "applied", "not applied", "not certain"
@@ -57,7 +57,7 @@ class Served:
         return asdict(self)
 
 
-def serve_check(chosen: Chosen, checkpoint: Checkpoint | None, folder: Path, *, base: str, merged: bool) -> Served:
+def serve_check(chosen: Chosen, checkpoint: Base | None, folder: Path, *, base: str, merged: bool) -> Served:
     """What is known, for the targets that this adapter has."""
     targets = _targets(chosen)
     rows = tuple(

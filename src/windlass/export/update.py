@@ -20,7 +20,7 @@ from torch import Tensor
 
 from windlass.errors import Problem, raise_all
 from windlass.export.choose import CONFIG, Chosen
-from windlass.model import Checkpoint, Parameter, Stored
+from windlass.model import Base, Parameter, Stored
 from windlass.model.family import WRAPPERS
 from windlass.model.headers import read_header
 from windlass.train.reading import DTYPES, Files, whole
@@ -104,7 +104,7 @@ class Updates:
         return Factors(update, a, b, magnitude)
 
 
-def read(chosen: Chosen, checkpoint: Checkpoint) -> Updates:
+def read(chosen: Chosen, checkpoint: Base) -> Updates:
     """Every tensor of the adapter put to its parameter, or one error that says what does not fit."""
     raise_all(list(_refusals(chosen.config, str(chosen.folder / CONFIG))))
     stored = read_header(chosen.weights)
@@ -157,7 +157,7 @@ def _refusals(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
         )
 
 
-def _renaming(checkpoint: Checkpoint) -> Any:
+def _renaming(checkpoint: Base) -> Any:
     """A name in PEFT's file -> the language model's: adapters may have been trained inside the wrapper."""
     wrapper = next((w for w in WRAPPERS.values() if w.architecture == checkpoint.wrapper), None)
     prefixes = [pair for pair in wrapper.prefixes if pair[1] == "model."] if wrapper else []
@@ -223,7 +223,7 @@ def _strength(place: str, parameter: Parameter, config: Mapping[str, Any]) -> tu
 
 
 def _problems(
-    path: Path, checkpoint: Checkpoint, stored: Mapping[str, Stored], unknown: Sequence[str], misfits: Sequence[str]
+    path: Path, checkpoint: Base, stored: Mapping[str, Stored], unknown: Sequence[str], misfits: Sequence[str]
 ) -> Iterator[Problem]:
     hint = f"is {checkpoint.name} the model that it was trained on? Name the right one: --base DIR"
     if not stored:

@@ -28,7 +28,7 @@ from windlass.errors import RunError, UserError
 from windlass.export import values
 from windlass.export.recipe import COPIED, MERGED, SCALE, Entry, OutFile, Recipe
 from windlass.export.update import Updates
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.model.folder import CONFIG, INDEX
 from windlass.train.checkpoint import flush_one, save_tensors
 from windlass.train.reading import DTYPES, NEEDS_SCALE, Files, TruncatedError
@@ -43,7 +43,7 @@ Advance = Callable[[int], None]
 class Writer:
     """One merge into one folder."""
 
-    def __init__(self, recipe: Recipe, checkpoint: Checkpoint, updates: Updates, to: Path, advance: Advance) -> None:
+    def __init__(self, recipe: Recipe, checkpoint: Base, updates: Updates, to: Path, advance: Advance) -> None:
         self.recipe, self.updates, self.to, self.advance = recipe, updates, to, advance
         self.block = checkpoint.block
         self.work = to / WORK
@@ -159,7 +159,7 @@ class Writer:
         flush_one(self.to)
 
 
-def begin(to: Path, recipe: Recipe, checkpoint: Checkpoint, adapter: Path) -> bool:
+def begin(to: Path, recipe: Recipe, checkpoint: Base, adapter: Path) -> bool:
     """Take the folder. True: an earlier attempt at this very merge is there to go on with."""
     mark = fingerprint(recipe, checkpoint, adapter)
     try:
@@ -182,7 +182,7 @@ def finish(to: Path) -> None:
     shutil.rmtree(to / WORK, ignore_errors=True)
 
 
-def fingerprint(recipe: Recipe, checkpoint: Checkpoint, adapter: Path) -> str:
+def fingerprint(recipe: Recipe, checkpoint: Base, adapter: Path) -> str:
     """Which base, which adapter, which dtype: what makes two merges the same."""
     digest = hashlib.sha256(recipe.dtype.encode())
     digest.update(adapter.read_bytes() if adapter.stat().st_size < 2**30 else _stamp(adapter).encode())

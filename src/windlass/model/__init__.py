@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from windlass.model.checkpoint import Checkpoint, Parameter, Piece, Stored
 from windlass.model.family import PARTS
-from windlass.model.find import find, published, read_checkpoint
+from windlass.model.find import find_base, published_base, read_base
+from windlass.model.parameters import Base, Parameter, Piece, Stored
 
-__all__ = ["PARTS", "Checkpoint", "Parameter", "Piece", "Stored", "find", "published", "read_checkpoint"]
+__all__ = ["PARTS", "Base", "Parameter", "Piece", "Stored", "find_base", "published_base", "read_base"]

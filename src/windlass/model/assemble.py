@@ -9,9 +9,9 @@ from math import ceil, prod
 from pathlib import Path
 
 from windlass.errors import Problem, raise_all
-from windlass.model.checkpoint import Checkpoint, Parameter, Piece, Stored, block_of
-from windlass.model.config import Described, parameters
+from windlass.model.config import Described, list_parameters
 from windlass.model.family import TIED, UNREAD, VISION
+from windlass.model.parameters import Base, Parameter, Piece, Stored, block_of
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 CODED_DTYPES = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
@@ -35,19 +35,19 @@ class Found:
     odd_dtype: list[str] = field(default_factory=list)
 
 
-def assemble(path: Path, described: Described, stored: Mapping[str, Stored]) -> Checkpoint:
+def assemble(path: Path, described: Described, stored: Mapping[str, Stored]) -> Base:
     """The checkpoint, or one error that says everything that does not fit, each kind in one line."""
     found = _by_name(described, stored)
     tied = described.tied or (described.wrapper_tied and HEAD not in found.named)
     block = block_of(described.quantization)
-    filled = [_fill(parameter, found, block) for parameter in parameters(described, tied=tied)]
+    filled = [_fill(parameter, found, block) for parameter in list_parameters(described, tied=tied)]
     unread, unknown, notes = _rest(described, stored, found, tied)
     raise_all(list(_problems(path, described, found, unknown, stored)))
     config = described.config
     if tied and not described.tied:
         config = {**config, "tie_word_embeddings": True}
         notes.append("the head is the embedding: config.json's outer part ties them, and no head is stored")
-    return Checkpoint(
+    return Base(
         name=_name(path),
         path=path,
         family=described.family,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.model.checkpoint import Parameter
 from windlass.model.family import FAMILIES, WRAPPERS, Family, Size, Wrapper
+from windlass.model.parameters import Parameter
 
 # Far above any model, and low enough that a slip of the keyboard does not make a list of a billion parameters.
 MOST_LAYERS = 4096
@@ -55,7 +55,7 @@ def describe(config: Mapping[str, Any], where: str) -> Described:
     return Described(family, wrapper, dict(text), dims, routed, tied is True, outer, quantization)
 
 
-def parameters(described: Described, *, tied: bool) -> Iterator[Parameter]:
+def list_parameters(described: Described, *, tied: bool) -> Iterator[Parameter]:
     """Every parameter of the causal language model, by the names and shapes it has in transformers."""
     dims, family = described.dims, described.family
     hidden, vocab = dims["hidden"], dims["vocab"]

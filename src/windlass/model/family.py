@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 PARTS = ("embedding", "attention", "mlp", "shared_experts", "experts", "router", "norm", "head")
 
-# The names of `Checkpoint.dims`. A family has those that apply to it; flags are 0 or 1.
+# The names of `Base.dims`. A family has those that apply to it; flags are 0 or 1.
 DIMS: dict[str, str] = {
     "layers": "decoder layers",
     "dense_layers": "of these, layers with a plain feed-forward",

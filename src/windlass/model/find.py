@@ -7,33 +7,33 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.errors import UserError
-from windlass.model.checkpoint import Checkpoint
-from windlass.model.config import describe, parameters
-from windlass.model.folder import read_checkpoint
+from windlass.model.config import describe, list_parameters
+from windlass.model.folder import read_base
+from windlass.model.parameters import Base
 from windlass.model.published import CONFIGS
 
-__all__ = ["find", "published", "read_checkpoint"]
+__all__ = ["find_base", "published_base", "read_base"]
 
 
-def published(name: str) -> Checkpoint | None:
+def published_base(name: str) -> Base | None:
     """A known model without its weights, or none of that name."""
     known = next((key for key in CONFIGS if key.lower() == name.lower()), None)
     if known is None:
         return None
     described = describe(CONFIGS[known], f"published config of {known}")
-    return Checkpoint(
+    return Base(
         name=known,
         path=None,
         family=described.family,
         config=described.config,
         dims=described.dims,
-        parameters=tuple(parameters(described, tied=described.tied)),
+        parameters=tuple(list_parameters(described, tied=described.tied)),
         wrapper=described.wrapper.architecture if described.wrapper else None,
         quantization=described.quantization,
     )
 
 
-def find(model_name_or_path: str, where: str) -> Checkpoint:
+def find_base(model_name_or_path: str, where: str) -> Base:
     """The checkpoint in a folder; of a known model the published config where there is no such folder."""
     try:
         path = Path(model_name_or_path).expanduser()
@@ -43,14 +43,14 @@ def find(model_name_or_path: str, where: str) -> Checkpoint:
         said = f"{_short(model_name_or_path)} can't be opened: {why}"
         raise UserError(said, where, "name a model folder") from None
     if folder:
-        return read_checkpoint(path)
+        return read_base(path)
     if exists:
         raise UserError(
             f"{_short(model_name_or_path)} is a file, not a folder",
             where,
             "name the folder that holds config.json and the safetensors files",
         )
-    known = published(path.name)
+    known = published_base(path.name)
     if known is None:
         raise UserError(
             f"there is no folder {_short(model_name_or_path)}, and no config is known for {_short(path.name)}",

@@ -9,9 +9,9 @@ from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.assemble import assemble
-from windlass.model.checkpoint import Checkpoint, Stored
 from windlass.model.config import describe
 from windlass.model.headers import read_header
+from windlass.model.parameters import Base, Stored
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LARGEST = {CONFIG: 2**24, INDEX: 2**28}  # bytes; real ones have kilobytes and a few megabytes
@@ -44,7 +44,7 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_base(path: Path) -> Base:
     """Names, shapes, dtypes and places of all weights in a folder. Only headers are read."""
     names = _names(path)
     if CONFIG not in names:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.model.checkpoint import Stored
+from windlass.model.parameters import Stored
 
 LENGTH = 8
 LONGEST = 100_000_000  # the format's own limit on headers

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import Problem, raise_all
-from windlass.model import Checkpoint, Parameter
+from windlass.model import Base, Parameter
 
 if TYPE_CHECKING:
     from windlass.runfile import Lora
@@ -58,7 +58,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpertShard:
     """The experts of a layer that one rank holds the adapter of, where experts are split over ranks."""
 
     first: int
@@ -67,17 +67,19 @@ class Part:
 
     def own(self, name: str, whole: Any) -> Any:
         """This part of a matrix (a tensor), packed as the whole is."""
-        return packed(name, by_expert(name, whole, self.total)[self.first : self.first + self.count]).clone()
+        return pack_experts(name, by_expert(name, whole, self.total)[self.first : self.first + self.count]).clone()
 
 
-class Parts:
+class ExpertShards:
     """Which tensors of a model's adapter a rank holds a part of."""
 
     def __init__(self, model: Any) -> None:
         modules = model.named_modules()
-        self.held: dict[str, Part] = {name: module.part for name, module in modules if getattr(module, "part", None)}
+        self.held: dict[str, ExpertShard] = {
+            name: module.part for name, module in modules if getattr(module, "part", None)
+        }
 
-    def of(self, name: str) -> Part | None:
+    def of(self, name: str) -> ExpertShard | None:
         """`name` is a parameter's, or its tensor's in a file: the container's name stands before `.lora_` in both."""
         return self.held.get(name.partition(".lora_")[0])
 
@@ -94,7 +96,7 @@ def by_expert(name: str, matrix: Any, experts: int) -> Any:
     return matrix.view(matrix.shape[0], -1, experts).permute(2, 1, 0)
 
 
-def packed(name: str, stack: Any) -> Any:
+def pack_experts(name: str, stack: Any) -> Any:
     """The matrix of which `stack` is the view by expert."""
     rows = stack.shape[0] * stack.shape[1]
     if ".lora_A." in name:
@@ -119,7 +121,7 @@ class Linear:
         return r * (inputs + outputs) + (outputs if dora else 0)
 
 
-def resolve(lora: Lora, checkpoint: Checkpoint, where: Callable[[str], str]) -> Adapter:
+def resolve(lora: Lora, checkpoint: Base, where: Callable[[str], str]) -> Adapter:
     """Which modules and expert parameters are adapted. Every pattern that matches nothing is an error."""
     linears = tuple(_linears(checkpoint))
     fused = tuple(p for p in checkpoint.parameters if p.part == "experts")
@@ -153,14 +155,14 @@ def resolve(lora: Lora, checkpoint: Checkpoint, where: Callable[[str], str]) -> 
     )
 
 
-def _linears(checkpoint: Checkpoint) -> Iterator[Linear]:
+def _linears(checkpoint: Base) -> Iterator[Linear]:
     for parameter in checkpoint.parameters:
         module, _, leaf = parameter.name.rpartition(".")
         if leaf == "weight" and parameter.part in LINEAR_PARTS and not _out_of_reach(parameter, checkpoint):
             yield Linear(module, parameter)
 
 
-def _out_of_reach(parameter: Parameter, checkpoint: Checkpoint) -> bool:
+def _out_of_reach(parameter: Parameter, checkpoint: Base) -> bool:
     """A dense feed-forward whose name PEFT takes for that of routed experts."""
     leaf = parameter.name.removesuffix(".weight").rpartition(".")[2]
     return parameter.part == "mlp" and leaf in checkpoint.family.taken_for_experts
@@ -170,7 +172,7 @@ Match = tuple[str, tuple[str, ...], str, Sequence[Linear]]  # pattern, names it 
 
 
 def _match(
-    lora: Lora, linears: Sequence[Linear], checkpoint: Checkpoint, where: Callable[[str], str]
+    lora: Lora, linears: Sequence[Linear], checkpoint: Base, where: Callable[[str], str]
 ) -> tuple[list[Match], list[Problem]]:
     """Each pattern with its modules, as PEFT understands patterns."""
     asked = lora.target_modules
@@ -226,13 +228,13 @@ def _expression(pattern: str, linears: Sequence[Linear], place: str) -> tuple[li
     ]
 
 
-def _only_shared(pattern: str, found: Sequence[Linear], checkpoint: Checkpoint) -> str:
+def _only_shared(pattern: str, found: Sequence[Linear], checkpoint: Base) -> str:
     if pattern in FUSED and checkpoint.dims.get("experts") and all(x.parameter.part == "shared_experts" for x in found):
         return f"{pattern} -> shared_experts.{pattern}: a name of the routed experts is given in lora.experts"
     return ""
 
 
-def _unmatched(pattern: str, linears: Sequence[Linear], checkpoint: Checkpoint, place: str) -> Problem:
+def _unmatched(pattern: str, linears: Sequence[Linear], checkpoint: Base, place: str) -> Problem:
     """Why a pattern matches nothing, and what was perhaps meant."""
     leaves = list(dict.fromkeys(linear.leaf for linear in linears))
     problem = f"{pattern!r} matches no module of {checkpoint.family.causal_lm}"
@@ -324,7 +326,7 @@ def _expert_refusals(lora: Lora, where: Callable[[str], str]) -> Iterator[Proble
         yield Problem("adapters of routed experts can't be DoRA", where("lora.use_dora"), "set lora.use_dora: false")
 
 
-def _biases(lora: Lora, checkpoint: Checkpoint, modules: set[str]) -> int:
+def _biases(lora: Lora, checkpoint: Base, modules: set[str]) -> int:
     """The base's own biases that are trained too."""
     if lora.bias == "none":
         return 0
@@ -333,7 +335,7 @@ def _biases(lora: Lora, checkpoint: Checkpoint, modules: set[str]) -> int:
 
 
 def _notes(
-    lora: Lora, checkpoint: Checkpoint, targets: Sequence[Target], by_part: Mapping[str, int], biases: int
+    lora: Lora, checkpoint: Base, targets: Sequence[Target], by_part: Mapping[str, int], biases: int
 ) -> Iterator[str]:
     yield from dict.fromkeys(target.note for target in targets if target.note)
     routed = sum(p.count for p in checkpoint.parameters if p.part == "experts")
@@ -355,7 +357,7 @@ def _notes(
         yield f"bias: {lora.bias} trains {biases} biases of the base as well: without them the adapter is another model"
 
 
-def _too_high(checkpoint: Checkpoint, targets: Sequence[Target]) -> Iterator[str]:
+def _too_high(checkpoint: Base, targets: Sequence[Target]) -> Iterator[str]:
     """From half of a matrix's smaller side on, an adapter has as many parameters as the matrix."""
     shapes = {p.name.removesuffix(".weight"): p.shape for p in checkpoint.parameters}
     seen: dict[str, int] = {}

@@ -18,7 +18,7 @@ from windlass.data import source
 from windlass.data.source import Rows
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.model.targets import Adapter
 from windlass.plan.advice import Advice, advise
@@ -40,7 +40,7 @@ class Plan:
     """The whole run, computed. `as_dict` is what scripts and later stages read."""
 
     loaded: Loaded
-    checkpoint: Checkpoint
+    base: Base
     adapter: Adapter
     machine: Machine
     layout: Layout
@@ -56,7 +56,7 @@ class Plan:
     @property
     def by_part(self) -> Mapping[str, int]:
         count: Counter[str] = Counter()
-        for parameter in self.checkpoint.parameters:
+        for parameter in self.base.parameters:
             count[parameter.part] += math.prod(parameter.shape)
         return count
 
@@ -67,9 +67,9 @@ class Plan:
     @property
     def disk_bytes(self) -> int | None:
         """Bytes of the tensors that the run reads; None where no weights are at hand."""
-        if self.checkpoint.path is None:
+        if self.base.path is None:
             return None
-        return sum(piece.stored.end - piece.stored.start for p in self.checkpoint.parameters for piece in p.pieces)
+        return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces)
 
     @property
     def hours(self) -> float | None:
@@ -116,7 +116,7 @@ def _make(folder: Path) -> None:
 def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     """Everything that is wrong with the run file against the model and the machine is an error here."""
     run, where = loaded.run, loaded.where
-    checkpoint = weights.find(run.model.model_name_or_path, where("model.model_name_or_path"))
+    checkpoint = weights.find_base(run.model.model_name_or_path, where("model.model_name_or_path"))
     adapter = adapters.resolve(run.lora, checkpoint, where)
     wanted = demand(run, where, checkpoint.family, accelerate, experts_adapted=bool(adapter.target_parameters))
     _refuse_float16(wanted, where)
@@ -143,7 +143,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     work = replace(full, batch=best.batch).under(layout)
     return Plan(
         loaded=loaded,
-        checkpoint=checkpoint,
+        base=checkpoint,
         adapter=adapter,
         machine=machine,
         layout=layout,
@@ -169,7 +169,7 @@ def _way(work: Work) -> tuple[str, ...]:
     return (f"adapters of routed experts are computed {ways[work.expert_path]}",)
 
 
-def _in_fp8(checkpoint: Checkpoint, why_not: str, wanted: Demand, where: Callable[[str], str]) -> bool:
+def _in_fp8(checkpoint: Base, why_not: str, wanted: Demand, where: Callable[[str], str]) -> bool:
     """Whether the base can be held as published, in FP8. `why_not`: what of the run speaks against it."""
     if not in_fp8(checkpoint):
         why_not = f"{checkpoint.name} is not published in FP8, and windlass does not quantise"
@@ -211,11 +211,11 @@ def _usual(rows: Rows, limit: int) -> int | None:
 
 
 def _work(
-    run: RunFile, checkpoint: Checkpoint, adapter: Adapter, wanted: Demand, machine: Machine, batch: Batch, rows: Rows
+    run: RunFile, checkpoint: Base, adapter: Adapter, wanted: Demand, machine: Machine, batch: Batch, rows: Rows
 ) -> Work:
     """The run as the run file has it, before a layout and a micro-batch are chosen."""
     return Work(
-        checkpoint=checkpoint,
+        base=checkpoint,
         adapter=adapter,
         layout=_first_layout(wanted),
         batch=batch,

@@ -16,10 +16,10 @@ def record(plan: Plan) -> dict[str, Any]:
     return {
         "windlass": __version__,
         "model": {
-            "name": plan.checkpoint.name,
-            "path": str(plan.checkpoint.path) if plan.checkpoint.path else None,
-            "class": plan.checkpoint.family.causal_lm,
-            "wrapper": plan.checkpoint.wrapper,
+            "name": plan.base.name,
+            "path": str(plan.base.path) if plan.base.path else None,
+            "class": plan.base.family.causal_lm,
+            "wrapper": plan.base.wrapper,
         },
         "parameters": {"total": plan.total, "by_part": dict(plan.by_part), "disk_bytes": plan.disk_bytes},
         "adapter": _adapter(plan),

@@ -55,7 +55,7 @@ def _table(title: str, *columns: str) -> Table:
 def _header(plan: Plan) -> Table:
     layout, batch, length = plan.layout, plan.batch, plan.schedule
     lines = [
-        ("model", f"{plan.checkpoint.name}: {plan.checkpoint.family.causal_lm}"),
+        ("model", f"{plan.base.name}: {plan.base.family.causal_lm}"),
         ("machine", machines(layout, plan.machine)),
         ("layout", f"{layout.name}: {layout.reason}"),
         (

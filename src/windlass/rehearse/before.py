@@ -45,7 +45,7 @@ def elsewhere(loaded: Loaded, made: dict[str, Any]) -> bool:
     cluster = loaded.run.cluster
     if cluster.platform != "local" or cluster.nodes > 1:
         return True
-    return cluster.gpu != "cpu" and len(this_machine().cards) < made["layout"]["gpus_per_node"]
+    return cluster.gpu != "cpu" and len(this_machine().gpus) < made["layout"]["gpus_per_node"]
 
 
 def check(stage: Stage, loaded: Loaded) -> None:

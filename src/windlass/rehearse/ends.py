@@ -10,7 +10,7 @@ from typing import Any
 
 from windlass.data.tokens import Documents
 from windlass.errors import UserError
-from windlass.model import Checkpoint
+from windlass.model import Base
 
 TAIL = 3  # learnt tokens at a row's end among which the end token is: templates write a line break behind it
 ENOUGH = 0.5  # share of the rows that were not cut
@@ -19,7 +19,7 @@ ENOUGH = 0.5  # share of the rows that were not cut
 def ends(
     documents: Documents,
     tokenizer: Any,
-    checkpoint: Checkpoint | None,
+    checkpoint: Base | None,
     longest: int,
     shape: str,
     where: Callable[[str], str],
@@ -60,7 +60,7 @@ def special(tokenizer: Any, token: int) -> bool:
     return token in tokenizer.all_special_ids or token in tokenizer.added_tokens_decoder
 
 
-def stopping(tokenizer: Any, checkpoint: Checkpoint | None) -> tuple[set[int], str]:
+def stopping(tokenizer: Any, checkpoint: Base | None) -> tuple[set[int], str]:
     """The ids that generation stops at, and who says so: generation_config.json, config.json, else the tokenizer."""
     named: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
     if checkpoint is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.model import Checkpoint, find
+from windlass.model import Base, find_base
 from windlass.rehearse import rows
 from windlass.rehearse.sizes import STAND_IN_VOCAB, shrunk
 from windlass.runfile import Loaded, read
@@ -27,7 +27,7 @@ TOKENIZER = (  # every file that a tokenizer may be made of, and what says where
 def main(request: Path) -> int:
     asked = json.loads(request.read_text())
     loaded = read(Path(asked["run"]), asked["overrides"])
-    checkpoint = find(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
+    checkpoint = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     model, data = Path(asked["folder"]) / "model", Path(asked["folder"]) / "data"
     began = time.monotonic()
     tokenizer, stand_in = tokenizer_of(checkpoint, loaded, model)
@@ -45,7 +45,7 @@ def tell(part: str, seconds: float, **found: Any) -> None:
     print(json.dumps({"part": part, "seconds": seconds, **found}), flush=True)
 
 
-def tokenizer_of(checkpoint: Checkpoint, loaded: Loaded, model: Path) -> tuple[Any, tuple[str, ...] | None]:
+def tokenizer_of(checkpoint: Base, loaded: Loaded, model: Path) -> tuple[Any, tuple[str, ...] | None]:
     """The model's own, copied beside the twin; where there is none on this machine the stand-in, stated."""
     from transformers import AutoTokenizer
 
@@ -66,13 +66,13 @@ def tokenizer_of(checkpoint: Checkpoint, loaded: Loaded, model: Path) -> tuple[A
     return AutoTokenizer.from_pretrained(model, trust_remote_code=loaded.run.model.trust_remote_code), stand_in
 
 
-def made(checkpoint: Checkpoint, model: Path, experts_over: int, *, own: bool) -> dict[str, Any]:
+def made(checkpoint: Base, model: Path, experts_over: int, *, own: bool) -> dict[str, Any]:
     """The twin on disk, and what it is."""
     from windlass import tiny
-    from windlass.model import read_checkpoint
+    from windlass.model import read_base
 
     sizes = shrunk(checkpoint, experts_over=experts_over, vocab=checkpoint.dims["vocab"] if own else None)
-    small = read_checkpoint(tiny.write_like(checkpoint, sizes, model))
+    small = read_base(tiny.write_like(checkpoint, sizes, model))
     kept = ["class", "wrapper", "quantisation"]
     differing = [
         name

@@ -17,7 +17,7 @@ import transformers
 from peft import PeftModel
 from torch import Tensor
 
-from windlass.model import Checkpoint, read_checkpoint
+from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
 from windlass.train.load import load
 
@@ -35,7 +35,7 @@ class Differs(Exception):  # noqa: N818  (what it is for)
 
 def main(folder: Path) -> dict[str, Any]:
     quiet()
-    base = read_checkpoint(folder / "model")
+    base = read_base(folder / "model")
     record = json.loads((folder / "merged" / "export.json").read_text())
     rows = sample(folder / "run", base.dims["vocab"])
     untrained, trained = with_adapter(certified(base), trained_adapter(folder / "run", record["adapter"]), rows)
@@ -81,11 +81,11 @@ def trained_adapter(run: Path, name: str) -> Path:
     return next(path for path in (run / "checkpoints" / name, run / name) if path.is_dir())
 
 
-def certified(base: Checkpoint) -> Any:
+def certified(base: Base) -> Any:
     return load(base, ALONE, dtype=torch.float32)[0].eval()
 
 
-def opened(model: Path, base: Checkpoint) -> tuple[Any, str]:
+def opened(model: Path, base: Base) -> tuple[Any, str]:
     """The base, by plain transformers where that reads it; it drops the scales of fused FP8 experts."""
     if base.quantization:
         return certified(base), "windlass (transformers would drop scales of this FP8 base) and plain PEFT"

@@ -21,7 +21,7 @@ from windlass.data.shapes import pieces_of, recognise
 from windlass.data.source import resolve
 from windlass.data.tokens import Documents, tokenise
 from windlass.errors import UserError, raise_all
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.rehearse.ends import ends
 from windlass.runfile import Data, Loaded
 
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def take(
-    loaded: Loaded, checkpoint: Checkpoint, tokenizer: Any, folder: Path, sequences: int, *, own: bool
+    loaded: Loaded, checkpoint: Base, tokenizer: Any, folder: Path, sequences: int, *, own: bool
 ) -> dict[str, Any]:
     """Judge the first rows of the user's data and write what the rehearsal trains on. `own`: the model's tokenizer."""
     run, where = loaded.run, loaded.where

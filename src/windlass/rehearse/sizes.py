@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from windlass.model import Checkpoint
+from windlass.model import Base
 
 # Ids of the stand-in tokenizer, which has Mistral's order: tiny.SPECIAL.
 STAND_IN_IDS = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
@@ -15,7 +15,7 @@ HEADS, HEAD_DIM, LEAST_LATENT = 4, 16, 8
 USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' own, where config.json says none; and for what width
 
 
-def shrunk(checkpoint: Checkpoint, *, experts_over: int, vocab: int | None) -> dict[str, Any]:
+def shrunk(checkpoint: Base, *, experts_over: int, vocab: int | None) -> dict[str, Any]:
     """The text config of the twin.
 
     experts_over: ranks that must divide the experts. vocab: rows of the embedding, which are the model's own where its

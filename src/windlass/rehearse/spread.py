@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.hardware import Here
+from windlass.hardware import LocalMachine
 
 LEAST_RANKS = 4  # so many processes share even two cores in bearable time
 RANK_GIB = 1.5  # of host memory: Python, torch, transformers and TRL; a twin is next to nothing
@@ -25,7 +25,7 @@ class Spread:
         return self.shard * self.replicate
 
 
-def spread(layout: Mapping[str, Any], here: Here) -> tuple[Spread, str]:
+def spread(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, str]:
     """The run's own spread where this machine can hold it, else the largest of its kind; and why."""
     own = Spread(layout["shard"], layout["replicate"], layout["expert_parallel"])
     most = max(1, min(max(LEAST_RANKS, here.cpus), int(here.memory_gib / RANK_GIB)))

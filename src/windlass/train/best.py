@@ -79,7 +79,7 @@ def best(plan: Plan, here: Place, run_folder: Path, show: Callable[[Ranking], No
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
     here.phase("loading the model")
-    model, _ = load(plan.checkpoint, plan.layout, **precision(job.model))
+    model, _ = load(plan.base, plan.layout, **precision(job.model))
     model = attach(model, job.lora, plan.adapter, job.train.seed, plan.expert_path).eval()
     batches = batched(data.validation, here, job.train.per_device_eval_batch_size, tokenizer.pad_token_id)
     with model.disable_adapter():

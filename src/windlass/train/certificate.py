@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
-from windlass.model import Checkpoint, Parameter, Piece
+from windlass.model import Base, Parameter, Piece
 from windlass.train.fp8 import Held
 from windlass.train.reading import Box, intersection, piece_box
 
@@ -59,7 +59,7 @@ def parameter_record(parameter: Parameter, dtype: torch.dtype) -> dict[str, Any]
     }
 
 
-def unread_records(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def unread_records(checkpoint: Base) -> list[dict[str, Any]]:
     """Stored tensors that were not read. What a scale or weight of the language model is can't be among them."""
     return [
         {
@@ -73,7 +73,7 @@ def unread_records(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def check(
-    targets: Mapping[str, Tensor], checkpoint: Checkpoint, rank: int, held: Mapping[str, Held] = MappingProxyType({})
+    targets: Mapping[str, Tensor], checkpoint: Base, rank: int, held: Mapping[str, Held] = MappingProxyType({})
 ) -> tuple[list[str], dict[str, int]]:
     """Compare sampled rows of every parameter with the disk. Returns what differs, and how much was compared.
 

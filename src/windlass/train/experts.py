@@ -25,7 +25,7 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from windlass.errors import UserError
-from windlass.model.targets import Part, by_expert, packed
+from windlass.model.targets import ExpertShard, by_expert, pack_experts
 from windlass.train.fp8 import codings, grouped
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
@@ -160,10 +160,10 @@ class _LowRank(torch.autograd.Function):
             for_a.masked_fill_(without, 0)
             for_b.masked_fill_(without, 0)
         r = b.shape[1] // len(ends)
-        for_a = packed(".lora_A.", for_a[:, :r]).to(a.dtype)
+        for_a = pack_experts(".lora_A.", for_a[:, :r]).to(a.dtype)
         # In two turns, of whole rows and of one matrix: see `stacked`.
         rows = for_b[:, :r].transpose(0, 1).to(b.dtype).contiguous()
-        for_b = packed(".lora_B.", rows.transpose(0, 1)).contiguous()
+        for_b = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
         return gradient, for_x, None, None, None, for_a, for_b, None
 
 
@@ -199,13 +199,13 @@ def put_beside(model: PeftModel) -> None:
         experts.adapters = {**getattr(experts, "adapters", {}), wrapper.parameter_name: wrapper}
 
 
-def part_of(parameter: Tensor) -> Part | None:
+def part_of(parameter: Tensor) -> ExpertShard | None:
     """Which experts of a stack this rank has under expert parallelism; None where a layer's experts are not split."""
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     if mesh is None or "ep" not in (mesh.mesh_dim_names or ()):
         return None
     count = parameter.shape[0] // mesh["ep"].size()
-    return Part(mesh.get_local_rank("ep") * count, count, parameter.shape[0])
+    return ExpertShard(mesh.get_local_rank("ep") * count, count, parameter.shape[0])
 
 
 def peers(model: nn.Module) -> list[ProcessGroup]:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
 from windlass.errors import Problem, raise_all
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, sides
 
 TEMPORARY: Final = 2**30  # bytes of a stack of experts that exist in 16 bits at once
@@ -196,7 +196,7 @@ def install(model: nn.Module, published: Mapping[str, Coding]) -> None:
     raise_all(problems)
 
 
-def published(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Coding]:
+def published(checkpoint: Base, dtype: torch.dtype) -> dict[str, Coding]:
     """The parameters that the checkpoint stores in FP8, by name. None, or one in part only, is the user's error."""
     block = checkpoint.block
     found: dict[str, Coding] = {}

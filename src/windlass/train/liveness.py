@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from windlass.errors import RunError
-from windlass.model.targets import Part, Parts, by_expert
+from windlass.model.targets import ExpertShard, ExpertShards, by_expert
 from windlass.train.sync import Replicas, fingerprints
 
 SHOWN = 6  # names in a message; the count says how many there are
@@ -119,7 +119,7 @@ class ExpertTokens:
 
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self.replicas = replicas
-        self.parts = Parts(model)
+        self.parts = ExpertShards(model)
         self.counts: dict[str, Tensor] = {}
         self.moved: dict[str, Tensor] = {}  # the experts whose B has moved: only their A can have a gradient
         self.excused: set[str] = set()
@@ -162,7 +162,7 @@ class ExpertTokens:
 
     def _graded(self, name: str, gradient: Tensor, experts: int) -> Tensor:
         """Which experts have any gradient, on whichever rank they are."""
-        part = self.parts.of(name) or Part(0, experts, experts)
+        part = self.parts.of(name) or ExpertShard(0, experts, experts)
         graded = torch.zeros(experts, dtype=torch.int32, device=gradient.device)
         own = by_expert(name, gradient, part.count).ne(0).flatten(1).any(dim=1)
         graded[part.first : part.first + part.count] = own.int()

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from windlass.errors import RunError
-from windlass.model import Checkpoint, Parameter
+from windlass.model import Base, Parameter
 from windlass.plan.layout import Layout
 from windlass.train import fp8, shard
 from windlass.train.certificate import Certificate, check, parameter_record, unread_records
@@ -54,7 +54,7 @@ FAULTY = "nothing was trained; the files changed while they were read, or a node
 
 
 def load(
-    checkpoint: Checkpoint,
+    checkpoint: Base,
     layout: Layout,
     *,
     dtype: torch.dtype = torch.bfloat16,
@@ -100,7 +100,7 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def stored_problems(checkpoint: Checkpoint) -> list[str]:
+def stored_problems(checkpoint: Base) -> list[str]:
     """What is wrong with the stored tensors and the way they make up parameters. Headers only."""
     block = checkpoint.block
     problems: list[str] = []
@@ -146,7 +146,7 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     return reached == shape[0] and all(tiles(group, shape[1:]) for group in groups.values())
 
 
-def model_problems(targets: dict[str, Tensor], checkpoint: Checkpoint) -> list[str]:
+def model_problems(targets: dict[str, Tensor], checkpoint: Base) -> list[str]:
     """Names and shapes: what the model has and the checkpoint lacks, and the other way round."""
     held = {parameter.name: parameter for parameter in checkpoint.parameters}
     problems = [f"{name} is missing from the checkpoint" for name in targets if name not in held]
@@ -171,7 +171,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 @torch.no_grad()
 def read_all(
-    targets: dict[str, Tensor], checkpoint: Checkpoint, held: Mapping[str, Held] = MappingProxyType({})
+    targets: dict[str, Tensor], checkpoint: Base, held: Mapping[str, Held] = MappingProxyType({})
 ) -> tuple[list[str], set[str], int]:
     """Fill this rank's part of every parameter. Returns what went wrong, the names filled, the bytes asked of files.
 
@@ -201,7 +201,7 @@ def not_filled(targets: Iterable[str], filled: Collection[str]) -> list[str]:
 
 
 def _certificate(
-    checkpoint: Checkpoint,
+    checkpoint: Base,
     layout: Layout,
     dtypes: dict[str, torch.dtype],
     checked: dict[str, int],

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.model.targets import MERGED, SPLIT, Adapter, Parts
+from windlass.model.targets import MERGED, SPLIT, Adapter, ExpertShards
 from windlass.train import experts
 from windlass.train.fp8 import codings
 from windlass.train.shard import device_of_this_rank
@@ -99,7 +99,7 @@ def continued(lora: Lora) -> PeftConfig:
 
 def fill(model: PeftModel, folder: str) -> None:
     """Take over the tensors of a saved adapter; of split experts, this rank's part."""
-    parts, saved = Parts(model), load_peft_weights(folder, device="cpu")
+    parts, saved = ExpertShards(model), load_peft_weights(folder, device="cpu")
     outcome = set_peft_model_state_dict(model, {name: parts.own(name, tensor) for name, tensor in saved.items()})
     missing = [name for name in outcome.missing_keys if "lora_" in name]
     if missing or outcome.unexpected_keys:

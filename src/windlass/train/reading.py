@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from windlass.model import Parameter, Piece, Stored
-from windlass.model.checkpoint import BLOCK
+from windlass.model.parameters import BLOCK
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
 

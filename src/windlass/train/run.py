@@ -68,7 +68,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
 
     # 4. The base model: each rank reads its own shard, and proves against the files what it holds.
     here.phase("loading the model")
-    model, certificate = load(plan.checkpoint, plan.layout, **precision(job.model))
+    model, certificate = load(plan.base, plan.layout, **precision(job.model))
     folders.write(folder, "load.json", asdict(certificate))
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
@@ -164,7 +164,7 @@ def agree_on(plan: Plan) -> None:
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
     job = plan.loaded.run
-    tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint.path, trust_remote_code=job.model.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(plan.base.path, trust_remote_code=job.model.trust_remote_code)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
@@ -176,7 +176,7 @@ def data_of(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console) ->
         job,
         tokenizer,
         where=plan.loaded.where,
-        vocabulary=plan.checkpoint.dims["vocab"],
+        vocabulary=plan.base.dims["vocab"],
         batch=plan.batch.micro,
         say=console.print,
         audited=lambda audit: folders.write(Path(job.train.output_dir), "data.json", audit),

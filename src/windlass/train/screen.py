@@ -42,10 +42,10 @@ def quiet(here: Place) -> Console:
 def header(console: Console, plan: Plan) -> None:
     """Model, adapter, layout, batch, machine: what this run is, in seven lines."""
     job, layout, adapter, batch = plan.loaded.run, plan.layout, plan.adapter, plan.batch
-    total = sum(_count(parameter.shape) for parameter in plan.checkpoint.parameters)
+    total = sum(_count(parameter.shape) for parameter in plan.base.parameters)
     sequences = plan.schedule.global_sequences
     rows = {
-        "model": f"{plan.checkpoint.name}: {plan.checkpoint.family.causal_lm}, {total:,} parameters",
+        "model": f"{plan.base.name}: {plan.base.family.causal_lm}, {total:,} parameters",
         "adapter": f"rank {adapter.r}, {adapter.trainable:,} parameters ({adapter.trainable / total:.3%}): "
         + ", ".join(f"{target.pattern} in {target.part} x {len(target.modules)}" for target in adapter.targets),
         "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}",

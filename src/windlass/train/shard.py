@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers.distributed import DistributedConfig
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.train import experts, fp8, group
 
@@ -51,7 +51,7 @@ def device_of_this_rank() -> torch.device:
 
 
 def build(
-    checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype, attn_implementation: str = "sdpa"
+    checkpoint: Base, layout: Layout, dtype: torch.dtype, attn_implementation: str = "sdpa"
 ) -> transformers.PreTrainedModel:
     """The causal language model with `layout` applied: DTensors of the planned placements, without storage yet."""
     # torch's first choice on Hopper makes a plan for every new shape of a micro-batch, about a second each, and its
@@ -84,7 +84,7 @@ def build(
     return model
 
 
-def text_config(checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation: str) -> Any:
+def text_config(checkpoint: Base, dtype: torch.dtype, attn_implementation: str) -> Any:
     """The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`, or held so by us."""
     replaced = ("quantization_config", "dtype", "torch_dtype")
     described = {key: value for key, value in checkpoint.config.items() if key not in replaced}
@@ -97,7 +97,7 @@ def text_config(checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation:
     return config
 
 
-def refusals(checkpoint: Checkpoint, layout: Layout, config: Any) -> list[Problem]:
+def refusals(checkpoint: Base, layout: Layout, config: Any) -> list[Problem]:
     """What this Layout asks for and transformers would refuse in the middle of building, or do differently."""
     problems: list[Problem] = []
     world = group.world()
@@ -135,7 +135,7 @@ def refusals(checkpoint: Checkpoint, layout: Layout, config: Any) -> list[Proble
     return problems
 
 
-def _expert_refusals(checkpoint: Checkpoint, layout: Layout, config: Any) -> list[Problem]:
+def _expert_refusals(checkpoint: Base, layout: Layout, config: Any) -> list[Problem]:
     where = "layout.expert_parallel"
     ways = layout.expert_parallel
     experts = next((getattr(config, key) for key in ("num_experts", "num_local_experts") if hasattr(config, key)), 0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.model.targets import Parts
+from windlass.model.targets import ExpertShards
 from windlass.train.experts import peers
 from windlass.train.group import gather, world
 
@@ -24,7 +24,7 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parts = Parts(model)
+        parts = ExpertShards(model)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
         shared = [(name, parameter) for name, parameter in named if parts.of(name) is None]
         split = [(name, parameter) for name, parameter in named if parts.of(name) is not None]
@@ -101,7 +101,7 @@ class Replicas:
         return values
 
 
-def _holders(parts: Parts) -> list[int]:
+def _holders(parts: ExpertShards) -> list[int]:
     """For each part of the experts the first rank that holds it."""
     firsts = gather(next(iter(parts.held.values())).first)
     return [firsts.index(first) for first in sorted(set(firsts))]

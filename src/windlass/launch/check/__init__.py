@@ -137,7 +137,7 @@ def libraries(loaded: Loaded, plan: Plan | None, have: versions.Installed, depth
     if plan is None:
         return [*found, unseen("model class", "there is no plan"), unseen("attention", "there is no plan")]
     place = loaded.where("model.model_name_or_path")
-    model, looked = versions.model_class(plan.checkpoint.family.causal_lm, have, place)
+    model, looked = versions.model_class(plan.base.family.causal_lm, have, place)
     return [*found, *looked, versions.attention(loaded, model, have)]
 
 

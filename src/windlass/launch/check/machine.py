@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from windlass.hardware import GIB, Here
+from windlass.hardware import GIB, LocalMachine
 from windlass.launch.check.result import Result, failed, passed, unseen, warned
 from windlass.plan.script import AnyPlan, ScriptPlan
 
@@ -26,7 +26,7 @@ def wants_rdma(plan: AnyPlan) -> bool:
     return plan.layout.nodes > 1 and plan.machine.network.name.startswith(RDMA)
 
 
-def host_memory(plan: AnyPlan, here: Here) -> Result:
+def host_memory(plan: AnyPlan, here: LocalMachine) -> Result:
     """The host's memory, or the control group's limit, against what the plan needs on a node."""
     if isinstance(plan, ScriptPlan):
         return unseen("host memory", f"{here.memory_gib:.1f} GiB; what a script needs is not known")
@@ -40,7 +40,7 @@ def host_memory(plan: AnyPlan, here: Here) -> Result:
     return passed("host memory", said)
 
 
-def processors(plan: AnyPlan, here: Here) -> Result:
+def processors(plan: AnyPlan, here: LocalMachine) -> Result:
     """One processor per rank to feed it, and one per loading process."""
     ranks = plan.layout.gpus_per_node
     need = ranks * (1 + plan.loaded.run.workers)

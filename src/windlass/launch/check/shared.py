@@ -70,9 +70,9 @@ def data(loaded: Loaded | LoadedScript) -> str | None:
 
 
 def model(plan: AnyPlan | None) -> str | None:
-    if plan is None or isinstance(plan, ScriptPlan) or plan.checkpoint.path is None:
+    if plan is None or isinstance(plan, ScriptPlan) or plan.base.path is None:
         return None
-    return files([*sorted(plan.checkpoint.path.glob("*.safetensors")), plan.checkpoint.path / "config.json"])
+    return files([*sorted(plan.base.path.glob("*.safetensors")), plan.base.path / "config.json"])
 
 
 def files(paths: Iterable[Path]) -> str | None:

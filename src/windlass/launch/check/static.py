@@ -29,9 +29,9 @@ def planned(loaded: Loaded, accelerate: Callable[[], AccelerateFile | None]) -> 
     targets = sum(len(target.modules) for target in plan.adapter.targets)
     sequences = plan.schedule.global_sequences
     return plan, [
-        passed("model", f"{plan.checkpoint.name}: {plan.checkpoint.family.causal_lm}, {plan.total:,} parameters"),
+        passed("model", f"{plan.base.name}: {plan.base.family.causal_lm}, {plan.total:,} parameters"),
         passed("adapter", f"{targets:,} modules, {plan.adapter.trainable:,} trainable parameters"),
-        passed("layout", f"{plan.layout.name} over {plan.layout.ranks} ranks, by {plan.checkpoint.family.layer}"),
+        passed("layout", f"{plan.layout.name} over {plan.layout.ranks} ranks, by {plan.base.family.layer}"),
         passed("batch", f"{sequences} sequences a step"),
         memory(plan),
     ]
@@ -50,7 +50,7 @@ def weights(plan: Plan, *, elsewhere: bool) -> Result:
     """That the weights are here: a plan can be made from a published config, a run cannot."""
     name, place = plan.loaded.run.model.model_name_or_path, plan.loaded.where("model.model_name_or_path")
     if plan.disk_bytes is not None:
-        return passed("weights", f"{size(plan.disk_bytes)} in {plan.checkpoint.path}")
+        return passed("weights", f"{size(plan.disk_bytes)} in {plan.base.path}")
     if elsewhere:
         return unseen("weights", f"{name} is not on this machine", IN_POD)
     hint = "mount the volume, name the model's folder, or bring it with `windlass fetch`"
@@ -94,7 +94,7 @@ def data(loaded: Loaded, tokenizer: Any, *, elsewhere: bool) -> Result:
 
 def tokenizer(plan: Plan) -> tuple[Any, Result]:
     """The tokenizer beside the weights, opened as training does, and its ids against the embedding's rows."""
-    path = plan.checkpoint.path
+    path = plan.base.path
     if path is None:
         return None, unseen("tokenizer", "there is no model folder on this machine")
     try:
@@ -109,7 +109,7 @@ def tokenizer(plan: Plan) -> tuple[Any, Result]:
         return None, failed(
             "tokenizer", said, "copy tokenizer.json and tokenizer_config.json beside the weights", place
         )
-    rows = plan.checkpoint.dims["vocab"]
+    rows = plan.base.dims["vocab"]
     if len(found) > rows:
         hint = "these files are of another model: copy the tokenizer that was published with it"
         return found, failed("tokenizer", f"{len(found):,} tokens, and the embedding has {rows:,} rows", hint)

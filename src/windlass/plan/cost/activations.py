@@ -49,7 +49,7 @@ def tokens(work: Work, shape: Shape) -> Tokens:
         mask=0.0 if not work.dropout else (FLOAT if on_cpu else 1.0),
         heads=shape.heads,
         top_k=shape.top_k,
-        routed=width if work.checkpoint.family.model_type in NARROW_ROUTING else FLOAT,
+        routed=width if work.base.family.model_type in NARROW_ROUTING else FLOAT,
         surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
         merged=work.expert_path == "merged",
         masked=work.batch.length if work.masked else 0,

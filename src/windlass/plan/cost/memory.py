@@ -94,7 +94,7 @@ def held(work: Work) -> Held:
     """Bytes of an element of the base, as this run holds and moves it."""
     if work.layout.base_dtype != "fp8":
         return Held(work.base_bytes, work.base_bytes)
-    block = (work.checkpoint.quantization or {}).get("weight_block_size")
+    block = (work.base.quantization or {}).get("weight_block_size")
     return Held(work.base_bytes, 1 + FLOAT / prod(block) if block else 1)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil, prod
 
-from windlass.model import Checkpoint, Parameter
+from windlass.model import Base, Parameter
 from windlass.model.targets import Adapter
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
@@ -209,7 +209,7 @@ def sharded(parameters: Iterable[Parameter], ranks: int, fp8: frozenset[str]) ->
     return Count(sizes[True] + sizes[False], sizes[True])
 
 
-def in_fp8(checkpoint: Checkpoint) -> frozenset[str]:
+def in_fp8(checkpoint: Base) -> frozenset[str]:
     """Names of the parameters that the checkpoint stores in FP8; by the publisher's habit where no weights are here."""
     if checkpoint.quantization is None:
         return frozenset()
@@ -244,24 +244,24 @@ def _layers(parameters: tuple[Parameter, ...]) -> dict[int, dict[str, Parameter]
     return layers
 
 
-def read(checkpoint: Checkpoint, adapter: Adapter) -> Shape:
+def read(checkpoint: Base, adapter: Adapter) -> Shape:
     """The shape of this model with this adapter."""
     return _read(_Same(checkpoint, adapter))
 
 
 @lru_cache(maxsize=4)
 def _read(key: _Same) -> Shape:
-    checkpoint: Checkpoint
+    base: Base
     adapter: Adapter
-    checkpoint, adapter = key.things  # type: ignore[assignment]
-    fp8 = in_fp8(checkpoint)
+    base, adapter = key.things  # type: ignore[assignment]
+    fp8 = in_fp8(base)
     own = {target.part: target.r for target in adapter.targets if target.r}  # experts may have a rank of their own
-    ranks = {part: own.get(part, adapter.r) for part in {p.part for p in checkpoint.parameters}}
-    by_layer = _layers(checkpoint.parameters)
+    ranks = {part: own.get(part, adapter.r) for part in {p.part for p in base.parameters}}
+    by_layer = _layers(base.parameters)
     adapted = _adapted((*adapter.target_modules, *adapter.target_parameters))
-    dims = checkpoint.dims
+    dims = base.dims
     layers = tuple(_layer(by_layer[i], adapted.get(i, ()), fp8, ranks) for i in sorted(by_layer))
-    outside = tuple(p for p in checkpoint.parameters if not _LAYER.search(p.name))
+    outside = tuple(p for p in base.parameters if not _LAYER.search(p.name))
     embedding = next(p for p in outside if p.part == "embedding")
     return Shape(
         hidden=embedding.shape[1],

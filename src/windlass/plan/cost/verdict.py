@@ -35,7 +35,7 @@ def cost(work: Work, usual: int | None = None, *, advise: bool = True) -> Cost:
     Memory is counted as when every row is full, for some will be; with `usual`, traffic and time are those of rows
     of that many tokens. `advise`: where it does not fit, find out what would.
     """
-    model = shape.read(work.checkpoint, work.adapter)
+    model = shape.read(work.base, work.adapter)
     table, peak = memory.rows(work, model)
     gpu_gib, host_gib = memory.total(table, "gpu") / GIB, memory.total(table, "host") / GIB
     fits = _fits(work, gpu_gib, host_gib)
@@ -155,7 +155,7 @@ def _changes(work: Work) -> Iterator[tuple[str, Work]]:
     if layout.shard == 1 and layout.ranks > 1:
         sharded = replace(checkpointed, name="full-shard", shard=layout.ranks, replicate=1, reshard_after_forward=True)
         yield "layout.name: full-shard", replace(work, layout=sharded)
-    experts = work.checkpoint.dims.get("experts", 0)
+    experts = work.base.dims.get("experts", 0)
     if experts and layout.expert_parallel == 1 and layout.ranks > 1 and experts % layout.ranks == 0:
         split = replace(checkpointed, name="expert-parallel", shard=layout.ranks, replicate=1)
         split = replace(split, expert_parallel=layout.ranks, reshard_after_forward=True, offload=False)
@@ -175,7 +175,7 @@ def _changes(work: Work) -> Iterator[tuple[str, Work]]:
 
 
 def _sizes(work: Work) -> tuple[float, float]:
-    table, _ = memory.rows(work, shape.read(work.checkpoint, work.adapter))
+    table, _ = memory.rows(work, shape.read(work.base, work.adapter))
     return memory.total(table, "gpu") / GIB, memory.total(table, "host") / GIB
 
 

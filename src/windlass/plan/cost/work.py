@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from windlass.hardware import Machine
-from windlass.model import Checkpoint
+from windlass.model import Base
 from windlass.model.targets import Adapter, expert_path
 from windlass.plan.layout import Layout
 
@@ -26,7 +26,7 @@ class Batch:
 class Work:
     """Everything that the arithmetic needs."""
 
-    checkpoint: Checkpoint
+    base: Base
     adapter: Adapter
     layout: Layout
     batch: Batch
@@ -44,8 +44,8 @@ class Work:
         """The same run under another layout, which also decides how adapters of experts can be computed."""
         mergeable = not self.dropout and layout.expert_parallel == 1 and layout.base_dtype != "fp8"
         adapted = set(self.adapter.target_parameters)
-        shapes = [parameter.shape for parameter in self.checkpoint.parameters if parameter.name in adapted]
-        path = expert_path(shapes, self.checkpoint.dims.get("top_k", 0), self.batch.tokens, mergeable=mergeable)
+        shapes = [parameter.shape for parameter in self.base.parameters if parameter.name in adapted]
+        path = expert_path(shapes, self.base.dims.get("top_k", 0), self.batch.tokens, mergeable=mergeable)
         return replace(self, layout=layout, expert_path=path)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from windlass.errors import RunError
-from windlass.model.targets import Parts
+from windlass.model.targets import ExpertShards
 from windlass.train.checkpoint.disk import save_tensors
 from windlass.train.checkpoint.parts import holders, whole
 from windlass.train.group import from_rank_0, gather, rank
@@ -42,7 +42,7 @@ def described(model: PeftModel) -> PeftConfig:
 def whole_adapter(model: PeftModel) -> dict[str, Tensor]:
     """The same with whole tensors where ranks hold parts: on rank 0, in host memory of their own. A collective."""
     state = adapter_state(model)
-    return dict(zip(state, whole(Parts(model), state.items()), strict=True))
+    return dict(zip(state, whole(ExpertShards(model), state.items()), strict=True))
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
@@ -60,7 +60,7 @@ def write_adapter(state: dict[str, Tensor], config: PeftConfig, folder: Path) ->
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
     """Of split experts' adapters, every rank takes its own part."""
-    parts = Parts(model)
+    parts = ExpertShards(model)
     with safe_open(folder / ADAPTER, "pt") as file:  # one tensor at a time: every rank of a node reads them all
         state = {name: parts.own(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     outcome = set_peft_model_state_dict(model, state)
@@ -75,7 +75,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 
 def read_back(model: PeftModel, folder: Path) -> None:
     """Open the file that was just written and hold it against the tensors of all ranks, bit by bit. A collective."""
-    parts = Parts(model)
+    parts = ExpertShards(model)
     firsts = [*holders(parts)] or [0]
     written = from_rank_0(_written(load_file(folder / ADAPTER), parts, firsts) if rank() == 0 else None)
     live = {name: (parts.of(name), _fingerprint(tensor)) for name, tensor in adapter_state(model).items()}
@@ -92,7 +92,7 @@ def read_back(model: PeftModel, folder: Path) -> None:
         )
 
 
-def _written(state: dict[str, Tensor], parts: Parts, firsts: list[int]) -> dict[tuple[str, int], str]:
+def _written(state: dict[str, Tensor], parts: ExpertShards, firsts: list[int]) -> dict[tuple[str, int], str]:
     """A fingerprint of every tensor, or of every part that some rank holds of it, by name and first expert."""
     found = {}
     for name, tensor in state.items():

@@ -12,7 +12,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from torch import Tensor
 
-from windlass.model.targets import Parts
+from windlass.model.targets import ExpertShards
 from windlass.train.checkpoint.adapter import described, whole_adapter, write_adapter
 from windlass.train.checkpoint.disk import MANIFEST, seal
 from windlass.train.checkpoint.parts import own_state, whole_state
@@ -61,7 +61,7 @@ def contents(
 ) -> Contents | None:
     """Copy everything to host memory: all that training waits for. A collective; rank 0 gets the copy."""
     random = gather(random_state())
-    adapter, state = whole_adapter(model), whole_state(optimizer, model, Parts(model))
+    adapter, state = whole_adapter(model), whole_state(optimizer, model, ExpertShards(model))
     if rank():
         return None
     return Contents(
@@ -78,7 +78,7 @@ def contents(
 
 def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Path, model: PeftModel) -> None:
     state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(own_state(optimizer, model, Parts(model), state["optimizer"]))
+    optimizer.load_state_dict(own_state(optimizer, model, ExpertShards(model), state["optimizer"]))
     scheduler.load_state_dict(json.loads((folder / SCHEDULER).read_text()))
 
 

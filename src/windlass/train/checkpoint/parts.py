@@ -14,11 +14,11 @@ from peft import PeftModel
 from torch import Tensor
 
 from windlass.errors import RunError
-from windlass.model.targets import Part, Parts, by_expert
+from windlass.model.targets import ExpertShard, ExpertShards, by_expert
 from windlass.train.group import gather, rank
 
 
-def holders(parts: Parts) -> dict[int, int]:
+def holders(parts: ExpertShards) -> dict[int, int]:
     """First expert of a part -> the first rank that holds it; empty where nothing is split. A collective."""
     if not parts.held:
         return {}
@@ -26,7 +26,7 @@ def holders(parts: Parts) -> dict[int, int]:
     return {first: firsts.index(first) for first in sorted(firsts)}
 
 
-def whole(parts: Parts, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
+def whole(parts: ExpertShards, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
     """The whole of each tensor, in host memory of its own, on rank 0; elsewhere this rank's. A collective.
 
     One tensor at a time: the whole adapter of many experts fits the host, not beside the model on its GPU. By way of
@@ -43,7 +43,7 @@ def whole(parts: Parts, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tenso
             yield tensor if rank() else copied(tensor)
 
 
-def _assembled(name: str, tensor: Tensor, part: Part, held_by: dict[int, int]) -> Tensor:
+def _assembled(name: str, tensor: Tensor, part: ExpertShard, held_by: dict[int, int]) -> Tensor:
     ways = part.total // part.count
     rows, columns = tensor.shape
     shape = (ways * rows, columns) if ".lora_A." in name else (rows, ways * columns)
@@ -71,7 +71,7 @@ def copied(value: Any) -> Any:
 # --- the optimizer's state: for every parameter some numbers, and tensors that are of the parameter's shape ---
 
 
-def whole_state(optimizer: torch.optim.Optimizer, model: PeftModel, parts: Parts) -> dict[str, Any]:
+def whole_state(optimizer: torch.optim.Optimizer, model: PeftModel, parts: ExpertShards) -> dict[str, Any]:
     """The optimizer's state with whole tensors, in host memory of its own, on rank 0. A collective."""
     state = optimizer.state_dict()
     split = list(_split_keys(optimizer, model, parts, state))
@@ -90,7 +90,7 @@ def whole_state(optimizer: torch.optim.Optimizer, model: PeftModel, parts: Parts
 
 
 def own_state(
-    optimizer: torch.optim.Optimizer, model: PeftModel, parts: Parts, state: dict[str, Any]
+    optimizer: torch.optim.Optimizer, model: PeftModel, parts: ExpertShards, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Of a saved state, what belongs to this rank's parts."""
     own = dict(state["state"])
@@ -100,7 +100,7 @@ def own_state(
 
 
 def _split_keys(
-    optimizer: torch.optim.Optimizer, model: PeftModel, parts: Parts, state: dict[str, Any]
+    optimizer: torch.optim.Optimizer, model: PeftModel, parts: ExpertShards, state: dict[str, Any]
 ) -> Iterator[tuple[str, Any, str]]:
     """Name, number and key of every tensor of the state that goes with a split parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}

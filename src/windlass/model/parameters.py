@@ -60,7 +60,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Base:
     """What the headers say. Tied heads are counted once, with the embedding."""
 
     name: str  # what to call it: Mistral-Small-4-119B-2603
