@@ -118,9 +118,7 @@ def write(
     return directory
 
 
-def write_like(
-    checkpoint: Base, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0
-) -> Path:
+def write_like(checkpoint: Base, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0) -> Path:
     """A tiny replica of this very checkpoint: its class, wrapper, quantisation, names on disk. No tokenizer.
 
     sizes: the text model's config.json, with other numbers.
