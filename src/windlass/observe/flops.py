@@ -1,0 +1,134 @@
+"""Arithmetic of one token, counted on the live model, and the rates that follow: tokens/s, TFLOP/s, MFU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass import hardware
+from windlass.errors import UserError
+from windlass.observe.experts import routers
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Forward and backward of one token; recomputation is separate."""
+
+    model: float
+    recompute: float
+    formula: str
+
+
+def count(model: nn.Module, sequence: int, *, recomputes: bool) -> Flops:
+    """2 per weight in forward, 2 for the gradient of the input, 2 more only for trainable weights.
+
+    A token passes through top_k of its layer's experts; an embedding lookup multiplies nothing; causal attention
+    reads half the sequence on average. Shapes are the unsharded model's, also where a rank stores a shard.
+    """
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = getattr(get_head() if callable(get_head) else None, "weight", None)  # counts even if tied to the embedding
+    chosen: list[tuple[int, int]] = [(router.top_k, experts) for router, experts in routers(model)]  # type: ignore[misc]
+    active = trainable = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or (id(parameter) in embeddings and parameter is not head):
+            continue
+        weights = math.prod(parameter.shape) * _share_of_a_token(name, parameter, chosen)
+        active += weights
+        trainable += weights if parameter.requires_grad else 0.0
+    attention = _attention(model, sequence)
+    forward = 2 * active + attention
+    formula = f"4 x {active:.4g} active weights + 2 x {trainable:.4g} trainable + 3 x {attention:.4g} attention"
+    return Flops(2 * forward + 2 * trainable + attention, forward if recomputes else 0.0, formula)
+
+
+def _share_of_a_token(name: str, parameter: Tensor, chosen: list[tuple[int, int]]) -> float:
+    """Share of a weight that one token uses: all of it, unless it stacks experts.
+
+    Experts are stacked in the first dimension (of which a rank may store a part), their adapters in the rows.
+    """
+    if ".experts." in name:
+        for top_k, experts in chosen:
+            if parameter.dim() == 3 and experts % parameter.shape[0] == 0:
+                return top_k / int(parameter.shape[0])
+            if "lora_" in name and parameter.dim() == 2:
+                return top_k / experts
+    return 1.0
+
+
+def _attention(model: nn.Module, sequence: int) -> float:
+    """Scores and values of all layers for one token in forward, half the sequence on average."""
+    config: Any = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
+    if not layers or not heads:
+        return 0.0
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    key, value = getattr(config, "qk_head_dim", None) or width, getattr(config, "v_head_dim", None) or width
+    return 2.0 * layers * heads * (key + value) * sequence / 2
+
+
+class Rates:
+    """A step's tokens and seconds -> its rates. FLOPs are counted on `model` unless given by the plan."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        model: nn.Module | None = None,
+        *,
+        recomputes: bool = False,
+        seq_len: int | None = None,
+        flops_per_token: float | None = None,
+        recompute_flops_per_token: float | None = None,
+    ) -> None:
+        self.seq_len = seq_len
+        self.peak_tflops: float | None = None
+        self.why_no_peak = ""
+        try:
+            if device.type != "cuda":
+                raise UserError(f"no peak is known for {device.type}")
+            self.peak_tflops = hardware.gpu(torch.cuda.get_device_name(device)).bf16_tflops
+        except UserError as error:
+            self.why_no_peak = error.problems[0].problem
+        self.formula = "given by the plan"
+        given = (flops_per_token or 0.0, recompute_flops_per_token or 0.0)
+        self.at_0 = self.at_1024 = given  # model and recomputed FLOPs: linear in the sequence's length
+        if flops_per_token is None and model is not None:
+            none, some = (count(model, length, recomputes=recomputes) for length in (0, 1024))
+            self.at_0, self.at_1024, self.formula = (
+                (none.model, none.recompute),
+                (some.model, some.recompute),
+                some.formula,
+            )
+
+    def per_token(self, length: int) -> tuple[float, float]:
+        """Model FLOPs and recomputed FLOPs of one token of a sequence."""
+        model, recompute = (a + (b - a) * length / 1024 for a, b in zip(self.at_0, self.at_1024, strict=True))
+        return model, recompute
+
+    def of(self, tokens: float, seconds: float, length: int) -> dict[str, float]:
+        if not seconds or not tokens:
+            return {}
+        rates = {"tokens_per_second": tokens / seconds}
+        model, recompute = self.per_token(self.seq_len or length)
+        if model:
+            rates["model_tflops"] = model * tokens / seconds / 1e12
+            if self.peak_tflops:
+                rates["mfu"] = rates["model_tflops"] / self.peak_tflops
+                rates["hfu"] = rates["mfu"] * (model + recompute) / model
+        return rates
+
+    def as_dict(self) -> dict[str, Any]:
+        model, recompute = self.per_token(self.seq_len or 0)
+        return {
+            "sequence": self.seq_len or 0,
+            "flops_per_token": model,
+            "recompute_flops_per_token": recompute,
+            "formula": self.formula,
+            "peak_tflops": self.peak_tflops,
+            "why_no_peak": self.why_no_peak,
+        }

@@ -1,0 +1,328 @@
+"""Measures each optimizer step of one rank and appends it to the rank's step file."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from windlass import run_folder
+from windlass.errors import RunError, UserError
+from windlass.files import write_json
+from windlass.observe import steps
+from windlass.observe.counters import Counters, machine_facts
+from windlass.observe.experts import ExpertBalance
+from windlass.observe.flops import Rates
+from windlass.observe.watch.heartbeat import Position
+
+BUDGET: Final = 0.005  # share of the run's time that sampling counters may take
+MAX_PENDING: Final = 64  # steps whose GPU times may be under way before the recorder waits for them
+PAUSE: Final = "pause"  # evaluating, saving, logging: not part of a step
+TOKEN_COUNTS: Final = ("tokens", "padded_tokens", "supervised_tokens")
+
+Time = Any  # of one mark: seconds on the CPU; on a GPU an event in the stream, whose time is known once it has passed
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step that is over for the host; on a GPU its times and `late` values may still be under way."""
+
+    record: dict[str, Any]
+    marks: list[tuple[str, Time]]
+    late: Tensor | None
+    late_names: tuple[str, ...]
+    hold: bool  # the caller still has values for it
+
+    def seconds(self) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
+            took = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+            total[phase] = total.get(phase, 0.0) + max(took, 0.0)
+        return total
+
+    def arrived(self) -> bool:
+        last = self.marks[-1][1]
+        return isinstance(last, float) or bool(last.query())
+
+
+# The phase after the one that was marked last.
+_NEXT: Final = {"start": "data", "data": "forward", "forward": "backward", "backward": "optimizer", PAUSE: "data"}
+
+
+class Recorder:
+    """A training loop calls it in this order; it never waits for the GPU outside of sampled steps.
+
+        recorder.start(done)                    # right before the loop; `done` steps were trained before
+        for ...:
+            for ...:                            # the micro-batches of a step
+                recorder.count_tokens(batch)    # while it is in host memory; on a GPU the counting takes kernels
+                recorder.mark("data")           # the time since the last mark was that
+                ...
+                recorder.mark("forward")
+                loss.backward()
+                recorder.mark("backward")
+            all_reduce(...)
+            recorder.mark("communication")
+            optimizer.step()
+            recorder.mark("optimizer")
+            recorder.end_step(step, loss=..., grad_norm=..., learning_rate=..., epoch=...)
+            recorder.event("eval", step, eval_loss=...)   # or mark("pause"): what is no training
+        recorder.close()
+
+    Values of `end_step` are named as in `steps.FIELDS`; tensors on the GPU are copied without waiting for them.
+    Waits for other ranks that happen inside forward or backward (FSDP's gathers, expert parallelism) count as such.
+
+    sample_every: every that many steps, also wait for the GPU, sample every counter and the expert balance; 0: never.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        ranks: int = 1,
+        device: torch.device | str = "cpu",
+        *,
+        unit: str = steps.TOKENS,
+        sample_every: int = 25,
+        model: nn.Module | None = None,
+        rates: Rates | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.rank, self.device, self.unit = folder, rank, torch.device(device), unit
+        self.sample_every = sample_every
+        self.latest: dict[str, Any] = {}  # the last record written
+        self.sampled = False  # whether the running step is
+        self.step = 0  # steps done
+        self.progress = 0  # grows with every call
+        self._file: TextIO | None = None
+        self._pending: deque[_Pending] = deque()
+        self._marks: list[tuple[str, Time]] = []
+        self._counts: list[Tensor] = []
+        self._sequences = self._longest = 0
+        self._cost = self._sampling_cost = 0.0
+        self._balance = ExpertBalance(model) if model is not None else None
+        self._rates = rates
+        self._fields = (*steps.FIELDS, *steps.counted(unit))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.counters = Counters(self.device)
+        self.about = {
+            "script_name": "",
+            "report_meta": {},
+            **(about or {}),
+            "unit": unit,
+            "rank": rank,
+            "ranks": ranks,
+            "hardware": machine_facts(self.device),
+            **({"arithmetic": rates.as_dict()} if rates else {}),
+            "unmeasured": self.counters.unmeasured,
+        }
+
+    # --- what a loop calls ---
+
+    def start(self, step: int = 0) -> None:
+        """From here on time counts."""
+        write_json(self.folder / run_folder.METER.format(rank=self.rank), self.about)
+        self._file = (self.folder / run_folder.STEPS.format(rank=self.rank)).open("a", buffering=1, encoding="utf-8")
+        self.step = step
+        self.event("start", step)
+        self._began = time.perf_counter()
+        self._marks = [("start", self.now())]
+        self._sample_next(bool(self.sample_every))
+
+    def now(self) -> Time:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def mark(self, phase: str) -> None:
+        """The time since the last mark was spent on `phase`: one of steps.PHASES, or "pause"."""
+        began = time.perf_counter()
+        if self._file is None:
+            raise UserError("the recorder is not running", "mark", "call it inside `with meter:`")
+        if phase not in steps.PHASES and phase != PAUSE:
+            raise UserError(f"{phase!r} is no phase of a step", "mark", f"use one of {', '.join(steps.PHASES)}")
+        self.progress += 1
+        if phase == PAUSE and self._marks[-1][0] == PAUSE:  # an evaluation of many batches keeps one mark
+            self._marks.pop()
+        self._marks.append((phase, self.now()))
+        self._cost += time.perf_counter() - began
+
+    def count_tokens(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Add one micro-batch to the step's counts. Returns its tokens, padding and supervised tokens."""
+        began = time.perf_counter()
+        counted = token_counts(batch)
+        if counted is not None:
+            ids = batch["input_ids"]
+            self._counts.append(counted)
+            self._sequences += ids.shape[0] if ids.dim() > 1 else 1
+            self._longest = max(self._longest, ids.shape[-1])
+        self._cost += time.perf_counter() - began
+        return counted
+
+    def end_step(self, step: int, *, hold: bool = False, **values: Any) -> None:
+        """The optimizer step is over. `hold`: its line waits for `add_values`."""
+        began = time.perf_counter()
+        self._marks.append(("other", self.now()))
+        self.step, self.progress = step, self.progress + 1
+        late = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+        record: dict[str, Any] = {
+            "step": step,
+            "time": round(time.time(), 3),
+            "micro_batches": sum(phase == "backward" for phase, _ in self._marks),
+            **self._sample(),
+            **{name: value for name, value in values.items() if value is not None and name not in late},
+        }
+        if self._counts:
+            sums = torch.stack(self._counts).sum(0)
+            record |= {"sequences": self._sequences, "longest": self._longest}
+            (late if sums.device.type == "cuda" else record).update(zip(TOKEN_COUNTS, sums, strict=True))
+        stacked = torch.stack([value.double().reshape(()) for value in late.values()]) if late else None
+        if stacked is not None and stacked.device.type == "cuda":
+            host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            host.copy_(stacked, non_blocking=True)
+            stacked = host
+            self._marks.append(("other", self.now()))  # has passed only when the copy has arrived
+        self._pending.append(_Pending(record, self._marks, stacked, tuple(late), hold))
+        self._marks, self._counts, self._sequences, self._longest = [("start", self.now())], [], 0, 0
+        self._write_arrived(wait=self.sampled or len(self._pending) > MAX_PENDING)
+        self._sample_next(bool(self.sample_every) and step % self.sample_every == 0)
+        self._cost += time.perf_counter() - began
+
+    def add_values(self, **values: Any) -> None:
+        """More values for the step that was ended with `hold`."""
+        if self._pending and self._pending[-1].hold:
+            last = self._pending[-1]
+            last.hold = False
+            last.record = {**values, **last.record}
+            self._write_arrived()
+
+    def event(self, kind: str, step: int, **numbers: Any) -> None:
+        """Rank 0 logs an evaluation, a save or another event; the time since the last mark was a pause."""
+        if self.rank == 0:
+            run_folder.log_event(self.folder, kind, step, **numbers)
+        if self._marks and self._file is not None:
+            self.mark(PAUSE)
+
+    def position(self) -> Position:
+        """For the heartbeat, from its own thread."""
+        last = self._marks[-1][0] if self._marks else ""
+        return Position(self.step + 1, _NEXT.get(last, "the end of it") if last else "the beginning", self.progress)
+
+    def close(self) -> None:
+        """Write what is still under way. Safe to call twice."""
+        if self._file is None:
+            return
+        for each in self._pending:
+            each.hold = False
+        try:
+            self._write_arrived(wait=True)
+        finally:
+            if self._balance is not None:
+                self._balance.stop()
+            self._file.close()
+            self._file = None
+
+    # --- inside ---
+
+    def _sample_next(self, sampled: bool) -> None:
+        self.sampled = sampled
+        if sampled and self._balance is not None:
+            self._balance.start()
+
+    def _sample(self) -> dict[str, Any]:
+        """Counters: always in a sampled step, otherwise as often as the budget allows."""
+        began = time.perf_counter()
+        if not self.sampled and self._sampling_cost > BUDGET * (began - self._began):
+            return {}
+        fields = self.counters.sample()
+        if self.sampled and self._balance is not None and (balance := self._balance.stop()):
+            fields["experts"] = balance
+        self._sampling_cost += time.perf_counter() - began
+        return fields
+
+    def _write_arrived(self, *, wait: bool = False) -> None:
+        """Write every step, in order, whose times and values have arrived."""
+        if wait and self._pending and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        while self._pending and not self._pending[0].hold and (wait or self._pending[0].arrived()):
+            self._write(self._pending.popleft())
+
+    def _write(self, done: _Pending) -> None:
+        seconds = done.seconds()
+        pause = seconds.pop(PAUSE, 0.0)
+        record = done.record | {
+            "step_seconds": sum(seconds.values()),
+            **{f"{phase}_seconds": seconds.get(phase, 0.0) for phase in steps.PHASES},
+            "pause_seconds": pause,
+            "meter_seconds": self._cost,
+        }
+        self._cost = 0.0
+        if done.late is not None:
+            record = dict(zip(done.late_names, done.late.tolist(), strict=True)) | record
+        if "supervised_tokens" in record:
+            record |= {name: int(record[name]) for name in TOKEN_COUNTS}
+            record["masked_tokens"] = record["tokens"] - record["supervised_tokens"]
+        counted = record.get(self.unit) or 0
+        if self._rates is not None:
+            record |= self._rates.of(counted, record["step_seconds"], record.get("longest", 0))
+        elif counted and record["step_seconds"]:
+            record[f"{self.unit}{steps.RATE}"] = counted / record["step_seconds"]
+        self.latest = {name: _short(record[name]) for name in self._fields if record.get(name) is not None}
+        non_finite = [name for name in ("loss", "grad_norm") if not math.isfinite(record.get(name) or 0.0)]
+        if non_finite:  # JSON has no NaN
+            self.latest |= {"non_finite": non_finite, **dict.fromkeys(non_finite)}
+        assert self._file is not None
+        try:
+            self._file.write(json.dumps(self.latest) + "\n")
+        except OSError as error:
+            raise RunError(
+                f"step {record['step']} can't be written: {error.strerror}",
+                self._file.name,
+                "make room on this storage, then continue from the last checkpoint with --resume",
+            ) from error
+
+
+def token_counts(batch: Mapping[str, Any]) -> Tensor | None:
+    """Tokens, padding and supervised tokens of one micro-batch, on its device; None if it has no token ids."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor):
+        return None
+    mask, labels, positions = batch.get("attention_mask"), batch.get("labels"), batch.get("position_ids")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        tokens = mask.count_nonzero().double()
+    else:  # packed rows come without a mask: every position is a token
+        tokens = torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)
+        if isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) > 1:
+            # Except what fills a shorter row up to the longest: positions at its end, each a document of its own.
+            tokens = tokens - positions.flip(-1).cumsum(-1).eq(0).count_nonzero()
+    # The prediction at position i is scored with the label of i + 1: the first label of a row is never used.
+    supervised = (labels[..., 1:] != steps.IGNORED).count_nonzero().double() if isinstance(labels, Tensor) else tokens
+    return torch.stack([tokens, ids.numel() - tokens, supervised])
+
+
+def mean_loss(losses: Sequence[Tensor], counts: Sequence[Tensor], *, summed: bool) -> Tensor | None:
+    """A step's loss from its micro-batches': `summed` ones are shares of it, others means over supervised tokens."""
+    if not losses:
+        return None
+    each = torch.stack(list(losses))
+    if summed:
+        return each.sum()
+    if len(counts) != len(losses):
+        return each.mean()
+    weights = torch.stack(list(counts))[:, 2].to(each.device)
+    return (each * weights).sum() / weights.sum().clamp(min=1)
+
+
+def _short(value: Any) -> Any:
+    """Measured floats to nine digits: more is noise, and half of the file. Dates need theirs."""
+    return float(f"{value:.9g}") if isinstance(value, float) and abs(value) < 1e6 else value
