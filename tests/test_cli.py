@@ -173,5 +173,5 @@ def test_a_machine_without_torch_says_what_to_install(command: str, missing: str
     )
     assert done.returncode == 2, done.stderr
     assert f"error: windlass {command}: {missing} is not installed" in done.stderr
-    assert "pip install 'windlass[train]'" in done.stderr
+    assert "pip install '.[train]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -162,7 +162,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from windlass.cli.options import print_error
+    from windlass.cli import print_error
 
     def work() -> int:
         main()

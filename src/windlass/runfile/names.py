@@ -56,6 +56,10 @@ NOT_TAKEN = {
 NOT_VALUES = {
     ("layout.base_dtype", "nf4"): "bitsandbytes makes 4 bits of linear layers and silently leaves fused experts, nearly"
     " all of a mixture, in 16: write fp8 for a checkpoint that is published so, or null and the plan chooses",
+    ("cluster.platform", "slurm"): "write script: its launch.sh runs on every node as a Slurm step (srun)",
+    ("cluster.platform", "openshift"): "write kubernetes: OpenShift takes the same jobs",
+    ("cluster.platform", "k8s"): "write kubernetes",
+    ("cluster.platform", "run:ai"): "write runai",
 }
 
 # transformers 5.23, training_args.OptimizerNames; what each needs besides torch, by its trainer's optimizer code.

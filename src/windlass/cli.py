@@ -1,0 +1,681 @@
+"""Every command: parse, call one function, print. Results go to stdout, everything else to stderr.
+
+This is the only place that reads the environment. Imports are inside the commands, which keeps `--help` fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+from windlass import __version__
+from windlass.errors import FAILED, RANK_USER_INPUT, USER_INPUT, RunError, UserError
+
+if TYPE_CHECKING:
+    from windlass.plan import Plan
+    from windlass.plan.script import AnyPlan, ScriptPlan
+    from windlass.train.best import Ranking
+
+TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
+BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+class Groups(TyperGroup):
+    """Lists the commands in the order in which a run meets them."""
+
+    def format_commands(self, _context: Any, formatter: Any) -> None:
+        for title in (BEFORE, DURING, AFTER):
+            commands = [each for each in self.commands.values() if getattr(each, "rich_help_panel", None) == title]
+            with formatter.section(title):
+                formatter.write_dl([(each.name or "", each.get_short_help_str(limit=200)) for each in commands])
+
+
+app = typer.Typer(
+    name="windlass",
+    cls=Groups,
+    help="Multi-GPU LoRA fine-tuning that fails loudly instead of training the wrong thing.\n\n"
+    "Start with `windlass init > run.yaml`, then `windlass plan run.yaml`.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: rich's takes longer to import than all the rest of `--help`
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script. Only a `UserError` is printed without a traceback."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except UserError as error:
+        print_error(error)
+        sys.exit(FAILED if isinstance(error, RunError) else USER_INPUT)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in TRAINING:
+            raise
+        print_error(not_installed(error.name, next(iter(sys.argv[1:] if arguments is None else arguments), "")))
+        sys.exit(USER_INPUT)
+    except BrokenPipeError:  # `windlass plan … | head` closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- what commands share --------------------------------------------------------------------------------------------
+
+
+def command(group: str, *examples: str) -> Callable[[Command], Command]:
+    """Register a command, with examples below its help."""
+    lines = "".join(f"  {example}\n" for example in examples)
+    return app.command(rich_help_panel=group, epilog=f"Example{'s' * (len(examples) > 1)}:\n\n\b\n{lines}")
+
+
+def argument(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+def option(name: str, metavar: str, help: str, **more: Any) -> Any:
+    return typer.Option(*name.split(), metavar=metavar or None, help=help, show_default=False, **more)
+
+
+Run = Annotated[Path, argument("RUN", "The run file (YAML).")]
+RunDir = Annotated[Path, argument("RUN_DIR", "The run folder: train.output_dir.")]
+Overrides = Annotated[list[str] | None, option("--override", "KEY=VALUE", "Set one key of the run file; repeatable.")]
+Accelerate = Annotated[Path | None, option("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
+Json = Annotated[bool, option("--json", "", "Print one JSON object instead of tables.")]
+JobDir = Annotated[Path | None, option("--out", "DIR", "Folder of the job's files. Default: the run folder.")]
+Ranks = Annotated[int | None, option("--ranks", "N", "Run N workers, on this machine only.", min=1)]
+Base = Annotated[str | None, option("--base", "DIR", "Folder of the base model.")]
+
+
+def print_error(error: UserError) -> None:
+    """All problems of an error, on stderr."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for number, problem in enumerate(error.problems):
+        where = Text(f"{problem.where}: " if problem.where else "", style="bold")
+        console.print(Text("\n" if number else "") + Text("error: ", style="bold red") + where + Text(problem.problem))
+        if problem.hint:
+            console.print(Text("\nhint: ", style="cyan") + Text(problem.hint))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def not_installed(names: str | None, command: str) -> UserError:
+    """windlass is installed without its `train` extra, as on a login node."""
+    hint = "in windlass's source folder: pip install '.[train]'"
+    return UserError(f"{names} is not installed", f"windlass {command}", hint)
+
+
+def require(libraries: Sequence[str], command: str) -> None:
+    """Look for libraries without importing them."""
+    if missing := [name for name in libraries if find_spec(name) is None]:
+        raise not_installed(", ".join(missing), command)
+
+
+def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
+    from windlass.plan.layout import read_accelerate
+    from windlass.plan.script import make_any
+    from windlass.runfile import read_any
+
+    return make_any(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)
+
+
+def print_version(requested: bool) -> None:
+    if requested:
+        print(f"windlass {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def windlass(
+    _version: Annotated[bool, option("--version", "", "Print the version.", callback=print_version, is_eager=True)] = (
+        False
+    ),
+) -> None: ...
+
+
+# --- before a run ---------------------------------------------------------------------------------------------------
+
+
+@command(BEFORE, "windlass init > run.yaml", "windlass init tiny-cpu > run.yaml", "windlass init --list")
+def init(
+    preset: Annotated[str, argument("PRESET", "Which run file; see --list.")] = "mistral-small-4",
+    names: Annotated[bool, option("--list", "", "List the presets.")] = False,
+) -> None:
+    """Print a commented run file to start from."""
+    from windlass import runfile
+
+    if names:
+        for name, summary in runfile.presets().items():
+            print(f"{name:24} {summary}")
+    else:
+        print(runfile.init(preset), end="")
+
+
+@command(
+    BEFORE,
+    "windlass schema > windlass.schema.json",
+    "then, as the first line of run.yaml:",
+    "# yaml-language-server: $schema=windlass.schema.json",
+)
+def schema() -> None:
+    """Print the run file's JSON Schema, for editors that complete and check."""
+    from windlass import runfile
+
+    write_json(runfile.schema())
+
+
+@command(
+    BEFORE,
+    "windlass plan run.yaml",
+    "windlass plan run.yaml --compare --override cluster.nodes=2",
+    "windlass plan run.yaml --accelerate fsdp.yaml --json | jq .estimate",
+)
+def plan(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    compare: Annotated[bool, option("--compare", "", "Show the same run under every other layout too.")] = False,
+    explain: Annotated[bool, option("--explain", "", "Show the formula behind every figure.")] = False,
+    out: Annotated[Path | None, option("--out", "DIR", "Write plan.json to this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate memory, network traffic and time, without a GPU.
+
+    Reads the run file, config.json and the safetensors headers; needs neither the weights nor torch.
+    The exit code is 0 whether or not the run fits; `memory.fits` in the JSON says which.
+    """
+    from windlass.plan import Plan
+
+    made = make_plan(run, override, accelerate)
+    written = made.write(out)
+    if as_json:
+        write_json(made.as_dict())
+    elif isinstance(made, Plan):
+        from windlass.plan.show import show
+
+        show(made, formulas=explain, compare=compare)
+    else:
+        from windlass.plan.script import show as show_script
+
+        show_script(made)
+    if written:
+        say(f"plan written to {written}")
+
+
+@command(
+    BEFORE,
+    "windlass explain lora.target_modules",
+    "windlass explain fsdp_use_orig_params",
+    "windlass explain NCCL_IB_HCA",
+    "windlass explain --accelerate fsdp.yaml",
+)
+def explain(
+    topic: Annotated[
+        str | None, argument("KEY", "A run-file key, an Accelerate key, an environment variable or a layout.")
+    ] = None,
+    accelerate: Accelerate = None,
+    as_json: Json = False,
+) -> None:
+    """Explain a setting: what it means and what windlass does with it."""
+    from windlass import explain as explaining
+
+    rows = [*(explaining.topic(topic) if topic else ()), *(explaining.file(accelerate) if accelerate else ())]
+    if not rows:
+        raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
+    if as_json:
+        write_json([row.as_dict() for row in rows])
+    else:
+        explaining.show(rows)
+
+
+@command(BEFORE, "windlass data run.yaml", "windlass data run.yaml --override data.packing=true")
+def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
+    """Tokenize the data and show what the model will be trained on.
+
+    Prints rows, tokens, how many of them the loss is computed on, what is cut off, and what packing would gain.
+    """
+    from windlass.data.alone import look
+    from windlass.data.show import show
+    from windlass.runfile import read
+
+    look(read(run, override or ()), say=say, audited=write_json if as_json else show)
+
+
+@command(BEFORE, "windlass fetch run.yaml")
+def fetch(run: Run, override: Overrides = None) -> None:
+    """Download the run's model and data set from the Hugging Face Hub.
+
+    They go into the shared folder that the run file names. An interrupted download is resumed.
+    """
+    from windlass import fetch as fetching
+    from windlass.runfile import read
+
+    loaded = read(run, override or ())
+    for name, folder in fetching.fetched(loaded.run, loaded.where, say).items():
+        print(f"{name}\t{folder}")
+
+
+@command(
+    BEFORE,
+    "windlass check run.yaml",
+    "windlass check run.yaml --here",
+    "windlass check run.yaml --in-pod --wait 600 --json",
+)
+def check(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    here: Annotated[bool, option("--here", "", "Check this machine too: the run will use it.")] = False,
+    in_pod: Annotated[bool, option("--in-pod", "", "Run on every node: checks the nodes and their network.")] = False,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=1, help="How long nodes wait for each other.")
+    ] = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Check what would stop the run: files, libraries, GPUs, network.
+
+    Writes check.json into the run folder if it exists. Exits with 1 if a check fails. With --in-pod all nodes agree on
+    one verdict and exit with 13, or with 1 if the only problem is that nodes are missing.
+    """
+    from windlass.launch import check as checking
+    from windlass.plan.layout import read_accelerate
+    from windlass.plan.script import refuse_accelerate
+    from windlass.runfile import LoadedScript, read_any
+
+    try:
+        loaded = read_any(run, override or ())
+        if isinstance(loaded, LoadedScript):
+            refuse_accelerate(accelerate)
+    except UserError as error:
+        if not in_pod:
+            raise
+        print_error(error)
+        raise typer.Exit(RANK_USER_INPUT) from None
+    report = checking.run(
+        loaded,
+        lambda: read_accelerate(accelerate) if accelerate else None,
+        depth=checking.IN_POD if in_pod else checking.HERE if here else checking.ALONE,
+        environ=os.environ,
+        patience_seconds=wait,
+        say=say,
+    )
+    written = report.write(Path(loaded.run.folder)) if report.speaks else None
+    if report.speaks and as_json:
+        write_json(report.as_dict())
+    elif report.speaks:
+        from windlass.launch.check.show import show
+
+        show(report)
+    if written:
+        say(f"checks written to {written}")
+    raise typer.Exit(report.exit_code)
+
+
+@command(
+    BEFORE,
+    "windlass rehearse run.yaml",
+    "windlass rehearse run.yaml --keep rehearsal --override cluster.nodes=2",
+    "windlass rehearse run.yaml --json > rehearsal.json",
+)
+def rehearse(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    keep: Annotated[
+        Path | None, option("--keep", "DIR", "Keep all files there. Default: deleted if every stage passes.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run everything with a tiny replica of the model on this CPU.
+
+    Takes minutes: your first rows, your launch script and as many workers as the run has go through plan, check, train,
+    stop, resume, export, merge and reload. Exits with 1 if a stage fails and 2 if the input is wrong.
+    """
+    from windlass import rehearse as rehearsing
+    from windlass.rehearse.show import Terminal, show
+
+    require(TRAINING, "rehearse")
+    record = rehearsing.rehearse(
+        run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, screen=Terminal()
+    )
+    if as_json:
+        write_json(record.as_dict())
+    else:
+        show(record)
+    raise typer.Exit(record.exit_code)
+
+
+# --- during a run ---------------------------------------------------------------------------------------------------
+
+
+@command(
+    DURING,
+    "windlass train run.yaml",
+    "windlass train run.yaml --ranks 2 --override train.max_steps=20",
+    "accelerate launch --config_file fsdp.yaml -m windlass train run.yaml",
+)
+def train(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    ranks: Ranks = None,
+    resume: Annotated[bool, option("--resume", "", "Resume the unfinished run in the run folder.")] = False,
+    debug_freq: Annotated[
+        int | None, option("--debug-freq", "N", "Measure GPUs and experts every N steps; 0: never.", min=0)
+    ] = None,
+) -> None:
+    """Start training. Under torchrun or accelerate, runs as one worker.
+
+    Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a worker), and 75 if a signal
+    stopped it and everything was saved.
+    """
+    from windlass import train as training
+    from windlass.runfile import kind
+    from windlass.train import script
+
+    overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
+    if kind(run, overrides) == "script":
+        require(("torch",), "train")
+        overrides += [] if ranks is None else ["layout.ranks=null"]
+        planned = lambda: plan_script(run, overrides, accelerate, debug_freq)  # noqa: E731
+        raise typer.Exit(script.train(planned, environ=os.environ, resume=resume, say=print_error))
+
+    def plan_training() -> Plan:
+        from windlass import plan as planning
+        from windlass.hardware import this_machine
+        from windlass.plan.layout import accelerate_file, parents
+        from windlass.runfile import read
+        from windlass.train.machines import started_on
+
+        loaded, file = read(run, overrides), accelerate_file(accelerate, os.environ, parents())
+        if file is None and (found := started_on(loaded, os.environ, len(this_machine().gpus))):
+            loaded = read(run, [*overrides, *found])
+        return planning.make(loaded, file)
+
+    require(TRAINING, "train")
+    arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
+    arguments += [*(["--accelerate", str(accelerate)] if accelerate else []), *(["--resume"] if resume else [])]
+    arguments += [] if debug_freq is None else ["--debug-freq", str(debug_freq)]
+    code = training.train(
+        plan_training, arguments=arguments, environ=os.environ, resume=resume, debug_freq=debug_freq, say=print_error
+    )
+    raise typer.Exit(code)
+
+
+def plan_script(run: Path, overrides: list[str], accelerate: Path | None, debug_freq: int | None) -> ScriptPlan:
+    """The plan of a `kind: script` run, on the machines that a launcher started or that are here."""
+    from windlass.hardware import this_machine
+    from windlass.plan.script import make_script, refuse_accelerate
+    from windlass.runfile import LoadedScript, read_any
+    from windlass.train.machines import started_on
+
+    if debug_freq is not None:
+        hint = "pass it to the meter inside your script"
+        raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint)
+    refuse_accelerate(accelerate)
+    loaded = read_any(run, overrides)
+    if found := started_on(loaded, os.environ, len(this_machine().gpus)):
+        loaded = read_any(run, [*overrides, *found])
+    assert isinstance(loaded, LoadedScript)
+    return make_script(loaded)
+
+
+@command(DURING, "windlass demo --dir demo-run", "windlass report demo-run/run")
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder to create it in.")] = Path("demo-run"),
+    make_only: Annotated[bool, option("--make-only", "", "Create model, data and run file, but don't train.")] = False,
+) -> None:
+    """Create a tiny Mistral 4 and train it on this CPU with two workers."""
+    from windlass import demo as demonstration
+
+    run = demonstration.make(directory)
+    say(f"created {directory / 'model'}, {directory / 'data'} and {run}")
+    if not make_only:
+        train(run)
+
+
+@command(
+    DURING,
+    "windlass submit run.yaml --to script",
+    "windlass submit run.yaml --to kubernetes --dry-run",
+    "windlass submit run.yaml --to runai --follow",
+)
+def submit(
+    run: Run,
+    to: Annotated[
+        str | None,
+        option("--to", "PLATFORM", "local, script, kubernetes or runai. Default: cluster.platform."),
+    ] = None,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    dry_run: Annotated[bool, option("--dry-run", "", "Write the files, start nothing.")] = False,
+    follow: Annotated[bool, option("--follow", "", "Print the run's log until it ends.")] = False,
+    api: Annotated[
+        bool, option("--api", "", "Use Run:ai's REST API (RUNAI_BASE_URL, RUNAI_TOKEN); without them, write the files.")
+    ] = False,
+    out: JobDir = None,
+) -> None:
+    """Write the job's files for a platform and submit it.
+
+    local trains here, in the foreground. script writes launch.sh, to be run on every node by hand or by Slurm's srun.
+    kubernetes and runai use the `kubectl` and `runai` commands; if these are missing, only the files are written.
+    Submit an interrupted run again to resume it.
+    """
+    from windlass.launch import PLATFORMS, runai_api
+    from windlass.launch import submit as submitting
+    from windlass.runfile.names import NOT_VALUES
+
+    if to is not None and to not in PLATFORMS:
+        hint = NOT_VALUES.get(("cluster.platform", to.lower()), f"choose {', '.join(PLATFORMS)}")
+        raise UserError(f"there is no platform {to!r}", "--to", hint)
+    made = make_plan(run, override, accelerate)
+    code = submitting.submit(
+        made,
+        to or made.loaded.run.cluster.platform,
+        overrides=override or (),
+        accelerate=accelerate,
+        out=out,
+        dry_run=dry_run,
+        follow=follow,
+        api=api,
+        plane=runai_api.control_plane(os.environ) if api else None,
+        say=say,
+    )
+    raise typer.Exit(code)
+
+
+def job_of(run: Path, override: list[str] | None, out: Path | None) -> tuple[Path, Path]:
+    """The folder of a submitted run's job files, and the run folder."""
+    from windlass.launch import submit as submitting
+    from windlass.runfile import read_any
+
+    loaded = read_any(run, override or ())
+    return submitting.find(loaded, out), Path(loaded.run.folder)
+
+
+@command(DURING, "windlass status run.yaml")
+def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
+    """Show the state of a submitted run, as its platform reports it."""
+    from windlass.launch import submit as submitting
+
+    raise typer.Exit(submitting.status(*job_of(run, override, out)))
+
+
+@command(DURING, "windlass logs run.yaml --follow")
+def logs(
+    run: Run,
+    override: Overrides = None,
+    follow: Annotated[bool, option("--follow -f", "", "Keep printing as lines arrive.")] = False,
+    out: JobDir = None,
+) -> None:
+    """Show the output of a submitted run's nodes."""
+    from windlass.launch import submit as submitting
+
+    raise typer.Exit(submitting.logs(*job_of(run, override, out), follow=follow, say=say))
+
+
+@command(DURING, "windlass stop run.yaml", "windlass submit run.yaml    # resumes it")
+def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
+    """Stop a submitted run after it has saved a checkpoint."""
+    from windlass.launch import submit as submitting
+
+    raise typer.Exit(submitting.stop(*job_of(run, override, out), say))
+
+
+@command(DURING, "windlass watch run", "windlass watch run --once")
+def watch(
+    folder: RunDir, once: Annotated[bool, option("--once", "", "Print the current state and exit.")] = False
+) -> None:
+    """Watch a run: curves, workers, alarms.
+
+    Reads only the files in the run folder, so it also works on a finished run or from another machine.
+    """
+    from rich.console import Console
+
+    from windlass.observe.watch import live
+
+    live.watch(folder, once=once, console=Console(highlight=False))
+
+
+# --- after a run ----------------------------------------------------------------------------------------------------
+
+
+@command(AFTER, "windlass report run", "windlass report run-a run-b --out compared")
+def report(
+    folders: Annotated[list[Path], argument("RUN_DIR", "One run folder, or several to compare.")],
+    out: Annotated[Path | None, option("--out", "DIR", "Folder to write the report to.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write report.html and report.json for one run, or compare several."""
+    from windlass.observe import report as reporting
+
+    made = reporting.make(folders, out)
+    if as_json:
+        write_json(made.as_dict())
+    else:
+        from windlass.observe.report.show import show
+
+        show(made)
+
+
+@command(AFTER, "windlass best run", "windlass best run --eval-data held-out.jsonl --ranks 1")
+def best(
+    folder: RunDir,
+    eval_data: Annotated[
+        Path | None, option("--eval-data", "PATH", "Rows to evaluate on. Default: the run's own.")
+    ] = None,
+    ranks: Ranks = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate all saved adapters on the same rows and rank them.
+
+    The base model is loaded once. Differences come with a paired 95 % confidence interval, which shows which adapters
+    are significantly worse.
+    """
+    from windlass import train as training
+
+    def planned() -> Plan:
+        from windlass import plan as planning
+        from windlass.train.again import again
+
+        return planning.make(again(folder, eval_data=eval_data, ranks=ranks), None)
+
+    def show(ranking: Ranking) -> None:
+        from windlass.train.best import show as show_table
+
+        write_json(ranking.as_dict()) if as_json else show_table(ranking)
+
+    arguments = ["best", str(folder), *(["--eval-data", str(eval_data)] if eval_data else [])]
+    arguments += [*(["--ranks", str(ranks)] if ranks else []), *(["--json"] if as_json else [])]
+    code = training.best(planned, folder, arguments=arguments, environ=os.environ, show=show, say=print_error)
+    raise typer.Exit(code)
+
+
+@command(
+    AFTER,
+    "windlass export run --to my-adapter",
+    "windlass export run --to my-model --merge --dtype bf16",
+    "windlass export run --to my-adapter --serve-check --push org/my-adapter",
+)
+def export(
+    source: Annotated[Path, argument("RUN_DIR|CHECKPOINT", "A run folder, or a folder with an adapter.")],
+    to: Annotated[Path, option("--to", "DIR", "Folder to write to.")],
+    merge: Annotated[bool, option("--merge/--adapter", "", "Merge the adapter into its base model.")] = False,
+    dtype: Annotated[
+        str | None, option("--dtype", "DTYPE", "bf16, or fp8 for a merged model. Default: unchanged.")
+    ] = None,
+    base: Base = None,
+    base_name: Annotated[str | None, option("--base-name", "NAME", "Name of the base model in the model card.")] = None,
+    workers: Annotated[int | None, option("--workers", "N", "Write N files at a time.", min=1)] = None,
+    serve_check: Annotated[
+        bool, option("--serve-check", "", "Print which servers can load it, and how to start one.")
+    ] = False,
+    push: Annotated[str | None, option("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the best adapter, alone or merged, and verify the files.
+
+    Exits with 1 if the verification finds a deviation; nothing is deleted then.
+    """
+    from windlass import export as exporting
+    from windlass.export import screen
+
+    names = exporting.Names(base, base_name)
+    made = exporting.export(
+        source, to, merge=merge, dtype=dtype, names=names, workers=workers, say=screen.say, progress=screen.progress
+    )
+    served = exporting.served(source, made, base) if serve_check else None
+    if served and not as_json:
+        screen.served(served)
+    address = exporting.push(to, push, say=screen.say) if push else None
+    if as_json:
+        write_json({**made.record, "served": served.as_dict() if served else None, "pushed": address})
+    else:
+        print(to)
+
+
+@command(AFTER, "windlass generate my-model --prompt 'Once upon a time'")
+def generate(
+    folder: Annotated[Path, argument("DIR", "A merged model, an adapter, or a run folder.")],
+    prompt: Annotated[str, option("--prompt", "TEXT", "The text to continue.")],
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Maximum number of new tokens.")] = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", min=0, help="0 always takes the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed for sampling.")] = 0,
+    chat: Annotated[bool, option("--chat", "", "Apply the model's chat template to the prompt.")] = False,
+    base: Base = None,
+) -> None:
+    """Generate text with a model on this machine, as a quick check."""
+    from windlass.export import screen
+    from windlass.export.generate import generate as generating
+
+    generating(
+        folder,
+        prompt,
+        base=base,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        chat=chat,
+        say=screen.say,
+        write=lambda text: print(text, end="", flush=True),
+    )
