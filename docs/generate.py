@@ -20,7 +20,7 @@ COMMANDS = ROOT / "docs" / "commands"
 
 
 def windlass(*arguments: str) -> str:
-    """What the command prints, at a fixed width and without colour."""
+    """What the command prints, at 100 columns and without colour."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
         [sys.executable, "-m", "windlass", *arguments],
@@ -55,7 +55,7 @@ def with_output(text: str) -> str:
 
     `<!-- windlass … -->`: what the command prints; `<!-- windlass …: TITLE | TITLE -->`: of that only these tables, and
     the lines that begin so. `<!-- layouts FILE: NAME | NAME -->`, `<!-- commands -->`, `<!-- families -->` and
-    `<!-- house -->`: what the functions of these names make.
+    `<!-- source -->`: what the functions of these names return.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -89,14 +89,14 @@ def table(shown: str, title: str) -> str:
 
 
 def layouts(argument: str, names: list[str]) -> str:
-    """Some rows of `plan --compare`, as a table for those who read nothing else."""
-    made = json.loads(windlass("plan", argument, "--compare", "--json"))
-    found = {row["name"]: row for row in made["layouts"]}
-    head = "| layout | nodes | GB sent by each GPU a step | seconds a step | tokens/s |\n|---|---|---|---|---|\n"
-    per_node = made["layout"]["gpus_per_node"]
+    """Some rows of `plan --compare` as a table."""
+    plan = json.loads(windlass("plan", argument, "--compare", "--json"))
+    found = {row["name"]: row for row in plan["layouts"]}
+    head = "| layout | nodes | GiB of each GPU | GB sent by each GPU a step |\n|---|---|---|---|\n"
+    per_node = plan["layout"]["gpus_per_node"]
     return head + "\n".join(
-        f"| {name.partition(', on ')[0]} | {row['ranks'] // per_node} | {row['wire_gb_per_step']:,.1f}"
-        f" | {row['step_seconds']:,.2f} | {row['tokens_per_second']:,.0f} |"
+        f"| {name.partition(', on ')[0]} | {row['ranks'] // per_node} | {row['gpu_gib']:,.1f}"
+        f" | {row['wire_gb_per_step']:,.1f} |"
         for name, row in ((name, found[name]) for name in names)
     )
 
@@ -105,12 +105,12 @@ def command_table(_argument: str, _titles: list[str]) -> str:
     """Every command with the first paragraph of its help, in the help's order."""
     from windlass.cli import app
 
-    made = "| command | |\n|---|---|\n"
+    rows = "| command | |\n|---|---|\n"
     for command in app.registered_commands:
         assert command.callback
         name = command.name or command.callback.__name__
-        made += f"| [`windlass {name}`](docs/commands/{name}.md) | {first_paragraph(command.callback.__doc__)} |\n"
-    return made.rstrip()
+        rows += f"| [`windlass {name}`](docs/commands/{name}.md) | {first_paragraph(command.callback.__doc__)} |\n"
+    return rows.rstrip()
 
 
 def families(_argument: str, _titles: list[str]) -> str:
@@ -121,17 +121,17 @@ def families(_argument: str, _titles: list[str]) -> str:
     return textwrap.fill(f"{known}; and as the language model inside {wrappers}", 118)
 
 
-def house(_argument: str, _titles: list[str]) -> str:
-    """The rooms, from the top of the import rules to the bottom, each with the first sentence it says of itself."""
+def source(_argument: str, _titles: list[str]) -> str:
+    """The packages, from the top of the import rules to the bottom, each with the first sentence of its docstring."""
     rules = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     layers = next(rule["layers"] for rule in rules if rule["id"] == "layers")
     lines = ["src/windlass/"]
-    for room in re.findall(r"\w+", " ".join(layers)):
-        package = ROOT / "src" / "windlass" / room
+    for name in re.findall(r"\w+", " ".join(layers)):
+        package = ROOT / "src" / "windlass" / name
         path = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
-        said = first_paragraph(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))).split(". ")[0]
-        begin = f"  {room + ('/' if package.is_dir() else '.py'):14}"
-        lines += textwrap.wrap(begin + said.removesuffix("."), 118, subsequent_indent=" " * len(begin))
+        purpose = first_paragraph(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))).split(". ")[0]
+        begin = f"  {name + ('/' if package.is_dir() else '.py'):16}"
+        lines += textwrap.wrap(begin + purpose.removesuffix("."), 118, subsequent_indent=" " * len(begin))
     return "\n".join(["```", *lines, "```"])
 
 
@@ -144,7 +144,7 @@ MARKS: dict[str, Callable[[str, list[str]], str]] = {
     "layouts": layouts,
     "commands": command_table,
     "families": families,
-    "house": house,
+    "source": source,
 }
 
 
@@ -156,6 +156,7 @@ def pages() -> dict[Path, str]:
     made = {COMMANDS / f"{name}.md": command_page(name) for name in commands()}
     for page_with_output in (
         ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
         *(ROOT / "docs" / f"{name}.md" for name in ("layouts", "plan-example")),
     ):
         made[page_with_output] = with_output(page_with_output.read_text(encoding="utf-8"))

@@ -47,8 +47,8 @@ def test_a_mark_takes_what_it_names_out_of_the_output() -> None:
         generate.table(shown, "nowhere")
 
 
-def test_every_mark_of_the_readme_is_filled() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_kind_of_mark_is_used_and_closed() -> None:
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
     marks = re.findall(r"<!-- (\w+)", text)
     assert {*generate.MARKS, "demo", "end"} == set(marks)
     assert marks.count("end") * 2 == len(marks)
@@ -58,14 +58,14 @@ def test_every_mark_of_the_readme_is_filled() -> None:
 
 def test_prose_is_wrapped() -> None:
     """Within 120 letters, but for tables and what commands print."""
-    for path in (ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "examples").rglob("*.md")):
+    for path in (*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "examples").rglob("*.md")):
         prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         long = [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "<!--"))]
         assert not long, f"{path}: {long[0]}"
 
 
 def test_links_lead_somewhere() -> None:
-    for path in (ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")):
+    for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")):
         for link in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text(encoding="utf-8")):
             name, _, anchor = link.partition("#")
             page = path.parent / name if name else path
