@@ -1,4 +1,4 @@
-"""What tests/test_retinanet.py runs in two ranks that torchrun started: several things in one start, told as JSON."""
+"""What tests/test_retinanet.py runs in two ranks under torchrun: several cases in one start, outcomes as JSON."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def few_images(here: Place, data: images.Images) -> dict[str, Any]:
     found = evaluate(model, images.loader(data, share, 2, 0, pin=False), here.device, here.waiting)
     left = time.monotonic()
     MeanAveragePrecision.compute = compute
-    return {"found": found, "asked": len(share), "computed": computed, "left": left}
+    return {"found": found, "images": len(share), "computed": computed, "left": left}
 
 
 def stopped(here: Place, folder: Path) -> dict[str, Any]:
@@ -147,12 +147,12 @@ def stopped(here: Place, folder: Path) -> dict[str, Any]:
     code = factory.train(said, here)
     dist.barrier()
     made = [sum(1 for _ in records.lines(out / records.STEPS.format(rank=rank))) for rank in range(here.ranks)]
-    return {"code": code, "made": made, "saved": torch.load(out / "checkpoint.pt", weights_only=True)["steps"]}
+    return {"code": code, "steps": made, "saved": torch.load(out / "checkpoint.pt", weights_only=True)["steps"]}
 
 
-def learn(here: Place, folder: Path, given: list[str]) -> dict[str, Any]:
+def train_two_epochs(here: Place, folder: Path, given: list[str]) -> dict[str, Any]:
     said = factory.options(
-        [*given, "--local-image-dir", str(folder / "images"), "--output-dir", str(folder / "learned")]
+        [*given, "--local-image-dir", str(folder / "images"), "--output-dir", str(folder / "trained")]
     )
     return {"code": factory.train(said, here)}
 
@@ -161,11 +161,11 @@ def main(folder: Path, given: list[str]) -> None:
     here = meet("cpu")
     train = openimages.check(openimages.source(folder / "images", folder, "train", None))
     data = images.Images(train, folder / "images", SIZE, decode=True, seed=None)
-    told: dict[str, Any] = {"gradients": gradients(here, data, folder)}
-    told["few"] = few_images(here, data)
-    told["stopped"] = stopped(here, folder)
-    told["learned"] = learn(here, folder, given)
-    (folder / f"told-{here.rank}.json").write_text(json.dumps(told))
+    outcomes: dict[str, Any] = {"gradients": gradients(here, data, folder)}
+    outcomes["few"] = few_images(here, data)
+    outcomes["stopped"] = stopped(here, folder)
+    outcomes["trained"] = train_two_epochs(here, folder, given)
+    (folder / f"outcome-{here.rank}.json").write_text(json.dumps(outcomes))
     dist.barrier()
     dist.destroy_process_group()
 
