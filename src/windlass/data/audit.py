@@ -1,4 +1,4 @@
-"""What the data are, in numbers: counted while they are tokenised, judged before a model is loaded."""
+"""Count what a data set is while it is tokenized, and judge it before a model is loaded. The keys of data.json."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.data.order import length_grouped, shuffled
-from windlass.data.pack import pack
-from windlass.data.tokens import Documents
+from windlass.data.packing import pack
+from windlass.data.tokenize import Documents
 from windlass.errors import Problem
 
 if TYPE_CHECKING:
@@ -19,56 +19,48 @@ if TYPE_CHECKING:
 
 Audit = dict[str, Any]
 Lengths = npt.NDArray[np.int64]
-SAMPLES = 3
 # Ways to make batches of rows, as data.json names them.
 PACKED, PADDING_FREE, LENGTH_GROUPED = "packed", "padding-free", "padded in batches of like length"
-# Ways of batching are compared on so many documents at most: the shares move by less than a per mille beyond.
+# They are compared on so many documents at most: the shares move by less than a per mille beyond.
 BATCHED_DOCUMENTS = 200_000
 
 
-def of_split(documents: Documents, eos: int | None) -> Audit:
+def audit_split(documents: Documents, eos: int | None) -> Audit:
     """The figures of one split, all of them counted, none estimated."""
-    lengths, kept = documents.lengths, len(documents.lengths)
+    lengths, counts, kept = documents.lengths, documents.counts, len(documents.lengths)
     ends = np.cumsum(lengths) - 1
-    first = documents.starts
-    supervised = int(documents.learnt.sum()) - (int(documents.learnt[first].sum()) if kept else 0)
     tokens = int(lengths.sum())
-    stopping = int((documents.learnt[ends] & (documents.ids[ends] == eos)).sum()) if kept and eos is not None else 0
+    supervised = int(documents.supervised.sum()) - int(documents.supervised[documents.starts].sum())
+    stopping = int((documents.supervised[ends] & (documents.ids[ends] == eos)).sum()) if eos is not None else 0
+    powers = np.floor(np.log2(lengths)).astype(int)
     return {
-        **documents.counts,
+        **counts,
         "documents": kept,
         "tokens": tokens,
         "supervised_tokens": supervised,
         "supervised_fraction": supervised / tokens if tokens else 0.0,
-        "truncated_share": documents.counts["truncated"] / kept if kept else 0.0,
-        "dropped": documents.counts["empty"] + documents.counts["unsupervised"],
+        "truncated_share": counts["truncated"] / kept if kept else 0.0,
+        "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
         "end_learnt_share": stopping / kept if kept else 0.0,
-        "lengths": length_figures(lengths),
-        "histogram": histogram(lengths),
+        "lengths": {
+            "least": int(lengths.min()),
+            "mean": float(lengths.mean()),
+            "median": float(np.median(lengths)),
+            "percentile_95": float(np.percentile(lengths, 95)),
+            "most": int(lengths.max()),
+        }
+        if kept
+        else {},
+        # [from, to, documents]: every bin twice as wide as the one before
+        "histogram": [
+            [2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in range(powers.min(), powers.max() + 1)
+        ]
+        if kept
+        else [],
         "lowest_id": int(documents.ids.min()) if tokens else None,
         "highest_id": int(documents.ids.max()) if tokens else None,
     }
-
-
-def length_figures(lengths: Lengths) -> Audit:
-    if not len(lengths):
-        return {}
-    return {
-        "least": int(lengths.min()),
-        "mean": float(lengths.mean()),
-        "median": float(np.median(lengths)),
-        "percentile_95": float(np.percentile(lengths, 95)),
-        "most": int(lengths.max()),
-    }
-
-
-def histogram(lengths: Lengths) -> list[list[int]]:
-    """[from, to, documents]: every bin twice as wide as the one before."""
-    if not len(lengths):
-        return []
-    powers = np.floor(np.log2(lengths)).astype(int)
-    return [[2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in range(powers.min(), powers.max() + 1)]
 
 
 def overlap(train: Documents, validation: Documents) -> Audit:
@@ -77,7 +69,7 @@ def overlap(train: Documents, validation: Documents) -> Audit:
     return {"documents": shared, "share": shared / len(validation.hashes) if len(validation.hashes) else 0.0}
 
 
-def batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, seed: int) -> Audit:
+def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, seed: int) -> Audit:
     """Which share of the positions computed would hold a token, batched in each way; the configured one named."""
     if not len(lengths):
         return {}
@@ -86,12 +78,18 @@ def batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, 
         lengths = lengths[shuffled(documents, seed, 0)[:BATCHED_DOCUMENTS]]
     count, tokens = len(lengths), int(lengths.sum())
     packs = len(pack(lengths.tolist(), max_length))
+
+    def padded(rows: Lengths) -> int:
+        """Positions when every batch is padded to its longest row."""
+        parts = (rows[i : i + batch] for i in range(0, len(rows), batch))
+        return sum(int(part.max()) * len(part) for part in parts)
+
     ways = {
         "padded to max_length": (count, count * max_length),
-        "padded in random batches": (count, padded(lengths[shuffled(count, seed, 0)], batch)),
-        LENGTH_GROUPED: (count, padded(lengths[length_grouped(lengths, batch, seed, 0)], batch)),
+        "padded in random batches": (count, padded(lengths[shuffled(count, seed, 0)])),
+        LENGTH_GROUPED: (count, padded(lengths[length_grouped(lengths, batch, seed, 0)])),
         PADDING_FREE: (count, tokens),
-        PACKED: (packs, padded(np.full(packs, max_length), batch)),
+        PACKED: (packs, padded(np.full(packs, max_length))),
     }
     table = {
         way: {
@@ -107,75 +105,58 @@ def batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, 
         "batch": batch,
         "padding_waste": 1 - now["useful_share"],
         "documents_per_packed_row": count / packs,
-        "micro_batches_saved_by_packing": now["micro_batches"] / table["packed"]["micro_batches"],
+        "micro_batches_saved_by_packing": now["micro_batches"] / table[PACKED]["micro_batches"],
         "ways": table,
     }
 
 
-def padded(lengths: Lengths, batch: int) -> int:
-    """Positions when every batch is padded to its longest row."""
-    return sum(int(part.max()) * len(part) for part in (lengths[i : i + batch] for i in range(0, len(lengths), batch)))
-
-
-def samples(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
-    """Three documents decoded, first, middle and last, in stretches that are learnt or not."""
-    count = len(documents.lengths)
-    chosen = sorted({0, count // 2, count - 1}) if count else []
-    starts, found = documents.starts, []
-    for document in chosen[:SAMPLES]:
-        start, end = int(starts[document]), int(starts[document] + documents.lengths[document])
-        ids, learnt = documents.ids[start:end], documents.learnt[start:end]
-        edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]
+def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
+    """Three documents decoded, first, middle and last, in stretches that are supervised (`learnt`) or not."""
+    count, spans, samples = len(documents.lengths), list(documents.spans()), []
+    for document in sorted({0, count // 2, count - 1}) if count else ():
+        ids, supervised = documents.ids[spans[document]], documents.supervised[spans[document]]
+        edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]
         parts = [
-            {"learnt": bool(learnt[a]), "text": tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)}
+            {"learnt": bool(supervised[a]), "text": tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)}
             for a, b in itertools.pairwise(edges)
         ]
-        found.append({"split": split, "document": document, "tokens": len(ids), "parts": parts})
-    return found
+        samples.append({"split": split, "document": document, "tokens": len(ids), "parts": parts})
+    return samples
 
 
-def problems(
-    audit: Mapping[str, Any], *, vocabulary: int | None, least_fraction: float | None, where: Callable[[str], str]
+def find_problems(
+    audit: Mapping[str, Any], *, vocabulary: int | None, least_fraction: float, where: Callable[[str], str]
 ) -> list[Problem]:
     """What makes these data no training set, each with the next step."""
     found = []
     for split, figures in audit["splits"].items():
         place = where(f"data.{'train' if split == 'train' else 'val'}_split")
-        if not figures["documents"]:
-            found.append(nothing_left(split, figures, place))
+        if not figures["rows"]:
+            hint = "the files are empty, or the slice takes nothing"
+            found.append(Problem(f"{split} has no rows", place, hint))
+        elif not figures["documents"]:
+            problem = (
+                f"no row of {split} has a supervised token: of {figures['rows']} rows {figures['empty']} are empty, "
+                f"{figures['unsupervised']} have nothing supervised, {figures['truncated']} were cut at data.max_length"
+            )
+            hint = "check the column or template; a prompt longer than data.max_length leaves no room for its answer"
+            found.append(Problem(problem, place, hint))
         if vocabulary is not None and (figures["highest_id"] or 0) >= vocabulary:
-            found.append(
-                Problem(
-                    f"{split} has token id {figures['highest_id']}, the model's vocabulary ends at {vocabulary - 1}",
-                    where("model.model_name_or_path"),
-                    "this tokenizer is not this model's: take the tokenizer files from the model's own folder",
-                )
-            )
-    figures = audit["splits"]["train"]
-    if figures["documents"] and least_fraction is not None and figures["supervised_fraction"] < least_fraction:
-        found.append(
-            Problem(
-                f"{figures['supervised_fraction']:.2%} of the training tokens are supervised, less than "
-                f"watch.min_supervised_fraction = {least_fraction:.2%}",
-                where("watch.min_supervised_fraction"),
-                "see with `windlass data` which part is learnt; fix the template, or lower the limit if it is meant",
-            )
+            problem = f"{split} has token id {figures['highest_id']}, the model's vocabulary ends at {vocabulary - 1}"
+            hint = "this tokenizer is not this model's: take the tokenizer files from the model's own folder"
+            found.append(Problem(problem, where("model.model_name_or_path"), hint))
+    fraction = audit["splits"]["train"]["supervised_fraction"]
+    if audit["splits"]["train"]["documents"] and fraction < least_fraction:
+        problem = (
+            f"{fraction:.2%} of the training tokens are supervised, less than "
+            f"watch.min_supervised_fraction = {least_fraction:.2%}"
         )
+        hint = "`windlass data` shows which part is supervised: fix the template, or lower the limit if it is meant"
+        found.append(Problem(problem, where("watch.min_supervised_fraction"), hint))
     return found
 
 
-def nothing_left(split: str, figures: Mapping[str, Any], place: str) -> Problem:
-    if not figures["rows"]:
-        return Problem(f"{split} has no rows", place, "the files are empty, or the slice takes nothing")
-    return Problem(
-        f"no row of {split} has a supervised token: of {figures['rows']} rows {figures['empty']} are empty, "
-        f"{figures['unsupervised']} have nothing to learn, {figures['truncated']} were cut at data.max_length",
-        place,
-        "check the column or template; a prompt longer than data.max_length leaves no room for its answer",
-    )
-
-
-def warnings(audit: Mapping[str, Any]) -> list[str]:
+def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     """What a reader should know that is no error."""
     train, found = audit["splits"]["train"], []
     if train["truncated"]:
@@ -187,8 +168,8 @@ def warnings(audit: Mapping[str, Any]) -> list[str]:
         found.append(f"{train['unsupervised']} rows have no supervised token within max_length and are dropped")
     if train["straddling"]:
         found.append(
-            f"in {train['straddling']} rows a token lies across the edge of the learnt part and is learnt: "
-            "let the white space at the edge belong to the learnt part"
+            f"in {train['straddling']} rows a token lies across the edge of the supervised part and is supervised: "
+            "let the white space at the edge belong to that part"
         )
     if train["documents"] and train["end_learnt_share"] < 0.5:
         found.append(

@@ -1,8 +1,9 @@
-"""Conversations through a chat template, and which stretches of the text are the assistant's."""
+"""Render chats through a chat template and find which stretches of the text are the assistant's."""
 
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,102 +31,87 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assi
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """A template in use, and how the assistant's part is told."""
+class ChatTemplate:
+    """A tokenizer and the template that renders chats for it; `source` says where the template comes from."""
 
     tokenizer: PreTrainedTokenizerBase
     template: str
-    said: str
+    source: str = ""
     notes: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> tuple[str, tuple[Span, ...]]:
         """The text, and the assistant's stretches of it among the messages from `first` on."""
-        turns = [message_of(message) for message in messages]
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        if GENERATION.search(self.template):
-            return self.by_marks(turns, first, tools)
-        text = self.text(turns, tools)
+        turns = [as_message(message) for message in messages]
+        tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
+        if GENERATION.search(self.template):  # the template itself marks the assistant's part
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            texts, marked = render_jinja_template(
+                [turns],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+            skipped = sum(turn["role"] == "assistant" for turn in turns[:first])
+            return texts[0], tuple((start, end) for start, end in marked[0][skipped:])
+        text = self.apply(turns, tools)
         spans = []
         for i, turn in enumerate(turns):
             if turn["role"] == "assistant" and i >= first:
-                start = self.start_of_answer(turns[:i], text, tools) if i else 0
-                tail = self.text(turns[: i + 1], tools)
-                if not text.startswith(tail) or len(tail) <= start:
-                    raise unstable(tail, text)
-                spans.append((start, len(tail)))
+                start = self._start_of_answer(turns[:i], text, tools) if i else 0
+                until = self.apply(turns[: i + 1], tools)
+                if not text.startswith(until) or len(until) <= start:
+                    raise _unstable(until, text)
+                spans.append((start, len(until)))
         return text, tuple(spans)
 
-    def start_of_answer(self, before: list[dict[str, Any]], text: str, tools: Any) -> int:
+    def _start_of_answer(self, before: list[dict[str, Any]], text: str, tools: Any) -> int:
         """Where the assistant's own words begin: behind the prompt that the template writes for it to answer."""
-        prompt = self.text(before, tools, prompt=True)
+        prompt = self.apply(before, tools, prompt=True)
         if text.startswith(prompt):
             return len(prompt)
         # Reasoning templates open a thought in the prompt which a finished answer may lack: behind what both have.
-        plain = self.text(before, tools)
+        plain = self.apply(before, tools)
         if not text.startswith(plain):
-            raise unstable(plain, text)
-        return max(len(plain), agreeing(text, prompt))
+            raise _unstable(plain, text)
+        return max(len(plain), len(os.path.commonprefix([text, prompt])))
 
-    def by_marks(self, turns: list[dict[str, Any]], first: int, tools: Any) -> tuple[str, tuple[Span, ...]]:
-        """The template itself says which part is the assistant's, with {% generation %}."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        texts, spans = render_jinja_template(
-            [turns],
-            tools=tools or None,
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
-        skipped = sum(turn["role"] == "assistant" for turn in turns[:first])
-        return texts[0], tuple((start, end) for start, end in spans[0][skipped:])
-
-    def text(self, turns: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> str:
+    def apply(self, turns: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
-            text = self.tokenizer.apply_chat_template(
-                turns,
-                chat_template=self.template,
-                tools=tools or None,
-                tokenize=False,
-                add_generation_prompt=prompt,
+            return str(
+                self.tokenizer.apply_chat_template(
+                    turns, chat_template=self.template, tools=tools, tokenize=False, add_generation_prompt=prompt
+                )
             )
         except TemplateError as error:
             roles = ", ".join(str(turn["role"]) for turn in turns)
-            raise UserError(
-                f"the chat template refuses a conversation ({roles}): {error}",
-                "data",
-                "fix or leave out such rows: most templates want user and assistant in turn, system first",
-            ) from None
-        return str(text)
+            hint = "fix or leave out such rows: most templates want user and assistant in turn, system first"
+            raise UserError(f"the chat template refuses a chat ({roles}): {error}", "data", hint) from None
 
 
-def agreeing(one: str, other: str) -> int:
-    """Length of the common beginning."""
-    limit = min(len(one), len(other))
-    return next((i for i in range(limit) if one[i] != other[i]), limit)
-
-
-def unstable(head: str, text: str) -> UserError:
-    at = agreeing(head, text)
+def _unstable(head: str, text: str) -> UserError:
+    at = len(os.path.commonprefix([head, text]))
     return UserError(
         "the chat template writes earlier turns differently once later ones follow "
-        f"(at {text[max(0, at - 30) : at + 30]!r}), so the assistant's part can't be told",
+        f"(at {text[max(0, at - 30) : at + 30]!r}), so the assistant's part can't be found",
         "data",
         "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around the assistant's part",
     )
 
 
-def message_of(message: Any) -> dict[str, Any]:
-    """One message with `role` and `content`, whether it was written so or as `from` and `value`."""
+def as_message(message: Any) -> dict[str, Any]:
+    """One message with `role` and `content`, also where it was written as `from` and `value`."""
+    hint = 'write {"role": …, "content": …}'
     if not isinstance(message, dict):
-        raise UserError(f"a message is a {type(message).__name__}", "data", 'write {"role": …, "content": …}')
+        raise UserError(f"a message is a {type(message).__name__}", "data", hint)
     # Columnar files fill what a message lacks with None; templates test for presence.
     found = {key: value for key, value in message.items() if value is not None}
     role = found.pop("from", None) or found.get("role")
     if role is None:
-        raise UserError(f"a message has no role; it has {', '.join(found)}", "data", 'write {"role": …, "content": …}')
+        raise UserError(f"a message has no role; it has {', '.join(found)}", "data", hint)
     if "value" in found and "content" not in found:
         found["content"] = found.pop("value")
     found["role"] = ROLES.get(role, role)
@@ -133,12 +119,11 @@ def message_of(message: Any) -> dict[str, Any]:
     return found
 
 
-def conversation(tokenizer: PreTrainedTokenizerBase) -> Chat:
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """The tokenizer's template, or Mistral's where it has none."""
     if getattr(tokenizer, "chat_template", None):
-        return Chat(tokenizer, tokenizer.get_chat_template(), "the tokenizer's chat template")
-    unknown = [mark for mark in ("[INST]", "[/INST]") if mark not in tokenizer.get_vocab()]
+        return ChatTemplate(tokenizer, tokenizer.get_chat_template(), "the tokenizer's chat template")
     notes = ["the tokenizer has no chat template: Mistral's is used"]
-    if unknown:
+    if unknown := [mark for mark in ("[INST]", "[/INST]") if mark not in tokenizer.get_vocab()]:
         notes.append(f"{' and '.join(unknown)} are no tokens of this tokenizer and are spelt out")
-    return Chat(tokenizer, MISTRAL, "Mistral's chat template (the tokenizer has none)", tuple(notes))
+    return ChatTemplate(tokenizer, MISTRAL, "Mistral's chat template (the tokenizer has none)", tuple(notes))

@@ -1,0 +1,200 @@
+"""Turn rendered rows into token ids and mark what is supervised: batched, on Rust's threads, never in forked workers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.data.formats import Format, Rendered
+from windlass.data.readers import BATCH, Row, batches
+from windlass.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Flags = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int64]
+# Token ids; which of them are supervised, None for all; whether a token lies across the edge of a supervised part.
+Encoded = tuple[list[int], Flags | None, bool]
+
+# A process with another id was forked from the one that imported this, perhaps after its threads had started.
+IMPORTED_BY = os.getpid()
+
+
+@dataclass
+class Documents:
+    """Tokenized rows, one after another in flat arrays: a thousand million tokens take 5 GB, no object for each."""
+
+    ids: npt.NDArray[np.int32]
+    supervised: Flags
+    lengths: Indices
+    hashes: npt.NDArray[np.uint64]
+    """Of the rendered text: equal rows have equal hashes."""
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def starts(self) -> Indices:
+        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    def take(self, which: Indices) -> Documents:
+        """These documents, in this order."""
+        starts, lengths = self.starts[which], self.lengths[which]
+        # Runs laid end to end: starts 5, 0 and lengths 2, 3 give 5 6 0 1 2.
+        index = np.arange(int(lengths.sum()), dtype=np.int64)
+        index += np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        return Documents(self.ids[index], self.supervised[index], lengths, self.hashes[which])
+
+    def spans(self) -> Iterator[slice]:
+        """Where each document is in the flat arrays."""
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            yield slice(start, start + length)
+
+
+def tokenize(
+    rows: Iterable[Row], kind: Format, tokenizer: PreTrainedTokenizerBase, max_length: int, *, threads: bool = True
+) -> Documents:
+    """All rows that have a supervised token. `counts` says what became of every row."""
+    counts = dict.fromkeys(("rows", "empty", "unsupervised", "truncated", "tokens_cut", "straddling"), 0)
+    chunks: list[Documents] = []
+    with rust_threads(threads), ThreadPoolExecutor(1) as other:
+        pending: tuple[list[Rendered], Future[list[Encoded]]] | None = None
+        for batch in itertools.chain(batches(iter(rows), BATCH), [[]]):  # the empty one collects the last
+            rendered = [one for one in map(kind.render, batch) if one is not None and one.text.strip()]
+            counts["rows"] += len(batch)
+            counts["empty"] += len(batch) - len(rendered)
+            # Rust encodes without holding Python's lock: meanwhile this thread reads, renders and collects.
+            coming = (rendered, other.submit(encode, rendered, tokenizer)) if rendered else None
+            if pending is not None:
+                chunks.append(collect(pending[0], pending[1].result(), tokenizer.eos_token_id, max_length, counts))
+            pending = coming
+    chunks = chunks or [collect([], [], None, max_length, counts)]
+    return Documents(
+        np.concatenate([chunk.ids for chunk in chunks]),
+        np.concatenate([chunk.supervised for chunk in chunks]),
+        np.concatenate([chunk.lengths for chunk in chunks]),
+        np.concatenate([chunk.hashes for chunk in chunks]),
+        counts,
+    )
+
+
+def collect(
+    rendered: Sequence[Rendered], encoded: Sequence[Encoded], eos: int | None, max_length: int, counts: dict[str, int]
+) -> Documents:
+    """A batch's documents with their end of sequence, cut to length; those with nothing supervised only counted."""
+    flat: list[int] = []
+    supervised = bytearray()
+    lengths: list[int] = []
+    hashes: list[int] = []
+    for one, (ids, flags, straddles) in zip(rendered, encoded, strict=True):
+        counts["straddling"] += straddles
+        if not one.closed and eos is not None:
+            flags = end_sequence(one, ids, flags, eos)
+        if len(ids) > max_length:
+            counts["truncated"] += 1
+            counts["tokens_cut"] += len(ids) - max_length
+            ids = ids[:max_length]
+        row = b"\1" * len(ids) if flags is None else flags[: len(ids)].tobytes()
+        # The first token of a document is never predicted: nothing comes before it.
+        if 1 not in row[1:]:
+            counts["unsupervised"] += 1
+            continue
+        flat += ids
+        supervised += row
+        lengths.append(len(ids))
+        hashes.append(int.from_bytes(hashlib.blake2b(one.text.encode(), digest_size=8).digest(), "big"))
+    return Documents(
+        np.array(flat, np.int32),
+        np.frombuffer(supervised, np.bool_),
+        np.array(lengths, np.int64),
+        np.array(hashes, np.uint64),
+    )
+
+
+def end_sequence(one: Rendered, ids: list[int], flags: Flags | None, eos: int) -> Flags | None:
+    """Add the end of sequence unless it is there; it is supervised when what comes before it is."""
+    present = bool(ids) and ids[-1] == eos
+    if not present:
+        ids.append(eos)
+    if flags is None:
+        return None
+    last = any(end == len(one.text) for _, end in one.supervised or ())
+    return np.append(flags[:-1] if present else flags, last)
+
+
+def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
+    for one in rendered:
+        try:
+            one.text.encode()
+        except UnicodeEncodeError as error:
+            piece = one.text[max(0, error.start - 20) :][:40]
+            problem = f"a row has half a surrogate pair, which is no text: {piece!r}"
+            raise UserError(problem, "data", "write it again as proper UTF-8") from None
+    if not tokenizer.is_fast:
+        return [encode_slowly(one, tokenizer) for one in rendered]
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    encoded: list[Encoded] = [([], None, False)] * len(rendered)
+    for closed, partial in itertools.product((False, True), repeat=2):
+        chosen = [i for i, one in enumerate(rendered) if (one.closed, one.supervised is not None) == (closed, partial)]
+        if not chosen:
+            continue
+        # Offsets cost time: only where a part is supervised.
+        call = backend.encode_batch if partial else backend.encode_batch_fast
+        done = call([rendered[i].text for i in chosen], add_special_tokens=not closed)
+        for i, encoding in zip(chosen, done, strict=True):
+            flags, straddles = flag_tokens(encoding.offsets, rendered[i].supervised or ()) if partial else (None, False)
+            encoded[i] = (encoding.ids, flags, straddles)
+    return encoded
+
+
+def flag_tokens(offsets: Sequence[tuple[int, int]], supervised: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:
+    """A token is supervised when any of its characters is; and whether one also has characters that are not."""
+    edges = np.array(offsets, np.int64).reshape(-1, 2)
+    flags = np.zeros(len(edges), np.bool_)
+    straddles = False
+    for start, end in supervised:
+        inside = (edges[:, 1] > start) & (edges[:, 0] < end)
+        flags |= inside
+        straddles = straddles or bool(inside.any() and edges[inside][0, 0] < start)
+    return flags, straddles
+
+
+def encode_slowly(one: Rendered, tokenizer: Any) -> Encoded:
+    """With a tokenizer that gives no offsets: each part by itself, which keeps the edges exact."""
+    edges = sorted({0, len(one.text), *(edge for span in one.supervised or () for edge in span)})
+    ids: list[int] = []
+    flags: list[bool] = []
+    if not one.closed and hasattr(tokenizer, "build_inputs_with_special_tokens"):
+        ids = [token for token in tokenizer.build_inputs_with_special_tokens([]) if token == tokenizer.bos_token_id]
+        flags = [one.supervised is None] * len(ids)
+    for start, end in itertools.pairwise(edges):
+        part = tokenizer.encode(one.text[start:end], add_special_tokens=False)
+        inside = one.supervised is None or any(first <= start and end <= last for first, last in one.supervised)
+        ids += part
+        flags += [inside] * len(part)
+    return ids, np.array(flags, np.bool_), False
+
+
+@contextmanager
+def rust_threads(wanted: bool) -> Iterator[None]:
+    """Rust's threads while this process tokenizes, none afterwards.
+
+    A worker forked later inherits the thread pool's locks but not its threads: were parallelism still on there,
+    whatever the environment says, its first batch would wait for ever.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if wanted and os.getpid() == IMPORTED_BY else "false"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
