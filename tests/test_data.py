@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
-from windlass.data.chat import Chat, conversation
+from windlass.data.chat import ChatTemplate, chat_template
 from windlass.data.prepare import Prepared, prepare
 from windlass.data.show import render
 from windlass.errors import UserError
@@ -107,7 +107,7 @@ def test_a_template_learns_what_it_marks(tmp_path: Path, tokenizer: PreTrainedTo
     assert middle.audit["splits"]["train"]["end_learnt_share"] == 0
     assert any("not learn to stop" in note for note in middle.audit["notes"])
     unmarked = prepare(run_file(tmp_path, path, prompt_template="{q}"), tokenizer)
-    assert "every token learnt" in unmarked.audit["shape"]["said"]
+    assert "loss on every token" in unmarked.audit["shape"]["said"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_chat_learns_the_assistant(tmp_path: Path, tokenizer: PreTrainedTokeni
 
 
 def test_a_template_with_generation_marks_and_the_other_names_of_roles(tokenizer: PreTrainedTokenizerFast) -> None:
-    marked = Chat(
+    marked = ChatTemplate(
         tokenizer,
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!"
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
@@ -165,24 +165,24 @@ def test_a_template_with_generation_marks_and_the_other_names_of_roles(tokenizer
 def test_a_template_without_marks_learns_answers_and_their_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     plain = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}"
     asking = plain + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-    text, spans = Chat(tokenizer, asking, "").render(CHATS)
+    text, spans = ChatTemplate(tokenizer, asking, "").render(CHATS)
     assert [text[slice(*span)] for span in spans] == ["Hi.<end>\n", "Because.<end>\n"]
     thinking = plain + "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
-    text, spans = Chat(tokenizer, thinking, "").render(CHATS)
+    text, spans = ChatTemplate(tokenizer, thinking, "").render(CHATS)
     assert [text[slice(*span)] for span in spans] == ["Hi.<end>\n", "Because.<end>\n"]
     # A stop that only the very end has: where an answer in the middle ends can't be told.
     with pytest.raises(UserError, match="earlier turns differently"):
-        Chat(tokenizer, plain + "{% if not add_generation_prompt %}<stop>{% endif %}", "").render(CHATS)
+        ChatTemplate(tokenizer, plain + "{% if not add_generation_prompt %}<stop>{% endif %}", "").render(CHATS)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    forgetful = Chat(tokenizer, "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}", "")
+    forgetful = ChatTemplate(tokenizer, "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}", "")
     with pytest.raises(UserError, match="earlier turns differently"):
         forgetful.render(CHATS)
-    with pytest.raises(UserError, match="refuses a conversation"):
-        Chat(tokenizer, "{{ raise_exception('no') }}", "").render(CHATS)
+    with pytest.raises(UserError, match="refuses a chat"):
+        ChatTemplate(tokenizer, "{{ raise_exception('no') }}", "").render(CHATS)
     with pytest.raises(UserError, match="no role"):
-        conversation(tokenizer).render([{"content": "x"}])
+        chat_template(tokenizer).render([{"content": "x"}])
 
 
 def test_a_conversational_prompt_and_completion(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -205,16 +205,16 @@ def test_a_token_across_the_edge_is_learnt_and_said(tmp_path: Path, tokenizer: P
     [
         ({"text_field": "body"}, [{"text": "a"}], "no column 'body'; they have 'text'"),
         ({}, [{"body": "a"}], "no column 'text'; they have 'body'"),
-        ({}, [{"text": ["a"]}], "holds a list, not text"),
+        ({}, [{"text": ["a"]}], "has a list, not text"),
         ({"messages_field": "talk"}, [{"messages": CHATS}], "no column 'talk'"),
         ({"val_split": "held"}, [{"text": "a"}], "no split 'held'; it has 'train'"),
         ({"train_split": "train[5:]"}, [{"text": "a"}], "has no rows"),
         ({}, [{"text": " "}, {"text": ""}], "no row of train has a supervised token: of 2 rows 2 are empty"),
-        ({"max_length": 4}, [{"prompt": "a b c d e f g", "completion": "h"}], "1 have nothing to learn"),
+        ({"max_length": 4}, [{"prompt": "a b c d e f g", "completion": "h"}], "1 have nothing supervised"),
         (
             {"streaming": True, "val_fraction": 0.1},
             [{"text": "a b c"}],
-            "rows are held out of a set that is read whole",
+            "rows are held out of a set that is read in full",
         ),
     ],
 )
@@ -301,7 +301,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -> Non
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl:2: not JSON"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1: a list, not an object"),
-        ("a.json", b'[{"text": "a"}, 3]', "element 1 is a int"),
+        ("a.json", b'[{"text": "a"}, 3]', "element 1: a int"),
         ("a.txt", b"caf\xe9\n", "not UTF-8"),
         ("a.csv", b"text\na,b\n", "more fields than the header"),
         ("a.csv", b'text\n"never closed\nb\n', "can't be read: unexpected end of data"),

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
-from windlass.data.cache import SEAL, made_once
+from windlass.data.cache import SEAL, cached_folder
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import UserError
 from windlass.runfile import RunFile
@@ -27,7 +28,7 @@ from windlass.runfile import RunFile
 MAKER = """
 import sys, time
 from pathlib import Path
-from windlass.data.cache import made_once
+from windlass.data.cache import cached_folder
 cache, seconds = Path(sys.argv[1]), float(sys.argv[2])
 def make(into):
     with (cache / "log").open("a") as log:
@@ -35,7 +36,7 @@ def make(into):
     (into / "half").write_text("begun")
     time.sleep(seconds)
     (into / "tokens").write_text("whole")
-print((made_once(cache, "key", make, lambda said: print(said, flush=True)) / "tokens").read_text())
+print((cached_folder(cache, "key", make, lambda said: print(said, flush=True)) / "tokens").read_text())
 """
 
 
@@ -106,7 +107,7 @@ def test_a_failed_making_leaves_nothing(tmp_path: Path) -> None:
         raise UserError("bad row")
 
     with pytest.raises(UserError, match="bad row"):
-        made_once(tmp_path, "key", fail, print)
+        cached_folder(tmp_path, "key", fail, print)
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
 
 
@@ -192,11 +193,11 @@ def test_a_volume_without_locks_still_gets_one_whole_folder(tmp_path: Path, monk
     def make(into: Path) -> None:
         if not inner:  # another process comes in between and is first
             inner.append(into)
-            made_once(tmp_path, "key", quick, said.append)
-            into.mkdir(exist_ok=True)
+            monkeypatch.setattr(socket, "gethostname", lambda: "another")
+            cached_folder(tmp_path, "key", quick, said.append)
         (into / "tokens").write_text("whole")
 
-    assert (made_once(tmp_path, "key", make, said.append) / "tokens").read_text() == "whole"
+    assert (cached_folder(tmp_path, "key", make, said.append) / "tokens").read_text() == "whole"
     assert "takes no locks" in said[0]
 
 

@@ -27,7 +27,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from windlass import tiny
 from windlass.data.collate import PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
 from windlass.data.order import length_grouped
-from windlass.data.pack import pack
+from windlass.data.packing import pack
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import UserError
 from windlass.observe.meter.batch import counts

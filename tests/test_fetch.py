@@ -135,11 +135,11 @@ def hub() -> Iterator[Hub]:
 SCRIPT = """
 import json, sys
 from windlass.errors import UserError
-from windlass.fetch import fetched
+from windlass.fetch import fetch_run
 from windlass.runfile import RunFile
 run = RunFile.model_validate(json.loads(sys.argv[1]))
 try:
-    found = fetched(run, lambda key: f"run.yaml:1: {key}", lambda said: print(said, file=sys.stderr, flush=True))
+    found = fetch_run(run, lambda key: f"run.yaml:1: {key}", lambda said: print(said, file=sys.stderr, flush=True))
 except UserError as error:
     sys.exit(f"USER {error}")
 print(json.dumps({part: str(folder) for part, folder in found.items()}))
@@ -217,9 +217,9 @@ def test_an_unknown_name_and_a_local_folder(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_volume_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from windlass.data.hub import room
+    from windlass.data.hub import require_room
     from windlass.errors import UserError
 
     with pytest.raises(UserError, match=r"takes 8796093022208.0 GiB, .* GiB free"):
-        room(2**73, tmp_path, "org/model", "model")
-    room(1, tmp_path, "org/model", "model")
+        require_room(2**73, tmp_path, "org/model", "model")
+    require_room(1, tmp_path, "org/model", "model")

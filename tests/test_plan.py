@@ -14,7 +14,7 @@ import pytest
 
 from windlass import hardware
 from windlass import plan as planning
-from windlass.data.source import Rows
+from windlass.data.sources import Rows
 from windlass.errors import UserError
 from windlass.plan import Plan, rows_as_sequences
 from windlass.plan.compare import EQUAL, HEADROOM, readable, same

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.data.source import Part, count_rows, parse, resolve
-from windlass.data.source.count import parquet_rows
+from windlass.data.sources import Part, count_parquet, count_rows, parse_split, resolve
 from windlass.errors import UserError
 from windlass.runfile import Data
 
@@ -41,7 +40,7 @@ def parquet(path: Path, rows: int, columns: int = 1) -> Path:
 
 def test_imports_nothing_heavy() -> None:
     heavy = ["torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "trl", "peft"]
-    code = f"import sys, windlass.data.source; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, windlass.data.sources; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -121,7 +120,7 @@ def test_the_card_says_where_a_config_lies_and_how_many_rows_it_has(tmp_path: Pa
         "train": ["a.parquet"],
         "held": ["b.parquet"],
     }
-    assert source.said["train"].count == 11
+    assert source.published["train"].count == 11
     (tmp_path / "deep" / "a.parquet").unlink()
     (tmp_path / "deep" / "b.parquet").unlink()
     with pytest.raises(UserError, match="none of the files that its README lists"):
@@ -196,7 +195,7 @@ def test_the_parquet_footer_is_read_as_pyarrow_reads_it(tmp_path: Path, rows: in
     import pyarrow.parquet as pq
 
     path = parquet(tmp_path / "x.parquet", rows, columns)
-    assert parquet_rows(path) == pq.read_metadata(path).num_rows == rows
+    assert count_parquet(path) == pq.read_metadata(path).num_rows == rows
 
 
 def test_a_count_that_can_not_be_had_says_why(tmp_path: Path) -> None:
@@ -209,7 +208,7 @@ def test_a_count_that_can_not_be_had_says_why(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_is_not_read_to_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.data.source.count.COUNTED_BYTES", 3)
+    monkeypatch.setattr("windlass.data.sources.COUNTED_BYTES", 3)
     found = count_rows(data(lines(tmp_path / "a.txt", ["x", "y"])), "train")
     assert (found.count, found.text_bytes) == (None, 4)
     assert "not read to be counted" in found.how
@@ -236,17 +235,17 @@ def test_an_unknown_split_lists_those_there_are(tmp_path: Path) -> None:
 
 
 def test_slices() -> None:
-    assert parse("train[:5%]+extra", "x") == (Part("train", "", "5%"), Part("extra"))
+    assert parse_split("train[:5%]+extra", "x") == (Part("train", "", "5%"), Part("extra"))
     assert Part("train", "-10%", "").bounds(50) == (45, 50)
     assert Part("train", "100", "200").bounds(150) == (100, 150)
     assert Part("train", "40", "10").bounds(50) == (40, 40)
     for wrong in ("train[5%]", "train[a:b]", "", "train[:5%", "train[1:2:3]"):
         with pytest.raises(UserError, match="is not a split"):
-            parse(wrong, "data.train_split")
+            parse_split(wrong, "data.train_split")
 
 
 @given(rows=st.integers(0, 10_000), cut=st.integers(0, 100))
 def test_two_slices_at_one_cut_are_the_whole_without_overlap(rows: int, cut: int) -> None:
-    head = parse(f"train[:{cut}%]", "")[0].bounds(rows)
-    tail = parse(f"train[{cut}%:]", "")[0].bounds(rows)
+    head = parse_split(f"train[:{cut}%]", "")[0].bounds(rows)
+    tail = parse_split(f"train[{cut}%:]", "")[0].bounds(rows)
     assert (head[0], head[1], tail[1]) == (0, tail[0], rows)

@@ -252,11 +252,11 @@ def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
 
     Prints rows, tokens, how many of them the loss is computed on, what is cut off, and what packing would gain.
     """
-    from windlass.data.alone import look
+    from windlass.data.prepare import audit_data
     from windlass.data.show import show
     from windlass.runfile import read
 
-    look(read(run, override or ()), say=say, audited=write_json if as_json else show)
+    audit_data(read(run, override or ()), say=say, audited=write_json if as_json else show)
 
 
 @command(BEFORE, "windlass fetch run.yaml")
@@ -269,7 +269,7 @@ def fetch(run: Run, override: Overrides = None) -> None:
     from windlass.runfile import read
 
     loaded = read(run, override or ())
-    for name, folder in fetching.fetched(loaded.run, loaded.where, say).items():
+    for name, folder in fetching.fetch_run(loaded.run, loaded.where, say).items():
         print(f"{name}\t{folder}")
 
 

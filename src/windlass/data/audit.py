@@ -53,9 +53,7 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
         if kept
         else {},
         # [from, to, documents]: every bin twice as wide as the one before
-        "histogram": [
-            [2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in range(powers.min(), powers.max() + 1)
-        ]
+        "histogram": [[2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in range(powers.min(), powers.max() + 1)]
         if kept
         else [],
         "lowest_id": int(documents.ids.min()) if tokens else None,

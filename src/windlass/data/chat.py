@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ class ChatTemplate:
         plain = self.apply(before, tools)
         if not text.startswith(plain):
             raise _unstable(plain, text)
-        return max(len(plain), len(os.path.commonprefix([text, prompt])))
+        return max(len(plain), _agreement(text, prompt))
 
     def apply(self, turns: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> str:
         from jinja2 import TemplateError
@@ -92,8 +91,14 @@ class ChatTemplate:
             raise UserError(f"the chat template refuses a chat ({roles}): {error}", "data", hint) from None
 
 
+def _agreement(one: str, other: str) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _unstable(head: str, text: str) -> UserError:
-    at = len(os.path.commonprefix([head, text]))
+    at = _agreement(head, text)
     return UserError(
         "the chat template writes earlier turns differently once later ones follow "
         f"(at {text[max(0, at - 30) : at + 30]!r}), so the assistant's part can't be found",

@@ -74,9 +74,7 @@ class Request:
             raise UserError(f"{what} has no part that is the completion", place, hint)
 
 
-def choose_format(
-    data: Data, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: Where = str
-) -> Format:
+def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: Where = str) -> Format:
     """The format that the run file requests by a key, else the first one whose columns are there."""
     asked = [key for key in ("prompt_template", "messages_field", "prompt_field") if getattr(data, key)]
     if len(asked) > 1:

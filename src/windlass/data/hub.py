@@ -38,7 +38,9 @@ def fetch_set(data: Data, where: Callable[[str], str], say: Say) -> Path:
         return value if isinstance(value, list) else [value]
 
     if config in configs and configs[config].get("data_files"):
-        paths = [entry["path"] if isinstance(entry, dict) else entry for entry in as_list(configs[config]["data_files"])]
+        paths = [
+            entry["path"] if isinstance(entry, dict) else entry for entry in as_list(configs[config]["data_files"])
+        ]
         patterns = [pattern for path in paths for pattern in as_list(path)]
     elif config is not None:
         patterns = [f"{config}/*"]
@@ -85,9 +87,7 @@ def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[st
     try:
         info = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=REACH_SECONDS)
         sizes = {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or []}
-        needed = sum(
-            size for file, size in sizes.items() if matches(file, patterns) and not matches(file, ignored)
-        )
+        needed = sum(size for file, size in sizes.items() if matches(file, patterns) and not matches(file, ignored))
         require_room(needed, cache, name, place)
         return Path(
             snapshot_download(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from windlass.data.collate import Collator
-    from windlass.runfile import Data, RunFile
+    from windlass.runfile import Data, Loaded, RunFile
 
 CACHE_VERSION = 2  # raise it when what is written into the cached folder changes
 # Rows whose keys together make the columns: JSON lines need not all have the same.
@@ -231,8 +231,8 @@ def write_tokens(
     rows = itertools.islice(read_rows(source, selection.train), limit)
     sets = {"train": tokenize(rows, kind, tokenizer, data.max_length)}
     if selection.validation:
-        rows = read_rows(source, selection.validation)
-        sets["validation"] = tokenize(rows, kind, tokenizer, data.max_length)
+        held_out = read_rows(source, selection.validation)
+        sets["validation"] = tokenize(held_out, kind, tokenizer, data.max_length)
     elif selection.fraction:
         sets["train"], sets["validation"] = hold_out(sets["train"], selection.fraction)
     audit: dict[str, Any] = {"splits": {}, "samples": auditing.sample_documents(sets["train"], tokenizer, "train")}
@@ -308,18 +308,16 @@ def identify_files(paths: Iterable[Path]) -> list[list[Any]]:
     return found
 
 
-def audit_data(
-    run: RunFile, where: Where, *, say: Say, audited: Callable[[dict[str, Any]], None]
-) -> None:
+def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None]) -> None:
     """`windlass data`: prepare the data as training would. `audited` is given the audit even if it is then refused."""
     from transformers import AutoTokenizer
 
     from windlass.files import write_json
-    from windlass.model import find
+    from windlass.model import find_base
     from windlass.run_folder import DATA
 
-    place = where("model.model_name_or_path")
-    base = find(run.model.model_name_or_path, place)
+    run, place = loaded.run, loaded.where("model.model_name_or_path")
+    base = find_base(run.model.model_name_or_path, place)
     if base.path is None:
         hint = "the audit counts tokens: give the model's folder"
         raise UserError(f"no tokenizer at {run.model.model_name_or_path}", place, hint)
@@ -330,4 +328,4 @@ def audit_data(
             write_json(Path(run.train.output_dir) / DATA, audit)
         audited(audit)
 
-    prepare(run, tokenizer, where=where, vocabulary=base.dims["vocab"], say=say, audited=keep)
+    prepare(run, tokenizer, where=loaded.where, vocabulary=base.dims["vocab"], say=say, audited=keep)

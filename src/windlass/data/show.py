@@ -12,9 +12,15 @@ from rich.text import Text
 Audit = Mapping[str, Any]
 SHOWN_CHARACTERS = 300  # at each end of a sample's part
 FIGURES = {
-    **{"rows": "rows", "empty": "empty, dropped", "unsupervised": "nothing supervised, dropped"},
-    **{"documents": "documents", "duplicates": "duplicates", "tokens": "tokens"},
-    **{"supervised_tokens": "supervised tokens", "truncated": "cut at max_length", "tokens_cut": "tokens cut off"},
+    "rows": "rows",
+    "empty": "empty, dropped",
+    "unsupervised": "nothing supervised, dropped",
+    "documents": "documents",
+    "duplicates": "duplicates",
+    "tokens": "tokens",
+    "supervised_tokens": "supervised tokens",
+    "truncated": "cut at max_length",
+    "tokens_cut": "tokens cut off",
 }
 SHARES = {"supervised_fraction": "supervised share", "end_learnt_share": "rows with a supervised end"}
 

@@ -25,8 +25,17 @@ if TYPE_CHECKING:
 Where = Callable[[str], str]
 
 FILE_FORMATS = {
-    **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"},
-    **{".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text", ".arrow": "arrow"},
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "text",
+    ".text": "text",
+    ".raw": "text",
+    ".tokens": "text",
+    ".arrow": "arrow",
 }
 SUFFIXES = f"windlass reads {', '.join(FILE_FORMATS)}"
 # Where a folder has the same rows in several formats, the first of these is read.
@@ -213,7 +222,11 @@ def file_format(path: Path) -> str | None:
 
 def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) -> Source:
     """A folder: written by save_to_disk, published with configs, or plain files."""
-    name, place, config_place = data.dataset_name_or_path, where("data.dataset_name_or_path"), "data.dataset_config_name"
+    name, place, config_place = (
+        data.dataset_name_or_path,
+        where("data.dataset_name_or_path"),
+        "data.dataset_config_name",
+    )
     main = path / "refs" / "main"  # a hub cache folder stands for the revision that refs/main names
     if main.is_file() and (path / "snapshots" / main.read_text().strip()).is_dir():
         path = path / "snapshots" / main.read_text().strip()
@@ -271,9 +284,7 @@ def _from_card(path: Path, name: str, config: str, card: Mapping[str, Any], plac
     return Source(name, config, kind, f"a published set, config {config}", splits, published)
 
 
-def _plain_folder(
-    path: Path, name: str, config: str | None, published: Mapping[str, Rows], place: str
-) -> Source:
+def _plain_folder(path: Path, name: str, config: str | None, published: Mapping[str, Rows], place: str) -> Source:
     """A folder's files of its preferred format, by split."""
     files = data_files(path)
     if not files:
@@ -350,7 +361,7 @@ def count_rows(data: Data, split: str, where: Where = str) -> Rows:
     """Rows of a split, or of slices, where they can be counted without reading the set; else None and why."""
     name, place = data.dataset_name_or_path, where("data.train_split")
     files: Mapping[str, tuple[Path, ...]] = {}
-    published = _known_rows(data)
+    published: Mapping[str, Rows] = _known_rows(data)
     try:
         source = resolve(data, where)
         files, published = source.splits, source.published or published

@@ -1,4 +1,4 @@
-"""Turn rendered rows into token ids and mark what is supervised: batched, on Rust's threads, never in forked workers."""
+"""Turn rendered rows into token ids and mark the supervised ones: batched, on Rust's threads, not in forked workers."""
 
 from __future__ import annotations
 

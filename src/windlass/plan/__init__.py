@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from windlass import hardware
 from windlass import model as weights
-from windlass.data import source
-from windlass.data.source import Rows
+from windlass.data import sources
+from windlass.data.sources import Rows
 from windlass.errors import UserError
 from windlass.hardware import Machine
 from windlass.model import Base
@@ -123,7 +123,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     sized = {"nodes": wanted.nodes, "gpus_per_node": wanted.gpus_per_node}  # an Accelerate file may say them too
     machine = machine_of(run.cluster.model_copy(update=sized), where)
     wanted = _on_this_kind(wanted, machine, accelerate, where)
-    rows = source.count_rows(run.data, run.data.train_split, where)
+    rows = sources.count_rows(run.data, run.data.train_split, where)
     batches = batches_of(run.train, accumulation(run.train, wanted.ranks, where), run.data.max_length)
     full = _work(run, checkpoint, adapter, wanted, machine, batches[0], rows)
     sequences, length, told = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windlass.data.tokens import Documents
+from windlass.data.tokenize import Documents
 from windlass.errors import UserError
 from windlass.model import Base
 
@@ -27,7 +27,7 @@ def ends(
     """What the rows end with; a UserError when the model would never stop. `checkpoint`: where its own ids count."""
     stops, said = stopping(tokenizer, checkpoint)
     tails = [
-        documents.ids[start : start + size][documents.learnt[start : start + size]][-TAIL:].tolist()
+        documents.ids[start : start + size][documents.supervised[start : start + size]][-TAIL:].tolist()
         for start, size in zip(documents.starts.tolist(), documents.lengths.tolist(), strict=True)
         if size < longest
     ]

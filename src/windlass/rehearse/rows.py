@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass.data import audit as auditing
-from windlass.data.prepare import choose, streamable, unvalidated
-from windlass.data.read import rows as read_rows
-from windlass.data.shapes import pieces_of, recognise
-from windlass.data.source import resolve
-from windlass.data.tokens import Documents, tokenise
+from windlass.data.formats import choose_format, parse_template
+from windlass.data.prepare import check_selection, select_rows
+from windlass.data.readers import read_rows
+from windlass.data.sources import resolve
+from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, raise_all
 from windlass.model import Base
 from windlass.rehearse.ends import ends
@@ -45,21 +45,21 @@ def take(
         names: tuple[str, ...] = tuple(columns)
         stand_ins.append(f"data: {reason}; {len(train)} rows with the columns {', '.join(names)} stand in")
     else:
-        chosen = choose(data, where, lambda _: None)
+        chosen = select_rows(data, where, lambda _: None)
         names = chosen.columns
         train = list(first(read_rows(chosen.source, chosen.train)))
         validation = list(first(read_rows(chosen.source, chosen.validation))) if chosen.validation else []
-        raise_all([*streamable(run, chosen, where), *unvalidated(run, chosen, where)])
+        raise_all(check_selection(run, chosen, where))
         if chosen.validation and not validation:
             raise UserError(f"{data.val_split} has no rows", where("data.val_split"), "name a split that has some")
-    shape = recognise(data, names, tokenizer, where)
-    tokens = {"train": tokenise(train, shape, tokenizer, data.max_length)}
+    shape = choose_format(data, names, tokenizer, where)
+    tokens = {"train": tokenize(train, shape, tokenizer, data.max_length)}
     if validation:
-        tokens["validation"] = tokenise(validation, shape, tokenizer, data.max_length)
-    audit = {"splits": {name: auditing.of_split(part, tokenizer.eos_token_id) for name, part in tokens.items()}}
+        tokens["validation"] = tokenize(validation, shape, tokenizer, data.max_length)
+    audit = {"splits": {name: auditing.audit_split(part, tokenizer.eos_token_id) for name, part in tokens.items()}}
     vocabulary = checkpoint.dims["vocab"] if own else None
     least = run.watch.min_supervised_fraction
-    raise_all(auditing.problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
+    raise_all(auditing.find_problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
     end = ends(tokens["train"], tokenizer, checkpoint if own else None, data.max_length, shape.name, where)
     length = fitting(tokens["train"], data.max_length, LENGTH_OF_MANY if (vocabulary or 0) > MANY else LENGTH)
     written = write(folder, train, validation, tokens, sequences, length if data.packing else 0)
@@ -67,7 +67,7 @@ def take(
     return {
         **written,
         "length": length,
-        "shape": shape.said,
+        "shape": shape.description,
         "columns": list(names),
         "rows_seen": len(train),
         "supervised_share": figures["supervised_fraction"],
@@ -99,12 +99,12 @@ def unreachable(data: Data, where: Any) -> str:
         raise
     if source.format != "hub":
         return ""
-    from windlass.data.hub import fetched
+    from windlass.data.hub import fetch_source
 
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        fetched(data, where, lambda _: None)
+        fetch_source(data, where, lambda _: None)
     except UserError:
         return f"{name} has not been fetched from the hub (windlass fetch RUN brings it)"
     finally:
@@ -116,7 +116,7 @@ def columns_of(data: Data) -> dict[str, Any]:
     """The columns that the data section speaks of, each with a value's form; `{}` stands for the text."""
     if data.prompt_template:
         columns: dict[str, Any] = {}
-        for piece in pieces_of(data.prompt_template, "data.prompt_template"):
+        for piece in parse_template(data.prompt_template, "data.prompt_template"):
             if piece.field is not None:
                 name, form = form_of(piece.field)
                 columns[name] = form
@@ -160,7 +160,7 @@ def filled(form: Any, text: str) -> Any:
 def fitting(documents: Documents, longest: int, wanted: int) -> int:
     """The rehearsal's length: short, and long enough that enough rows have something to learn within it."""
     firsts = [
-        next((place for place in range(1, size) if documents.learnt[start + place]), size)
+        next((place for place in range(1, size) if documents.supervised[start + place]), size)
         for start, size in zip(documents.starts.tolist(), documents.lengths.tolist(), strict=True)
     ]
     needed = min(LEAST_LEARNT, len(firsts))

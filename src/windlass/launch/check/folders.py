@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from windlass.runfile import Loaded, LoadedScript
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-TOKEN_BYTES = 8  # of the token cache: an id and a mark of what is learnt, by `windlass.data.store`
+TOKEN_BYTES = 8  # of the token cache: an id and a mark of what is learnt, by `windlass.data.packing`
 # Written by libraries during a run, and what they make of it where nothing is set.
 CACHES = {"HF_HOME": ".cache/huggingface", "TRITON_CACHE_DIR": ".triton", "TORCHINDUCTOR_CACHE_DIR": ""}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
-from windlass.data import source
+from windlass.data import sources
 from windlass.errors import UserError
 from windlass.launch.check.folders import standing
 from windlass.launch.check.meeting import Meeting
@@ -61,7 +61,7 @@ def data(loaded: Loaded | LoadedScript) -> str | None:
     try:
         if isinstance(loaded, LoadedScript):
             return files([Path(loaded.run.script.path)]) if loaded.run.script.path else None
-        found = source.resolve(loaded.run.data, loaded.where)
+        found = sources.resolve(loaded.run.data, loaded.where)
     except UserError:
         return None
     if found.format == "hub":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import plan as planning
-from windlass.data import source
+from windlass.data import sources
 from windlass.errors import UserError
 from windlass.hardware import GIB
 from windlass.launch.check.result import Result, failed, passed, refused, unseen, warned
@@ -64,28 +64,28 @@ def data(loaded: Loaded, tokenizer: Any, *, elsewhere: bool) -> Result:
     if elsewhere and not Path(name).expanduser().exists():
         return unseen("data", f"{name} is not on this machine", IN_POD)
     try:
-        from windlass.data.prepare import choose, streamable, unvalidated
-        from windlass.data.shapes import recognise
+        from windlass.data.formats import choose_format
+        from windlass.data.prepare import check_selection, select_rows
     except ImportError as error:
         return unseen("data", f"{error.name} is not installed")
     try:
-        if source.resolve(run.data, loaded.where).format == "hub":
+        if sources.resolve(run.data, loaded.where).format == "hub":
             return unseen("data", f"{name} is fetched from the hub", "bring it ahead with `windlass fetch RUN`")
-        chosen = choose(run.data, loaded.where, lambda _: None)
+        chosen = select_rows(run.data, loaded.where, lambda _: None)
         talk = bool(run.data.messages_field) or {"messages", "conversations"} & set(chosen.columns)
         if tokenizer is None and talk:
             return unseen(
                 "data", f"{', '.join(chosen.columns)}: chats are rendered by the tokenizer, which is not here"
             )
-        shape = recognise(run.data, chosen.columns, tokenizer, loaded.where)
+        shape = choose_format(run.data, chosen.columns, tokenizer, loaded.where)
     except UserError as error:
         return refused("data", error.problems)[0]
     except ImportError as error:
         return unseen("data", f"{error.name} is not installed")
-    if problems := [*streamable(run, chosen, loaded.where), *unvalidated(run, chosen, loaded.where)]:
+    if problems := check_selection(run, chosen, loaded.where):
         return refused("data", problems)[0]
     validation = f", validation {run.data.val_split}" if chosen.validation else ", no validation rows"
-    said = f"{chosen.source.how}: {shape.said}; train {run.data.train_split}{validation}"
+    said = f"{chosen.source.how}: {shape.description}; train {run.data.train_split}{validation}"
     if not (chosen.validation or chosen.fraction) and run.train.eval_strategy != "no":
         hint = "hold some out with data.val_fraction: 0.05, or set train.eval_strategy: no"
         return warned("data", f"{said}, so nothing is evaluated", hint, loaded.where("data.val_split"))
