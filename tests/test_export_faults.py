@@ -24,7 +24,7 @@ from windlass import cli, tiny
 from windlass.errors import RunError, UserError
 from windlass.export import export
 from windlass.model import Stored, read_base
-from windlass.model.headers import read_header
+from windlass.model.files import read_header
 
 test_export = importlib.import_module("test_export")  # beside this file
 pytestmark = [

@@ -285,7 +285,7 @@ def test_a_checkpoint_without_a_scale_is_caught(user: Path, copied: Path) -> Non
     tensors = load_file(copied / "model.safetensors")
     del tensors["language_model.model.layers.0.mlp.experts.down_proj_scale_inv"]
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    caught(rehearsed(user, f"model.model_name_or_path={copied}"), "plan", "FP8 weights have no scale", 2)
+    caught(rehearsed(user, f"model.model_name_or_path={copied}"), "plan", "FP8 weights without a scale", 2)
 
 
 def test_a_run_folder_that_holds_a_finished_run_is_caught(user: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from windlass.errors import UserError
 from windlass.export import logits, update
 from windlass.export.choose import CONFIG, WEIGHTS, Chosen, base_of, choose
 from windlass.model import Base, read_base
-from windlass.model.folder import CONFIG as MODEL_CONFIG
+from windlass.model.files import CONFIG as MODEL_CONFIG
 from windlass.plan.layout import Layout
 from windlass.train import experts
 from windlass.train.load import load

@@ -14,8 +14,7 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.export.update import Updates
 from windlass.model import Base, Parameter, Piece, Stored
 from windlass.model.family import ACTIVATIONS
-from windlass.model.folder import CONFIG, INDEX, SINGLE
-from windlass.model.headers import BITS, LENGTH
+from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
 from windlass.train.reading import NEEDS_SCALE
 
 OWN, BF16, FP8 = "own", "bf16", "fp8"

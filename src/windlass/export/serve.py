@@ -11,7 +11,7 @@ from typing import Any
 from windlass.export.choose import Chosen
 from windlass.export.update import KEY, PREFIX
 from windlass.model import Base
-from windlass.model.headers import read_header
+from windlass.model.files import read_header
 
 APPLIED, NOT, UNSURE = "applied", "not applied", "not certain"
 VLLM, SGLANG = "vLLM", "SGLang"

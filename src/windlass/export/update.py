@@ -22,7 +22,7 @@ from windlass.errors import Problem, raise_all
 from windlass.export.choose import CONFIG, Chosen
 from windlass.model import Base, Parameter, Stored
 from windlass.model.family import WRAPPERS
-from windlass.model.headers import read_header
+from windlass.model.files import read_header
 from windlass.train.reading import DTYPES, Files, whole
 
 PREFIX = "base_model.model."

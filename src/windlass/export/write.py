@@ -29,7 +29,7 @@ from windlass.export import values
 from windlass.export.recipe import COPIED, MERGED, SCALE, Entry, OutFile, Recipe
 from windlass.export.update import Updates
 from windlass.model import Base
-from windlass.model.folder import CONFIG, INDEX
+from windlass.model.files import CONFIG, INDEX
 from windlass.train.checkpoint import flush_one, save_tensors
 from windlass.train.reading import DTYPES, NEEDS_SCALE, Files, TruncatedError
 

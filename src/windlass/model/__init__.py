@@ -1,9 +1,9 @@
-"""A model folder's config.json and safetensors headers: names, shapes, dtypes, bytes. No torch, no weights read."""
+"""What a model is, from config.json and safetensors headers: names, shapes, dtypes, bytes. No torch, no weights."""
 
 from __future__ import annotations
 
+from windlass.model.base import find_base, published_base, read_base
 from windlass.model.family import PARTS
-from windlass.model.find import find_base, published_base, read_base
 from windlass.model.parameters import Base, Parameter, Piece, Stored
 
 __all__ = ["PARTS", "Base", "Parameter", "Piece", "Stored", "find_base", "published_base", "read_base"]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.model.family import FAMILIES, WRAPPERS, Family, Size, Wrapper
+from windlass.model.family import FAMILIES, WRAPPERS, Family, Weight, Wrapper
 from windlass.model.parameters import Parameter
 
-# Far above any model, and low enough that a slip of the keyboard does not make a list of a billion parameters.
-MOST_LAYERS = 4096
-MOST = 2**24
+# Far above any model, and low enough that a typing error does not make a list of a billion parameters.
+MAX_LAYERS: Final = 4096
+MAX_SIZE: Final = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What config.json says."""
+    """What config.json says of a model."""
 
     family: Family
     wrapper: Wrapper | None
@@ -32,69 +33,65 @@ class Described:
 
 def describe(config: Mapping[str, Any], where: str) -> Described:
     """Everything that windlass takes from a model's config.json, or one error that lists all of its faults."""
-    wrapper, text, place = _unwrapped(config, where)
+    # The language model's part, and the wrapper around it if there is one
+    model_type = config.get("model_type")
+    wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    text = config.get("text_config") if wrapper else config
+    if wrapper and not isinstance(text, dict):
+        problem = f"{wrapper.architecture} has its language model in text_config, and there is none"
+        raise UserError(problem, where, "fetch config.json again from where the model was published")
+    assert text is not None
+    place = f"{where}: text_config" if wrapper else where
     family = _family(text, place)
-    problems = [*_architecture(config, wrapper, family, where)]
-    outermost = config if config.get("quantization_config") is not None else text
-    quantization = outermost.get("quantization_config")
-    problems += _quantization(quantization, where)
-    dims, found = _dims(family, text, place)
-    problems += found
-    routed: frozenset[int] = frozenset()
-    if not problems:
-        problems += _contradictions(dims, place)
-    if not problems:
-        routed, found = _routed(family, dims, text, place)
-        problems += found
+
+    problems = [*_other_architecture(config, wrapper, family, where)]
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        quantization = text.get("quantization_config")
+    problems += _quantization(quantization, f"{where}: quantization_config")
     tied = text.get("tie_word_embeddings")
     if not isinstance(tied, bool | None):
         problems.append(Problem(f"tie_word_embeddings is {_shown(tied)}", place, "true or false"))
-    raise_all(problems)
+    dims, faults = _dims(family, text, place)
+    listed = (text.get(family.dense_list) or []) if family.dense_list else []
+    if not isinstance(listed, list | tuple) or not all(map(_is_int, listed)):
+        faults.append(Problem(f"{family.dense_list} is {_shown(listed)}", place, "a list of layer numbers"))
+    raise_all([*problems, *(faults or _contradictions(dims, place))])
+
+    routed: frozenset[int] = frozenset()
+    if "experts" in dims:
+        first, step, dense = dims.get("first_dense", 0), dims.get("sparse_step", 1), set(listed)
+        routed = frozenset(i for i in range(first, dims["layers"]) if (i + 1) % step == 0 and i not in dense)
     dims |= {"dense_layers": dims["layers"] - len(routed), "moe_layers": len(routed)}
     outer = wrapper is not None and config.get("tie_word_embeddings") is True
     return Described(family, wrapper, dict(text), dims, routed, tied is True, outer, quantization)
 
 
 def list_parameters(described: Described, *, tied: bool) -> Iterator[Parameter]:
-    """Every parameter of the causal language model, by the names and shapes it has in transformers."""
-    dims, family = described.dims, described.family
-    hidden, vocab = dims["hidden"], dims["vocab"]
-    kinds = {kind: tuple(_layer(family, dims, kind)) for kind in ("moe", "dense")}
-    yield Parameter("model.embed_tokens.weight", (vocab, hidden), "embedding")
+    """Every parameter of the causal language model, with the name and shape that it has in transformers."""
+    dims = described.dims
+    layer = {kind: tuple(_layer(described.family.weights, dims, kind)) for kind in ("moe", "dense")}
+    yield Parameter("model.embed_tokens.weight", (dims["vocab"], dims["hidden"]), "embedding")
     for index in range(dims["layers"]):
-        for name, shape, part in kinds["moe" if index in described.routed else "dense"]:
+        for name, shape, part in layer["moe" if index in described.routed else "dense"]:
             yield Parameter(f"model.layers.{index}.{name}", shape, part)
-    yield Parameter("model.norm.weight", (hidden,), "norm")
+    yield Parameter("model.norm.weight", (dims["hidden"],), "norm")
     if not tied:
-        yield Parameter("lm_head.weight", (vocab, hidden), "head")
+        yield Parameter("lm_head.weight", (dims["vocab"], dims["hidden"]), "head")
 
 
-def _layer(family: Family, dims: Mapping[str, int], kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    for weight in family.weights:
-        if weight.layers not in ("all", kind) or (weight.when and not dims[weight.when]):
+def _layer(
+    weights: tuple[Weight, ...], dims: Mapping[str, int], kind: str
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    for weight in weights:
+        if weight.layers not in ("all", kind):
             continue
-        if weight.unless and dims[weight.unless]:
+        if (weight.when and not dims[weight.when]) or (weight.unless and dims[weight.unless]):
             continue
         shape = tuple(dims[name] for name in weight.shape)
         yield weight.name, shape, weight.part
         if weight.bias and dims.get(weight.bias):
             yield f"{weight.name.removesuffix('weight')}bias", shape[:1], weight.part
-
-
-def _unwrapped(config: Mapping[str, Any], where: str) -> tuple[Wrapper | None, Mapping[str, Any], str]:
-    """The text model's part of config.json, and the wrapper around it if there is one."""
-    model_type = config.get("model_type")
-    wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
-    if wrapper is None:
-        return None, config, where
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise UserError(
-            f"{wrapper.architecture} holds its language model in text_config, and there is none",
-            where,
-            "fetch config.json again from where the model was published",
-        )
-    return wrapper, text, f"{where}: text_config"
 
 
 def _family(text: Mapping[str, Any], place: str) -> Family:
@@ -103,50 +100,38 @@ def _family(text: Mapping[str, Any], place: str) -> Family:
         return FAMILIES[model_type]
     known = [*FAMILIES, *WRAPPERS]
     if not isinstance(model_type, str):
-        said = "has no model_type" if model_type is None else f"model_type is {_shown(model_type)}"
-        raise UserError(said, place, f"is this a model's config.json? Known model types: {', '.join(known)}")
+        problem = "it has no model_type" if model_type is None else f"model_type is {_shown(model_type)}"
+        raise UserError(problem, place, f"is this a model's config.json? Known model types: {', '.join(known)}")
     close = difflib.get_close_matches(model_type[:80], known, 3, 0.5)
-    hint = f"nearest known: {', '.join(close)}; " if close else ""
-    raise UserError(f"the model type {_shown(model_type)} is not known", place, f"{hint}all known: {', '.join(known)}")
+    nearest = f"nearest: {', '.join(close)}; " if close else ""
+    raise UserError(f"unknown model type {_shown(model_type)}", place, f"{nearest}known: {', '.join(known)}")
 
 
-def _architecture(config: Mapping[str, Any], wrapper: Wrapper | None, family: Family, where: str) -> Iterator[Problem]:
+def _other_architecture(
+    config: Mapping[str, Any], wrapper: Wrapper | None, family: Family, where: str
+) -> Iterator[Problem]:
     """A classifier or a bare encoder has the same model_type, and other weights."""
     named = config.get("architectures")
     wanted = wrapper.architecture if wrapper else family.causal_lm
     first = named[0] if isinstance(named, list) and named else named
     if first is None or first == [] or (isinstance(first, str) and first.lower() == wanted.lower()):
         return
-    yield Problem(
-        f"architectures says {_shown(first)}, and windlass adapts {wanted}",
-        where,
-        "give the folder of the causal language model itself",
-    )
+    problem = f"architectures is {_shown(first)}, and windlass trains adapters of {wanted}"
+    yield Problem(problem, where, "give the folder of the causal language model itself")
 
 
-def _quantization(said: Any, where: str) -> Iterator[Problem]:
-    if said is None:
+def _quantization(quantization: Any, where: str) -> Iterator[Problem]:
+    if quantization is None:
         return
-    method = said.get("quant_method") if isinstance(said, dict) else said
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method != "fp8":
-        yield Problem(
-            f"the weights are quantised by {_shown(method)}",
-            f"{where}: quantization_config",
-            "windlass reads fp8 (one scale a tensor, an expert or a block) and 16- or 32-bit weights",
-        )
+        hint = "windlass reads fp8 (one scale a tensor, an expert or a block) and 16- or 32-bit weights"
+        yield Problem(f"unsupported quantisation {_shown(method)}", where, hint)
         return
-    block = said.get("weight_block_size")
-    good = isinstance(block, list) and len(block) == 2 and all(_whole(side) and side > 0 for side in block)
+    block = quantization.get("weight_block_size")
+    good = isinstance(block, list) and len(block) == 2 and all(_is_int(side) and side > 0 for side in block)
     if block is not None and not good:
-        yield Problem(
-            f"weight_block_size is {_shown(block)}",
-            f"{where}: quantization_config",
-            "two positive whole numbers, or null",
-        )
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        yield Problem(f"weight_block_size is {_shown(block)}", where, "two positive whole numbers, or null")
 
 
 def _dims(family: Family, text: Mapping[str, Any], place: str) -> tuple[dict[str, int], list[Problem]]:
@@ -156,80 +141,52 @@ def _dims(family: Family, text: Mapping[str, Any], place: str) -> tuple[dict[str
     for name, size in family.sizes.items():
         key = next((key for key in size.keys if key in text), None)
         value = text[key] if key else None
-        if value is None:
-            found = _absent(size, key, dims)
-            if isinstance(found, int):
-                dims[name] = found
-            elif found:
-                problems[found] = Problem(found, place, "fetch config.json again from where the model was published")
-            continue
-        fault = _fault(value, size, MOST_LAYERS if name == "layers" else MOST)
-        if fault:
-            problems[str(key)] = Problem(f"{key} is {_shown(value)}", place, fault)
+        if value is not None:
+            most = MAX_LAYERS if name == "layers" else MAX_SIZE
+            if size.flag:
+                fault = "" if isinstance(value, bool) else "true or false"
+            else:
+                good = _is_int(value) and size.least <= value <= most
+                fault = "" if good else f"a whole number from {size.least} to {most}"
+            if fault:
+                problems[str(key)] = Problem(f"{key} is {_shown(value)}", place, fault)
+            else:
+                dims[name] = int(value)
+        elif size.default is None or (size.keys and size.required and key is None):
+            problem = f"{size.keys[0]} is {'null' if key else 'missing'}"
+            problems[problem] = Problem(problem, place, "fetch config.json again from where the model was published")
+        elif isinstance(size.default, int):
+            dims[name] = size.default
         else:
-            dims[name] = int(value)
+            with contextlib.suppress(KeyError):  # of a size that is itself at fault, and reported
+                dims[name] = size.default(dims)
     if not problems:
         dims |= {name: compute(dims) for name, compute in family.derived.items()}
     return dims, list(problems.values())
 
 
-def _absent(size: Size, key: str | None, dims: Mapping[str, int]) -> int | str:
-    """What a size is that config.json leaves out or gives as null; or what to say of it."""
-    if size.otherwise is None or (size.keys and size.required and key is None):
-        return f"{size.keys[0]} is {'null' if key else 'missing'}"
-    if isinstance(size.otherwise, int):
-        return size.otherwise
-    try:
-        return size.otherwise(dims)
-    except KeyError:  # of a size that is itself at fault, and reported
-        return ""
-
-
-def _fault(value: Any, size: Size, most: int) -> str:
-    if size.flag:
-        return "" if isinstance(value, bool) else "true or false"
-    if not _whole(value) or not size.least <= value <= most:
-        return f"a whole number from {size.least} to {most}"
-    return ""
-
-
-def _shown(value: Any) -> str:
-    """Whatever stood there, in one line. A number of ten thousand digits can't be turned into text at all."""
-    if _whole(value) and not -(10**20) < value < 10**20:
-        return "a number of more than 20 digits"
-    if isinstance(value, dict | list):
-        return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)} entries"
-    said = repr(value)
-    return said if len(said) <= 60 else f"{said[:60]}…"
-
-
 def _contradictions(dims: Mapping[str, int], place: str) -> Iterator[Problem]:
     heads, kv_heads = dims["heads"], dims["kv_heads"]
     if heads % kv_heads:
-        yield Problem(
-            f"{heads} attention heads can't share {kv_heads} heads of keys and values",
-            place,
-            "num_attention_heads is a multiple of num_key_value_heads",
-        )
+        problem = f"{heads} attention heads can't share {kv_heads} heads of keys and values"
+        yield Problem(problem, place, "num_attention_heads is a multiple of num_key_value_heads")
     if not dims["head_dim"]:
-        yield Problem(f"hidden_size {dims['hidden']} is less than the {heads} attention heads", place, "check the two")
+        problem = f"hidden_size {dims['hidden']} is less than the {heads} attention heads"
+        yield Problem(problem, place, "check the two")
     if dims.get("top_k", 0) > dims.get("experts", 0):
-        yield Problem(
-            f"each token visits {dims['top_k']} of {dims['experts']} experts", place, "check num_experts_per_tok"
-        )
+        problem = f"each token visits {dims['top_k']} of {dims['experts']} experts"
+        yield Problem(problem, place, "check num_experts_per_tok")
 
 
-def _routed(
-    family: Family, dims: Mapping[str, int], text: Mapping[str, Any], place: str
-) -> tuple[frozenset[int], list[Problem]]:
-    """The layers that have routed experts."""
-    if "experts" not in dims:
-        return frozenset(), []
-    listed: Sequence[Any] = (text.get(family.dense_list) or ()) if family.dense_list else ()
-    if not isinstance(listed, list | tuple) or not all(map(_whole, listed)):
-        fault = Problem(f"{family.dense_list} is {_shown(listed)}", place, "a list of layer numbers")
-        return frozenset(), [fault]
-    first, step = dims.get("first_dense", 0), dims.get("sparse_step", 1)
-    dense = set(listed)
-    layers = (i for i in range(first, dims["layers"]) if (i + 1) % step == 0 and i not in dense)
-    return frozenset(layers), []
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """Whatever was there, in one line. Python refuses to print a number of ten thousand digits."""
+    if _is_int(value) and not -(10**20) < value < 10**20:
+        return "a number of more than 20 digits"
+    if isinstance(value, dict | list):
+        return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)} entries"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

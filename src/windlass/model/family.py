@@ -1,7 +1,7 @@
-"""What differs per model family, as data. Everything else in windlass is the same for every family.
+"""What differs between model families, as data. Everything else in windlass asks these rows.
 
 A family is one `model_type` of transformers' config.json. Its row says how config.json gives the sizes, which weights
-a layer has and in what shapes, how the files spell them, and what the usual LoRA names mean here.
+a layer has and in what shapes, how the files spell them, and what the usual LoRA names stand for.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ DIMS: dict[str, str] = {
     "kv_heads": "attention heads of keys and values",
     "head_dim": "width of one head's query and key",
     "v_head_dim": "width of one head's value",
-    "query": "heads x head_dim: what the query projection makes",
-    "key": "kv_heads x head_dim: what the key projection makes",
-    "attended": "heads x v_head_dim: what the output projection reads",
+    "query": "heads x head_dim: outputs of the query projection",
+    "key": "kv_heads x head_dim: outputs of the key projection",
+    "attended": "heads x v_head_dim: inputs of the output projection",
     "q_rank": "latent attention: width that queries are compressed to; 0: not compressed",
     "kv_rank": "latent attention: width that keys and values are compressed to",
     "rope_dim": "latent attention: part of a head that is rotated by position, one key for all heads",
     "nope_dim": "latent attention: part of a head that is not rotated",
-    "kv_latent": "latent attention: kv_rank + rope_dim, what the compression makes",
-    "kv_expanded": "latent attention: heads x (nope_dim + v_head_dim), what the expansion makes",
+    "kv_latent": "latent attention: kv_rank + rope_dim, outputs of the compression",
+    "kv_expanded": "latent attention: heads x (nope_dim + v_head_dim), outputs of the expansion",
     "intermediate": "width of a dense layer's feed-forward",
     "experts": "routed experts of a layer",
-    "top_k": "routed experts that each token visits",
+    "top_k": "routed experts that each token goes to",
     "expert_intermediate": "width of one routed expert",
     "expert_gate_up": "2 x expert_intermediate: gate and up of an expert, fused",
-    "shared_experts": "experts that every token visits",
+    "shared_experts": "experts that every token goes to",
     "shared_intermediate": "width of the shared experts together",
-    "first_dense": "layers before the first one with routed experts",
-    "sparse_step": "every so many layers one has routed experts",
+    "first_dense": "layers before the first with routed experts",
+    "sparse_step": "every n-th layer has routed experts",
     "qkv_bias": "flag: query, key and value projections have a bias",
     "output_bias": "flag: the output projection has a bias",
     "mlp_bias": "flag: the feed-forward has biases",
@@ -52,8 +52,8 @@ Dims = Mapping[str, int]
 class Size:
     """How config.json gives one entry of `dims`."""
 
-    keys: tuple[str, ...]  # its spellings; none: it is always `otherwise`
-    otherwise: int | Callable[[Dims], int] | None = None  # where config.json says null or nothing
+    keys: tuple[str, ...]  # its spellings; none: it is always `default`
+    default: int | Callable[[Dims], int] | None = None  # if config.json has null or nothing
     required: bool = True  # it must be there, even if it may be null
     least: int = 1
     flag: bool = False  # true or false rather than a number
@@ -67,9 +67,9 @@ class Weight:
     shape: tuple[str, ...]  # names of dims
     part: str
     layers: str = "all"  # all, dense or moe
-    when: str = ""  # only where this dim is not 0
-    unless: str = ""  # only where this dim is 0
-    bias: str = ""  # there is a bias beside it where this flag is set
+    when: str = ""  # only if this dim is not 0
+    unless: str = ""  # only if this dim is 0
+    bias: str = ""  # a bias comes with it if this flag is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Family:
 
     model_type: str
     causal_lm: str  # class that is trained: Mistral4ForCausalLM
-    layer: str  # class that is sharded layer by layer: Mistral4DecoderLayer
+    layer: str  # class that is sharded, layer by layer: Mistral4DecoderLayer
     sizes: Mapping[str, Size] = field(default_factory=dict, compare=False, repr=False)
     derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict, compare=False, repr=False)
     weights: tuple[Weight, ...] = field(default=(), compare=False, repr=False)
@@ -125,7 +125,13 @@ WRAPPERS: dict[str, Wrapper] = {
     )
 }
 
-# Why a stored tensor is not read. Keys that no causal language model needs, whatever its family, with the reason:
+# The usual names of a feed-forward's matrices, and the fused parameter that has them in routed experts.
+FUSED: dict[str, str] = {
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
+    **dict.fromkeys(("down_proj", "w2"), "down_proj"),
+}
+
+# Stored tensors that no causal language model needs, whatever its family, and why they are not read
 ACTIVATIONS = "scale of activations: weights are converted, activations are not quantised"
 UNREAD: dict[str, str] = {
     r".+[._]activation_scale": ACTIVATIONS,
@@ -136,15 +142,11 @@ VISION = "vision part"  # of a wrapper: `skipped`
 TIED = "config.json ties the head to the embedding"
 
 
-def _positive(*keys: str) -> Size:
-    return Size(keys)
-
-
 _EVERY: dict[str, Size] = {
-    "layers": _positive("num_hidden_layers"),
-    "hidden": _positive("hidden_size"),
-    "vocab": _positive("vocab_size"),
-    "heads": _positive("num_attention_heads"),
+    "layers": Size(("num_hidden_layers",)),
+    "hidden": Size(("hidden_size",)),
+    "vocab": Size(("vocab_size",)),
+    "heads": Size(("num_attention_heads",)),
 }
 _GROUPED: dict[str, Size] = {
     **_EVERY,
@@ -152,11 +154,11 @@ _GROUPED: dict[str, Size] = {
     "head_dim": Size(("head_dim",), lambda d: d["hidden"] // d["heads"], required=False),
     "v_head_dim": Size((), lambda d: d["head_dim"]),
 }
-_DENSE: dict[str, Size] = {**_GROUPED, "intermediate": _positive("intermediate_size")}
+_DENSE: dict[str, Size] = {**_GROUPED, "intermediate": Size(("intermediate_size",))}
 _BIASED: dict[str, Size] = {
     name: Size(("attention_bias",), 0, required=False, flag=True) for name in ("qkv_bias", "output_bias")
 }
-_TOP_K: dict[str, Size] = {"top_k": _positive("num_experts_per_tok")}
+_TOP_K: dict[str, Size] = {"top_k": Size(("num_experts_per_tok",))}
 
 _GROUPED_DERIVED: dict[str, Callable[[Dims], int]] = {
     "query": lambda d: d["heads"] * d["head_dim"],
@@ -245,15 +247,15 @@ FAMILIES: dict[str, Family] = {
                 **_TOP_K,
                 "kv_heads": Size(("num_key_value_heads",), lambda d: d["heads"]),
                 "q_rank": Size(("q_lora_rank",), 0),
-                "kv_rank": _positive("kv_lora_rank"),
-                "rope_dim": _positive("qk_rope_head_dim"),
-                "nope_dim": _positive("qk_nope_head_dim"),
+                "kv_rank": Size(("kv_lora_rank",)),
+                "rope_dim": Size(("qk_rope_head_dim",)),
+                "nope_dim": Size(("qk_nope_head_dim",)),
                 "head_dim": Size((), lambda d: d["nope_dim"] + d["rope_dim"]),
-                "v_head_dim": _positive("v_head_dim"),
-                "intermediate": _positive("intermediate_size"),
-                "experts": _positive("n_routed_experts", "num_local_experts"),
-                "expert_intermediate": _positive("moe_intermediate_size"),
-                "shared_experts": _positive("n_shared_experts"),
+                "v_head_dim": Size(("v_head_dim",)),
+                "intermediate": Size(("intermediate_size",)),
+                "experts": Size(("n_routed_experts", "num_local_experts")),
+                "expert_intermediate": Size(("moe_intermediate_size",)),
+                "shared_experts": Size(("n_shared_experts",)),
                 "first_dense": Size(("first_k_dense_replace",), 0, required=False, least=0),
             },
             derived={
@@ -286,8 +288,8 @@ FAMILIES: dict[str, Family] = {
             sizes={
                 **_GROUPED,
                 **_TOP_K,
-                "experts": _positive("num_local_experts", "num_experts"),
-                "expert_intermediate": _positive("intermediate_size"),
+                "experts": Size(("num_local_experts", "num_experts")),
+                "expert_intermediate": Size(("intermediate_size",)),
             },
             derived={**_GROUPED_DERIVED, **_EXPERT_DERIVED},
             weights=(*_GROUPED_ATTENTION, *_ROUTED, *_LAYER_NORMS),
@@ -302,8 +304,8 @@ FAMILIES: dict[str, Family] = {
                 **_DENSE,
                 **_BIASED,
                 **_TOP_K,
-                "experts": _positive("num_experts", "num_local_experts"),
-                "expert_intermediate": _positive("moe_intermediate_size"),
+                "experts": Size(("num_experts", "num_local_experts")),
+                "expert_intermediate": Size(("moe_intermediate_size",)),
                 "sparse_step": Size(("decoder_sparse_step",), 1, required=False),
             },
             derived={**_GROUPED_DERIVED, **_EXPERT_DERIVED},

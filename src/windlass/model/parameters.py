@@ -1,8 +1,8 @@
-"""What is known of a checkpoint from its headers."""
+"""A base model's parameters, and the stored tensors that fill them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -10,17 +10,17 @@ from typing import Any, Final
 
 from windlass.model.family import Family
 
-BLOCK: Final = (128, 128)  # where config.json doesn't say: the block of every published block-scaled FP8 model
+BLOCK: Final = (128, 128)  # if config.json gives none: the block of every published block-scaled FP8 model
 
 
 def block_of(quantization: Mapping[str, Any] | None) -> Sequence[int]:
-    """Rows and columns that share a scale, where the weights are in FP8 with a scale for each block."""
+    """Rows and columns that share a scale, in FP8 weights with a scale for each block."""
     return (quantization or {}).get("weight_block_size") or BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor as it lies in a safetensors file. `start` and `end` are byte offsets in that file."""
+    """One tensor in a safetensors file. `start` and `end` are byte offsets in that file."""
 
     key: str
     dtype: str  # safetensors' spelling: BF16, F8_E4M3, F32 …
@@ -34,9 +34,9 @@ class Stored:
 class Piece:
     """A block of one parameter and the stored tensor that fills it.
 
-    Most parameters are one piece. Fused experts that are stored one expert at a time are many:
-    `offset` is where the stored tensor's first element lies in the parameter, per dimension.
-    True value = stored value x scale (where `scale` names a stored scale), rounded once to the model's dtype.
+    Most parameters are one piece. Fused experts that are stored one expert at a time are many: `offset` is the place
+    of the stored tensor's first element in the parameter, per dimension.
+    True value = stored value x scale (if `scale` names a stored scale), rounded once to the model's dtype.
     """
 
     stored: Stored
@@ -46,12 +46,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of the causal language model, named and shaped as transformers has it once loaded."""
+    """One parameter of the causal language model, with the name and shape it has in transformers."""
 
     name: str  # model.layers.0.self_attn.q_a_proj.weight
     shape: tuple[int, ...]
     part: str  # one of PARTS
-    # Empty where no weights are at hand. Left out of the hash: experts that are stored one by one are thousands.
+    # Empty if there are no weights here. Left out of the hash: experts that are stored one by one are thousands.
     pieces: tuple[Piece, ...] = field(default=(), hash=False)
 
     @property
@@ -61,10 +61,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What the headers say. Tied heads are counted once, with the embedding."""
+    """The model that an adapter is trained on, as config.json and headers describe it.
+
+    A tied head is counted once, with the embedding.
+    """
 
     name: str  # what to call it: Mistral-Small-4-119B-2603
-    path: Path | None  # None: a published config, no weights at hand
+    path: Path | None  # None: a published config, without weights
     family: Family
     config: dict[str, Any]  # the text model's config.json
     dims: dict[str, int]  # the sizes that shapes and costs are made of (documented in family.py)
@@ -81,3 +84,12 @@ class Base:
     @property
     def total(self) -> int:
         return sum(parameter.count for parameter in self.parameters)
+
+    def stored(self) -> Iterator[Stored]:
+        """Every tensor of its files: weights, scales, and what is not read."""
+        for parameter in self.parameters:
+            for piece in parameter.pieces:
+                yield piece.stored
+                if piece.scale is not None:
+                    yield piece.scale
+        yield from self.unread

@@ -1,4 +1,4 @@
-"""Configs of well-known models as their publishers have them: enough for a plan where no weights are at hand."""
+"""Configs of well-known models as their publishers have them: enough for a plan without weights."""
 
 from __future__ import annotations
 
@@ -52,6 +52,19 @@ _MISTRAL_SMALL_4: dict[str, Any] = {
 }
 
 
+_MISTRAL_SMALL_4_FP8: dict[str, Any] = {
+    "model_type": "mistral3",
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "text_config": _MISTRAL_SMALL_4,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    },
+}
+
+
 def _sizes(
     model_type: str, hidden: int, layers: int, heads: tuple[int, int], intermediate: int, vocab: int, **rest: Any
 ) -> dict[str, Any]:
@@ -69,47 +82,26 @@ def _sizes(
     }
 
 
-def _mixtral(hidden: int, layers: int, heads: tuple[int, int], intermediate: int, vocab: int) -> dict[str, Any]:
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
-    return _sizes("mixtral", hidden, layers, heads, intermediate, vocab, **experts)
-
-
-def _qwen3_moe(
-    hidden: int, layers: int, heads: tuple[int, int], intermediate: int, expert_intermediate: int
-) -> dict[str, Any]:
-    experts = {
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": expert_intermediate,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-    }
-    return _sizes("qwen3_moe", hidden, layers, heads, intermediate, 151936, head_dim=128, **experts)
-
-
-_FP8_STATIC: dict[str, Any] = {
-    "quant_method": "fp8",
-    "activation_scheme": "static",
-    "weight_block_size": None,
-    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
-}
-_WRAPPED: dict[str, Any] = {
-    "model_type": "mistral3",
-    "architectures": ["Mistral3ForConditionalGeneration"],
-    "text_config": _MISTRAL_SMALL_4,
-    "quantization_config": _FP8_STATIC,
+_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN3_MOE: dict[str, Any] = {
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
 }
 _MISTRAL_7B = _sizes("mistral", 4096, 32, (32, 8), 14336, 32000)
 _MISTRAL_7B_V3 = _sizes("mistral", 4096, 32, (32, 8), 14336, 32768)
 _MISTRAL_SMALL_3 = _sizes("mistral", 5120, 40, (32, 8), 32768, 131072, head_dim=128)
-_MIXTRAL_8X7B = _mixtral(4096, 32, (32, 8), 14336, 32000)
-_MIXTRAL_8X22B = _mixtral(6144, 56, (48, 8), 16384, 32768)
+_MIXTRAL_8X7B = _sizes("mixtral", 4096, 32, (32, 8), 14336, 32000, **_MIXTRAL)
+_MIXTRAL_8X22B = _sizes("mixtral", 6144, 56, (48, 8), 16384, 32768, **_MIXTRAL)
 _LLAMA_8B = _sizes("llama", 4096, 32, (32, 8), 14336, 128256)
 _LLAMA_70B = _sizes("llama", 8192, 80, (64, 8), 28672, 128256)
+_QWEN2_7B = _sizes("qwen2", 3584, 28, (28, 4), 18944, 152064)
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Mistral-Small-4-119B-2603": _WRAPPED,
+    "Mistral-Small-4-119B-2603": _MISTRAL_SMALL_4_FP8,
     "Mistral-7B-v0.1": _MISTRAL_7B,
     "Mistral-7B-Instruct-v0.1": _MISTRAL_7B,
     "Mistral-7B-Instruct-v0.2": _MISTRAL_7B,
@@ -126,9 +118,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3.1-70B": _LLAMA_70B,
     "Llama-3.1-70B-Instruct": _LLAMA_70B,
     "Llama-3.3-70B-Instruct": _LLAMA_70B,
-    "Qwen2.5-7B": _sizes("qwen2", 3584, 28, (28, 4), 18944, 152064),
-    "Qwen2.5-7B-Instruct": _sizes("qwen2", 3584, 28, (28, 4), 18944, 152064),
+    "Qwen2.5-7B": _QWEN2_7B,
+    "Qwen2.5-7B-Instruct": _QWEN2_7B,
     "Qwen3-8B": _sizes("qwen3", 4096, 36, (32, 8), 12288, 151936, head_dim=128),
-    "Qwen3-30B-A3B": _qwen3_moe(2048, 48, (32, 4), 6144, 768),
-    "Qwen3-235B-A22B": _qwen3_moe(4096, 94, (64, 4), 12288, 1536),
+    "Qwen3-30B-A3B": _sizes("qwen3_moe", 2048, 48, (32, 4), 6144, 151936, moe_intermediate_size=768, **_QWEN3_MOE),
+    "Qwen3-235B-A22B": _sizes("qwen3_moe", 4096, 94, (64, 4), 12288, 151936, moe_intermediate_size=1536, **_QWEN3_MOE),
 }

@@ -1,4 +1,4 @@
-"""Targets and counts against PEFT itself, on every family; and what is said of targets that can't be."""
+"""LoRA targets and parameter counts against PEFT itself, on every family; errors for what matches nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REMAPPED = ("mixtral", "qwen3_moe")  # PEFT changes targets of its own accord he
 
 
 def described(model_type: str, **more: Any) -> tuple[Any, Base]:
-    """transformers' config and what the headers of such a checkpoint would say."""
+    """transformers' config and what the headers of such a base would say."""
     config = transformers.CONFIG_MAPPING[model_type](**{**SMALL, **SIZES[model_type], **more})
     said = describe(config.to_dict(), "config.json")
     named = tuple(list_parameters(said, tied=said.tied))
@@ -66,17 +66,17 @@ def by_peft(config: Any, causal_lm: str, **asked: Any) -> tuple[dict[str, int], 
     return found, sum(p.numel() for p in peft_model.parameters() if p.requires_grad)
 
 
-def counted(adapter: Adapter, checkpoint: Base) -> set[str]:
+def counted(adapter: Adapter, base: Base) -> set[str]:
     assert adapter.trainable >= sum(target.parameters for target in adapter.targets)
     assert sum(adapter.by_part.values()) == sum(target.parameters for target in adapter.targets)
     names = [module for target in adapter.targets for module in target.modules]
     assert len(names) == len(set(names))
-    assert {p.name.removesuffix(".weight") for p in checkpoint.parameters} >= set(names)
+    assert {p.name.removesuffix(".weight") for p in base.parameters} >= set(names)
     return set(names)
 
 
-def own(lora: Lora, checkpoint: Base) -> Adapter:
-    return resolve(lora, checkpoint, lambda key: f"run.yaml: {key}")
+def own(lora: Lora, base: Base) -> Adapter:
+    return resolve(lora, base, lambda key: f"run.yaml: {key}")
 
 
 def lora(**settings: Any) -> Lora:
@@ -85,18 +85,18 @@ def lora(**settings: Any) -> Lora:
 
 def agree(model_type: str, asked: Lora, peft: dict[str, Any], **more: Any) -> Adapter:
     """Resolve here, ask PEFT in its own words, and compare names and numbers."""
-    config, checkpoint = described(model_type, **more)
-    adapter = own(asked, checkpoint)
+    config, base = described(model_type, **more)
+    adapter = own(asked, base)
     exact = {
         "target_modules": list(adapter.target_modules),
         "target_parameters": list(adapter.target_parameters) or None,
     }
     if model_type not in REMAPPED:
-        assert by_peft(config, checkpoint.family.causal_lm, r=asked.r, **peft) == by_peft(
-            config, checkpoint.family.causal_lm, r=asked.r, **peft | exact
+        assert by_peft(config, base.family.causal_lm, r=asked.r, **peft) == by_peft(
+            config, base.family.causal_lm, r=asked.r, **peft | exact
         )
-    found, trainable = by_peft(config, checkpoint.family.causal_lm, r=asked.r, **peft | exact)
-    assert counted(adapter, checkpoint) == set(found)
+    found, trainable = by_peft(config, base.family.causal_lm, r=asked.r, **peft | exact)
+    assert counted(adapter, base) == set(found)
     assert adapter.trainable == trainable
     for target in adapter.targets:
         assert target.parameters == sum(found[module] for module in target.modules)
@@ -111,11 +111,11 @@ def test_all_linear_is_peft_s(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", SIZES)
 def test_all_linear_is_every_linear_layer_but_the_head(model_type: str) -> None:
-    config, checkpoint = described(model_type)
+    config, base = described(model_type)
     with torch.device("meta"):
-        model = getattr(transformers, checkpoint.family.causal_lm)(config)
+        model = getattr(transformers, base.family.causal_lm)(config)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    adapter = own(lora(target_modules="all-linear"), checkpoint)
+    adapter = own(lora(target_modules="all-linear"), base)
     out = linear - set(adapter.target_modules) - {"lm_head"}
     assert set(adapter.target_modules) <= linear
     if model_type != "qwen3_moe":
@@ -125,14 +125,14 @@ def test_all_linear_is_every_linear_layer_but_the_head(model_type: str) -> None:
     assert {name.rpartition(".")[2] for name in out} == {"gate_proj", "up_proj", "down_proj"}
     assert any("the feed-forward of dense layers is not adapted" in note for note in adapter.notes)
     with pytest.raises(UserError, match="can't adapt the dense layers"):
-        own(lora(target_modules=["down_proj"]), checkpoint)
+        own(lora(target_modules=["down_proj"]), base)
 
 
 def test_peft_still_takes_dense_layers_for_experts() -> None:
     """Once this fails, `taken_for_experts` can go."""
-    config, checkpoint = described("qwen3_moe")
+    config, base = described("qwen3_moe")
     dense = [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj")]
-    found, _ = by_peft(config, checkpoint.family.causal_lm, r=3, target_modules=[*dense, "o_proj"])
+    found, _ = by_peft(config, base.family.causal_lm, r=3, target_modules=[*dense, "o_proj"])
     assert set(dense).isdisjoint(found)
     assert "model.layers.1.mlp.experts.gate_up_proj" in found
 
@@ -216,45 +216,45 @@ def test_v_proj_alone_reaches_the_latent_too() -> None:
 
 
 def test_mistral_small_4_by_the_published_recipe() -> None:
-    checkpoint = published_base("Mistral-Small-4-119B-2603")
-    assert checkpoint is not None
-    adapter = own(lora(r=16, target_modules=USUAL, lora_dropout=0.05), checkpoint)
+    base = published_base("Mistral-Small-4-119B-2603")
+    assert base is not None
+    adapter = own(lora(r=16, target_modules=USUAL, lora_dropout=0.05), base)
     assert adapter.trainable == 27_463_680
     assert adapter.percent == pytest.approx(100 * 27_463_680 / 118_972_826_624)
     assert adapter.by_part == {"attention": 16_846_848, "shared_experts": 10_616_832}
     assert "routed experts, 97.5 % of the weights, are not adapted: set lora.experts" in adapter.notes
-    with_experts = own(lora(r=16, target_modules=USUAL, experts=True), checkpoint)
+    with_experts = own(lora(r=16, target_modules=USUAL, experts=True), base)
     assert with_experts.trainable == 1_084_428_288
     assert len(with_experts.target_parameters) == 72
     assert not any("not adapted" in note for note in with_experts.notes)
 
 
 def test_a_name_within_routed_experts_alone_is_satisfied_by_lora_experts() -> None:
-    _, checkpoint = described("mixtral")
-    adapter = own(lora(target_modules=["q_proj", "gate_proj", "w2"], experts=True), checkpoint)
+    _, base = described("mixtral")
+    adapter = own(lora(target_modules=["q_proj", "gate_proj", "w2"], experts=True), base)
     assert "gate_proj -> gate_up_proj of lora.experts" in adapter.notes
     assert "w2 -> down_proj of lora.experts" in adapter.notes
     assert len(adapter.target_parameters) == 6
 
 
 def test_bytes_follow_the_dtype() -> None:
-    _, checkpoint = described("mistral")
-    assert own(lora(), checkpoint).dtype_bytes == 4
-    assert own(lora(dtype="bfloat16"), checkpoint).dtype_bytes == 2
+    _, base = described("mistral")
+    assert own(lora(), base).dtype_bytes == 4
+    assert own(lora(dtype="bfloat16"), base).dtype_bytes == 2
 
 
 def test_a_rank_that_is_not_low_is_noted() -> None:
-    _, checkpoint = described("mistral4")
-    said = own(lora(r=6, target_modules=["q_a_proj", "o_proj"]), checkpoint).notes
-    assert "rank 6 is no low rank for q_a_proj: it is at least half of the matrix's smaller side" in said
+    _, base = described("mistral4")
+    said = own(lora(r=6, target_modules=["q_a_proj", "o_proj"]), base).notes
+    assert "rank 6 is not low for q_a_proj: it is at least half of the matrix's smaller side" in said
     assert not any("for o_proj" in note for note in said)
 
 
 def test_biases_are_counted_and_noted() -> None:
-    _, checkpoint = described("qwen2")
-    assert any(note.startswith("bias: all trains 192 biases") for note in own(lora(bias="all"), checkpoint).notes)
-    _, checkpoint = described("mistral")
-    assert not any("bias" in note for note in own(lora(bias="all"), checkpoint).notes)
+    _, base = described("qwen2")
+    assert any(note.startswith("bias: all trains 192 biases") for note in own(lora(bias="all"), base).notes)
+    _, base = described("mistral")
+    assert not any("bias" in note for note in own(lora(bias="all"), base).notes)
 
 
 WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
@@ -270,7 +270,7 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ),
     ("mistral", {"target_modules": ["proj"]}, [("'proj' matches no module", "q_proj")]),
     ("mistral", {"target_modules": ["all-linear"]}, [("'all-linear' matches", "without a list")]),
-    ("mistral", {"target_modules": "q_proj"}, [("matches no module; as a list, [q_proj], it would", "whole names")]),
+    ("mistral", {"target_modules": "q_proj"}, [("matches no module; as a list, [q_proj], it would", "full names")]),
     ("mistral", {"target_modules": ["embed_tokens"]}, [("that can be adapted: it is the embedding", "known: q_proj")]),
     ("mistral", {"target_modules": ["input_layernorm"]}, [("it is the norm", "known")]),
     ("qwen3_moe", {"target_modules": ["gate"]}, [("it is the router", "known")]),
@@ -288,9 +288,9 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("model_type", "settings", "said"), WRONG)
 def test_what_matches_nothing_is_said(model_type: str, settings: dict[str, Any], said: list[tuple[str, str]]) -> None:
-    _, checkpoint = described(model_type)
+    _, base = described(model_type)
     with pytest.raises(UserError) as error:
-        own(lora(**settings), checkpoint)
+        own(lora(**settings), base)
     assert len(error.value.problems) == len(said)
     for problem, (what, hint) in zip(error.value.problems, said, strict=True):
         assert what in problem.problem
@@ -299,20 +299,20 @@ def test_what_matches_nothing_is_said(model_type: str, settings: dict[str, Any],
 
 
 def test_each_pattern_is_named_by_its_place() -> None:
-    _, checkpoint = described("mistral")
+    _, base = described("mistral")
     with pytest.raises(UserError) as error:
-        own(lora(target_modules=["q_proj", "nope"]), checkpoint)
+        own(lora(target_modules=["q_proj", "nope"]), base)
     assert error.value.problems[0].where == "run.yaml: lora.target_modules[1]"
 
 
 def test_a_tied_head_has_nothing_to_adapt() -> None:
-    _, checkpoint = described("llama", tie_word_embeddings=True)
+    _, base = described("llama", tie_word_embeddings=True)
     with pytest.raises(UserError, match="this model's head is its embedding"):
-        own(lora(target_modules=["lm_head"]), checkpoint)
+        own(lora(target_modules=["lm_head"]), base)
 
 
 def test_gate_and_up_of_experts_are_one_parameter() -> None:
-    _, checkpoint = described("mixtral")
-    adapter = own(lora(target_modules=["o_proj"], experts={"targets": ["gate_proj", "up_proj"]}), checkpoint)
+    _, base = described("mixtral")
+    adapter = own(lora(target_modules=["o_proj"], experts={"targets": ["gate_proj", "up_proj"]}), base)
     assert adapter.target_parameters == tuple(f"model.layers.{i}.mlp.experts.gate_up_proj" for i in range(3))
-    assert "gate_proj -> gate_up_proj: routed experts hold it fused" in adapter.notes
+    assert "gate_proj -> gate_up_proj: fused in routed experts" in adapter.notes

@@ -1,0 +1,337 @@
+"""Damaged, incomplete and foreign model folders: each a clear error that names the file, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from windlass import tiny
+from windlass.errors import UserError
+from windlass.model import read_base
+from windlass.model.config import describe
+from windlass.model.files import read_header
+
+FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SHARD, ONES = "model-00001-of-00003.safetensors", torch.ones
+NORM = "language_model.model.norm.weight"
+DOWN = "language_model.model.layers.1.mlp.experts.down_proj"
+W = "model.layers.0.block_sparse_moe.experts"
+Damage = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("originals")
+    return {
+        "single": tiny.write(root / "single", tokenizer=False),
+        "sharded": tiny.write(root / "sharded", tokenizer=False, files=3),
+        "mixtral": tiny.write(root / "mixtral", "mixtral", tokenizer=False),
+    }
+
+
+def edit_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        table = json.loads((folder / name).read_text())
+        change(table)
+        (folder / name).write_text(json.dumps(table))
+
+    return damage
+
+
+def text(**changes: Any) -> Damage:
+    """Entries of the text model's config changed; `...` removes one."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["text_config"].update(changes)
+        for key in [key for key, value in changes.items() if value is ...]:
+            del config["text_config"][key]
+
+    return edit_json(CONFIG, change)
+
+
+def outer(**changes: Any) -> Damage:
+    return edit_json(CONFIG, lambda config: config.update(changes))
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        stored = load_file(folder / FILE)
+        change(stored)
+        save_file(stored, folder / FILE)
+
+    return damage
+
+
+def put(key: str, tensor: torch.Tensor) -> Damage:
+    return tensors(lambda stored: stored.update({key: tensor}))
+
+
+def rename(old: str, new: str) -> Damage:
+    return tensors(lambda stored: [stored.update({k.replace(old, new): stored.pop(k)}) for k in list(stored)])
+
+
+def write(name: str, content: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(*names: str) -> Damage:
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
+
+
+def only(*names: str) -> Damage:
+    """config.json, and something else than weights."""
+
+    def damage(folder: Path) -> None:
+        (folder / FILE).unlink()
+        for name in names:
+            (folder / name).write_bytes(b"")
+
+    return damage
+
+
+def header(change: Callable[[list[dict[str, Any]]], Any], length: int | None = None) -> Damage:
+    """The header's entries, in the order of their tensors, changed; or its length."""
+
+    def damage(folder: Path) -> None:
+        data = (folder / FILE).read_bytes()
+        (size,) = struct.unpack("<Q", data[:8])
+        table = json.loads(data[8 : 8 + size])
+        table.pop("__metadata__", None)
+        change(sorted(table.values(), key=lambda entry: entry["data_offsets"]))
+        new = json.dumps(table).encode()
+        (folder / FILE).write_bytes(struct.pack("<Q", len(new) if length is None else length) + new + data[8 + size :])
+
+    return damage
+
+
+def folder_instead(folder: Path) -> None:
+    (folder / CONFIG).unlink()
+    (folder / CONFIG).mkdir()
+
+
+def shift(entries: list[dict[str, Any]], first: int, by: int) -> None:
+    for entry in entries[first:]:
+        entry["data_offsets"] = [offset + by for offset in entry["data_offsets"]]
+
+
+def cut(folder: Path, share: float = 0.7) -> None:
+    for file in folder.glob("*.safetensors"):
+        with file.open("r+b") as opened:
+            opened.truncate(int(opened.seek(0, 2) * share))
+
+
+def length(value: int) -> Damage:
+    return header(lambda entries: None, value)
+
+
+def entry(**changes: Any) -> Damage:
+    return header(lambda entries: entries[0].update(changes))
+
+
+def mapped(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    return edit_json(INDEX, lambda index: change(index["weight_map"]))
+
+
+SINGLE: dict[str, tuple[Damage, str]] = {
+    # the folder
+    "no config": (remove(CONFIG), "the model folder has no config.json"),
+    "empty": (remove(CONFIG, FILE), "has no config.json.*\n\nhint: the folder is empty: is its volume mounted"),
+    "no weights": (remove(FILE), "the model folder has no weights\n\nhint: it must hold model.safetensors"),
+    "an adapter": (only("adapter_model.safetensors"), "it holds an adapter, not a model"),
+    "publisher's": (only("consolidated-00001.safetensors", "params.json"), "only the publisher's own format"),
+    "pickled": (only("pytorch_model.bin"), r"pickled \(\*\.bin\)"),
+    "gguf": (only("model-q4.gguf"), "GGUF"),
+    "shards alone": (only("model-00001-of-00002.safetensors"), "it has shards but no model.safetensors.index.json"),
+    "other name": (only("weights.safetensors"), "none of its safetensors files is named model.safetensors"),
+    # config.json
+    "config is a folder": (folder_instead, "can't be read: Is a directory"),
+    "config is no JSON": (write(CONFIG, b"{"), "config.json: it is not JSON"),
+    "config is binary": (write(CONFIG, b"\xff\x00\xfe"), "config.json: it is not JSON"),
+    "config is a list": (write(CONFIG, b"[1]"), "config.json: it is JSON, but not an object"),
+    "config is empty": (write(CONFIG, b""), "config.json: it is not JSON"),
+    "config is deep": (write(CONFIG, b"[" * 100_000), "config.json: it is not JSON"),
+    "config is a number": (write(CONFIG, b'{"a": ' + b"9" * 5000 + b"}"), "config.json: it is not JSON"),
+    "config says it twice": (write(CONFIG, b'{"a": 1, "a": 2}'), "not JSON: the key 'a' is there twice"),
+    "config is huge": (write(CONFIG, b" " * (2**24 + 1)), "config.json: it has more than 16777216 bytes"),
+    "config is a pointer": (write(CONFIG, b"version https://git-lfs.github.com/spec/v1"), "hint: it is a Git LFS"),
+    "no model type": (outer(model_type=None), "config.json: it has no model_type"),
+    "model type is a number": (outer(model_type=4), "model_type is 4"),
+    "no text_config": (outer(text_config=None), "has its language model in text_config, and there is none"),
+    "unknown family": (text(model_type="mistral5"), r"unknown model type 'mistral5'\n\nhint: nearest: mistral"),
+    "unlike any family": (text(model_type="gpt2"), "known: mistral4, mistral, ministral3, llama"),
+    "a classifier": (outer(architectures=["Mistral3ForReward"]), "architectures is 'Mistral3ForReward'"),
+    "zero layers": (text(num_hidden_layers=0), "num_hidden_layers is 0"),
+    "negative": (text(hidden_size=-4), "hidden_size is -4"),
+    "a string": (text(hidden_size="64"), "hidden_size is '64'"),
+    "true": (text(hidden_size=True), "hidden_size is True"),
+    "a fraction": (text(vocab_size=512.0), r"vocab_size is 512\.0"),
+    "a list": (text(vocab_size=[1]), "vocab_size is a list of 1 entries"),
+    "enormous": (text(num_hidden_layers=10**9), "num_hidden_layers is 1000000000\n\nhint: a whole number from 1 to"),
+    "more digits than can be shown": (text(vocab_size=10**4000), "a number of more than 20 digits"),
+    "missing size": (text(kv_lora_rank=...), "kv_lora_rank is missing"),
+    "null size": (text(kv_lora_rank=None), "kv_lora_rank is null"),
+    "flag": (text(attention_bias="no"), "attention_bias is 'no'\n\nhint: true or false"),
+    "tied, a string": (text(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
+    "heads": (text(num_key_value_heads=3), "4 attention heads can't share 3 heads of keys and values"),
+    "experts": (text(num_experts_per_tok=9), "each token visits 9 of 8 experts"),
+    "other quantisation": (outer(quantization_config={"quant_method": "gptq"}), "unsupported quantisation 'gptq'"),
+    "odd quantisation": (outer(quantization_config=[]), "unsupported quantisation a list"),
+    "odd blocks": (
+        outer(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
+        "weight_block_size is a list of 2 entries",
+    ),
+    # the header
+    "header beyond the file": (length(10**9), r"model\.safetensors: its header should have 1000000000 bytes"),
+    "header of 2^64": (length(2**64 - 1), "its header should have 18446744073709551615 bytes"),
+    "header cut short": (length(40), "its header is not JSON"),
+    "no bytes": (write(FILE, b""), "it has only 0 bytes"),
+    "few bytes": (write(FILE, b"\x05\0\0"), "it has only 3 bytes"),
+    "a pointer": (write(FILE, b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
+    "not a table": (write(FILE, struct.pack("<Q", 3) + b"[1]"), "its header is not a table of tensors"),
+    "truncated": (cut, r"model\.safetensors: it is truncated: \d+ of \d+ bytes, \d+ tensors lost from '"),
+    "longer": (lambda f: write(FILE, (f / FILE).read_bytes() + b"abc")(f), "the last 3 bytes belong to no tensor"),
+    "overlapping": (header(partial(shift, first=1, by=-1)), "overlaps the tensor before it"),
+    "a gap": (header(partial(shift, first=1, by=2)), "comes after a gap"),
+    "offsets too short": (entry(data_offsets=[0, 1]), "and its offsets span 1"),
+    "offsets backwards": (entry(data_offsets=[8, 0]), "its offsets span -8"),
+    "negative offsets": (entry(data_offsets=[-8, 0]), "impossible name, shape or offsets"),
+    "no offsets": (header(lambda entries: entries[0].pop("data_offsets")), "lacks dtype, shape or offsets"),
+    "three offsets": (entry(data_offsets=[0, 1, 2]), "lacks dtype, shape or offsets"),
+    "shape is a word": (entry(shape="ab"), "impossible name, shape or offsets"),
+    "shape is huge": (entry(shape=[1] * 1000), "impossible name, shape or offsets"),
+    "unknown dtype": (entry(dtype="BF17"), "unknown dtype 'BF17'"),
+    "dtype is a list": (entry(dtype=["BF16"]), "unknown dtype"),
+    # what it holds
+    "missing": (tensors(lambda t: t.pop(NORM)), r"missing weights \(1\): model.norm.weight"),
+    "wrong shape": (put(NORM, ONES(32)), r"weights of another shape .* \(1\): .*\.norm\.weight is \[32\], not \[64\]"),
+    "a size that is another": (text(moe_intermediate_size=48), r"weights of another shape .* \(10\): .* and 7 more"),
+    "a layer more": (text(num_hidden_layers=3), r"missing weights \(\d+\): model\.layers\.2\..* and \d+ more"),
+    "a layer less": (text(num_hidden_layers=1), r"unknown .*: language_model\.model\.layers\.1\..* and \d+ more"),
+    "unknown": (put("language_model.extra", ONES(1)), r"unknown tensors.* \(1\): language_model\.extra"),
+    "prefix": (
+        rename("language_model.", "text_decoder."),
+        r"(?s)missing weights \(33\).*names must begin with language_model\.model\. or model\.language_model\.",
+    ),
+    "twice": (put("model.language_model.norm.weight", ONES(64)), r"unknown .* \(1\): .*model\.norm\.weight"),
+    "scale dropped": (tensors(lambda t: t.pop(f"{DOWN}_scale_inv")), rf"without a scale \(1\): {DOWN}"),
+    "scale of another shape": (
+        put(f"{DOWN}_scale_inv", ONES(7, 1, 1)),
+        r"scales that do not fit their weight \(1\): .*down_proj_scale_inv \[7, 1, 1\] for \[8, 64, 32\]",
+    ),
+    "scale flattened": (put(f"{DOWN}_scale_inv", ONES(8)), "scales that do not fit their weight"),
+    "scale of whole numbers": (put(f"{DOWN}_scale_inv", ONES(8, 1, 1, dtype=torch.int32)), "scale_inv is I32"),
+    "scale of 16-bit weights": (put(DOWN, ONES(8, 64, 32)), "down_proj_scale_inv for F32 weights"),
+    "whole numbers": (put(NORM, ONES(64, dtype=torch.int8)), r"unknown dtype \(1\): .*norm\.weight is I8"),
+}  # fmt: skip
+SHARDED: dict[str, tuple[Damage, str]] = {
+    "shard missing": (remove(SHARD), r"names 3 files, 1 of them are missing: model-00001.*\n\nhint: the download"),
+    "every shard is truncated": (cut, r"(?s)00001-of.*truncated.*00002-of.*truncated.*00003-of.*truncated"),
+    "another folder": (mapped(lambda m: m.update({NORM: "../x.safetensors"})), r"not a file of this folder: \.\./x"),
+    "absolute": (mapped(lambda m: m.update({NORM: "/etc/passwd"})), "what is not a file of this folder"),
+    "file is a number": (mapped(lambda m: m.update({NORM: 3})), "what is not a file of this folder: 3"),
+    "file is a list": (mapped(lambda m: m.update({NORM: [SHARD]})), "what is not a file of this folder"),
+    "index of more": (mapped(lambda m: m.update({"more": SHARD})), r"tensors that their file does not hold \(1\)"),
+    "index of less": (mapped(lambda m: m.pop(NORM)), rf"tensors that it does not name \(1\): {NORM}"),
+    "index of another shard": (
+        mapped(lambda m: m.update(dict.fromkeys(list(m), SHARD))), r"tensors that their file does not hold \(\d+\)",
+    ),
+    "a tensor in two shards": (
+        lambda f: save_file(load_file(f / SHARD) | {NORM: ONES(64)}, f / SHARD),
+        rf"in another file than it names \(1\): {NORM} in {SHARD}",
+    ),
+    "no map": (edit_json(INDEX, lambda index: index.pop("weight_map")), "it has no weight_map"),
+    "empty map": (mapped(lambda m: m.clear()), "it has no weight_map"),
+    "no JSON": (write(INDEX, b"{,}"), "it is not JSON"),
+}  # fmt: skip
+MIXTRAL: dict[str, tuple[Damage, str]] = {
+    "an expert missing": (tensors(lambda t: t.pop(f"{W}.5.w3.weight")), r"\(1\): expert 5 of model.*gate_up_proj"),
+    "an expert too many": (put(f"{W}.8.w3.weight", ONES(32, 64)), r"unknown .* \(1\): .*experts\.8\.w3\.weight"),
+    "transposed": (put(f"{W}.1.w2.weight", ONES(32, 64)), r"experts\.1\.w2\.weight is \[32, 64\], not \[64, 32\]"),
+    "all missing": (rename(".w2.", ".w4."), r"missing weights \(2\): model\.layers\.0\.mlp\.experts\.down_proj"),
+}
+CASES = [(layout, fault) for layout in ("SINGLE", "SHARDED", "MIXTRAL") for fault in globals()[layout]]
+
+
+@pytest.mark.parametrize(("layout", "fault"), CASES)
+def test_damage_is_reported(originals: dict[str, Path], tmp_path: Path, layout: str, fault: str) -> None:
+    damage, message = globals()[layout][fault]
+    folder = shutil.copytree(originals[layout.lower()], tmp_path / "model")
+    assert read_base(folder).total > 0
+    damage(folder)
+    with pytest.raises(UserError, match=message) as error:
+        read_base(folder)
+    assert all(str(folder) in problem.where and problem.hint for problem in error.value.problems)
+    assert len(str(error.value)) < 4000
+
+
+def test_all_faults_of_a_config_at_once(originals: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(originals["single"], tmp_path / "model")
+    text(hidden_size=0, vocab_size="many", kv_lora_rank=..., tie_word_embeddings=3)(folder)
+    with pytest.raises(UserError) as error:
+        read_base(folder)
+    assert len(error.value.problems) == 4
+    for path, message in ((folder / "nowhere", "no such folder"), (folder / CONFIG, "it is a file, not a folder")):
+        with pytest.raises(UserError, match=message):
+            read_base(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=6,
+)
+QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@QUICK
+@given(data=st.data())
+def test_any_config_is_an_error_or_a_model(originals: dict[str, Path], data: st.DataObject) -> None:
+    config = json.loads((originals["single"] / CONFIG).read_text())
+    table = data.draw(st.sampled_from([config, config["text_config"]]))
+    for key in data.draw(st.lists(st.sampled_from(sorted(table)), max_size=3)):
+        table[key] = data.draw(JSON)
+    places = [CONFIG]
+    try:
+        assert describe(config, CONFIG).dims["layers"] > 0
+    except UserError as error:
+        places = [problem.where for problem in error.problems]
+    assert all(place.startswith(CONFIG) for place in places)
+
+
+@QUICK
+@given(data=st.data(), entries=st.dictionaries(st.text(max_size=6), JSON, max_size=4), body=st.binary(max_size=40))
+def test_any_bytes_are_an_error_or_tensors(
+    originals: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    entries: dict[str, Any],
+    body: bytes,
+) -> None:
+    changed = bytearray((originals["mixtral"] / FILE).read_bytes()[:600])
+    for _ in range(data.draw(st.integers(1, 6))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    table = json.dumps(entries).encode()
+    for content in (changed[: data.draw(st.integers(0, 600))], struct.pack("<Q", len(table)) + table + body):
+        file = tmp_path_factory.getbasetemp() / "any.safetensors"
+        file.write_bytes(content)
+        place = str(file)
+        try:
+            assert all(8 <= each.start <= each.end <= len(content) for each in read_header(file).values())
+        except UserError as error:
+            place = error.problems[0].where
+        assert place == str(file)
