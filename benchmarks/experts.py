@@ -78,7 +78,7 @@ def layers(way: str, count: int, sizes: tuple[int, int], dtype: torch.dtype) -> 
                 if "lora_B" in name:
                     nn.init.normal_(parameter, std=0.02)
             if way == SPLIT_WAY:
-                beside.put_beside(model)
+                beside.patch_experts(model)
         made.append(layer)
     return made
 

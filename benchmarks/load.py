@@ -27,7 +27,7 @@ import torch.distributed as dist
 from windlass import tiny
 from windlass.model import read_base
 from windlass.plan.layout import Layout
-from windlass.train import shard
+from windlass.train import parallel
 from windlass.train.load import load, own_part, peak_rss, read_all, reset_peak_rss, unique_tensors
 
 GIB = 2**30
@@ -121,8 +121,8 @@ def own(path: Path, layout: Layout) -> tuple[int, int]:
 def broadcast(path: Path, layout: Layout) -> tuple[int, int]:
     """What `fsdp_cpu_ram_efficient_loading` stands for: the whole model on rank 0, sent tensor by tensor."""
     checkpoint = read_base(path)
-    model = shard.build(checkpoint, layout, torch.bfloat16)
-    shard.allocate(model, layout)
+    model = parallel.build(checkpoint, layout, torch.bfloat16)
+    parallel.allocate(model, layout)
     targets = unique_tensors(model)
     whole: dict[str, torch.Tensor] = {}
     read = received = 0

@@ -36,7 +36,7 @@ from windlass.model import targets as adapters
 from windlass.plan.cost import Batch, Work, activations, cost
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
-from windlass.train import shard
+from windlass.train import parallel
 from windlass.train.load import load
 from windlass.train.lora import attach
 
@@ -134,9 +134,9 @@ def _peak(peft: Any, model: Any, ids: torch.Tensor, *, once: bool) -> float:
             tracker.memory_tracking[module] = _FSDPModMemStats("")
         with tracker:
             if once:
-                shard.keep_gathered(model, keep=True)
+                parallel.keep_gathered(parallel.fsdp_modules(model), keep=True)
                 model_of._pass(peft, ids)
-                shard.keep_gathered(model, keep=False)
+                parallel.keep_gathered(parallel.fsdp_modules(model), keep=False)
             model_of._pass(peft, ids)
             optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])

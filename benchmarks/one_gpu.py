@@ -7,7 +7,7 @@
 
 Each part runs in a process of its own, has a share of the time (and what earlier parts left of theirs), and writes
 each row to --out the moment it is there: what ends early loses nothing that was measured. Weights are random and made
-on the GPU: no files, no copy on the host. Everything else is what a run uses: the model as shard.py builds it, the
+on the GPU: no files, no copy on the host. Everything else is what a run uses: the model as parallel.py builds it, the
 FP8 base, the adapters and their experts' path, checkpointing, autocast, TRL's fused head, AdamW. Rows of tokens are
 full, so none is padding; where "masked" stands they are documents that a mask keeps apart. "plan" is what the plan
 says of the same work, without what only a device has (the driver's context, fragmentation); "peak" is what torch has

@@ -22,7 +22,7 @@ from windlass.model.targets import SPLIT
 from windlass.plan.cost import Batch, Work, in_fp8
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train import fp8, shard
+from windlass.train import fp8, parallel
 from windlass.train.lora import attach
 
 GIB = 2**30
@@ -123,10 +123,10 @@ def lora_of(sizes: Sizes, routed: bool) -> Lora:
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
     """Random weights, made where they lie. A stack of experts one expert at a time: no second stack."""
-    eight = fp8.held(model)
+    eight = fp8.fp8_weights(model)
     for name, tensor in model.named_parameters():
         if name in eight:
-            codes = tensor.view(eight[name].coding.codes)
+            codes = tensor.view(eight[name].format.codes)
             for part in codes if codes.ndim == 3 else [codes]:
                 part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device).mul_(CODE_SPREAD))
             eight[name].scale.fill_(SPREAD / CODE_SPREAD)
@@ -154,8 +154,8 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT)
     """The model with its adapter, ready to train, on the GPU if there is one."""
     found, layout, lora = headers(sizes, layers), layout_of(base), lora_of(sizes, routed)
     adapter = adapters.resolve(lora, found, str)
-    model = shard.build(found, layout, torch.bfloat16)
-    shard.allocate(model, layout)
+    model = parallel.build(found, layout, torch.bfloat16)
+    parallel.allocate(model, layout)
     torch.manual_seed(0)
     fill(model)
     model.requires_grad_(False)
@@ -197,7 +197,7 @@ class Trainee:
         self.model = built.model
         self.trained = [p for p in built.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
-        self.device = shard.device_of_this_rank()
+        self.device = parallel.device_of_this_rank()
         self.vocabulary = built.work.base.dims["vocab"]
 
     def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.model.targets import MERGED, SPLIT, expert_path
 from windlass.plan.cost import Batch, Cost, cost
-from windlass.train import fp8, shard
+from windlass.train import fp8, parallel
 from windlass.train.lora import attach
 
 
@@ -57,7 +57,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def cudnn(wanted: bool) -> Iterator[None]:
-    """cuDNN's attention, which shard.py switches off."""
+    """cuDNN's attention, which parallel.py switches off."""
     torch.backends.cuda.enable_cudnn_sdp(wanted)
     yield
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -162,7 +162,7 @@ def layers(sizes: Sizes, until: float) -> Iterator[Row]:
 def ground(sizes: Sizes, until: float) -> Iterator[Row]:
     """Rates to hold all else against, and whether the paths that only a GPU takes compute what they should."""
     del until
-    device, side = shard.device_of_this_rank(), sizes.square
+    device, side = parallel.device_of_this_rank(), sizes.square
     gpu = card()
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
     a @ b
@@ -182,7 +182,7 @@ def ground(sizes: Sizes, until: float) -> Iterator[Row]:
 
 def eight_bits(sizes: Sizes) -> Iterator[Row]:
     """Codes into numbers by the kernel and by torch; grouped products over them, in chunks, against one by one."""
-    device = shard.device_of_this_rank()
+    device = parallel.device_of_this_rank()
     experts, wide, narrow, block = (4, 48, 32, 16) if sizes.tiny else (128, 4096, 2048, 128)
     codes = torch.empty(experts, wide, narrow, dtype=torch.uint8, device=device)
     for one in codes:
@@ -190,13 +190,13 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
     counts = torch.arange(experts, device=device) * 5  # the first expert has no tokens
     offsets = counts.cumsum(0).to(torch.int32)
     for words, (high, across) in (("one scale an expert", (wide, narrow)), ("blocks", (block, block))):
-        coding = fp8.Coding(torch.float8_e4m3fn, (high, across), torch.bfloat16)
+        coding = fp8.Fp8Format(torch.float8_e4m3fn, (high, across), torch.bfloat16)
         scale = torch.rand(experts, wide // high, narrow // across, device=device) / 1000 + 0.0005
         yield from by_kernel(codes, scale, coding, words)
         for transposed, width in ((True, narrow), (False, wide)):
             x = torch.randn(int(offsets[-1]), width, device=device).to(torch.bfloat16)
-            at_once = partial(fp8.by_columns, x, codes, scale, offsets, coding, transposed=transposed)
-            one_by_one = fp8.by_expert(x, codes, scale, offsets, coding, transposed=transposed)
+            at_once = partial(fp8.all_at_once, x, codes, scale, offsets, coding, transposed=transposed)
+            one_by_one = fp8.one_by_one(x, codes, scale, offsets, coding, transposed=transposed)
             direction = "x W^T" if transposed else "dy W"
             yield {"what": f"FP8 grouped product {direction}, {words}: error", "value": error(at_once(), one_by_one),
                    "unit": "relative", "expected": "below 0.01"}  # fmt: skip
@@ -205,9 +205,9 @@ def eight_bits(sizes: Sizes) -> Iterator[Row]:
                    "expected": "-"}  # fmt: skip
 
 
-def by_kernel(codes: Tensor, scale: Tensor, coding: fp8.Coding, words: str) -> Iterator[Row]:
+def by_kernel(codes: Tensor, scale: Tensor, coding: fp8.Fp8Format, words: str) -> Iterator[Row]:
     """All of a stack, and a stretch of its columns: how many values differ from torch's, and both ways' rates."""
-    if not GPU or not fp8.kernel_is_right(codes.device, coding.codes, coding.dtype):
+    if not GPU or not fp8.kernel_is_exact(codes.device, coding.codes, coding.dtype):
         yield {"note": f"{words}: no kernel is used here, torch's two passes are"}
         return
     half = codes.shape[2] // 2
@@ -254,8 +254,8 @@ def one_layer(
     """One layer's experts in BF16 with their adapters, and tokens that choose them by chance."""
     found, layout = headers(sizes, 1), layout_of("bf16")
     lora = lora_of(sizes, routed=True)
-    model = shard.build(found, layout, torch.bfloat16)
-    shard.allocate(model, layout)
+    model = parallel.build(found, layout, torch.bfloat16)
+    parallel.allocate(model, layout)
     torch.manual_seed(0)
     fill(model)
     model.requires_grad_(False)
@@ -266,7 +266,7 @@ def one_layer(
 
 
 def tokens_of(found: Base, per_expert: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    device, dims = shard.device_of_this_rank(), found.dims
+    device, dims = parallel.device_of_this_rank(), found.dims
     count = max(1, per_expert * dims["experts"] // dims["top_k"])
     dice = torch.Generator().manual_seed(per_expert)
     x = torch.randn(count, dims["hidden"], generator=dice).to(device, torch.bfloat16).requires_grad_()

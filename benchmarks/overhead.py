@@ -126,8 +126,8 @@ def trainer_of(kind: str, model: Any, folder: Path, sizes: argparse.Namespace, n
     from windlass.train.liveness import Liveness
     from windlass.train.loop import Loop
     from windlass.train.order import numbered
+    from windlass.train.parallel import keep_out_of_ddp
     from windlass.train.saving import Saving
-    from windlass.train.shard import keep_out_of_ddp
     from windlass.train.sync import Replicas
 
     clock = Clock(now)

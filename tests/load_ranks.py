@@ -22,7 +22,7 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import read_base
 from windlass.plan.layout import Layout
-from windlass.train import certificate, fp8, shard
+from windlass.train import certificate, fp8, parallel
 from windlass.train.group import raise_together
 from windlass.train.load import load, own_part, unique_tensors
 
@@ -113,7 +113,7 @@ def whole(tensor: Tensor) -> Tensor:
 def equality(root: Path, name: str, layout: Layout, reference: Any, logits: Tensor) -> dict[str, Any]:
     """One checkpoint under one layout against the truth, bit for bit."""
     model, made = load(read_base(root / name), layout, dtype=reference.dtype)
-    shard.assert_sharded(model, layout)
+    parallel.assert_sharded(model, layout)
     true = dict(reference.named_parameters())
     mine = dict(model.named_parameters())
     with Wire() as wire, torch.enable_grad():  # type: ignore[no-untyped-call]
@@ -135,8 +135,8 @@ def in_fp8(root: Path, name: str, layout: Layout, reference: Any) -> dict[str, A
     """The base held in FP8 under one layout: true values, loss and gradient of the input against the truth."""
     layout = replace(layout, base_dtype="fp8")
     model, made = load(read_base(root / name), layout, dtype=reference.dtype)
-    shard.assert_sharded(model, layout)
-    held, true = fp8.held(model), dict(reference.named_parameters())
+    parallel.assert_sharded(model, layout)
+    held, true = fp8.fp8_weights(model), dict(reference.named_parameters())
     differ = []
     with torch.no_grad():
         for key, tensor in model.named_parameters():
@@ -146,7 +146,7 @@ def in_fp8(root: Path, name: str, layout: Layout, reference: Any) -> dict[str, A
                 scale = held[key].scale
                 if part.ndim == 3:
                     scale = scale[offset[0] - held[key].first :][: len(part)]
-                part = fp8.dequantise(part, scale, held[key].coding, reference.dtype, (offset[-2], offset[-1]))
+                part = fp8.dequantise(part, scale, held[key].format, reference.dtype, (offset[-2], offset[-1]))
             if not torch.equal(part, wanted):
                 differ.append(key)
     parts = {key: own_part(tensor)[0] for key, tensor in model.named_parameters()}
@@ -193,7 +193,7 @@ def mixed_up(root: Path, name: str, ranks: int, change: str) -> str:
     checkpoint = read_base(root / name)
     layout = replace(layouts(ranks, True)["expert-parallel" if "expert" in change else "full-shard"], base_dtype="fp8")
     model, _ = load(checkpoint, layout)
-    targets, held = unique_tensors(model), fp8.held(model)
+    targets, held = unique_tensors(model), fp8.fp8_weights(model)
     victim = "model.layers.1.mlp.experts.down_proj"
     local = own_part(targets[victim])[0]
     mine = held[victim].scale if "scale" in change else local
@@ -245,7 +245,7 @@ def unsharded(root: Path, name: str, ranks: int) -> str:
     """A run that claims to be sharded and is not."""
     model, _ = load(read_base(root / name), layouts(ranks, False)["resident"])
     try:
-        shard.assert_sharded(model, layouts(ranks, False)["full-shard"])
+        parallel.assert_sharded(model, layouts(ranks, False)["full-shard"])
     except UserError as error:
         return str(error)
     return ""
@@ -256,7 +256,7 @@ def kept(root: Path, name: str, ranks: int) -> list[bool]:
     model, _ = load(read_base(root / name), layouts(ranks, False)["no-reshard"])
     said = []
     for keep in (True, False):
-        shard.keep_gathered(model, keep)
+        parallel.keep_gathered(parallel.fsdp_modules(model), keep)
         embedded = torch.zeros(1, 4, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         model(inputs_embeds=embedded).logits.float().sum().backward()
         said.append(not isinstance(model.model.layers[0].self_attn.o_proj.weight, DTensor))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from windlass.train import experts, fp8
-from windlass.train.fp8 import Coding
+from windlass.train.fp8 import Fp8Format
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch that is built with CUDA; a GPU it needs not"),
@@ -34,7 +34,7 @@ def on_a_gpu(stack: nn.Module, sides: tuple[int, int] | None) -> None:
             if sides and parameter.ndim == 3:
                 del module._parameters[name]
                 weight = torch.empty(parameter.shape, device="cuda")
-                fp8.hold(module, name, weight, Coding(E4M3, sides, torch.bfloat16))
+                fp8.to_fp8_param(module, name, weight, Fp8Format(E4M3, sides, torch.bfloat16))
             else:
                 moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
                 module._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
@@ -49,7 +49,7 @@ def test_experts_and_their_adapters(
     """Forward, r=3 filled up, in several chunks; offsets go to the host where they must."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
     monkeypatch.setattr(fp8, "ALIGN", 8)
-    monkeypatch.setattr(fp8, "TEMPORARY", 6 * HIDDEN * 2 * 16)
+    monkeypatch.setattr(fp8, "CHUNK_BYTES", 6 * HIDDEN * 2 * 16)
     ways: list[str] = []
 
     def by_expert(
@@ -58,7 +58,7 @@ def test_experts_and_their_adapters(
         ways.append("by expert")
         return x.new_empty(x.shape[0], codes.shape[1] if transposed else codes.shape[2])
 
-    monkeypatch.setattr(fp8, "by_expert", by_expert)
+    monkeypatch.setattr(fp8, "one_by_one", by_expert)
     stack = stack_of(ours_of(base(dtype=torch.bfloat16), *BOTH))
     with FakeTensorMode():
         on_a_gpu(stack, sides)
@@ -97,14 +97,14 @@ def test_the_backward_of_an_adapter() -> None:
 def test_the_backward_of_products_in_chunks(sides: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(fp8, "ALIGN", 8)
-    monkeypatch.setattr(fp8, "TEMPORARY", 6 * 48 * 2 * 16)  # two chunks of 32 columns
+    monkeypatch.setattr(fp8, "CHUNK_BYTES", 6 * 48 * 2 * 16)  # two chunks of 32 columns
     with FakeTensorMode():
         module = nn.Module()
-        coding = Coding(E4M3, sides, torch.bfloat16)
-        fp8.hold(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
+        coding = Fp8Format(E4M3, sides, torch.bfloat16)
+        fp8.to_fp8_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
         dy, ends = torch.empty(12, 48, device="cuda", dtype=torch.bfloat16), torch.empty(6, device="cuda").int()
         codes, scale = module.get_parameter("weight"), module.get_buffer("weight_scale")
-        dx = fp8.by_columns(dy, codes, scale, ends, coding, transposed=False)
+        dx = fp8.all_at_once(dy, codes, scale, ends, coding, transposed=False)
     assert (dx.shape, dx.dtype, dx.device.type) == ((12, HIDDEN), torch.bfloat16, "cuda")
 
 

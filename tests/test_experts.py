@@ -164,9 +164,9 @@ def test_taking_rows_by_expert_and_back_is_indexing_with_its_gradient(tokens: in
     token, back = order // top_k, order.argsort()
     x = torch.randn(tokens, 5, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(tokens * top_k, 5)
-    rows = experts._taken(x, token, back)
+    rows = experts.taken(x, token, back)
     assert torch.equal(rows, x[token])
-    found = experts._taken(rows, back, order)
+    found = experts.taken(rows, back, order)
     assert torch.equal(found, x.repeat_interleave(top_k, 0))
     (gradient,) = torch.autograd.grad((found * weights).sum(), x)
     torch.testing.assert_close(gradient, weights.double().view(tokens, top_k, 5).sum(1))
@@ -227,7 +227,7 @@ def test_experts_of_another_form_are_refused() -> None:
     model = ours_of(base(), *BOTH)
     stack_of(model).get_base_layer().has_bias = True
     with pytest.raises(UserError, match="Mistral4Experts is of another form") as caught:
-        experts.put_beside(model)
+        experts.patch_experts(model)
     assert caught.value.problems[0].where == "lora.experts"
 
 
@@ -380,7 +380,7 @@ def test_the_path_goes_by_tokens_per_expert(stacks: tuple[str, ...], tokens: int
 
 def test_the_merged_path_is_pefts_own_forward() -> None:
     model = ours_of(base(), *BOTH, path=adapters.MERGED)
-    assert not any(isinstance(module, experts.Beside) for module in model.modules())
+    assert not any(isinstance(module, experts.UnmergedExpertLora) for module in model.modules())
     expected = step(peft_of(base(), *BOTH))
     logits, gradients = step(copy.deepcopy(model))
     assert torch.equal(logits, expected[0])

@@ -24,7 +24,7 @@ from windlass.model.targets import resolve
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import fp8
-from windlass.train.fp8 import Coding, Fp8Linear, dequantise, grouped
+from windlass.train.fp8 import Fp8Format, Fp8Linear, dequantise, grouped_linear
 from windlass.train.load import load
 from windlass.train.lora import attach
 
@@ -64,7 +64,7 @@ def test_any_part_of_any_parameter_is_the_truth(data: st.DataObject) -> None:
     (top, bottom), (left, right) = (
         sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True))) for size in (rows, columns)
     )
-    got = dequantise(codes[:, top:bottom, left:right], scale, Coding(E4M3, sides, dtype), dtype, (top, left))
+    got = dequantise(codes[:, top:bottom, left:right], scale, Fp8Format(E4M3, sides, dtype), dtype, (top, left))
     assert got.dtype == dtype
     assert torch.equal(got, truth(codes, scale, sides, dtype)[:, top:bottom, left:right])
 
@@ -79,12 +79,12 @@ def test_multiplying_in_place_rounds_once(dtype: torch.dtype) -> None:
 
 def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[Fp8Linear, nn.Linear]:
     """The same layer twice: held in FP8, and in `dtype`."""
-    coding = Coding(E4M3, (16, 16), dtype)
+    coding = Fp8Format(E4M3, (16, 16), dtype)
     plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
     held = Fp8Linear(plain, coding)
     held.weight.copy_(random_codes(24, 40))
     held.weight_scale.copy_(random_scale(2, 3))
-    plain.weight.data = truth(held.weight, held.weight_scale, coding.sides, dtype)
+    plain.weight.data = truth(held.weight, held.weight_scale, coding.block, dtype)
     plain.weight.requires_grad_(False)
     return held, plain
 
@@ -135,36 +135,38 @@ OFFSETS = torch.tensor([3, 3, 10, 12, 12], dtype=torch.int32)  # of five experts
 
 def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """Five experts with ragged blocks twice: held in FP8, and in `dtype`."""
-    coding = Coding(E4M3, (16, 32), dtype)
+    coding = Fp8Format(E4M3, (16, 32), dtype)
     held, plain = nn.Module(), nn.Module()
-    fp8.hold(held, "gate_up_proj", torch.empty(5, 40, 48), coding)
+    fp8.to_fp8_param(held, "gate_up_proj", torch.empty(5, 40, 48), coding)
     codes, scale = random_codes(5, 40, 48), random_scale(5, 3, 2)
     held.get_parameter("gate_up_proj").copy_(codes)
     held.get_buffer("gate_up_proj_scale").copy_(scale)
-    plain.gate_up_proj = nn.Parameter(truth(codes, scale, coding.sides, dtype), requires_grad=False)
+    plain.gate_up_proj = nn.Parameter(truth(codes, scale, coding.block, dtype), requires_grad=False)
     return held, plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("way", ["by_expert", "by_columns"])
+@pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
 def test_grouped_products_are_the_16_bit_ones(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "products", getattr(fp8, way))
     monkeypatch.setattr(fp8, "ALIGN", 8)
-    monkeypatch.setattr(fp8, "TEMPORARY", 5 * 48 * dtype.itemsize * 16)  # 16 columns of 40 at a time: also a ragged one
+    monkeypatch.setattr(
+        fp8, "CHUNK_BYTES", 5 * 48 * dtype.itemsize * 16
+    )  # 16 columns of 40 at a time: also a ragged one
     found = []
     for module in experts(dtype):
         x = torch.randn(12, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        y = grouped(x, module, "gate_up_proj", OFFSETS)
+        y = grouped_linear(x, module, "gate_up_proj", OFFSETS)
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
     for held, plain in zip(*found, strict=True):
         # A matrix product of another width may add up in another order.
-        torch.testing.assert_close(held, plain, rtol=0, atol=1e-6 if way == "by_columns" else 0)
+        torch.testing.assert_close(held, plain, rtol=0, atol=1e-6 if way == "all_at_once" else 0)
 
 
 def test_wide_inputs_are_multiplied_in_the_weights_dtype() -> None:
     """A norm under autocast hands on float32."""
     x = torch.randn(12, 48)
-    held, plain = (grouped(x, module, "gate_up_proj", OFFSETS) for module in experts(torch.bfloat16))
+    held, plain = (grouped_linear(x, module, "gate_up_proj", OFFSETS) for module in experts(torch.bfloat16))
     assert torch.equal(held, plain)
 
 
@@ -177,7 +179,7 @@ def test_only_experts_with_tokens_are_dequantised(monkeypatch: pytest.MonkeyPatc
         return dequantise(codes, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fp8, "dequantise", counted)
-    grouped(torch.randn(12, 48), held, "gate_up_proj", OFFSETS)
+    grouped_linear(torch.randn(12, 48), held, "gate_up_proj", OFFSETS)
     assert shapes == [torch.Size((40, 48))] * 3
 
 
@@ -195,11 +197,11 @@ def test_the_stated_temporary_is_what_a_gpu_would_hold(monkeypatch: pytest.Monke
         return values
 
     monkeypatch.setattr(fp8, "dequantise", counted)
-    monkeypatch.setattr(fp8, "products", fp8.by_columns)
+    monkeypatch.setattr(fp8, "products", fp8.all_at_once)
     monkeypatch.setattr(fp8, "ALIGN", 8)
-    monkeypatch.setattr(fp8, "TEMPORARY", 10_000)
+    monkeypatch.setattr(fp8, "CHUNK_BYTES", 10_000)
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
-    torch.autograd.grad(grouped(x, held, "gate_up_proj", OFFSETS).sum(), x)
+    torch.autograd.grad(grouped_linear(x, held, "gate_up_proj", OFFSETS).sum(), x)
     assert max(sizes) == fp8.temporary(shape, 2) <= 10_000
     assert sum(sizes) == 2 * 2 * math.prod(shape)
 
@@ -214,9 +216,9 @@ def test_the_temporary_of_the_published_model() -> None:
 
 
 def test_a_kernel_that_is_not_there_is_said() -> None:
-    fp8.kernel_is_right.cache_clear()
+    fp8.kernel_is_exact.cache_clear()
     with pytest.warns(UserWarning, match="weights in FP8 take two passes to read instead of one: "):
-        assert not fp8.kernel_is_right(torch.device("cpu"), E4M3, torch.bfloat16)
+        assert not fp8.kernel_is_exact(torch.device("cpu"), E4M3, torch.bfloat16)
 
 
 def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,16 +229,16 @@ def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.
 
     asked = torch.device("cpu"), E4M3, torch.bfloat16
     for way, right in ((fp8.by_torch, True), (off_by_one, False)):
-        fp8.kernel_is_right.cache_clear()
+        fp8.kernel_is_exact.cache_clear()
         monkeypatch.setattr(fp8, "by_kernel", way)
         with contextlib.nullcontext() if right else pytest.warns(UserWarning, match="1 of 169344 values differ"):
-            assert fp8.kernel_is_right(*asked) is right
-    fp8.kernel_is_right.cache_clear()
+            assert fp8.kernel_is_exact(*asked) is right
+    fp8.kernel_is_exact.cache_clear()
 
 
 KERNEL = """
 import math, torch
-from windlass.train.kernel import scaled
+from windlass.train.fp8_kernel import scaled
 dice = torch.Generator().manual_seed(0)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for sides in ((40, 2100), (16, 128), (7, 5)):
@@ -257,7 +259,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windlass.train import kernel
+from windlass.train import fp8_kernel as kernel
 names = kernel._scaled.arg_names
 for one in (True, False):
     given = {"one": one, "high": kernel.ROWS, "wide": kernel.COLUMNS}
@@ -318,7 +320,7 @@ def test_an_adapter_that_is_not_rounded_as_beside_16_bits_differs(
     """The fault that the test above guards against."""
     original = Fp8Linear.__init__
 
-    def forgetful(self: Fp8Linear, plain: nn.Linear, coding: Coding) -> None:
+    def forgetful(self: Fp8Linear, plain: nn.Linear, coding: Fp8Format) -> None:
         original(self, plain, coding)
         del self.compute_dtype
 
@@ -328,5 +330,5 @@ def test_an_adapter_that_is_not_rounded_as_beside_16_bits_differs(
 
 
 def test_dora_is_refused(published: Base) -> None:
-    with pytest.raises(UserError, match="DoRA needs the norm of base weights, and the base is held in FP8"):
+    with pytest.raises(UserError, match="DoRA needs the norm of the base weights, and the base is stored in FP8"):
         adapted(published, "fp8", use_dora=True)

@@ -14,7 +14,7 @@ from windlass.launch.check.pairs import nccl_log
 from windlass.model import read_base
 from windlass.observe.meter.sample import Sampler
 from windlass.plan.layout import Layout
-from windlass.train import shard
+from windlass.train import parallel
 from windlass.train.checkpoint.random_state import random_state, restore_random
 from windlass.train.progress import Progress
 from windlass.train.rank import Place
@@ -100,13 +100,13 @@ def test_bytes_are_sharded_by_a_torch_that_can(version: str, refused: bool, monk
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     layout = Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")
     unused: Any = None
-    said = [problem.problem for problem in shard.refusals(unused, layout, unused)]
-    assert any("can't shard a base that is held in FP8" in each for each in said) is refused
+    said = [problem.problem for problem in parallel.unsupported(unused, layout, unused)]
+    assert any("can't shard a base that is stored in FP8" in each for each in said) is refused
 
 
 def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> None:
     checkpoint = read_base(tiny.write(tmp_path / "twin", experts=4, tokenizer=False))
     torch.backends.cuda.enable_cudnn_sdp(True)
-    shard.build(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
+    parallel.build(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]

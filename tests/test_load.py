@@ -25,7 +25,7 @@ from windlass.errors import RunError, UserError
 from windlass.model import Base, Parameter, read_base
 from windlass.plan.layout import Layout
 from windlass.train import certificate, fp8
-from windlass.train.load import load, not_filled, read_all, stored_problems, tiles, unique_tensors
+from windlass.train.load import incomplete, load, not_filled, read_all, tiles, unique_tensors
 from windlass.train.reading import AT_ONCE, chunks, decode, intersection, runs
 
 load_ranks = importlib.import_module("load_ranks")  # beside this file; also run by every rank
@@ -124,10 +124,10 @@ def test_weights_stay_gathered_between_micro_batches_and_no_longer(ranks: list[d
 def test_what_the_engine_cannot_do_is_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         uneven, none, count, offload = rank["refused"]
-        assert "8 experts can't be split evenly over 3 ranks" in uneven
+        assert "has 8 experts to split evenly over 3 ranks" in uneven
         assert "LlamaForCausalLM has no experts" in none
         assert f"the layout is for {len(ranks) + 1} ranks" in count
-        assert "nothing can be offloaded where ranks compute in the host's memory" in offload
+        assert "ranks that compute in host memory have nothing to offload" in offload
 
 
 def in_fp8(rank: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -302,7 +302,7 @@ def test_two_experts_in_each_others_place_are_found_out(root: Path, layout: Layo
     targets = unique_tensors(model)
     experts = targets["model.layers.0.mlp.experts.gate_up_proj"].data
     experts[[2, 5]] = experts[[5, 2]]
-    wrong, _ = certificate.check(targets, checkpoint, 0, fp8.held(model))
+    wrong, _ = certificate.check(targets, checkpoint, 0, fp8.fp8_weights(model))
     assert [problem.split()[0] for problem in wrong] == ["model.layers.0.mlp.experts.gate_up_proj"]
 
 
@@ -310,7 +310,7 @@ def test_two_experts_in_each_others_place_are_found_out(root: Path, layout: Layo
 def test_each_tensor_and_each_expert_is_looked_at(root: Path, layout: Layout) -> None:
     checkpoint = read_base(root / "published")
     model, _ = load(checkpoint, layout)
-    targets, held = unique_tensors(model), fp8.held(model)
+    targets, held = unique_tensors(model), fp8.fp8_weights(model)
     assert certificate.check(targets, checkpoint, 0, held)[0] == []
     for name, part in parts(targets):
         kept = part.clone()
@@ -327,7 +327,7 @@ def test_each_scale_is_looked_at(root: Path) -> None:
     """All of them: a block's scale is wrong for rows that no sample may hit."""
     checkpoint = read_base(root / "blocks")
     model, _ = load(checkpoint, HELD)
-    targets, held = unique_tensors(model), fp8.held(model)
+    targets, held = unique_tensors(model), fp8.fp8_weights(model)
     assert certificate.check(targets, checkpoint, 0, held)[0] == []
     for name in [name for name in held if "layers.1." not in name]:
         scale = held[name].scale
@@ -374,7 +374,7 @@ def parts(targets: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]
 def test_a_gap_in_a_parameter_is_seen(root: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     broken = changed(read_base(root / "mixtral"), name, lambda p: replace(p, pieces=p.pieces[:-1]))
-    assert any(problem.startswith(name) for problem in stored_problems(broken))
+    assert any(problem.startswith(name) for problem in incomplete(broken))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

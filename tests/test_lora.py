@@ -104,7 +104,7 @@ def test_the_seed_alone_decides_the_values() -> None:
 @pytest.mark.parametrize("r", [2, R])
 def test_experts_have_their_own_rank(r: int) -> None:
     model = adapted(experts=r)
-    found = lora.realised(model)
+    found = lora.adapter_sizes(model)
     assert found["model.layers.0.mlp.experts.gate_up_proj"] == 4 * r * (32 + 32)
     assert found["model.layers.0.mlp.experts.down_proj"] == 4 * r * (16 + 32)
     assert found["model.layers.0.self_attn.o_proj"] == R * (16 + 32)
@@ -147,8 +147,8 @@ def test_what_peft_cannot_do_here_is_refused_before_it_fails(case: str) -> None:
     keys, experts, where, key = REFUSED[case]
     plan = planned(base(), ("o_proj",), experts=R if experts else 0)
     spread = {"sharded": False, "split": False, "merged": False, **where}
-    assert [problem.where for problem in lora.refusals(keys, plan, **spread)] == [key]
-    assert not list(lora.refusals(section(), planned(base(), ("o_proj",)), sharded=True, split=True, merged=False))
+    assert [problem.where for problem in lora.unsupported(keys, plan, **spread)] == [key]
+    assert not list(lora.unsupported(section(), planned(base(), ("o_proj",)), sharded=True, split=True, merged=False))
 
 
 def test_dora_works_where_weights_are_whole() -> None:

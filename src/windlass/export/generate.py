@@ -121,5 +121,5 @@ def loaded(checkpoint: Base, chosen: Chosen | None, held: str) -> Any:
         return model
     assert (chosen.folder / WEIGHTS).is_file()
     adapted = logits.with_adapter(model, chosen.folder)
-    experts.put_beside(adapted)  # PEFT's own way adds to the experts' weights, which FP8 has none of
+    experts.patch_experts(adapted)  # PEFT's own way adds to the experts' weights, which FP8 has none of
     return adapted

@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.model import Base, Parameter, Piece
-from windlass.train.fp8 import Held
-from windlass.train.reading import Box, intersection, piece_box
+from windlass.train.fp8 import Fp8Weight
+from windlass.train.group import gather
+from windlass.train.reading import Box, intersection, piece_box, stored_box
 
 ROW = 4096  # elements compared of a sampled row
 ROWS = 8  # rows sampled of a matrix
@@ -40,125 +40,134 @@ class Certificate:
     ranks: list[dict[str, Any]]  # rank, parameters and bytes_read, peak_rss_bytes, seconds
 
 
-def parameter_record(parameter: Parameter, dtype: torch.dtype) -> dict[str, Any]:
-    """Where a parameter's values came from. Experts stored one by one have one source each."""
-    return {
-        "name": parameter.name,
-        "shape": list(parameter.shape),
-        "part": parameter.part,
-        "dtype": str(dtype).removeprefix("torch."),
-        "sources": [
+def certificate(
+    base: Base, layout: str, dtypes: Mapping[str, torch.dtype], checked: dict[str, int], measured: dict[str, Any]
+) -> Certificate:
+    """The whole run's, the same on every rank, from what each rank has `checked` and `measured`. A collective."""
+    ranks: list[tuple[dict[str, Any], dict[str, int]]] = gather((measured, checked))
+    return Certificate(
+        checkpoint=str(base.path or base.name),
+        layout=layout,
+        parameters=[
             {
-                "file": piece.stored.file.name,
-                "key": piece.stored.key,
-                "dtype": piece.stored.dtype,
-                "scale": piece.scale.key if piece.scale else None,
+                "name": parameter.name,
+                "shape": list(parameter.shape),
+                "part": parameter.part,
+                "dtype": str(dtypes[parameter.name]).removeprefix("torch."),
+                "sources": [
+                    {
+                        "file": piece.stored.file.name,
+                        "key": piece.stored.key,
+                        "dtype": piece.stored.dtype,
+                        "scale": piece.scale.key if piece.scale else None,
+                    }
+                    for piece in parameter.pieces  # experts stored one by one have one source each
+                ],
             }
-            for piece in parameter.pieces
+            for parameter in base.parameters
         ],
-    }
-
-
-def unread_records(checkpoint: Base) -> list[dict[str, Any]]:
-    """Stored tensors that were not read. What a scale or weight of the language model is can't be among them."""
-    return [
-        {
-            "key": stored.key,
-            "file": stored.file.name,
-            "bytes": stored.end - stored.start,
-            "why": why,
-        }
-        for stored, why in checkpoint.unread.items()
-    ]
+        loaded=min(own["parameters"] for own, _ in ranks),
+        unread=[
+            {"key": stored.key, "file": stored.file.name, "bytes": stored.end - stored.start, "why": why}
+            for stored, why in base.unread.items()
+        ],
+        checked={
+            "parameters": min(counts["parameters"] for _, counts in ranks),
+            "slices": sum(counts["slices"] for _, counts in ranks),
+            "elements": sum(counts["elements"] for _, counts in ranks),
+        },
+        ranks=[own for own, _ in ranks],
+    )
 
 
 def check(
-    targets: Mapping[str, Tensor], checkpoint: Base, rank: int, held: Mapping[str, Held] = MappingProxyType({})
+    targets: Mapping[str, Tensor], base: Base, rank: int, in_fp8: Mapping[str, Fp8Weight]
 ) -> tuple[list[str], dict[str, int]]:
     """Compare sampled rows of every parameter with the disk. Returns what differs, and how much was compared.
 
-    Of those that are `held` in FP8: codes with codes, true values with true values, and all scales.
+    Of those in FP8: codes with codes, true values with true values, and all scales.
     """
-    block = checkpoint.block
-    files = {source.file for source in checkpoint.unread}
-    for parameter in checkpoint.parameters:
+    files = {stored.file for stored in base.unread}
+    for parameter in base.parameters:
         for piece in parameter.pieces:
             files |= {piece.stored.file, *([piece.scale.file] if piece.scale else [])}
-    where = {key: file for file in sorted(files) for key in _keys(file)}
+    where: dict[str, Path] = {}
+    for file in sorted(files):
+        with safe_open(file, framework="pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
     counts = {"parameters": 0, "slices": 0, "elements": 0}
     wrong: list[str] = []
-    for parameter in checkpoint.parameters:
-        disk, stays = Disk(where, block), held.get(parameter.name)
-        differs, slices, elements = _check_one(parameter, targets[parameter.name], disk, rank, stays)
-        if stays and not differs:
-            differs = _check_scales(parameter, stays, disk)
-        counts = {
-            "parameters": counts["parameters"] + 1,
-            "slices": counts["slices"] + slices,
-            "elements": counts["elements"] + elements,
-        }
-        wrong.extend(differs)
+    for parameter in base.parameters:
+        disk, weight = Disk(where, base.block), in_fp8.get(parameter.name)
+        differs = _check_rows(parameter, targets[parameter.name], disk, rank, weight, counts)
+        if weight and not differs:
+            differs = _check_scales(parameter, weight, disk)
+        counts["parameters"] += 1
+        wrong += [differs] if differs else []
     return wrong, counts
 
 
-def _check_one(
-    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, held: Held | None
-) -> tuple[list[str], int, int]:
-    """One parameter's sampled rows: the first that differs is enough to say so."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    intervals = own_intervals(tensor)
-    slices = elements = 0
+def _check_rows(
+    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: Fp8Weight | None, counts: dict[str, int]
+) -> str:
+    """One parameter's sampled rows, added to `counts`. Returns the first that differs."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    own = own_indices(tensor)
     for box in sampled(tuple(local.shape), f"{parameter.name}:{rank}"):
-        place, box = global_box(box, intervals)
-        got = local[tuple(slice(*extent) for extent in box)].detach().cpu()
+        place = tuple((index[a], index[b - 1] + 1) for index, (a, b) in zip(own, box, strict=True))
+        got = local[tuple(slice(*span) for span in box)].cpu()
+        if got.shape != tuple(b - a for a, b in place):  # no layout cuts a row in pieces
+            raise AssertionError(f"a row of {parameter.name} is not in one piece: {place}")
         for piece in parameter.pieces:
             shared = intersection(place, piece_box(piece))
             if shared is None:
                 continue
             expected, source = disk.values(piece, shared)
-            part = got[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, place, strict=True))]
-            slices, elements = slices + 1, elements + part.numel()
-            true = part if held is None else true_values(part, held, shared)
-            if not torch.equal(true, expected.to(true.dtype).reshape(true.shape)) or (
-                held is not None and not torch.equal(part, disk.codes(piece, shared).view(part.dtype).view(part.shape))
-            ):
-                return [f"{parameter.name} is not what {source} holds"], slices, elements
-    return [], slices, elements
+            found = got[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, place, strict=True))]
+            counts["slices"] += 1
+            counts["elements"] += found.numel()
+            true = true_values(found, weight, shared) if weight else found
+            same = torch.equal(true, expected.to(true.dtype).reshape(true.shape))
+            if weight and same:
+                same = torch.equal(found, disk.codes(piece, shared).view(found.dtype).view(found.shape))
+            if not same:
+                return f"{parameter.name} is not what {source} holds"
+    return ""
 
 
-def true_values(codes: Tensor, held: Held, box: Box) -> Tensor:
-    """Codes x scales in float32, each element with the scale that its place in the parameter has."""
-    rows, columns = (torch.arange(*span) // side for span, side in zip(box[-2:], held.coding.sides, strict=True))
-    outer = [torch.arange(*span) - held.first for span in box[:-2]]
-    scale = held.scale.cpu()[torch.meshgrid(*outer, rows, columns, indexing="ij")]
-    return codes.view(held.coding.codes).float() * scale
+def true_values(codes: Tensor, weight: Fp8Weight, box: Box) -> Tensor:
+    """Codes x scales in float32, each element with the scale of its place in the parameter."""
+    rows, columns = (torch.arange(*span) // side for span, side in zip(box[-2:], weight.format.block, strict=True))
+    outer = [torch.arange(*span) - weight.first for span in box[:-2]]
+    scale = weight.scale.cpu()[torch.meshgrid(*outer, rows, columns, indexing="ij")]
+    return codes.view(weight.format.codes).float() * scale
 
 
-def _check_scales(parameter: Parameter, held: Held, disk: Disk) -> list[str]:
-    """All scales that this rank holds, at the first element of each block."""
-    mine = held.scale.cpu()
+def _check_scales(parameter: Parameter, weight: Fp8Weight, disk: Disk) -> str:
+    """All scales that this rank has, at the first element of each block. Returns the first that differs."""
+    mine = weight.scale.cpu()
     for piece in parameter.pieces:
         box = piece_box(piece)
         axes = [torch.arange(*span) for span in box]
         if len(box) == 3:
-            axes[0] = axes[0][(axes[0] >= held.first) & (axes[0] < held.first + len(mine))]
-        axes[-2:] = [axis[::side] for axis, side in zip(axes[-2:], held.coding.sides, strict=True)]
+            axes[0] = axes[0][(axes[0] >= weight.first) & (axes[0] < weight.first + len(mine))]
+        axes[-2:] = [axis[::side] for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
         if not all(len(axis) for axis in axes):
             continue
         there = [axis - start for axis, (start, _) in zip(axes, box, strict=True)][-len(piece.stored.shape) :]
-        places = [axes[0] - held.first] if len(box) == 3 else []
-        places += [axis // side for axis, side in zip(axes[-2:], held.coding.sides, strict=True)]
+        places = [axes[0] - weight.first] if len(box) == 3 else []
+        places += [axis // side for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
         got = mine[torch.meshgrid(*places, indexing="ij")]
         name = f"{piece.stored.key}_scale_inv"
         if not torch.equal(got, disk.scale(piece, there).float().expand(got.shape)):
-            return [f"the scales of {parameter.name} are not what {name!r} of {disk.where[name].name} holds"]
-    return []
+            return f"the scales of {parameter.name} are not what {name!r} of {disk.where[name].name} holds"
+    return ""
 
 
 def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
     """Boxes to compare: rows (the last dimension) at the ends and between; of a stack of experts, two rows of each.
 
-    An expert's two rows lie in its two halves: gate and up are stacked so, and each expert has its own scale.
+    An expert's two rows are in its two halves: gate and up are stacked so, and each expert has its own scale.
     """
     if 0 in shape:
         return
@@ -180,8 +189,8 @@ def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
         yield (*((i, i + 1) for i in row), (first, first + width))
 
 
-def own_intervals(tensor: Tensor) -> list[list[tuple[int, int]]]:
-    """Which ranges of each dimension of the whole parameter are this rank's, in the order they lie in its part.
+def own_indices(tensor: Tensor) -> list[list[int]]:
+    """For each dimension of this rank's part, the index in the whole parameter of everything along it.
 
     Answered by what transformers' shard-on-read would fetch, not by the offsets that the loader computed.
     """
@@ -189,7 +198,8 @@ def own_intervals(tensor: Tensor) -> list[list[tuple[int, int]]]:
     if isinstance(tensor, DTensor):
         DtensorShardOperation(tensor).shard_tensor(probe)
     asked = probe.asked or [tuple(slice(0, size) for size in tensor.shape)]
-    return [list(dict.fromkeys((part[axis].start, part[axis].stop) for part in asked)) for axis in range(tensor.ndim)]
+    spans = [dict.fromkeys((part[axis].start, part[axis].stop) for part in asked) for axis in range(tensor.ndim)]
+    return [[index for span in own for index in range(*span)] for own in spans]
 
 
 class Probe:
@@ -206,23 +216,6 @@ class Probe:
         if isinstance(index, tuple):  # an Ellipsis asks for everything
             self.asked.append(index)
         return torch.empty(0)
-
-
-def global_box(box: Box, intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, Box]:
-    """A box of the local part in the whole parameter's coordinates, and the box cut to where it is contiguous."""
-    place, cut = [], []
-    for (start, stop), own in zip(box, intervals, strict=True):
-        before = 0
-        for first, last in own:
-            if start < before + last - first:
-                stop = min(stop, before + last - first)
-                place.append((first + start - before, first + stop - before))
-                cut.append((start, stop))
-                break
-            before += last - first
-        else:
-            raise IndexError(f"row {start} of a part that has {before}")
-    return tuple(place), tuple(cut)
 
 
 class Disk:
@@ -245,14 +238,14 @@ class Disk:
         name = f"{key}_scale_inv"
         if name not in self.where:
             return codes, f"{key!r} of {self.where[key].name}"
-        scale = self.scale(piece, [torch.arange(*span) for span in self._there(piece, box)])
+        scale = self.scale(piece, [torch.arange(*span) for span in stored_box(piece, box)])
         # e4m3 x bf16 is exact in float64; rounded to float32, then to the model's dtype, as the loader has to.
         return (codes.double() * scale).float(), f"{key!r} x {name!r} of {self.where[key].name}"
 
     def codes(self, piece: Piece, box: Box) -> Tensor:
         """What is stored, as it is."""
         key = piece.stored.key
-        there = tuple(slice(*span) for span in self._there(piece, box))
+        there = tuple(slice(*span) for span in stored_box(piece, box))
         stored: Tensor = self.handle(key).get_slice(key)[there] if there else self.handle(key).get_tensor(key)
         return stored
 
@@ -263,21 +256,9 @@ class Disk:
         if scale.numel() == 1:
             return scale
         shape = self.handle(piece.stored.key).get_slice(piece.stored.key).get_shape()
-        axes = [self._scale_index(i, scale.shape[i], shape, index) for i, index in enumerate(indices)]
+        axes = []
+        for axis, (index, size) in enumerate(zip(indices, shape, strict=True)):
+            count = scale.shape[axis]
+            side = size if count == 1 else 1 if count == size else self.block[axis - len(shape)]
+            axes.append(index // side)
         return scale[torch.meshgrid(*axes, indexing="ij")]
-
-    def _there(self, piece: Piece, box: Box) -> Box:
-        """A box of the parameter in the coordinates of the stored tensor that fills it there."""
-        outer = len(piece.offset) - len(piece.stored.shape)
-        return tuple((a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True))[outer:]
-
-    def _scale_index(self, axis: int, count: int, shape: Sequence[int], index: Tensor) -> Tensor:
-        """Which scale each index along an axis has."""
-        if count == 1:
-            return torch.zeros_like(index)
-        return index if count == shape[axis] else index.div(self.block[axis - len(shape)], rounding_mode="floor")
-
-
-def _keys(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())

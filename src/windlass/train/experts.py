@@ -1,11 +1,11 @@
-"""Routed experts, and their adapters beside them: y = x W + s (drop(x) A) B for each expert, on its own tokens.
+"""Routed experts with unmerged adapters: y = x W + s (drop(x) A) B for each expert, on its own tokens.
 
-PEFT folds an expert's adapter into its weight: W + s B A of all experts, a whole gradient of it, and no dropout. Here
+PEFT merges an expert's adapter into its weight: W + s B A of all experts, a full gradient of it, and no dropout. Here
 W is left alone. An adapter costs two narrow products, and keeps one narrow activation for the backward. PEFT's
 ParamWrapper stays the container, so files are PEFT's; only its forward is passed over.
 
 This is an experts implementation of transformers (`config._experts_implementation`), for every family that has its
-experts fused. Products of the base go through fp8.grouped, so the base may be held in FP8.
+experts fused. Products of the base go through fp8.grouped_linear, so the base may be in FP8.
 """
 
 from __future__ import annotations
@@ -20,24 +20,15 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from windlass.errors import UserError
-from windlass.model.targets import ExpertShard, by_expert, pack_experts
-from windlass.train.fp8 import codings, grouped
+from windlass.model.targets import by_expert, pack_experts
+from windlass.train.fp8 import fp8_formats, grouped_linear, part_of
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 ALIGN: Final = 8  # columns of 16 bits that make up the 16 bytes at which grouped kernels want every row to begin
-
-
-class Beside(ParamWrapper):  # type: ignore[misc]
-    """PEFT's container of one expert parameter's adapter. What it does to the tokens, `forward` below does."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = self.base_layer(x, *args, **kwargs)
-        return output
 
 
 def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -55,10 +46,10 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     token = order // top_k
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
-    gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: _taken(rows, token, back), ends)
+    gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: taken(rows, token, back), ends)
     result = product(experts, "down_proj", gate_up, experts._apply_gate, ends)
     # Weighted after they are put back: weights are in float32 as a rule, and so are the products.
-    slots = _taken(result, back, order).view(*top_k_index.shape, result.shape[-1])
+    slots = taken(result, back, order).view(*top_k_index.shape, result.shape[-1])
     # A sum over the slots of a token, in their order: deterministic, which adding into the tokens' rows is not.
     output: Tensor = (slots * top_k_weights.unsqueeze(-1)).sum(dim=1)
     return output.to(hidden_states.dtype)
@@ -67,9 +58,9 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 
 
-def _taken(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    taken: Tensor = _Taken.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
-    return taken
+def taken(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    found: Tensor = _Taken.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Taken(torch.autograd.Function):
@@ -89,8 +80,8 @@ class _Taken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        taken = gradient[inverse]
-        return (taken if ctx.shape[1] == 1 else taken.view(ctx.shape).sum(dim=1)), None, None
+        rows = gradient[inverse]
+        return (rows if ctx.shape[1] == 1 else rows.view(ctx.shape).sum(dim=1)), None, None
 
 
 def product(experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Tensor], Tensor], ends: Tensor) -> Tensor:
@@ -99,26 +90,19 @@ def product(experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Te
     The backward needs the rows again and makes them anew of `source`, which something else keeps anyway.
     """
     rows = rows_of(source)
-    base = grouped(rows, experts, name, ends)
+    base = grouped_linear(rows, experts, name, ends)
     lora = getattr(experts, "adapters", {}).get(name)
     if lora is None or lora.disable_adapters or lora.merged:
         return base
     (adapter,) = lora.active_adapters
+    a, b = lora.lora_A[adapter].weight, lora.lora_B[adapter].weight
     dropped = lora.lora_dropout[adapter](rows)
     if dropped is not rows:
-        source, rows_of = dropped, _same
+        source, rows_of = dropped, lambda rows: rows
     added: Tensor = _LowRank.apply(  # type: ignore[no-untyped-call]
-        base, dropped, source.detach(), rows_of, ends, *_matrices(lora, adapter), lora.scaling[adapter]
+        base, dropped, source.detach(), rows_of, ends, a, b, lora.scaling[adapter]
     )
     return added
-
-
-def _same(rows: Tensor) -> Tensor:
-    return rows
-
-
-def _matrices(lora: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    return lora.lora_A[adapter].weight, lora.lora_B[adapter].weight
 
 
 class _LowRank(torch.autograd.Function):
@@ -136,7 +120,8 @@ class _LowRank(torch.autograd.Function):
         b: Tensor,
         scaling: float,
     ) -> Tensor:
-        down, up = stacked(a, b, len(ends), _dtype(base))
+        # A CPU takes narrow matrices of 16 bits at a fifth of the speed of 32 bits.
+        down, up = stacked(a, b, len(ends), base.dtype if base.is_cuda else torch.float32)
         narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=ends).mul_(scaling)
         base.add_(grouped_mm(narrow, up, offs=ends))
         ctx.mark_dirty(base)
@@ -167,45 +152,39 @@ class _LowRank(torch.autograd.Function):
         return gradient, for_x, None, None, None, for_a, for_b, None
 
 
-def _dtype(base: Tensor) -> torch.dtype:
-    """Of the narrow products. A CPU takes narrow matrices of 16 bits at a fifth of the speed of 32 bits."""
-    return base.dtype if base.is_cuda else torch.float32
-
-
 def stacked(a: Tensor, b: Tensor, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A [experts, r, in] and B [experts, r, out], r filled up with zeros to what grouped kernels take."""
     # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number alone.
     turned = b.t().contiguous().t()
-    both = [by_expert(kind, each, experts).to(dtype) for kind, each in ((".lora_A.", a), (".lora_B.", turned))]
-    missing = -both[0].shape[1] % ALIGN if a.is_cuda else 0
-    if missing:
-        both = [nn.functional.pad(each, (0, 0, 0, missing)) for each in both]
-    return both[0], both[1].contiguous() if a.is_cuda else both[1]
+    down, up = (by_expert(kind, each, experts).to(dtype) for kind, each in ((".lora_A.", a), (".lora_B.", turned)))
+    if a.is_cuda:
+        missing = -down.shape[1] % ALIGN
+        down, up = (nn.functional.pad(each, (0, 0, 0, missing)) if missing else each for each in (down, up))
+        up = up.contiguous()
+    return down, up
 
 
 # --- putting it in place ---
 
 
-def put_beside(model: PeftModel) -> None:
+class UnmergedExpertLora(ParamWrapper):  # type: ignore[misc]
+    """PEFT's container of one expert parameter's adapter. `forward` above computes it; this one only passes on."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.base_layer(x, *args, **kwargs)
+        return output
+
+
+def patch_experts(model: PeftModel) -> None:
     """Let the experts' forward compute the adapters that PEFT has wrapped around them."""
     for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
         experts = wrapper.get_base_layer()
         if experts.has_bias or experts.is_transposed or not experts.has_gate or experts.has_post_expert_norm:
             what = f"{type(experts).__name__} is of another form than x W^T with gate and up in one"
-            hint = "leave lora.experts out: no adapter can be computed beside such experts"
-            raise UserError(what, "lora.experts", hint)
-        wrapper.__class__ = Beside
+            raise UserError(what, "lora.experts", "leave lora.experts out: such experts can't be adapted")
+        wrapper.__class__ = UnmergedExpertLora
         experts.config._experts_implementation = NAME
         experts.adapters = {**getattr(experts, "adapters", {}), wrapper.parameter_name: wrapper}
-
-
-def part_of(parameter: Tensor) -> ExpertShard | None:
-    """Which experts of a stack this rank has under expert parallelism; None where a layer's experts are not split."""
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    if mesh is None or "ep" not in (mesh.mesh_dim_names or ()):
-        return None
-    count = parameter.shape[0] // mesh["ep"].size()
-    return ExpertShard(mesh.get_local_rank("ep") * count, count, parameter.shape[0])
 
 
 def peers(model: nn.Module) -> list[ProcessGroup]:
@@ -228,18 +207,17 @@ def own_parts() -> Iterator[None]:
     original = ParamWrapper._move_adapter_to_device_of_base_layer
 
     def cut(self: ParamWrapper, adapter_name: str, device: torch.device | None = None) -> None:
+        both = ((".lora_A.", self.lora_A[adapter_name]), (".lora_B.", self.lora_B[adapter_name]))
         if part := part_of(self.get_param()):
-            for layers in (self.lora_A, self.lora_B):
-                linear = layers[adapter_name]
-                kind = ".lora_A." if layers is self.lora_A else ".lora_B."
+            for kind, linear in both:
                 linear.weight = nn.Parameter(part.own(kind, linear.weight.detach()))
                 linear.out_features, linear.in_features = linear.weight.shape
             self.num_experts, self.part = part.count, part
         original(self, adapter_name, device)
-        if coding := codings(self.get_base_layer()).get(self.parameter_name):
-            # PEFT gives an adapter its weight's dtype before its own, and would leave it alone beside bytes.
-            for layers in (self.lora_A, self.lora_B):
-                layers[adapter_name].to(coding.dtype)
+        if fp8 := fp8_formats(self.get_base_layer()).get(self.parameter_name):
+            # PEFT gives an adapter its weight's dtype before its own, and leaves it alone if that is bytes.
+            for _, linear in both:
+                linear.to(fp8.dtype)
 
     ParamWrapper._move_adapter_to_device_of_base_layer = cut
     try:

@@ -1,9 +1,9 @@
-"""Weights held in FP8 as published: codes and scales stay, the true values come just before use and go right after.
+"""Weights kept in FP8 as published: dequantised just before each use, freed right after.
 
-A parameter that is held so is its codes, as bytes: whatever casts a model's floating-point parameters (PEFT, FSDP2's
-mixed precision, `.to(dtype)`) leaves bytes alone, and every backend gathers them. Its scales are a small float32
-buffer beside it, whole on every rank. The true value, code x scale in float32 rounded once, is bit for bit what the
-loader makes of the same file in 16 or 32 bits; so are products and gradients. Nothing but codes is kept for backward.
+A parameter in FP8 is its codes, as bytes: whatever casts a model's floating-point parameters (PEFT, FSDP2's mixed
+precision, `.to(dtype)`) leaves bytes alone, and every backend gathers them. Its scales are a small float32 buffer of
+the same module, unsharded on every rank. The true value, code x scale in float32 rounded once, is bit for bit what
+the loader makes of the same file in 16 or 32 bits; so are products and gradients. Only codes are kept for backward.
 
 Not done with float8 products: the published scales of activations are static, transformers' grouped FP8 path refuses
 those, and 8-bit activations would make the gradients those of another model.
@@ -26,63 +26,56 @@ from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
 from windlass.errors import Problem, raise_all
 from windlass.model import Base
-from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, sides
+from windlass.model.targets import ExpertShard
+from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, scale_block
 
-TEMPORARY: Final = 2**30  # bytes of a stack of experts that exist in 16 bits at once
-WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
+CHUNK_BYTES: Final = 2**30  # of a stack of experts that exist in 16 bits at once
 ALIGN: Final = 128  # columns of a product are cut at multiples of this: whole tiles, and 16-byte strides
+WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
-    """How the bytes of one parameter mean numbers."""
+class Fp8Format:
+    """What the bytes of one parameter mean."""
 
     codes: torch.dtype  # torch.float8_e4m3fn or torch.float8_e5m2
-    sides: tuple[int, int]  # rows and columns of the blocks that share a scale; the last of each may be smaller
-    dtype: torch.dtype  # what it would be held in, were it not held in FP8
+    block: tuple[int, int]  # rows and columns that share a scale; the last block of each may be smaller
+    dtype: torch.dtype  # what the parameter would be in, were it not in FP8
 
 
-def temporary(shape: Sequence[int], item: int) -> int:
-    """Bytes that one parameter's true values take at their fullest on a GPU, `item` bytes each.
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """The scales of a parameter in FP8, as this rank has them."""
 
-    A matrix is dequantised whole: rows x columns x item. A stack of E experts, chunk by chunk of the product's
-    columns: E x (the other side) x chunk x item, at most TEMPORARY unless ALIGN columns alone are more.
-    """
-    if len(shape) < 3:
-        return math.prod(shape) * item
-    experts, rows, columns = shape
-    return max(
-        experts * other * min(width, chunk(experts * other * item)) * item
-        for width, other in ((rows, columns), (columns, rows))
-    )
+    scale: Tensor
+    format: Fp8Format
+    first: int  # the first expert that `scale` is for: under expert parallelism a rank has only its own experts'
 
 
-def chunk(column_bytes: int) -> int:
-    """How many columns of a product are computed at a time, where one takes so many bytes of weights."""
-    return max(ALIGN, TEMPORARY // column_bytes // ALIGN * ALIGN)
+# --- codes into numbers ---
 
 
 @torch.no_grad()
 def dequantise(
-    codes: Tensor, scale: Tensor, coding: Coding, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
+    codes: Tensor, scale: Tensor, fp8: Fp8Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
     """True values of codes [..., rows, columns], the part of a parameter that begins at row and column `origin`."""
     plain = codes.is_cuda and type(codes) in (Tensor, nn.Parameter) and codes.stride(-1) == 1
-    way = by_kernel if plain and kernel_is_right(codes.device, coding.codes, dtype) else by_torch
-    return way(codes, scale, coding, dtype, origin)
+    way = by_kernel if plain and kernel_is_exact(codes.device, fp8.codes, dtype) else by_torch
+    return way(codes, scale, fp8, dtype, origin)
 
 
-def by_kernel(codes: Tensor, scale: Tensor, coding: Coding, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+def by_kernel(codes: Tensor, scale: Tensor, fp8: Fp8Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
     """One pass over memory."""
-    from windlass.train import kernel  # needs Triton
+    from windlass.train import fp8_kernel  # needs Triton
 
-    stack, by_block = ((each if each.ndim == 3 else each[None]) for each in (codes.view(coding.codes), scale))
-    return kernel.scaled(stack, by_block, coding.sides, dtype, origin).view(codes.shape)
+    stack, scales = ((each if each.ndim == 3 else each[None]) for each in (codes.view(fp8.codes), scale))
+    return fp8_kernel.scaled(stack, scales, fp8.block, dtype, origin).view(codes.shape)
 
 
 @functools.cache
-def kernel_is_right(device: torch.device, codes: torch.dtype, dtype: torch.dtype) -> bool:
-    """Once a process, before the kernel is trusted: all codes by it as by torch, bit for bit. Else torch's way, said.
+def kernel_is_exact(device: torch.device, codes: torch.dtype, dtype: torch.dtype) -> bool:
+    """Once a process, before the kernel is used: whether all codes are the same bits as by torch. Warns if not.
 
     A part of a stack with a scale for each expert, and with one for each block. Draws no random numbers.
     """
@@ -90,12 +83,12 @@ def kernel_is_right(device: torch.device, codes: torch.dtype, dtype: torch.dtype
     stack = torch.arange(experts * rows * columns, device=device).to(torch.uint8).view(experts, rows, columns)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     try:
-        for sides in ((rows, columns), (16, 128)):
-            shape = (experts, math.ceil(rows / sides[0]), math.ceil(columns / sides[1]))
+        for block in ((rows, columns), (16, 128)):
+            shape = (experts, math.ceil(rows / block[0]), math.ceil(columns / block[1]))
             scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape)
             part, origin = stack[:, 5:37, 136:1900], (5, 136)
             one, other = (
-                way(part, scale, Coding(codes, sides, dtype), dtype, origin).nan_to_num().view(bits)
+                way(part, scale, Fp8Format(codes, block, dtype), dtype, origin).nan_to_num().view(bits)
                 for way in (by_kernel, by_torch)
             )
             if not torch.equal(one, other):
@@ -107,17 +100,16 @@ def kernel_is_right(device: torch.device, codes: torch.dtype, dtype: torch.dtype
     return True
 
 
-def by_torch(codes: Tensor, scale: Tensor, coding: Coding, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+def by_torch(codes: Tensor, scale: Tensor, fp8: Fp8Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
     """Two passes over memory, on any device.
 
     Codes are exact in every dtype, so multiplying in place (torch takes a product with float32 in float32) rounds once.
     """
-    read = codes.view(coding.codes)
+    read = codes.view(fp8.codes)
     # A CPU multiplies 16 bits by way of float32 copies anyway.
     values = decode(read) if codes.device.type == "cpu" else read.to(dtype, memory_format=torch.contiguous_format)
-    rows = list(_blocks(origin[0], codes.shape[-2], coding.sides[0]))
-    columns = list(_blocks(origin[1], codes.shape[-1], coding.sides[1]))
-    for down, i, rows_of_scale in rows:
+    columns = list(_blocks(origin[1], codes.shape[-1], fp8.block[1]))
+    for down, i, rows_of_scale in _blocks(origin[0], codes.shape[-2], fp8.block[0]):
         for across, j, columns_of_scale in columns:
             part = values[..., down, across]
             blocks = part.unflatten(-1, (j, -1)).unflatten(-3, (i, -1))  # type: ignore[no-untyped-call]
@@ -128,7 +120,7 @@ def by_torch(codes: Tensor, scale: Tensor, coding: Coding, dtype: torch.dtype, o
 def _blocks(first: int, size: int, side: int) -> Iterator[tuple[slice, int, slice]]:
     """A stretch from `first` on, cut into runs of equal blocks: where in the stretch, how many, and their scales.
 
-    At most three: the rest of a block, whole blocks, the beginning of one.
+    At most three: the rest of a block, complete blocks, the beginning of one.
     """
     done = 0
     while done < size:
@@ -139,147 +131,141 @@ def _blocks(first: int, size: int, side: int) -> Iterator[tuple[slice, int, slic
         done += length
 
 
+# --- a model whose parameters are in FP8 ---
+
+
 class Fp8Linear(nn.Linear):
     """A linear layer over FP8 codes. Frozen: there is no gradient of the weight, only of the input (and the bias)."""
 
     weight_scale: Tensor
 
-    def __init__(self, linear: nn.Linear, coding: Coding) -> None:
+    def __init__(self, linear: nn.Linear, fp8: Fp8Format) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        hold(self, "weight", linear.weight, coding)
+        to_fp8_param(self, "weight", linear.weight, fp8)
         # PEFT 0.21 gives an adapter this dtype before its own: with the weight's, A would be rounded to bytes.
-        self.compute_dtype = coding.dtype
+        self.compute_dtype = fp8.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            input.to(dtype), self.weight, self.weight_scale, bias, codings(self)["weight"]
+            input.to(dtype), self.weight, self.weight_scale, bias, fp8_formats(self)["weight"]
         )
         return product
-
-
-def hold(module: nn.Module, name: str, weight: Tensor, coding: Coding) -> None:
-    """Make `module.name` codes of that weight's shape, with a buffer of scales beside them. Filled by the loader."""
-    rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], coding.sides, strict=True))
-    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    scale = torch.empty((*weight.shape[:-2], rows, columns), dtype=torch.float32, device=weight.device)
-    setattr(module, name, nn.Parameter(codes, requires_grad=False))
-    module.register_buffer(f"{name}_scale", scale, persistent=False)  # no name of the model's own state
-    module.__dict__.setdefault("fp8", {})[name] = coding
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The scales of a parameter that is held in FP8, as this rank has them."""
-
-    scale: Tensor
-    coding: Coding
-    first: int  # the first expert that `scale` is for: under expert parallelism a rank has its own experts' alone
-
-
-def install(model: nn.Module, published: Mapping[str, Coding]) -> None:
-    """Make these parameters of a model (on the meta device) codes: linear layers and stacks of experts."""
-    problems = []
-    for name, coding in published.items():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if type(module) is nn.Linear:
-            model.set_submodule(owner, Fp8Linear(module, coding))
-        elif getattr(module, "is_transposed", None) is False and not module.has_bias:
-            hold(module, leaf, module.get_parameter(leaf), coding)
-        else:
-            what = f"{name} is stored in FP8 and belongs to {type(module).__name__}, which can't compute with that"
-            problems.append(Problem(what, WHERE, HINT))
-    raise_all(problems)
-
-
-def published(checkpoint: Base, dtype: torch.dtype) -> dict[str, Coding]:
-    """The parameters that the checkpoint stores in FP8, by name. None, or one in part only, is the user's error."""
-    block = checkpoint.block
-    found: dict[str, Coding] = {}
-    problems = []
-    for parameter in checkpoint.parameters:
-        kinds = {piece.stored.dtype: piece.stored.key for piece in parameter.pieces}
-        if not kinds.keys() & set(NEEDS_SCALE):
-            continue
-        if len(kinds) > 1:
-            what = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
-            problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {what}", WHERE, HINT))
-        (kind, *_) = kinds
-        found[parameter.name] = Coding(DTYPES[kind], sides(parameter, block), dtype)
-    if not found:
-        problems.append(Problem(f"{checkpoint.name} is not stored in FP8: nothing is there to be held so", WHERE, HINT))
-    raise_all(problems)
-    return found
-
-
-def held(model: nn.Module) -> dict[str, Held]:
-    """The parameters that the model holds in FP8, by name; scales cut to this rank's experts. Not filled yet."""
-    found: dict[str, Held] = {}
-    for prefix, module in model.named_modules():
-        for leaf, coding in codings(module).items():
-            first, count = _own_experts(module.get_parameter(leaf))
-            scale = module.get_buffer(f"{leaf}_scale")
-            if scale.ndim == 3 and len(scale) != count:
-                scale = torch.empty_like(scale[:count])
-                setattr(module, f"{leaf}_scale", scale)
-            found[f"{prefix}.{leaf}"] = Held(scale, coding, first)
-    return found
-
-
-def _own_experts(parameter: Tensor) -> tuple[int, int]:
-    """The first of this rank's experts and how many it computes with, of a stack that may be sharded besides."""
-    names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
-    if "ep" not in names:
-        return 0, len(parameter)
-    mesh = parameter.device_mesh["ep"]  # type: ignore[attr-defined]
-    count = len(parameter) // mesh.size()
-    return mesh.get_local_rank() * count, count
-
-
-def codings(module: nn.Module) -> dict[str, Coding]:
-    """The module's parameters that are held in FP8."""
-    found: dict[str, Coding] = getattr(module, "fp8", {})
-    return found
 
 
 class _Linear(torch.autograd.Function):
     """x W^T + b and dy W, with W dequantised for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, coding: Coding) -> Tensor:
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, fp8: Fp8Format) -> Tensor:
         ctx.save_for_backward(codes, scale)
-        ctx.coding = coding
-        return nn.functional.linear(x, dequantise(codes, scale, coding, x.dtype), bias)
+        ctx.fp8 = fp8
+        return nn.functional.linear(x, dequantise(codes, scale, fp8, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
         codes, scale = ctx.saved_tensors
-        dx = dy @ dequantise(codes, scale, ctx.coding, dy.dtype) if ctx.needs_input_grad[0] else None
+        dx = dy @ dequantise(codes, scale, ctx.fp8, dy.dtype) if ctx.needs_input_grad[0] else None
         db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return dx, None, None, db, None
 
 
-def grouped(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) -> Tensor:
+def to_fp8_param(module: nn.Module, name: str, weight: Tensor, fp8: Fp8Format) -> None:
+    """Make `module.name` codes of that weight's shape, and its scales a buffer. The loader fills both."""
+    rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], fp8.block, strict=True))
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty((*weight.shape[:-2], rows, columns), dtype=torch.float32, device=weight.device)
+    setattr(module, name, nn.Parameter(codes, requires_grad=False))
+    module.register_buffer(f"{name}_scale", scale, persistent=False)  # no name of the model's own state
+    module.__dict__.setdefault("fp8", {})[name] = fp8
+
+
+def fp8_formats(module: nn.Module) -> dict[str, Fp8Format]:
+    """The module's own parameters that are in FP8."""
+    found: dict[str, Fp8Format] = getattr(module, "fp8", {})
+    return found
+
+
+def stored_formats(base: Base, dtype: torch.dtype) -> dict[str, Fp8Format]:
+    """The parameters that the checkpoint stores in FP8, by name. None, or one in part only, is the user's error."""
+    found: dict[str, Fp8Format] = {}
+    problems = []
+    for parameter in base.parameters:
+        kinds = {piece.stored.dtype: piece.stored.key for piece in parameter.pieces}
+        if not kinds.keys() & set(NEEDS_SCALE):
+            continue
+        if len(kinds) > 1:
+            what = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
+            problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {what}", WHERE, HINT))
+        found[parameter.name] = Fp8Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
+    if not found:
+        problems.append(Problem(f"{base.name} is not stored in FP8, so it can't be kept in it", WHERE, HINT))
+    raise_all(problems)
+    return found
+
+
+def convert(model: nn.Module, formats: Mapping[str, Fp8Format]) -> None:
+    """Make these parameters of a model (on the meta device) codes: linear layers and stacks of experts."""
+    problems = []
+    for name, fp8 in formats.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if type(module) is nn.Linear:
+            model.set_submodule(owner, Fp8Linear(module, fp8))
+        elif getattr(module, "is_transposed", None) is False and not module.has_bias:
+            to_fp8_param(module, leaf, module.get_parameter(leaf), fp8)
+        else:
+            what = f"{name} is stored in FP8 and belongs to {type(module).__name__}, which can't compute with that"
+            problems.append(Problem(what, WHERE, HINT))
+    raise_all(problems)
+
+
+def fp8_weights(model: nn.Module) -> dict[str, Fp8Weight]:
+    """The model's parameters in FP8, by name; scales cut to this rank's experts. Not filled yet."""
+    found: dict[str, Fp8Weight] = {}
+    for prefix, module in model.named_modules():
+        for leaf, fp8 in fp8_formats(module).items():
+            part = part_of(module.get_parameter(leaf))
+            scale = module.get_buffer(f"{leaf}_scale")
+            if part and scale.ndim == 3 and len(scale) != part.count:
+                scale = torch.empty_like(scale[: part.count])
+                setattr(module, f"{leaf}_scale", scale)
+            found[f"{prefix}.{leaf}"] = Fp8Weight(scale, fp8, part.first if part else 0)
+    return found
+
+
+def part_of(parameter: Tensor) -> ExpertShard | None:
+    """Which experts of a stack this rank has under expert parallelism; None where a layer's experts are not split."""
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    if mesh is None or "ep" not in (mesh.mesh_dim_names or ()):
+        return None
+    count = parameter.shape[0] // mesh["ep"].size()
+    return ExpertShard(mesh.get_local_rank("ep") * count, count, parameter.shape[0])
+
+
+# --- products of all experts ---
+
+
+def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) -> Tensor:
     """Each expert's rows of x times its own matrix: x [tokens, in] sorted by expert, `offsets` where each one ends.
 
     `name` is the parameter [experts, out, in]: gate_up_proj or down_proj. Rows after the last offset belong to no
     expert; what comes out for them is not defined.
     """
     weight: Tensor = getattr(experts, name)
-    coding = codings(experts).get(name)
+    fp8 = fp8_formats(experts).get(name)
     product: Tensor
-    if coding is None:
+    if fp8 is None:
         product = _grouped_linear(x, weight, offsets)
         return product
     # As transformers does it: the products' dtype is the weight's, and under mixed precision that is the input's.
-    dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
+    dtype = x.dtype if x.element_size() < fp8.dtype.itemsize else fp8.dtype
     scale = getattr(experts, f"{name}_scale")
-    product = _Grouped.apply(x.to(dtype), weight, scale, offsets, coding)  # type: ignore[no-untyped-call]
+    product = _Grouped.apply(x.to(dtype), weight, scale, offsets, fp8)  # type: ignore[no-untyped-call]
     return product
 
 
@@ -287,19 +273,19 @@ class _Grouped(torch.autograd.Function):
     """x_e W_e^T and dy_e W_e, with the experts' W dequantised for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Coding) -> Tensor:
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format) -> Tensor:
         ctx.save_for_backward(codes, scale, offsets)
-        ctx.coding = coding
-        return products(x, codes, scale, offsets, coding, transposed=True)
+        ctx.fp8 = fp8
+        return products(x, codes, scale, offsets, fp8, transposed=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         codes, scale, offsets = ctx.saved_tensors
-        return products(dy.contiguous(), codes, scale, offsets, ctx.coding, transposed=False), None, None, None, None
+        return products(dy.contiguous(), codes, scale, offsets, ctx.fp8, transposed=False), None, None, None, None
 
 
-def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Coding, *, transposed: bool) -> Tensor:
+def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format, *, transposed: bool) -> Tensor:
     """x_e W_e^T (transposed) or x_e W_e for all experts.
 
     One expert after the other where fewer rows than experts leave most of them without any, as in generating, and
@@ -308,39 +294,60 @@ def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: C
     """
     few = x.shape[0] < codes.shape[0]
     at_once = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    way = by_columns if at_once and not few else by_expert
-    return way(x, codes, scale, offsets, coding, transposed=transposed)
+    way = all_at_once if at_once and not few else one_by_one
+    return way(x, codes, scale, offsets, fp8, transposed=transposed)
 
 
-def by_expert(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Coding, *, transposed: bool) -> Tensor:
+def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format, *, transposed: bool) -> Tensor:
     """One expert after the other, those without tokens not at all. Needs the offsets on the host."""
     product = x.new_zeros(x.shape[0], codes.shape[1] if transposed else codes.shape[2])
     start = 0
     for expert, stop in enumerate(offsets.tolist()):
         if stop > start:
-            weight = dequantise(codes[expert], scale[expert], coding, x.dtype)
+            weight = dequantise(codes[expert], scale[expert], fp8, x.dtype)
             torch.mm(x[start:stop], weight.T if transposed else weight, out=product[start:stop])
         start = stop
     return product
 
 
-def by_columns(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Coding, *, transposed: bool) -> Tensor:
-    """All experts at once, some columns of the product at a time.
+def all_at_once(
+    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format, *, transposed: bool
+) -> Tensor:
+    """All experts, some columns of the product at a time.
 
-    Nothing waits for the host, nothing is summed over chunks (each column is one product), and at most TEMPORARY
-    bytes of weights exist at once. Experts without tokens are dequantised in vain: with thousands of tokens a
-    micro-batch there are none.
+    Nothing waits for the host, nothing is summed over chunks (each column is one product), and at most CHUNK_BYTES
+    of weights exist at once. Experts without tokens are dequantised in vain: with thousands of tokens a micro-batch
+    there are none.
     """
     experts, rows, columns = codes.shape
     width, other = (rows, columns) if transposed else (columns, rows)
-    step = chunk(experts * other * x.element_size())
+    step = chunk_columns(experts * other * x.element_size())
     product = x.new_empty(x.shape[0], width)
     for first in range(0, width, step):
         last = min(width, first + step)
         if transposed:
-            part = dequantise(codes[:, first:last], scale, coding, x.dtype, (first, 0)).transpose(-2, -1)
+            part = dequantise(codes[:, first:last], scale, fp8, x.dtype, (first, 0)).transpose(-2, -1)
         else:
-            part = dequantise(codes[:, :, first:last], scale, coding, x.dtype, (0, first))
+            part = dequantise(codes[:, :, first:last], scale, fp8, x.dtype, (0, first))
         product[:, first:last] = _grouped_mm(x, part, offsets)
         del part  # or it would live on while the next one is made
     return product
+
+
+def chunk_columns(column_bytes: int) -> int:
+    """How many columns of a product are computed at a time, where one takes so many bytes of weights."""
+    return max(ALIGN, CHUNK_BYTES // column_bytes // ALIGN * ALIGN)
+
+
+def temporary(shape: Sequence[int], item: int) -> int:
+    """The most bytes that one parameter's true values take at a time on a GPU, `item` bytes each.
+
+    A matrix is dequantised as one. Of a stack of experts, the columns of a chunk: E x (the other side) x chunk.
+    """
+    if len(shape) < 3:
+        return math.prod(shape) * item
+    experts, rows, columns = shape
+    return max(
+        experts * other * min(width, chunk_columns(experts * other * item)) * item
+        for width, other in ((rows, columns), (columns, rows))
+    )

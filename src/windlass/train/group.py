@@ -1,4 +1,4 @@
-"""The ranks of a run as one: told apart, waited for, asked, agreed. One process alone is a group of one."""
+"""Collectives over Python objects, and errors that every rank raises. A single process is a group of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from windlass.errors import UserError
 
-SHOWN: Final = 8  # problems in a message
+SHOWN: Final = 8  # items of a list in a message
 
 
 def rank() -> int:
@@ -43,17 +43,21 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
+def first_few(items: Sequence[str], separator: str = "; ") -> str:
+    """A list for a message: SHOWN items, and how many more there are."""
+    more = f"{separator}and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return separator.join(items[:SHOWN]) + more
+
+
 def raise_together(problems: Sequence[str], where: str, hint: str, error: type[UserError] = UserError) -> None:
-    """Raise on every rank when any rank found something wrong: nobody is left waiting for the others."""
-    found: dict[str, list[int]] = {}
-    for number, said in enumerate(gather(list(problems))):
-        for problem in said:
-            found.setdefault(problem, []).append(number)
-    if not found:
-        return
-    lines = [
-        problem if len(ranks) == world() else f"{problem} (rank {', '.join(map(str, ranks))})"
-        for problem, ranks in found.items()
-    ]
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    raise error(f"{'; '.join(lines[:SHOWN])}{more}", where, hint)
+    """Raise on every rank if any rank has a problem: no rank is left waiting for the others."""
+    ranks_of: dict[str, list[int]] = {}
+    for number, own in enumerate(gather(list(problems))):
+        for problem in own:
+            ranks_of.setdefault(problem, []).append(number)
+    if ranks_of:
+        lines = [
+            problem if len(ranks) == world() else f"{problem} (rank {', '.join(map(str, ranks))})"
+            for problem, ranks in ranks_of.items()
+        ]
+        raise error(first_few(lines), where, hint)

@@ -22,9 +22,9 @@ from windlass.observe.meter.batch import counts
 from windlass.train import checkpoint, group
 from windlass.train.liveness import Liveness
 from windlass.train.order import ROW, Order, Rows
+from windlass.train.parallel import fsdp_modules, keep_gathered
 from windlass.train.rank import Interruption
 from windlass.train.saving import Interrupted, Saving
-from windlass.train.shard import keep_gathered
 from windlass.train.sync import Replicas
 
 
@@ -92,6 +92,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         self.saving = saving
         self.interruption = interruption
         self.gather_once = gather_once  # weights stay whole from a step's first micro-batch to its last
+        self.fsdp_modules = fsdp_modules(self.model)
         self.meter = meter
         self.micro = Micro()
         self.culprits: list[int] = []  # ranks with something non-finite in this step
@@ -126,7 +127,7 @@ class Loop(SFTTrainer):  # type: ignore[misc]
         assert counted is not None
         self.micro.tokens += counted[0]
         if self.gather_once:
-            keep_gathered(model, keep=not self.accelerator.sync_gradients)
+            keep_gathered(self.fsdp_modules, keep=not self.accelerator.sync_gradients)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.micro.loss += loss.detach()
         if self.accelerator.sync_gradients:

@@ -1,22 +1,15 @@
-"""The adapter: built by PEFT from the plan's exact module names, then held against the plan again."""
+"""The adapter: built by PEFT from the plan's exact module names, then checked against the plan again."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,8 +18,8 @@ from transformers import set_seed
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import MERGED, SPLIT, Adapter, ExpertShards
 from windlass.train import experts
-from windlass.train.fp8 import codings
-from windlass.train.shard import device_of_this_rank
+from windlass.train.fp8 import fp8_formats, part_of
+from windlass.train.parallel import device_of_this_rank
 
 if TYPE_CHECKING:
     from windlass.runfile import Lora
@@ -40,47 +33,53 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
 
     Where experts are split over ranks, each has its own experts' part of their adapter, all else is on every rank.
     """
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
-    split = any(experts.part_of(stack) for stack in stacks)
-    whole = not split and all(stack.is_floating_point() for stack in stacks)
-    if adapter.target_parameters and expert_path == MERGED and not whole:
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    split = any(part_of(stack) for stack in stacks)
+    merged = expert_path == MERGED
+    if adapter.target_parameters and merged and (split or not all(stack.is_floating_point() for stack in stacks)):
         raise AssertionError("an adapter is merged into weights that are here in part, or in FP8")
-    in_fp8 = any(codings(module) for module in model.modules())
-    raise_all(list(refusals(lora, adapter, sharded=sharded, split=split, merged=expert_path == MERGED, in_fp8=in_fp8)))
+    in_fp8 = any(fp8_formats(module) for module in model.modules())
+    raise_all(list(unsupported(lora, adapter, sharded=sharded, split=split, merged=merged, in_fp8=in_fp8)))
     set_seed(seed)  # PEFT draws A on the CPU: the same seed gives every rank the same adapter
-    wanted = continued(lora) if lora.adapter else config(lora, adapter)
+    if lora.adapter:  # continued as it was saved, but for dropout, which is no property of its weights
+        config = PeftConfig.from_pretrained(lora.adapter)
+        config.inference_mode = False
+        config.lora_dropout = 0.0 if config.target_parameters else lora.lora_dropout
+    else:
+        config = config_of(lora, adapter)
     with whole_shapes(), experts.own_parts(), warnings.catch_warnings():
         # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
-        peft_model = get_peft_model(model, wanted, autocast_adapter_dtype=lora.dtype == "float32")
+        peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
     if lora.adapter:
         fill(peft_model, lora.adapter)
-    if adapter.target_parameters and expert_path == SPLIT:
-        experts.put_beside(peft_model)
-        drop_out(peft_model, lora.lora_dropout)
+    if adapter.target_parameters and not merged:
+        experts.patch_experts(peft_model)
+        if lora.lora_dropout:  # PEFT refuses it beside experts. The saved configuration keeps 0, so that PEFT opens it
+            for module in peft_model.modules():
+                if isinstance(module, LoraLayer):
+                    module.lora_dropout.update({NAME: nn.Dropout(lora.lora_dropout)})
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
-            # PEFT puts it where the base weight is; an offloaded base computes elsewhere than it lies.
+            # PEFT puts it where the base weight is; an offloaded base is stored elsewhere than it computes.
             parameter.data = parameter.data.to(device_of_this_rank(), DTYPES[lora.dtype])
     prove(peft_model, adapter)
     return peft_model
 
 
-@contextlib.contextmanager
+@contextmanager
 def whole_shapes() -> Iterator[None]:
-    """Make PEFT size adapters by a linear layer's whole weight.
+    """Make PEFT size adapters by a linear layer's unsharded weight.
 
     PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh but one named "fsdp" for tensor
     parallel and sizes the adapter by the rank's part: under hybrid sharding, a mesh of (dp_replicate, fsdp), too
     small. windlass has no tensor parallelism. To go when PEFT asks for the "tp" dimension of the mesh instead.
     """
-    original = LoraLayer._get_in_out_features
+    original: Callable[..., Any] = LoraLayer._get_in_out_features
 
     def sizes(self: LoraLayer, module: nn.Module) -> Any:
-        if isinstance(module, nn.Linear):
-            return module.in_features, module.out_features
-        return original(self, module)
+        return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else original(self, module)
 
     LoraLayer._get_in_out_features = sizes
     try:
@@ -89,39 +88,21 @@ def whole_shapes() -> Iterator[None]:
         LoraLayer._get_in_out_features = original
 
 
-def continued(lora: Lora) -> PeftConfig:
-    """Of an adapter to go on from, as it was saved; dropout is no property of its weights."""
-    saved = PeftConfig.from_pretrained(lora.adapter)
-    saved.inference_mode = False
-    saved.lora_dropout = 0.0 if saved.target_parameters else lora.lora_dropout
-    return saved
-
-
 def fill(model: PeftModel, folder: str) -> None:
-    """Take over the tensors of a saved adapter; of split experts, this rank's part."""
+    """Load the tensors of a saved adapter; of split experts, this rank's part."""
     parts, saved = ExpertShards(model), load_peft_weights(folder, device="cpu")
     outcome = set_peft_model_state_dict(model, {name: parts.own(name, tensor) for name, tensor in saved.items()})
     missing = [name for name in outcome.missing_keys if "lora_" in name]
     if missing or outcome.unexpected_keys:
         raise UserError(
-            f"{folder} is no whole adapter of this model: {[*missing, *outcome.unexpected_keys][0]}",
+            f"{folder} is not a complete adapter of this model: {[*missing, *outcome.unexpected_keys][0]}",
             "lora.adapter",
             "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
         )
 
 
-def drop_out(model: PeftModel, share: float) -> None:
-    """Dropout for every adapter, where PEFT refuses it because of those of experts.
-
-    The configuration keeps 0, so that plain PEFT opens what is saved.
-    """
-    for module in model.modules():
-        if share and isinstance(module, LoraLayer):
-            module.lora_dropout.update({NAME: nn.Dropout(share)})
-
-
-def config(lora: Lora, adapter: Adapter) -> LoraConfig:
-    """The run file's words in PEFT's. Experts may have a rank of their own."""
+def config_of(lora: Lora, adapter: Adapter) -> LoraConfig:
+    """The run file's lora section for PEFT. Experts may have a rank of their own."""
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     if lora.experts:
@@ -131,7 +112,7 @@ def config(lora: Lora, adapter: Adapter) -> LoraConfig:
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
-        lora_dropout=0.0 if adapter.target_parameters else lora.lora_dropout,  # PEFT refuses it; see drop_out
+        lora_dropout=0.0 if adapter.target_parameters else lora.lora_dropout,  # else PEFT refuses it: see `attach`
         target_modules=list(adapter.target_modules),
         target_parameters=list(adapter.target_parameters) or None,
         rank_pattern=ranks,
@@ -144,58 +125,45 @@ def config(lora: Lora, adapter: Adapter) -> LoraConfig:
     )
 
 
-def refusals(
+def unsupported(
     lora: Lora, adapter: Adapter, *, sharded: bool, split: bool, merged: bool, in_fp8: bool = False
 ) -> Iterator[Problem]:
-    """What can't be done here, before it fails in the middle of it. `split`: experts over ranks."""
-    if sharded and lora.use_dora:
-        yield Problem(
-            "DoRA needs the norm of whole base weights, and every rank holds only a shard of them",
-            "lora.use_dora",
-            "set lora.use_dora: false, or layout: {name: resident}",
-        )
-    if in_fp8 and lora.use_dora:
-        yield Problem(
-            "DoRA needs the norm of base weights, and the base is held in FP8",
-            "lora.use_dora",
-            "set lora.use_dora: false, or layout.base_dtype: bf16",
-        )
-    if adapter.target_parameters and split and lora.bias != "none":
-        yield Problem(
-            "biases of the base are not trained beside adapters of experts that are split over ranks",
-            "lora.bias",
-            "set lora.bias: none, or layout: {name: full-shard}",
-        )
-    if adapter.target_parameters and merged and lora.lora_dropout:
-        yield Problem(
-            "adapters that are merged into their experts' weights can't have dropout",
-            "lora.lora_dropout",
-            "set lora.lora_dropout: 0",
-        )
-    if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
-        yield Problem(
-            f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass saved"
-        )
+    """What PEFT would fail at halfway. `split`: experts over ranks; `merged`: adapters into the experts' weights."""
+    experts = bool(adapter.target_parameters)
+    no_file = bool(lora.adapter) and not (Path(lora.adapter or "") / "adapter_config.json").is_file()
+    dora = "DoRA needs the norm of the base weights"
+    cases = (
+        (sharded and lora.use_dora, f"{dora}, and each rank has only a shard of them", "lora.use_dora",
+         "set lora.use_dora: false, or layout: {name: resident}"),
+        (in_fp8 and lora.use_dora, f"{dora}, and the base is stored in FP8", "lora.use_dora",
+         "set lora.use_dora: false, or layout.base_dtype: bf16"),
+        (experts and split and lora.bias != "none", "biases of the base can't be trained with adapters of experts "
+         "that are split over ranks", "lora.bias", "set lora.bias: none, or layout: {name: full-shard}"),
+        (experts and merged and lora.lora_dropout, "adapters that are merged into their experts' weights can't have "
+         "dropout", "lora.lora_dropout", "set lora.lora_dropout: 0"),
+        (no_file, f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass "
+         "saved"),
+    )  # fmt: skip
+    yield from (Problem(problem, key, hint) for wrong, problem, key, hint in cases if wrong)
 
 
-def realised(model: PeftModel) -> dict[str, int]:
-    """What PEFT really made: full name of each adapted module or expert parameter -> its trainable parameters."""
+def adapter_sizes(model: PeftModel) -> dict[str, int]:
+    """What PEFT really built: full name of each adapted module or expert parameter -> its trainable parameters."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        place = ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "base_layer")
-        parameter_name = getattr(module, "parameter_name", None)  # a fused expert parameter, not a module
-        own = (p for n, p in module.named_parameters() if not n.startswith("base_layer.") and p.requires_grad)
-        part = getattr(module, "part", None)  # of split experts' adapter, this rank has as much as any other
-        ways = part.total // part.count if part else 1
-        found[f"{place}.{parameter_name}" if parameter_name else place] = ways * sum(p.numel() for p in own)
+        if isinstance(module, LoraLayer):
+            place = ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "base_layer")
+            leaf = getattr(module, "parameter_name", None)  # a fused expert parameter, not a module
+            own = (p for n, p in module.named_parameters() if not n.startswith("base_layer.") and p.requires_grad)
+            part = getattr(module, "part", None)  # of split experts' adapter, this rank has as much as any other
+            ways = part.total // part.count if part else 1
+            found[f"{place}.{leaf}" if leaf else place] = ways * sum(p.numel() for p in own)
     return found
 
 
 def prove(model: PeftModel, adapter: Adapter) -> None:
     """The adapter is the plan's: the same modules, the same number of trainable parameters in each target."""
-    found = realised(model)
+    found = adapter_sizes(model)
     planned = {module for target in adapter.targets for module in target.modules}
     wrong = [f"the plan adapts {name}, the model has no adapter there" for name in sorted(planned - found.keys())]
     wrong += [f"the model has an adapter on {name}, the plan has none" for name in sorted(found.keys() - planned)]
@@ -204,8 +172,8 @@ def prove(model: PeftModel, adapter: Adapter) -> None:
         if count != target.parameters and planned == found.keys():
             wrong.append(f"{target.pattern}: {count:,} trainable parameters, the plan says {target.parameters:,}")
     others = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name)
-    trainable = sum(found.values()) + others  # biases of the base, where they are trained
+    trainable = sum(found.values()) + others  # biases of the base, if they are trained
     if not wrong and trainable != adapter.trainable:
         wrong.append(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}")
-    hint = "the plan and the model disagree, which is a bug in windlass: report it with what windlass plan --json says"
+    hint = "the plan and the model disagree, a bug in windlass: report it with the output of windlass plan --json"
     raise_all([Problem(each, "lora.target_modules", hint) for each in wrong[:8]])

@@ -1,7 +1,7 @@
-"""Byte ranges of safetensors files into tensors: only what is asked for, converted in bounded chunks.
+"""Read byte ranges of safetensors files into tensors: only what is asked for, converted in bounded chunks.
 
 Reads are positioned reads into memory of our own. A memory map would be simpler, but every page it touches counts
-as resident memory of the process, and the point of reading by ranges is to hold little.
+as resident memory of the process, and the point of reading by ranges is to use little.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from windlass.model import Parameter, Piece, Stored
-from windlass.model.parameters import BLOCK
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
 
@@ -42,7 +40,7 @@ class TruncatedError(Exception):
 
 
 class Files:
-    """Open files of one checkpoint and the count of bytes asked of them. Any thread may read."""
+    """Open files of one checkpoint, and the count of bytes read from them. Any thread may read."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -72,97 +70,86 @@ class Files:
             done += got
 
 
-def fill(target: Tensor, offset: Sequence[int], pieces: Sequence[Piece], files: Files, block: Sequence[int]) -> None:
-    """Fill `target`, the part of a parameter that begins at `offset`, with what its pieces hold of it."""
-    own = tuple((start, start + size) for start, size in zip(offset, target.shape, strict=True))
-    with ThreadPoolExecutor(THREADS) as pool:
-        for piece in pieces:
-            shared = intersection(own, piece_box(piece))
-            if shared is None:
-                continue
-            scale = None if piece.scale is None else whole(piece.scale, files).to(target.device, torch.float32)
-            jobs = [
-                pool.submit(_fill_box, target, own, piece, box, scale, files, block) for box in chunks(shared, AT_ONCE)
-            ]
-            for job in jobs:
-                job.result()
+def read_box(stored: Stored, box: Box, values: Tensor, files: Files) -> None:
+    """The elements of `stored` inside `box` into the contiguous `values`, by the fewest reads."""
+    window = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy().data)
+    done = 0
+    for skip, length in runs(stored.shape, box, values.element_size()):
+        files.read(stored, skip, window[done : done + length])
+        done += length
 
 
-def _fill_box(
-    target: Tensor, own: Box, piece: Piece, box: Box, scale: Tensor | None, files: Files, block: Sequence[int]
+def whole(stored: Stored, files: Files) -> Tensor:
+    """A stored tensor as it is: scales are small."""
+    values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    read_box(stored, tuple((0, size) for size in stored.shape), values, files)
+    return values
+
+
+# --- parts of parameters from pieces ---
+
+
+def fill(
+    target: Tensor,
+    offset: Sequence[int],
+    pieces: Sequence[Piece],
+    files: Files,
+    block: Sequence[int],
+    pool: ThreadPoolExecutor,
+    *,
+    codes: bool = False,
 ) -> None:
-    """One chunk: read, scale in float32, round once to the target's dtype. `box` is in the parameter's coordinates."""
-    region = target[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, own, strict=True))]
-    inside = tuple((a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True))
-    there = inside[len(inside) - len(piece.stored.shape) :]  # one expert's matrix is a slice of the fused parameter
-    dtype = DTYPES[piece.stored.dtype]
-    straight = scale is None and region.dtype == dtype and region.device.type == "cpu" and region.is_contiguous()
-    values = region if straight else torch.empty(region.shape, dtype=dtype)
-    read_box(piece.stored, there, values, files)
-    if straight:
-        return
-    values = values.to(region.device)
-    if scale is not None:
-        values = decode(values)
-        values *= spread(scale, piece.stored.shape, there, block)
-    region.copy_(values)
+    """Fill `target`, the part of a parameter that begins at `offset`, with what its pieces hold of it.
 
+    Values are scaled in float32 and rounded once to the target's dtype; with `codes`, stored bytes are left as they
+    are.
+    """
+    own = tuple((start, start + size) for start, size in zip(offset, target.shape, strict=True))
 
-def fill_codes(target: Tensor, offset: Sequence[int], pieces: Sequence[Piece], files: Files) -> None:
-    """As `fill`, for a parameter that stays in FP8: the stored bytes as they are."""
-    fill(target, offset, [replace(piece, scale=None) for piece in pieces], files, BLOCK)
+    def fill_box(piece: Piece, box: Box, scale: Tensor | None) -> None:
+        """One chunk; `box` is in the parameter's coordinates."""
+        region = target[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, own, strict=True))]
+        there = stored_box(piece, box)
+        dtype = DTYPES[piece.stored.dtype]
+        if scale is None and region.dtype == dtype and region.device.type == "cpu" and region.is_contiguous():
+            read_box(piece.stored, there, region, files)
+            return
+        values = torch.empty(region.shape, dtype=dtype)
+        read_box(piece.stored, there, values, files)
+        values = values.to(region.device)
+        if scale is not None:
+            values = decode(values)
+            values *= spread(scale, piece.stored.shape, there, block)
+        region.copy_(values)
+
+    jobs = []
+    for piece in pieces:
+        if shared := intersection(own, piece_box(piece)):
+            scaled_by = None if codes else piece.scale
+            scale = whole(scaled_by, files).to(target.device, torch.float32) if scaled_by else None
+            jobs += [pool.submit(fill_box, piece, box, scale) for box in chunks(shared, AT_ONCE)]
+    for job in jobs:
+        job.result()
 
 
 def fill_scale(
-    target: Tensor, first: int, parameter: Parameter, files: Files, block: Sequence[int], sides: Sequence[int]
+    target: Tensor, first: int, parameter: Parameter, files: Files, block: Sequence[int], every: Sequence[int]
 ) -> None:
-    """The scales of a parameter that stays in FP8, one for each block of `sides`; of a stack, its experts from `first`.
+    """The scales of a parameter that stays in FP8, one for `every` block; of a stack, its experts from `first`.
 
-    Every piece's scale is repeated for as many of those blocks as it covers.
+    A piece's scale is repeated for as many of those blocks as it covers.
     """
     stack = target if target.ndim == 3 else target[None]
+    own = ((first, first + len(stack)), *((0, size) for size in parameter.shape[-2:]))[-len(parameter.shape) :]
     for piece in parameter.pieces:
-        *outer, rows, columns = piece_box(piece)
-        begin, end = outer[0] if outer else (0, 1)
-        own, past = max(begin, first), min(end, first + len(stack))
-        if own >= past or piece.scale is None:
+        shared = intersection(own, piece_box(piece))
+        if shared is None or piece.scale is None:
             continue
-        scale = whole(piece.scale, files).float()
-        scale = (
-            scale.reshape((1,) * (3 - scale.ndim) + tuple(scale.shape)) if scale.numel() > 1 else scale.view(1, 1, 1)
-        )
-        place = []
-        for axis, (start, stop), side in zip((-2, -1), (rows, columns), sides, strict=True):
-            index = torch.arange(0, stop - start, side) // scale_side(piece, axis, block)
-            scale = scale.index_select(axis, index)
-            place.append(slice(start // side, start // side + len(index)))
-        scale = scale.expand(end - begin, -1, -1)[own - begin : past - begin]
-        stack[own - first : past - first, place[0], place[1]] = scale.to(stack.device)
-
-
-def sides(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of the largest blocks of a parameter that have one scale each, wherever they lie.
-
-    The blocks of a stored tensor begin where it does: pieces of 160 rows in blocks of 128 make blocks of 32.
-    """
-    found = []
-    for axis in (-2, -1):
-        edges = 0
-        for piece in parameter.pieces:
-            start, stop = piece_box(piece)[axis]
-            side = scale_side(piece, axis, block)
-            inside = side if side < stop - start else 0
-            edges = math.gcd(edges, start, stop if stop < parameter.shape[axis] else 0, inside)
-        found.append(edges or parameter.shape[axis])
-    return found[0], found[1]
-
-
-def scale_side(piece: Piece, axis: int, block: Sequence[int]) -> int:
-    """Elements of a stored tensor that share a scale along one of the last two dimensions (-2 or -1)."""
-    size = piece.stored.shape[axis]
-    if piece.scale is None or math.prod(piece.scale.shape) == 1 or piece.scale.shape[axis] == 1:
-        return size
-    return 1 if piece.scale.shape[axis] == size else block[axis]
+        there = stored_box(piece, shared)
+        scale = spread(whole(piece.scale, files).float(), piece.stored.shape, there, block, every)
+        experts = slice(shared[0][0] - first, shared[0][1] - first) if len(shared) == 3 else slice(None)
+        rows, columns = (slice(a // side, -(-b // side)) for (a, b), side in zip(shared[-2:], every, strict=True))
+        stack[experts, rows, columns] = scale.to(stack.device)
 
 
 def decode(codes: Tensor) -> Tensor:
@@ -176,20 +163,82 @@ def decode(codes: Tensor) -> Tensor:
     return table.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
 
 
-def whole(stored: Stored, files: Files) -> Tensor:
-    """A stored tensor as it is: scales are small."""
-    values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-    read_box(stored, tuple((0, size) for size in stored.shape), values, files)
-    return values
+# --- scales: one for all, one a matrix, or one a block of the last two dimensions ---
 
 
-def read_box(stored: Stored, box: Box, values: Tensor, files: Files) -> None:
-    """The elements of `stored` inside `box` into the contiguous `values`, by the fewest reads."""
-    window = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy().data)
-    done = 0
-    for skip, length in runs(stored.shape, box, values.element_size()):
-        files.read(stored, skip, window[done : done + length])
-        done += length
+def block_side(axis: int, dimensions: int, block: Sequence[int]) -> int:
+    """Elements that share a scale along a dimension: blocks are of the last two."""
+    return block[axis - dimensions] if axis >= dimensions - 2 else 1
+
+
+def spread(
+    scale: Tensor, shape: Sequence[int], box: Box, block: Sequence[int], every: Sequence[int] = (1, 1)
+) -> Tensor:
+    """The scale of every element inside `box` of a tensor of `shape`; broadcasts along dimensions that share one.
+
+    With `every`, of every so many rows and columns.
+    """
+    if scale.numel() == 1:
+        return scale.reshape(())
+    for axis, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
+        if scale.shape[axis] > 1:
+            shared = 1 if scale.shape[axis] == size else block_side(axis, len(shape), block)
+            step = every[axis - len(shape)] if axis >= len(shape) - 2 else 1
+            scale = scale.index_select(axis, torch.arange(start, stop, step, device=scale.device) // shared)
+    return scale
+
+
+def scale_block(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of the largest blocks of a parameter that have one scale each, wherever they are.
+
+    The blocks of a stored tensor begin where it does: pieces of 160 rows in blocks of 128 make blocks of 32.
+    """
+    found = []
+    for axis in (-2, -1):
+        edges = 0
+        for piece in parameter.pieces:
+            start, stop = piece_box(piece)[axis]
+            size, scale = stop - start, piece.scale.shape if piece.scale else ()
+            count = 1 if math.prod(scale) == 1 else scale[axis]
+            inside = 0 if count == 1 else 1 if count == size else block[axis]
+            edges = math.gcd(edges, start, stop if stop < parameter.shape[axis] else 0, inside)
+        found.append(edges or parameter.shape[axis])
+    return found[0], found[1]
+
+
+# --- boxes ---
+
+
+def piece_box(piece: Piece) -> Box:
+    """Where a piece is in its parameter. A stored tensor of fewer dimensions is one slice of the outer ones."""
+    outer = len(piece.offset) - len(piece.stored.shape)
+    shape = (*(1,) * outer, *piece.stored.shape)
+    return tuple((start, start + size) for start, size in zip(piece.offset, shape, strict=True))
+
+
+def stored_box(piece: Piece, box: Box) -> Box:
+    """A box of the parameter in the coordinates of the stored tensor that fills it there."""
+    outer = len(piece.offset) - len(piece.stored.shape)
+    return tuple((a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True))[outer:]
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """The part that two boxes share, if any."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def chunks(box: Box, limit: int) -> Iterator[Box]:
+    """The box in parts of at most `limit` elements, cut along the outermost dimension that can be cut."""
+    lengths = [stop - start for start, stop in box]
+    if math.prod(lengths) <= limit or max(lengths) == 1:
+        yield box
+        return
+    axis = next(i for i, length in enumerate(lengths) if length > 1)
+    step = max(1, limit // math.prod(lengths[axis + 1 :]))
+    start, stop = box[axis]
+    for first in range(start, stop, step):
+        yield from chunks((*box[:axis], (first, min(stop, first + step)), *box[axis + 1 :]), limit)
 
 
 def runs(shape: Sequence[int], box: Box, item: int) -> Iterator[tuple[int, int]]:
@@ -205,57 +254,3 @@ def runs(shape: Sequence[int], box: Box, item: int) -> Iterator[tuple[int, int]]
     for index in itertools.product(*(range(*extent) for extent in box[:innermost])):
         first = sum(i * stride for i, stride in zip((*index, start), strides, strict=False))
         yield first * item, length
-
-
-def chunks(box: Box, limit: int) -> Iterator[Box]:
-    """The box in parts of at most `limit` elements, cut along the outermost dimension that can be cut."""
-    sizes = [stop - start for start, stop in box]
-    if math.prod(sizes) <= limit or max(sizes) == 1:
-        yield box
-        return
-    axis = next(i for i, size in enumerate(sizes) if size > 1)
-    step = max(1, limit // math.prod(sizes[axis + 1 :]))
-    start, stop = box[axis]
-    for first in range(start, stop, step):
-        yield from chunks((*box[:axis], (first, min(stop, first + step)), *box[axis + 1 :]), limit)
-
-
-def spread(scale: Tensor, shape: Sequence[int], box: Box, block: Sequence[int]) -> Tensor:
-    """The scale of every element inside `box` of a tensor of `shape`: one for all, one a matrix, or one a block."""
-    if scale.numel() == 1:
-        return scale.reshape(())
-    for axis, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
-        if scale.shape[axis] == 1:
-            continue  # the same along this dimension: broadcasts
-        side = 1 if scale.shape[axis] == size else block_side(axis, len(shape), block)
-        index = torch.arange(start, stop, device=scale.device) // side
-        scale = scale.index_select(axis, index)
-    return scale
-
-
-def block_side(axis: int, dimensions: int, block: Sequence[int]) -> int:
-    """Elements that share a scale along a dimension: blocks lie in the last two."""
-    return block[axis - dimensions] if axis >= dimensions - 2 else 1
-
-
-def scale_fits(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
-    """Whether a scale of that shape belongs to a tensor of this shape."""
-    if math.prod(scale) == 1:
-        return True
-    return len(scale) == len(shape) and all(
-        count in (1, size, math.ceil(size / block_side(axis, len(shape), block)))
-        for axis, (count, size) in enumerate(zip(scale, shape, strict=True))
-    )
-
-
-def piece_box(piece: Piece) -> Box:
-    """Where a piece lies in its parameter. A stored tensor of fewer dimensions is one slice of the outer ones."""
-    outer = len(piece.offset) - len(piece.stored.shape)
-    shape = (*(1,) * outer, *piece.stored.shape)
-    return tuple((start, start + size) for start, size in zip(piece.offset, shape, strict=True))
-
-
-def intersection(one: Box, other: Box) -> Box | None:
-    """The part that two boxes share; none where they share nothing."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return shared if all(start < stop for start, stop in shared) else None

@@ -31,13 +31,13 @@ from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
 from windlass.train.order import Order, numbered
+from windlass.train.parallel import assert_sharded, is_sharded, keep_out_of_ddp
 from windlass.train.progress import Progress
 from windlass.train.rank import Interruption, Place
 from windlass.train.ranks import clear_accelerate
 from windlass.train.saving import Saving
 from windlass.train.screen import header, quiet
 from windlass.train.settings import settings
-from windlass.train.shard import assert_sharded, is_sharded, keep_out_of_ddp
 from windlass.train.sync import Replicas
 
 if TYPE_CHECKING:

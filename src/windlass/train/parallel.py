@@ -1,0 +1,182 @@
+"""Apply a Layout to a model through transformers: FSDP2, hybrid sharding, expert parallelism.
+
+transformers says that this machinery still moves; windlass pins its version and keeps all such calls in this file.
+The model is built without storage (on the meta device) and sharded, then given storage for this rank's part alone:
+the order in which `from_pretrained(distributed_config=...)` does it, without the reading of weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from transformers.distributed import DistributedConfig
+
+from windlass.errors import Problem, UserError, raise_all
+from windlass.model import Base
+from windlass.plan.layout import Layout
+from windlass.train import experts, fp8, group
+
+
+def is_sharded(layout: Layout) -> bool:
+    """Whether ranks store parts. A resident base and a single rank store everything in plain tensors."""
+    return layout.name != "resident" and layout.ranks > 1
+
+
+def device_of_this_rank() -> torch.device:
+    """Where parameters are when they compute."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def build(
+    base: Base, layout: Layout, dtype: torch.dtype, attn_implementation: str = "sdpa"
+) -> transformers.PreTrainedModel:
+    """The causal language model with `layout` applied: DTensors of the planned placements, without storage yet."""
+    # torch's first choice on Hopper makes a plan for every new shape of a micro-batch, about a second each, and its
+    # gradients can be NaN under a mask (pytorch#196678). Remove when that is fixed in every torch that we allow, and
+    # benchmarks/one_gpu.py's `layers` finds cuDNN's attention the faster one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    config = text_config(base, dtype, attn_implementation)
+    raise_all(list(unsupported(base, layout, config)))
+    model_class = getattr(transformers, base.family.causal_lm)
+    distributed = DistributedConfig(
+        fsdp_size=layout.shard,
+        dp_replicate_size=layout.replicate,
+        ep_size=layout.expert_parallel,
+        fsdp_cpu_offload=layout.offload,
+        # Gather in BF16 what is stored in FP32 only if compute runs in BF16: the policy's dtype is fixed upstream.
+        fsdp_mixed_precision=layout.precision == "bf16" and dtype == torch.float32,
+    )
+    distributed, _, mesh = model_class.prepare_distribute_model(distributed if is_sharded(layout) else None)
+    with contextlib.ExitStack() as stack:
+        for context in model_class.get_init_context(dtype, False, False, False):
+            stack.enter_context(context)
+        model = model_class(config)
+    if kept := model._get_dtype_plan(dtype):
+        raise UserError(
+            f"{base.family.causal_lm} keeps {', '.join(kept)} in float32: they can't be loaded beside {dtype}",
+            "model.torch_dtype",
+            "set model.torch_dtype: float32",
+        )
+    if layout.base_dtype == "fp8":
+        fp8.convert(model, fp8.stored_formats(base, dtype))
+    model = model_class.maybe_distribute_model(model, distributed, mesh)
+    if not layout.reshard_after_forward:
+        # After the plan, not in it: with every layer kept by the plan, upstream no longer puts the final norm and the
+        # head in one group, and a head that is a group of its own is gathered anew for each fused loss.
+        for module in fsdp_modules(model):
+            module.set_reshard_after_forward(False, recurse=False)
+    return model
+
+
+def text_config(base: Base, dtype: torch.dtype, attn_implementation: str) -> Any:
+    """The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`, or converted by us."""
+    replaced = ("quantization_config", "dtype", "torch_dtype")
+    described = {key: value for key, value in base.config.items() if key not in replaced}
+    tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may rule
+    described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
+    config_class = transformers.CONFIG_MAPPING[base.family.model_type]
+    config = config_class.from_dict(described, attn_implementation=attn_implementation)
+    config._experts_implementation = experts.NAME
+    config.name_or_path = str(base.path or base.name)  # a saved adapter names its base by it
+    return config
+
+
+def unsupported(base: Base, layout: Layout, config: Any) -> Iterator[Problem]:
+    """What only the started ranks show to be wrong with a Layout; the rest is checked when it is planned."""
+    if layout.ranks != group.world():
+        yield Problem(
+            f"the layout is for {layout.ranks} ranks ({layout.nodes} nodes x {layout.gpus_per_node} GPUs), "
+            f"but {group.world()} were started",
+            "layout",
+            "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
+        )
+    if layout.offload and not torch.cuda.is_available():
+        yield Problem(
+            "ranks that compute in host memory have nothing to offload",
+            "layout.offload",
+            "set layout.offload: false on a machine without a GPU",
+        )
+    # Tried: 2.11 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
+    if is_sharded(layout) and layout.base_dtype == "fp8" and torch.__version__ < "2.13":
+        what = f"torch {torch.__version__} can't shard a base that is stored in FP8: 2.13 can"
+        yield Problem(what, fp8.WHERE, f"{fp8.HINT}, set layout.name: resident, or install a newer torch")
+    if (ways := layout.expert_parallel) > 1:
+        experts = base.dims.get("experts", 0) if config.base_model_ep_plan else 0
+        if not experts or experts % ways:
+            what = f"{base.family.causal_lm} has {experts or 'no'} experts to split evenly over {ways} ranks"
+            yield Problem(what, "layout.expert_parallel", "set a divisor of the experts and of layout.shard, or 1")
+
+
+def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
+    """Storage for this rank's part of every parameter, and buffers with their computed values.
+
+    Parameters hold whatever was in that memory: the caller fills every one of them.
+    """
+    offloaded = is_sharded(layout) and layout.offload
+    model.to_empty(device=torch.device("cpu") if offloaded else device_of_this_rank())
+    model.tie_weights(recompute_mapping=False)
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # what the checkpoint holds; the rest, rotary frequencies, is computed now
+    model.initialize_weights()
+    if offloaded:
+        for name, buffer in list(model.named_buffers()):  # buffers take part in compute where compute runs
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, buffer.to(device_of_this_rank()))
+    model.eval()
+
+
+def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP2 gathers one by one; none where nothing is sharded."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def keep_gathered(modules: Iterable[FSDPModule], keep: bool) -> None:
+    """Keep what a backward gathered for the next micro-batch, or free it as usual (on the last one of a step)."""
+    for module in modules:
+        module.set_reshard_after_backward(not keep, recurse=False)
+
+
+def keep_out_of_ddp(model: PeftModel) -> None:
+    """Keep Accelerate from wrapping the model in DDP, whose part `Replicas` plays, also where nothing is sharded.
+
+    It asks this mark, which transformers gives to a model that it has sharded while loading.
+    """
+    model.get_base_model()._is_distributed_loading_by_transformers = True
+
+
+def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
+    """Stop unless every parameter is sharded as planned. Call before the first forward: that leaves some gathered."""
+    placed = ((name, misplaced(name, tensor, layout)) for name, tensor in model.named_parameters())
+    wrong = [f"{name} ({fault})" for name, fault in placed if fault]
+    if is_sharded(layout) and wrong:
+        raise UserError(
+            f"the base is not sharded as {layout.name} plans it: {group.first_few(wrong)}",
+            "layout",
+            "nothing may move parameters between loading and the first step",
+        )
+
+
+def misplaced(name: str, tensor: torch.Tensor, layout: Layout) -> str:
+    """What is wrong with one parameter's placement; empty if it is as planned, or belongs to the adapter."""
+    if "lora_" in name or "modules_to_save" in name:
+        return ""
+    if not isinstance(tensor, DTensor):
+        return "a plain tensor on every rank"
+    mesh = tensor.device_mesh
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    split = math.prod(size for size, place in zip(mesh.shape, tensor.placements, strict=True) if place != Replicate())
+    if split != layout.shard or mesh.size() != layout.shard * layout.replicate:
+        return f"split over {split} of {mesh.size()} ranks instead of {layout.shard} of {layout.ranks}"
+    if layout.expert_parallel > 1 and tensor.ndim == 3 and sizes.get("ep") != layout.expert_parallel:
+        return f"experts split over {sizes.get('ep', 1)} ranks instead of {layout.expert_parallel}"
+    return ""
