@@ -80,6 +80,14 @@ class Hosts:
     def unplug(self, node: int) -> None:
         _ip("-n", f"{self.prefix}s", "link", "set", f"p{node}", "down")
 
+    def slow_down(self, node: int) -> None:
+        limit = ("rate", "200mbit", "burst", "256kb", "latency", "400ms")
+        name = f"{self.prefix}{node}"
+        subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit], timeout=20, check=True)
+
+    def cut(self, node: int, other: int) -> None:
+        _ip("-n", f"{self.prefix}{node}", "route", "add", "blackhole", f"{self.address(other)}/32")
+
     def down(self) -> None:
         for node in range(self.count):
             self.kill(node)

@@ -160,7 +160,7 @@ def test_a_signal_to_another_launcher_is_saved_too(
         desk.mkdir()
         process = subprocess.Popen(
             command,
-            env={**ENVIRON, "WINDLASS_DESK": str(desk)},
+            env={**ENVIRON, "WINDLASS_STATUS_DIR": str(desk)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

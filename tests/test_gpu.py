@@ -10,7 +10,7 @@ import torch
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.launch.check.pairs import nccl_log
+from windlass.launch.check.bandwidth import nccl_log
 from windlass.model import read_base
 from windlass.observe.meter.sample import Sampler
 from windlass.plan.layout import Layout

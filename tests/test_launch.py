@@ -668,3 +668,15 @@ def test_what_does_not_fit_is_not_started(here: Path) -> None:
         sent(here, "runai", lambda _: None, "train.per_device_train_batch_size=4096")
     assert not calls(here / "bin", "runai")
     assert sent(here, "runai", lambda _: None, "train.per_device_train_batch_size=4096", dry_run=True) == 0
+
+
+def test_the_image_is_for_any_user_and_holds_what_was_tested() -> None:
+    text = (ROOT / "Containerfile").read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert [line for line in lines if line.startswith("USER")][-1] == "USER 1001:0"
+    assert "--constraint" in text
+    assert ":latest" not in text
+    assert "chmod -R g=u" in text
+    needed = {word.lstrip("!") for word in (ROOT / ".containerignore").read_text().split() if word.startswith("!")}
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert copied == needed, "what is copied is not ignored, and nothing else is sent"

@@ -35,7 +35,7 @@ TWO = ("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=ethernet-2
 NASTY = "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?"
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 # What a rank does: leave its number and its code on the desk.
-RANK = 'echo $$ >"$WINDLASS_DESK/pid-0"; echo {code} >"$WINDLASS_DESK/code-0"; exit 1'
+RANK = 'echo $$ >"$WINDLASS_STATUS_DIR/pid-0"; echo {code} >"$WINDLASS_STATUS_DIR/code-0"; exit 1'
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_node_learns_its_place_from_whatever_the_platform_sets(
     program(fakes, "scontrol", "printf '%s\\n' localhost n2")
     # The meeting is not what this looks at.
     program(
-        fakes, "python3", f'[[ "$2" == windlass.launch.meeting ]] || exec {sys.executable} "$@"; touch "${{@: -1}}/met"'
+        fakes, "python3", f'[[ "$2" == windlass.launch.rendezvous ]] || exec {sys.executable} "$@"; touch "${{@: -1}}/ready"'
     )
     done = launched(written(tmp_path / "run", plan_of(tiny, TWO)), fakes, **told)
     assert done.returncode == 0, done.stderr
@@ -117,11 +117,11 @@ def test_a_node_learns_its_place_from_whatever_the_platform_sets(
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        ({}, "planned for 2 nodes, and the platform says 1"),
-        ({**PET, "PET_NNODES": "3"}, "planned for 2 nodes, and the platform says 3"),
+        ({}, "planned for 2 nodes, and the platform started 1"),
+        ({**PET, "PET_NNODES": "3"}, "planned for 2 nodes, and the platform started 3"),
         ({"PET_NODE_RANK": "2", "PET_NNODES": "2", "PET_MASTER_ADDR": "x"}, "no node '2' among 2"),
         ({"PET_NODE_RANK": "$(id)", "PET_NNODES": "2", "PET_MASTER_ADDR": "x"}, "no node '$(id)' among 2"),
-        ({"PET_NODE_RANK": "1", "PET_NNODES": "2"}, "nobody says where node 0 is"),
+        ({"PET_NODE_RANK": "1", "PET_NNODES": "2"}, "the address of node 0 is unknown"),
         ({**SLURM, "MASTER_ADDR": "x", "SLURM_NTASKS_PER_NODE": "4"}, "one task per node"),
     ],
 )  # fmt: skip
@@ -147,8 +147,8 @@ def test_a_platform_that_disagrees_with_the_plan_is_not_tried_again(
         (RANK.format(code=137), 1),
         ("exit 7", 1),
         # The first that failed is the cause; the others only lost it.
-        ('echo 13 >"$WINDLASS_DESK/code-1"; sleep 0.05; echo 1 >"$WINDLASS_DESK/code-0"; exit 1', 13),
-        ('echo 1 >"$WINDLASS_DESK/code-0"; sleep 0.05; echo 75 >"$WINDLASS_DESK/code-1"; exit 1', 1),
+        ('echo 13 >"$WINDLASS_STATUS_DIR/code-1"; sleep 0.05; echo 1 >"$WINDLASS_STATUS_DIR/code-0"; exit 1', 13),
+        ('echo 1 >"$WINDLASS_STATUS_DIR/code-0"; sleep 0.05; echo 75 >"$WINDLASS_STATUS_DIR/code-1"; exit 1', 1),
     ],
 )
 def test_the_ranks_own_exit_code_comes_through(tiny: Path, tmp_path: Path, body: str, code: int) -> None:
@@ -161,9 +161,9 @@ def test_the_ranks_own_exit_code_comes_through(tiny: Path, tmp_path: Path, body:
 
 def test_a_rank_that_was_killed_is_named_with_what_it_was_doing(tiny: Path, tmp_path: Path) -> None:
     fakes = tmp_path / "bin"
-    body = """for rank in 0 3; do echo 999999 >"$WINDLASS_DESK/pid-$rank"; done
-    echo 0 >"$WINDLASS_DESK/code-0"
-    echo "loading the model" >"$WINDLASS_DESK/phase-3"
+    body = """for rank in 0 3; do echo 999999 >"$WINDLASS_STATUS_DIR/pid-$rank"; done
+    echo 0 >"$WINDLASS_STATUS_DIR/code-0"
+    echo "loading the model" >"$WINDLASS_STATUS_DIR/phase-3"
     exit 1"""
     program(fakes, "accelerate", body)
     done = launched(written(tmp_path / "run", plan_of(tiny, CPU)), fakes)
@@ -175,7 +175,7 @@ def test_a_rank_that_was_killed_is_named_with_what_it_was_doing(tiny: Path, tmp_
 SAVER = """
 import os, signal, sys, time
 from pathlib import Path
-desk = Path(os.environ["WINDLASS_DESK"])
+desk = Path(os.environ["WINDLASS_STATUS_DIR"])
 def save(*_):
     time.sleep(0.3)
     (desk / "code-0").write_text("75")
@@ -227,10 +227,10 @@ def test_a_signal_to_the_whole_group_is_taken_once(tiny: Path, tmp_path: Path) -
     assert mark.read_text() == "saved"
 
 
-@pytest.mark.parametrize("other", ["", 'echo 75 >"$WINDLASS_DESK/code-1"; '], ids=["alone", "another has saved"])
+@pytest.mark.parametrize("other", ["", 'echo 75 >"$WINDLASS_STATUS_DIR/code-1"; '], ids=["alone", "another has saved"])
 def test_ranks_that_do_not_save_in_time_are_ended(tiny: Path, tmp_path: Path, other: str) -> None:
     fakes = tmp_path / "bin"
-    body = other + 'trap "" TERM; echo $$ >"$WINDLASS_DESK/pid-0"; touch ready; while :; do sleep 0.1; done'
+    body = other + 'trap "" TERM; echo $$ >"$WINDLASS_STATUS_DIR/pid-0"; touch ready; while :; do sleep 0.1; done'
     program(fakes, "accelerate", body.replace("ready", str(tmp_path / "ready")))
     script = written(tmp_path / "run", plan_of(tiny, (*CPU, "cluster.grace_seconds=1")))
     process = subprocess.Popen(
@@ -240,7 +240,7 @@ def test_ranks_that_do_not_save_in_time_are_ended(tiny: Path, tmp_path: Path, ot
     process.terminate()
     assert process.wait(15) == 1
     assert process.stderr is not None
-    assert b"rank 0 was killed while starting; the 1 s to save in were over" in process.stderr.read()
+    assert b"rank 0 was killed while starting; the 1 s to save had passed" in process.stderr.read()
     process.stderr.close()
 
 
@@ -321,11 +321,11 @@ def test_gpus_are_counted_before_anything_is_started(tmp_path: Path) -> None:
     )
     done = launched(written(tmp_path / "run", plan, overrides=overrides), fakes)
     assert done.returncode == 1
-    assert "2 GPUs are needed, and there are 1" in done.stderr
+    assert "2 GPUs are needed; this node has 1" in done.stderr
     program(fakes, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     done = launched(tmp_path / "run" / "launch.sh", fakes)
     assert done.returncode == 1
-    assert "no GPU can be asked: Failed to initialize NVML" in done.stderr
+    assert "nvidia-smi failed: Failed to initialize NVML" in done.stderr
     assert not calls(fakes, "accelerate")
     program(
         fakes, "nvidia-smi", 'case $1 in --query*) printf "%s\\n" "0, H200" "1, H200";; *) echo "26.562 GB/s";; esac'
@@ -533,14 +533,14 @@ def test_a_node_that_is_stopped_before_its_ranks_is_not_waited_for(tiny: Path, t
     other = 1 - node
     for one in range(2):
         program(
-            tmp_path / f"bin-{one}", "accelerate", 'until [[ -e "$WINDLASS_DESK/gone" ]]; do sleep 0.05; done; exit 1'
+            tmp_path / f"bin-{one}", "accelerate", 'until [[ -e "$WINDLASS_STATUS_DIR/lost" ]]; do sleep 0.05; done; exit 1'
         )
     checking(tmp_path / f"bin-{node}", f"touch {tmp_path}/checks; exec sleep 60")
     checking(tmp_path / f"bin-{other}", "exit 0")
     crew = two_nodes(tiny, tmp_path, WINDLASS_CHECK="yes")
     try:
         wait_for(tmp_path / "checks")
-        until_said(tmp_path / f"log-{other}", "all 2 nodes have met")
+        until_said(tmp_path / f"log-{other}", "all 2 nodes have joined")
         crew[node].terminate()
         assert crew[node].wait(20) == 75
         assert crew[other].wait(20) == 1, "it did not save, and may be tried again"

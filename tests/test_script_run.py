@@ -178,7 +178,7 @@ def test_check_reads_the_script_and_skips_what_is_its_own(tmp_path: Path, script
     made = check.run(read_any(run_file(tmp_path, script)), depth=check.HERE)
     found = {result.name: result for result in made.results}
     assert (found["script"].verdict, said in found["script"].seen) == (verdict, True)
-    assert found["model, data and optimizer"].verdict == "not looked at"
+    assert found["model, data and optimizer"].verdict == "skipped"
     assert found["processors"].seen.endswith("for 2 ranks")
     assert not {"adapter", "tokenizer", "weights", "data", "model class"} & found.keys()
 
@@ -322,7 +322,7 @@ def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Pat
     slow = SAVES.replace("def save(*_):", "def save(*_):\n    time.sleep(1.6)")
     desk = tmp_path / "desk"
     desk.mkdir()
-    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "WINDLASS_DESK": str(desk)}
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "WINDLASS_STATUS_DIR": str(desk)}
     command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, slow))]
     process = subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
     wait_for(process, tmp_path / "run/ready-1")

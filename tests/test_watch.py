@@ -23,8 +23,8 @@ from rich.console import Console
 from windlass import plan as planning
 from windlass import runfile, tiny, train
 from windlass.errors import UserError
-from windlass.launch.check import versions
-from windlass.launch.check.result import FAIL
+from windlass.launch.check.inputs import check_trackers
+from windlass.launch.check.results import FAIL
 from windlass.observe import steps
 from windlass.observe.watch import collectives, heartbeat, live, nccl, prometheus
 from windlass.observe.watch.alarm import KINDS, Alarm, append
@@ -484,7 +484,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tm
     assert all("run.yaml:5: train.report_to" in problem.where for problem in problems)
     assert all(problem.hint.startswith("pip install ") for problem in problems)
     assert not (tmp_path / "out").exists()
-    results = versions.trackers(runfile.read(tmp_path / "run.yaml"))
+    results = check_trackers(runfile.read(tmp_path / "run.yaml"))
     assert [(result.name, result.verdict) for result in results] == [(f"tracker {name}", FAIL) for name in LACKING]
 
 

@@ -317,13 +317,11 @@ def check(
         patience_seconds=wait,
         say=say,
     )
-    written = report.write(Path(loaded.run.folder)) if report.speaks else None
-    if report.speaks and as_json:
+    written = report.write(Path(loaded.run.folder)) if report.is_leader else None
+    if report.is_leader and as_json:
         write_json(report.as_dict())
-    elif report.speaks:
-        from windlass.launch.check.show import show
-
-        show(report)
+    elif report.is_leader:
+        checking.show(report)
     if written:
         say(f"checks written to {written}")
     raise typer.Exit(report.exit_code)

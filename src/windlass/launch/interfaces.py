@@ -1,55 +1,52 @@
-"""Whether the network interfaces that the environment names are there: a wrong one ends in silence or in a hang."""
+"""The network interfaces that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose: a wrong one hangs without a message."""
 
 from __future__ import annotations
 
-import fcntl
-import socket
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.errors import FAILED, RANK_USER_INPUT
+from windlass.hardware import interface_addresses
 
-SIOCGIFADDR = 0x8915  # man netdevice
+EXACT = {"GLOO_SOCKET_IFNAME": True, "NCCL_SOCKET_IFNAME": False}  # variable: takes names, not prefixes
 
 
-def complaint(environ: Mapping[str, str], nodes: int) -> tuple[str, int] | None:
-    """What is wrong on this node, and its exit code: a name that is nowhere is the input's fault."""
-    there = [name for _, name in socket.if_nameindex()]
-    for variable, chosen in (
-        ("GLOO_SOCKET_IFNAME", _exact(environ.get("GLOO_SOCKET_IFNAME", ""), there)),
-        ("NCCL_SOCKET_IFNAME", _by_prefix(environ.get("NCCL_SOCKET_IFNAME", ""), there)),
-    ):
-        value = environ.get(variable)
-        if not value:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one variable chooses on this node, and what is wrong with that; a name that exists nowhere is the input's
+    fault."""
+
+    variable: str
+    pattern: str
+    addresses: tuple[tuple[str, str], ...] = ()  # interface, its first address
+    problem: str = ""
+    code: int = 0
+
+
+def matching(pattern: str, names: Sequence[str], *, exact: bool) -> list[str]:
+    """NCCL's rules: prefixes; `=` for exact names; `^` for all but those. gloo's names are always exact."""
+    exclude, exact = pattern.startswith("^"), exact or "=" in pattern[:2]
+    wanted = [name for name in pattern.lstrip("^=").split(",") if name]
+    return [n for n in names if any(n == w or (not exact and n.startswith(w)) for w in wanted) != exclude]
+
+
+def choices(environ: Mapping[str, str], nodes: int, root: Path = Path("/")) -> Iterator[Choice]:
+    names = sorted(path.name for path in (root / "sys/class/net").glob("*"))
+    for variable, exact in EXACT.items():
+        if not (pattern := environ.get(variable, "")):
             continue
+        chosen, said = matching(pattern, names, exact=exact), f"{variable}={pattern}"
+        states = {name: root / "sys/class/net" / name / "operstate" for name in chosen}
+        up = [name for name, state in states.items() if not state.is_file() or state.read_text().strip() != "down"]
+        addresses = tuple((name, found[0]) for name in up if (found := interface_addresses(name, root)))
         if not chosen:
-            return f"{variable}={value} names no interface of this node; it has {', '.join(there)}", RANK_USER_INPUT
-        if nodes > 1 and set(chosen) == {"lo"}:
-            return f"{variable}={value} reaches no other node", RANK_USER_INPUT
-        if not any(map(_has_address, chosen)):
-            return f"{variable}={value}: {', '.join(chosen)} has no IP address", FAILED
-    return None
-
-
-def _exact(value: str, there: list[str]) -> list[str]:
-    return [name for name in there if name in value.split(",")]
-
-
-def _by_prefix(value: str, there: list[str]) -> list[str]:
-    """NCCL's rules: prefixes; `=` for exact names; `^` for all but those."""
-    excluded, exact = value.startswith("^"), value.lstrip("^").startswith("=")
-    names = [name for name in value.lstrip("^=").split(",") if name]
-    return [
-        name for name in there if any(name == one if exact else name.startswith(one) for one in names) is not excluded
-    ]
-
-
-def _has_address(name: str) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            table = Path("/proc/net/if_inet6")
-            return table.exists() and any(line.split()[-1] == name for line in table.read_text().splitlines())
-    return True
+            problem = f"{said} names no interface of this node; it has {', '.join(names) or 'none'}"
+            yield Choice(variable, pattern, (), problem, RANK_USER_INPUT)
+        elif nodes > 1 and set(chosen) == {"lo"}:
+            yield Choice(variable, pattern, addresses, f"{said} reaches no other node", RANK_USER_INPUT)
+        elif not addresses:
+            state = "has no IP address" if up else "is down"
+            yield Choice(variable, pattern, (), f"{said}: {', '.join(chosen)} {state}", FAILED)
+        else:
+            yield Choice(variable, pattern, addresses)

@@ -20,7 +20,7 @@ from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
 from windlass.variables import DEFAULTS, VARIABLES
 
 PORT = 29500  # torch's default; Run:ai and the Training Operator tell another one
-MEET_SECONDS = 300  # until all nodes must have come; names resolve only once pods are ready
+JOIN_SECONDS = 300  # until all nodes must have come; names resolve only once pods are ready
 DISK_BYTES_PER_SECOND = 100e6  # what a slow shared volume takes; an adapter is small
 SHM_GIB_PER_WORKER = 0.5  # batches of images that a loading process holds ready
 SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
@@ -57,7 +57,7 @@ class Job:
     title: str
     source: str  # name of the run file, for headings
     port: int = PORT
-    meet_seconds: int = MEET_SECONDS
+    join_seconds: int = JOIN_SECONDS
 
     @property
     def ranks(self) -> int:

@@ -1,62 +1,62 @@
 #!/usr/bin/env bash
 @@HEAD@@
-{ # bash reads all of it before it does any of it: this file may be written anew while it runs
+{ # makes bash read the whole file before it runs any of it: the file may be rewritten meanwhile
 set -euo pipefail
 
-# --- what the plan says ---------------------------------------------------------------------------------------------
+# --- from the plan --------------------------------------------------------------------------------------------------
 @@SETTINGS@@
 @@ENVIRONMENT@@
-# --- who this node is: told by Kubeflow and Run:ai (PET_*), Slurm, an indexed job, or the Training Operator ---------
-trap 'exit 75' TERM USR1 INT # nothing is begun yet; without a trap the first process of a container hears no SIGTERM
-fail() { # CODE TEXT…: say it and leave; 13 tells a scheduler that trying again won't help
+# --- which node this is: from Kubeflow and Run:ai (PET_*), Slurm, an indexed Job, or the Training Operator ----------
+trap 'exit 75' TERM USR1 INT # nothing to save yet; without a trap a container's first process ignores SIGTERM
+fail() { # CODE TEXT…: print the text and exit; 13 tells a scheduler that a retry won't help
   printf 'windlass: node %s (%s): %s\n' "${node:-?}" "$(hostname)" "${*:2}" >&2
   exit "$1"
 }
 if [[ -n "${PET_NODE_RANK:-}" ]]; then
-  node=$PET_NODE_RANK told=${PET_NNODES:-$nodes} master=${PET_MASTER_ADDR:-${MASTER_ADDR:-}} port=${PET_MASTER_PORT:-$port}
+  node=$PET_NODE_RANK count=${PET_NNODES:-$nodes} master=${PET_MASTER_ADDR:-${MASTER_ADDR:-}} port=${PET_MASTER_PORT:-$port}
 elif [[ -n "${SLURM_JOB_ID:-}" && -n "${SLURM_NODEID:-}" ]]; then
-  node=$SLURM_NODEID told=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-$nodes}}
+  node=$SLURM_NODEID count=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-$nodes}}
   port=$((20000 + SLURM_JOB_ID % 5000 * 2)) # of this job's own: jobs may share a machine
   master=${MASTER_ADDR:-}
-  if [[ -z "$master" && "$told" -gt 1 ]]; then
+  if [[ -z "$master" && "$count" -gt 1 ]]; then
     list=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
     if hosts=$(scontrol show hostnames "$list" 2>/dev/null); then master=${hosts%%$'\n'*}; fi
   fi
   if [[ "${SLURM_NTASKS_PER_NODE:-1}" != 1 ]]; then fail 13 "srun must start one task per node: --ntasks-per-node=1"; fi
 elif [[ -n "${JOB_COMPLETION_INDEX:-}" ]]; then
-  node=$JOB_COMPLETION_INDEX told=$nodes master=${MASTER_ADDR:-} port=${MASTER_PORT:-$port}
+  node=$JOB_COMPLETION_INDEX count=$nodes master=${MASTER_ADDR:-} port=${MASTER_PORT:-$port}
 elif [[ -n "${RANK:-}" ]]; then
-  # An operator's pod: RANK is the pod's number. Its WORLD_SIZE counts ranks or pods, by version: not asked.
-  node=$RANK told=$nodes master=${MASTER_ADDR:-} port=${MASTER_PORT:-$port}
+  # An operator's pod: RANK is the pod's number. WORLD_SIZE counts ranks or pods, depending on the version: not used.
+  node=$RANK count=$nodes master=${MASTER_ADDR:-} port=${MASTER_PORT:-$port}
 else
-  node=0 told=1 master=localhost
+  node=0 count=1 master=localhost
 fi
-told=${told##*:} # a range such as 2:2 ends with the most
-if [[ "$told" != "$nodes" ]]; then fail 13 "the run is planned for $nodes nodes, and the platform says $told"; fi
+count=${count##*:} # of a range such as 2:2 the upper end
+if [[ "$count" != "$nodes" ]]; then fail 13 "the run is planned for $nodes nodes, and the platform started $count"; fi
 if ! [[ "$node" =~ ^[0-9]+$ ]] || ((node >= nodes)); then fail 13 "there is no node '$node' among $nodes"; fi
-if ((nodes == 1)); then # nobody else must know where the ranks meet: on a port that no other run here has taken
+if ((nodes == 1)); then # no other machine needs to know the port: take one that no other run here uses
   master=localhost
   port=$(python3 -c 'import socket; print(socket.create_server(("localhost", 0)).getsockname()[1])') \
-    || fail 1 "no free port can be had"
+    || fail 1 "there is no free port"
 fi
-if [[ -z "$master" ]]; then fail 13 "nobody says where node 0 is: set MASTER_ADDR"; fi
-# From here on only the command line below speaks to the launcher.
+if [[ -z "$master" ]]; then fail 13 "the address of node 0 is unknown: set MASTER_ADDR"; fi
+# From here on only the command line below configures the launcher.
 unset "${!PET_@}" RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
-# --- a home: an arbitrary user ID has neither a name nor a writable folder ------------------------------------------
+# --- HOME: an arbitrary user ID has neither a name nor a writable folder --------------------------------------------
 if ! id -un >/dev/null 2>&1; then export LOGNAME="${LOGNAME:-windlass}"; fi # libraries ask for a name
 if [[ "${HOME:-/}" == / || ! -w "$HOME" ]]; then
   export HOME="${TMPDIR:-/tmp}/windlass-home-$UID"
-  mkdir -p "$HOME" || fail 1 "no folder can be made for caches: $HOME"
+  mkdir -p "$HOME" || fail 1 "the folder for caches can't be created: $HOME"
   export HF_HOME="${HF_HOME:-$HOME/huggingface}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/triton}"
   export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$HOME/inductor}"
 fi
 
-# --- traces: what a log must tell when somebody asks about it later -------------------------------------------------
+# --- the log's head: what one needs to know when something went wrong -----------------------------------------------
 export PATH="$PATH:$HOME/.local/bin"
 if [[ -n "$working_dir" ]]; then cd "$working_dir" || fail 13 "the working folder is missing: $working_dir"; fi
 if ((${#install[@]})); then
-  # pip asks the index that PIP_INDEX_URL names: the site's mirror.
+  # From the index that PIP_INDEX_URL names: the site's mirror.
   python3 -m pip install --quiet --user --disable-pip-version-check "${install[@]}" \
     || fail 1 "pip could not install ${install[*]} from ${PIP_INDEX_URL:-the default index}"
 fi
@@ -76,12 +76,12 @@ sys.exit("windlass" not in found)
 PYTHON
 if ((gpu)); then
   table=$(nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader 2>&1) \
-    || fail 1 "no GPU can be asked: $table"
+    || fail 1 "nvidia-smi failed: $table"
   printf '%s\n' "$table"
   if (($(grep -c . <<<"$table") < ranks_per_node)); then
-    fail 1 "$ranks_per_node GPUs are needed, and there are $(grep -c . <<<"$table")"
+    fail 1 "$ranks_per_node GPUs are needed; this node has $(grep -c . <<<"$table")"
   fi
-  # Without NVLink, GPUs of a node talk over PCIe; without InfiniBand, nodes talk over TCP.
+  # Without NVLink, GPUs of a node communicate over PCIe; without InfiniBand, nodes communicate over TCP.
   links=$(nvidia-smi nvlink --status 2>/dev/null | grep -c 'GB/s' || true)
   printf '%s\n' "nvlink   $links links active"
 fi
@@ -92,51 +92,51 @@ for port_state in /sys/class/infiniband/*/ports/*/state; do
   fi
 done
 
-# --- all nodes together: each says that it is here, and who leaves later is named -----------------------------------
-desk=$(mktemp -d "${TMPDIR:-/tmp}/windlass-XXXXXX") # of this node alone, and new: no word of an earlier try
-export WINDLASS_DESK="$desk"                          # ranks leave their exit codes here: launchers make each of them 1
-meeting='' checking='' launcher=''
-leave() { # CODE: take leave of the other nodes, tidy up
+# --- all nodes: wait until each has started, and from then on name the one that leaves ------------------------------
+status_dir=$(mktemp -d "${TMPDIR:-/tmp}/windlass-XXXXXX") # of this node and this try alone
+export WINDLASS_STATUS_DIR="$status_dir"                    # ranks write their exit codes here: launchers make each of them 1
+rendezvous='' check='' launcher=''
+leave() { # CODE: tell the other nodes, clean up, exit
   trap '' TERM USR1 INT
-  local told=$1
-  if [[ -z "$launcher" && "$1" == 75 ]]; then told=143; fi # no ranks have agreed on it with those of others
-  if [[ -n "$checking" ]]; then kill -TERM "$checking" 2>/dev/null || true; fi
-  if [[ -n "$meeting" ]]; then
-    if printf '%s' "$told" >"$desk/.farewell"; then mv "$desk/.farewell" "$desk/farewell" || true; fi
-    kill -TERM "$meeting" 2>/dev/null || true
-    wait "$meeting" || true
+  local code=$1
+  if [[ -z "$launcher" && "$1" == 75 ]]; then code=143; fi # stopped before there were ranks that agree with the others'
+  if [[ -n "$check" ]]; then kill -TERM "$check" 2>/dev/null || true; fi
+  if [[ -n "$rendezvous" ]]; then
+    if printf '%s' "$code" >"$status_dir/.leaving"; then mv "$status_dir/.leaving" "$status_dir/leaving" || true; fi
+    kill -TERM "$rendezvous" 2>/dev/null || true
+    wait "$rendezvous" || true
   fi
-  rm -rf -- "$desk"
+  rm -rf -- "$status_dir"
   exit "$1"
 }
 trap 'leave 75' TERM USR1 INT
 if ((nodes > 1)); then
   # One port above the ranks' own.
-  python3 -m windlass.launch.meeting --node "$node" --nodes "$nodes" --master "$master" --port "$((port + 1))" \
-    --seconds "$meet_seconds" --fingerprint "$fingerprint" --desk "$desk" &
-  meeting=$!
-  while [[ ! -e "$desk/met" ]]; do
-    if ! kill -0 "$meeting" 2>/dev/null; then
+  python3 -m windlass.launch.rendezvous --node "$node" --nodes "$nodes" --master "$master" --port "$((port + 1))" \
+    --seconds "$join_seconds" --fingerprint "$fingerprint" --status-dir "$status_dir" &
+  rendezvous=$!
+  while [[ ! -e "$status_dir/ready" ]]; do
+    if ! kill -0 "$rendezvous" 2>/dev/null; then
       code=0
-      wait "$meeting" || code=$?
-      meeting=
+      wait "$rendezvous" || code=$?
+      rendezvous=
       leave "$((code ? code : 1))"
     fi
     sleep 0.1
   done
 fi
 if [[ "${WINDLASS_CHECK:-yes}" != no ]]; then
-  # Everything else that can be known of this node and of all together, before anything is loaded.
+  # Everything else that can be known of this node and between all nodes, before anything is loaded.
   PET_NODE_RANK="$node" PET_NNODES="$nodes" PET_MASTER_ADDR="$master" PET_MASTER_PORT="$port" \
-    python3 -m windlass check "$run"@@ACCELERATE@@ --in-pod --wait "$meet_seconds" "${options[@]}" &
-  checking=$! # in the background, for bash does not hear signals while it waits for a program
+    python3 -m windlass check "$run"@@ACCELERATE@@ --in-pod --wait "$join_seconds" "${options[@]}" &
+  check=$! # in the background, because bash handles no signals while it waits for a program in the foreground
   code=0
-  wait "$checking" || code=$?
-  checking=
+  wait "$check" || code=$?
+  check=
   case $code in
     0) ;;
     13) leave 13 ;;
-    *) leave 1 ;; # nodes were lost, or the checks themselves broke down: another try may do
+    *) leave 1 ;; # nodes were lost, or the check itself broke down: a retry may succeed
   esac
 fi
 
@@ -147,36 +147,36 @@ fi
 stopping=0
 trap 'stopping=1' TERM USR1 INT
 (
-  # A stop signal is for the ranks, which save. torch's launcher would end them 30 s later, saved or not, and on
-  # SIGUSR1 itself: it does not hear them, and this script passes them on.
+  # A stop signal is for the ranks, which save. torch's launcher would kill them 30 s later, saved or not, and would
+  # die of SIGUSR1: it ignores signals here, and this script forwards them.
   trap '' TERM USR1 INT
   export PET_SIGNALS_TO_HANDLE=SIGQUIT PET_SHUTDOWN_TIMEOUT="$grace_seconds"
-  # A restarted pod resumes from the last checkpoint: --resume begins anew where there is none.
+  # A restarted pod resumes from the last checkpoint; without one, --resume starts from the beginning.
   exec @@LAUNCHER@@ \
     -m windlass train "$run" "${options[@]}" --resume
 ) &
 launcher=$!
 
-each_rank() { # SIGNAL: once to every rank that there is
+signal_ranks() { # SIGNAL: send it once to every rank that has started
   local file
-  for file in "$desk"/pid-*[0-9]; do
+  for file in "$status_dir"/pid-*[0-9]; do
     if [[ -e "$file" && ! -e "$file.$1" ]]; then
       : >"$file.$1"
       kill "-$1" "$(<"$file")" 2>/dev/null || true
     fi
   done
 }
-deadline='' alone=''
+deadline='' lost_at=''
 while kill -0 "$launcher" 2>/dev/null; do
-  if [[ -e "$desk/gone" ]]; then # another node left: ranks notice by themselves, or wait for it for ever
-    alone=${alone:-$SECONDS}
-    if ((SECONDS > alone + 20)); then stopping=1 deadline=${deadline:-$((SECONDS + 20))}; fi
+  if [[ -e "$status_dir/lost" ]]; then # another node is lost: ranks notice by themselves, or wait for it forever
+    lost_at=${lost_at:-$SECONDS}
+    if ((SECONDS > lost_at + 20)); then stopping=1 deadline=${deadline:-$((SECONDS + 20))}; fi
   fi
   if ((stopping)); then
     deadline=${deadline:-$((SECONDS + grace_seconds))}
-    each_rank TERM # ranks that are only starting are told as soon as they listen
+    signal_ranks TERM # repeated: ranks that are still starting get it once they handle it
     if ((SECONDS > deadline)); then
-      each_rank KILL
+      signal_ranks KILL
       kill -KILL "$launcher" 2>/dev/null || true
     fi
   fi
@@ -186,30 +186,30 @@ done
 code=0
 wait "$launcher" || code=$?
 
-# --- how it ended: the first rank that failed says it ---------------------------------------------------------------
+# --- the exit code: that of the first rank that failed --------------------------------------------------------------
 first=
-for file in "$desk"/code-*; do
+for file in "$status_dir"/code-*; do
   if [[ -e "$file" && "$(<"$file")" != 0 ]] && [[ -z "$first" || "$file" -ot "$first" ]]; then first=$file; fi
 done
 if [[ -n "$first" ]]; then code=$(<"$first"); fi
-if [[ -z "$first" || "$code" == 75 ]]; then # that one rank has saved says nothing of those that were killed
-  why="most often memory ran out"
-  if ((stopping && SECONDS > ${deadline:-SECONDS})); then why="the $grace_seconds s to save in were over"; fi
-  for file in "$desk"/pid-*[0-9]; do
+if [[ -z "$first" || "$code" == 75 ]]; then # one rank that saved doesn't speak for those that were killed
+  why="usually out of memory"
+  if ((stopping && SECONDS > ${deadline:-SECONDS})); then why="the $grace_seconds s to save had passed"; fi
+  for file in "$status_dir"/pid-*[0-9]; do
     rank=${file##*-}
-    if [[ -e "$file" && ! -e "$desk/code-$rank" ]]; then
+    if [[ -e "$file" && ! -e "$status_dir/code-$rank" ]]; then
       printf 'windlass: node %s (%s): rank %s was killed while %s; %s\n' \
-        "$node" "$(hostname)" "$rank" "$(cat "$desk/phase-$rank" 2>/dev/null || echo starting)" "$why" >&2
+        "$node" "$(hostname)" "$rank" "$(cat "$status_dir/phase-$rank" 2>/dev/null || echo starting)" "$why" >&2
       code=1
     fi
   done
 fi
-if ((code)) && [[ -e "$desk/gone" && "$code" != 13 ]]; then # a node that leaves for its input's sake speaks for all
-  if [[ "$(<"$desk/gone")" == 13 ]]; then code=13; else code=1; fi
+if ((code)) && [[ -e "$status_dir/lost" && "$code" != 13 ]]; then # wrong input on one node is wrong on all
+  if [[ "$(<"$status_dir/lost")" == 13 ]]; then code=13; else code=1; fi
 fi
 case $code in
   0 | 13 | 75) ;;
-  2) code=13 ;; # the input is wrong: trying again won't help
+  2) code=13 ;; # the input is wrong: a retry won't help
   *) code=1 ;;
 esac
 if ((code)); then printf 'windlass: node %s (%s): ended with %s\n' "$node" "$(hostname)" "$code" >&2; fi

@@ -31,7 +31,7 @@ accelerate launch \\
     --main_process_ip "$master" \\
     --main_process_port "$port" \\
     --rdzv_backend static \\
-    --rdzv_conf "timeout=$meet_seconds\""""
+    --rdzv_conf "timeout=$join_seconds\""""
 # A script's image may hold no more than torch.
 TORCHRUN = """\
 torchrun \\
@@ -41,7 +41,7 @@ torchrun \\
     --master-addr "$master" \\
     --master-port "$port" \\
     --rdzv-backend static \\
-    --rdzv-conf "timeout=$meet_seconds\""""
+    --rdzv-conf "timeout=$join_seconds\""""
 
 
 def texts(job: Job) -> dict[str, str]:
@@ -86,8 +86,8 @@ def settings(job: Job) -> str:
         ("nodes", str(job.nodes), ""),
         ("ranks_per_node", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
         ("gpu", str(int(job.gpu)), ""),
-        ("port", str(job.port), "where the ranks of several nodes meet, unless the platform says another"),
-        ("meet_seconds", str(job.meet_seconds), "until every node must have come"),
+        ("port", str(job.port), "of the ranks' rendezvous, unless the platform sets another"),
+        ("join_seconds", str(job.join_seconds), "until every node must have started"),
         ("grace_seconds", str(job.grace_seconds), f"to end a step and save after a stop signal; {job.grace_reason}"),
         ("fingerprint", quote(job.fingerprint), "of run file and options: the same on every node"),
         ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),

@@ -70,7 +70,7 @@ def check(stage: Stage, loaded: Loaded) -> None:
         phase.proved.append(f"pass: {', '.join(names['pass'])}")
         phase.proved += [f"warning: {r['name']}: {r['seen']}" for r in results if r["verdict"] == "warn"]
         for result in results:
-            if result["verdict"] == "not looked at" and "is not on this machine" in result["seen"]:
+            if result["elsewhere"]:
                 stage.record.not_proved.append({"what": result["name"], "why": result["seen"]})
 
 

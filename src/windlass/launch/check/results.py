@@ -1,0 +1,131 @@
+"""What one check found, what all of them come to, and the table that shows it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass import __version__
+from windlass.errors import FAILED, RANK_USER_INPUT, Problem
+from windlass.files import write_atomic
+
+PASS, WARN, FAIL, SKIPPED = "pass", "warn", "fail", "skipped"
+STYLES = {SKIPPED: "dim", PASS: "green", WARN: "yellow", FAIL: "bold red"}  # from the mildest to the gravest
+NODES = "nodes"  # whether all nodes came and stayed: the one check that a retry may pass
+ALONE, HERE, IN_POD = "alone", "here", "in-pod"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    verdict: str
+    seen: str  # what was found, with figures if there are any; why it was skipped
+    hint: str = ""
+    where: str = ""  # the place in the run file that asks for it
+    node: str = ""  # which node, when several were checked
+    elsewhere: bool = False  # skipped because only the machines of the run can tell
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def passed(name: str, seen: str) -> Result:
+    return Result(name, PASS, seen)
+
+
+def warned(name: str, seen: str, hint: str, where: str = "") -> Result:
+    return Result(name, WARN, seen, hint, where)
+
+
+def failed(name: str, seen: str, hint: str, where: str = "") -> Result:
+    return Result(name, FAIL, seen, hint, where)
+
+
+def skipped(name: str, why: str, hint: str = "") -> Result:
+    return Result(name, SKIPPED, why, hint)
+
+
+def not_here(name: str, what: str) -> Result:
+    hint = "`windlass check RUN --in-pod` checks it where the run starts"
+    return Result(name, SKIPPED, f"{what} is not on this machine", hint, elsewhere=True)
+
+
+def refused(name: str, problems: Iterable[Problem]) -> list[Result]:
+    """What another part of windlass refuses, as failed checks."""
+    return [failed(name, problem.problem, problem.hint, problem.where) for problem in problems]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All results; the same on every node if nodes met."""
+
+    depth: str
+    results: tuple[Result, ...]
+    is_leader: bool = True  # one node prints for all
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """The gravest. Skipped checks don't make a pass: if nothing was checked, it is `skipped`."""
+        return max((result.verdict for result in self.results), key=list(STYLES).index, default=SKIPPED)
+
+    @property
+    def exit_code(self) -> int:
+        failures = {result.name for result in self.results if result.verdict == FAIL}
+        if not failures:
+            return 0
+        return RANK_USER_INPUT if self.depth == IN_POD and failures != {NODES} else FAILED
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "windlass": __version__,
+            "depth": self.depth,
+            "verdict": self.verdict,
+            "seconds": round(self.seconds, 3),
+            "results": [result.as_dict() for result in self.results],
+        }
+
+    def write(self, folder: Path) -> Path | None:
+        """check.json into the run folder if that exists; a folder that refuses it was reported by a check."""
+        path = folder / "check.json"
+        try:
+            if folder.is_dir():
+                write_atomic(path, json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n")
+                return path
+        except OSError:
+            pass
+        return None
+
+
+def show(report: Report) -> None:
+    """Each check with what was seen, below it how to go on; the verdict last."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    several = any(result.node for result in report.results)
+    for column in ("check", "verdict", *(["node"] if several else []), "what was seen"):
+        table.add_column(column, overflow="fold", no_wrap=column == "verdict")
+    for result in report.results:
+        text = Text(result.seen, "dim" if result.verdict == SKIPPED else "")
+        if result.where and result.verdict in (WARN, FAIL):
+            text = Text(f"{result.where}: ", "bold") + text
+        if result.hint:
+            text += Text("\nhint: ", "cyan") + Text(result.hint)
+        verdict = Text(result.verdict, STYLES[result.verdict])
+        table.add_row(result.name, verdict, *([result.node] if several else []), text)
+    console.print(table)
+    counts = Counter(result.verdict for result in report.results)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(STYLES) if counts[verdict])
+    bad = [result for result in report.results if result.verdict == FAIL]
+    failing = dict.fromkeys(f"{result.name}{f' on {result.node}' if result.node else ''}" for result in bad)
+    names = f"; failing: {', '.join(failing)}" if failing else ""
+    heading = Text(f"{report.verdict}: ", STYLES[report.verdict])
+    console.print(heading + Text(f"{summary}{names} ({report.seconds:.1f} s)"))
