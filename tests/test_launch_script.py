@@ -100,7 +100,9 @@ def test_a_node_learns_its_place_from_whatever_the_platform_sets(
     program(fakes, "scontrol", "printf '%s\\n' localhost n2")
     # The meeting is not what this looks at.
     program(
-        fakes, "python3", f'[[ "$2" == windlass.launch.rendezvous ]] || exec {sys.executable} "$@"; touch "${{@: -1}}/ready"'
+        fakes,
+        "python3",
+        f'[[ "$2" == windlass.launch.rendezvous ]] || exec {sys.executable} "$@"; touch "${{@: -1}}/ready"',
     )
     done = launched(written(tmp_path / "run", plan_of(tiny, TWO)), fakes, **told)
     assert done.returncode == 0, done.stderr
@@ -533,7 +535,9 @@ def test_a_node_that_is_stopped_before_its_ranks_is_not_waited_for(tiny: Path, t
     other = 1 - node
     for one in range(2):
         program(
-            tmp_path / f"bin-{one}", "accelerate", 'until [[ -e "$WINDLASS_STATUS_DIR/lost" ]]; do sleep 0.05; done; exit 1'
+            tmp_path / f"bin-{one}",
+            "accelerate",
+            'until [[ -e "$WINDLASS_STATUS_DIR/lost" ]]; do sleep 0.05; done; exit 1',
         )
     checking(tmp_path / f"bin-{node}", f"touch {tmp_path}/checks; exec sleep 60")
     checking(tmp_path / f"bin-{other}", "exit 0")

@@ -322,7 +322,13 @@ def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Pat
     slow = SAVES.replace("def save(*_):", "def save(*_):\n    time.sleep(1.6)")
     desk = tmp_path / "desk"
     desk.mkdir()
-    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "WINDLASS_STATUS_DIR": str(desk)}
+    place = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "WINDLASS_STATUS_DIR": str(desk),
+    }
     command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, slow))]
     process = subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
     wait_for(process, tmp_path / "run/ready-1")

@@ -19,7 +19,9 @@ from typing import Final
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-NOTES_FOLDER: Final = "WINDLASS_STATUS_DIR"  # on this machine; ranks leave their exit code, error, what they are doing there
+NOTES_FOLDER: Final = (
+    "WINDLASS_STATUS_DIR"  # on this machine; ranks leave their exit code, error, what they are doing there
+)
 PARENT_SPEAKS: Final = "WINDLASS_TELLER"  # set: whoever started the ranks reads their notes, so they print no errors
 
 
