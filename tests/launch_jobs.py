@@ -11,7 +11,7 @@ from pathlib import Path
 
 from windlass import plan as planning
 from windlass.plan import Plan
-from windlass.plan.layout import read_accelerate
+from windlass.plan.accelerate import read_accelerate
 from windlass.runfile import read
 
 ROOT = Path(__file__).parent.parent

@@ -11,8 +11,8 @@ import pytest
 
 from windlass import explain, runfile
 from windlass.errors import UserError
-from windlass.plan.layout import KEYS, LAYOUTS, read_accelerate
-from windlass.plan.layout.fate import Key
+from windlass.plan.accelerate import KEYS, Key, read_accelerate
+from windlass.plan.layout import LAYOUTS
 from windlass.variables import VARIABLES
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +63,7 @@ def test_offloading_is_told_as_it_is() -> None:
     """The published recipe says that the optimizer's states are offloaded."""
     (row,) = [row for row in explain.topic("fsdp_offload_params") if row.value == "true"]
     assert row.verdict == "honoured"
-    assert row.text.startswith("the frozen base rests in host memory")
+    assert row.text.startswith("the frozen base is stored in host memory")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from windlass import demo
 from windlass.launch.job import PORT, environment_notes
 from windlass.launch.submit import texts as render
 from windlass.plan import Plan
-from windlass.plan.layout import read_accelerate
+from windlass.plan.accelerate import read_accelerate
 
 PET = {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"}
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_NODEID": "0", "SLURM_NNODES": "2"}

@@ -1,102 +1,62 @@
-"""Run file and Accelerate file become one layout; where they differ, both places are named; `auto` goes by figures."""
+"""Run file and Accelerate file become one layout; what contradicts is reported with both places; `auto` chooses."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from windlass import runfile
 from windlass.errors import UserError
 from windlass.model.family import Family
-from windlass.plan.layout import (
-    LAYOUTS,
-    AccelerateFile,
-    Demand,
-    candidates,
-    check_wrap,
-    demand,
-    read_accelerate,
-    settle,
-)
+from windlass.plan.accelerate import read_accelerate
+from windlass.plan.choose import Candidate, Contender, candidates, choose, named
+from windlass.plan.cost import Batch, Cost
+from windlass.plan.layout import LAYOUTS, Layout, LayoutRequest, check_wrap, read_request, resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "layout": {
-        "name": "auto",
-        "ranks": None,
-        "shard": None,
-        "replicate": None,
-        "expert_parallel": None,
-        "reshard_after_forward": None,
-        "offload": None,
-        "activation_checkpointing": None,
-        "wrap": None,
-    },
-    "cluster": {"nodes": 1, "gpus_per_node": 1},
-    "train": {"bf16": True, "fp16": False, "gradient_checkpointing": False, "optim": "adamw_torch"},
-    "lora": {"experts": None, "use_dora": False},
-}
+FSDP = "distributed_type: FSDP\n"
+MISTRAL4 = Family("mistral4", "Mistral4ForCausalLM", "Mistral4DecoderLayer")
 
 
-class Job:
-    """A run file in which only some keys were written; each stands in the line of its turn."""
-
-    def __init__(self, **written: Any) -> None:
-        self.experts_adapted = written.pop("experts_adapted", False)
-        self.written = {key.replace("__", "."): value for key, value in written.items()}
-        for section, values in DEFAULTS.items():
-            mine = {key.partition(".")[2]: v for key, v in self.written.items() if key.startswith(section + ".")}
-            setattr(self, section, SimpleNamespace(**(values | mine)))
-
-    layout: Any
-    cluster: Any
-    train: Any
-    lora: Any
-
-    def where(self, path: str) -> str:
-        if path not in self.written:
-            return f"default: {path}"
-        return f"run.yaml:{list(self.written).index(path) + 1}: {path}"
-
-    def demand(self, accelerate: AccelerateFile | None = None, family: Family | None = None) -> Demand:
-        return demand(self, self.where, family, accelerate, experts_adapted=self.experts_adapted)
+def request(
+    folder: Path, *overrides: str, accelerate: str | Path = "", family: Family | None = None, **more: Any
+) -> Any:
+    """What a minimal run file with these overrides requests, with the text or path of an Accelerate file."""
+    path = folder / "run.yaml"
+    path.write_text("model: {model_name_or_path: Mistral-Small-4-119B-2603}\ndata: {val_split: null}\n")
+    if isinstance(accelerate, str) and accelerate:
+        (folder / "fsdp.yaml").write_text(accelerate)
+        accelerate = folder / "fsdp.yaml"
+    file = read_accelerate(accelerate) if isinstance(accelerate, Path) else None
+    common = ("train.eval_strategy=no", "cluster.network=infiniband-400")
+    return read_request(runfile.read(path, [*common, *overrides]), family, file, **more)
 
 
-def file(folder: Path, text: str) -> AccelerateFile:
-    path = folder / "fsdp.yaml"
-    path.write_text("distributed_type: FSDP\n" + text)
-    return read_accelerate(path)
-
-
-def problems(job: Job, accelerate: AccelerateFile | None = None) -> list[tuple[str, str]]:
+def problems(folder: Path, *overrides: str, accelerate: str = "") -> list[str]:
     with pytest.raises(UserError) as caught:
-        job.demand(accelerate)
+        request(folder, *overrides, accelerate=accelerate)
     assert all(problem.hint for problem in caught.value.problems)
-    return [(problem.where.rpartition("/")[2], problem.problem) for problem in caught.value.problems]
+    return [f"{p.where.rpartition('/')[2]}: {p.problem}" for p in caught.value.problems]
 
 
-# --- one demand from two sources ------------------------------------------------------------------------------------
+# --- run file and Accelerate file ------------------
 
 
-def test_a_run_file_that_says_nothing_asks_for_nothing() -> None:
-    wanted = Job().demand()
-    assert wanted == Demand("auto", "", 1, 1)
-
-
-def test_the_published_file_becomes_full_shard_with_offload() -> None:
-    wanted = Job().demand(read_accelerate(EXAMPLES / "fsdp.yaml"))
-    layout = settle(wanted, 128)
+def test_published_files_and_none(tmp_path: Path) -> None:
+    assert request(tmp_path) == LayoutRequest("auto", "", 1, 1)
+    layout = resolve(request(tmp_path, accelerate=EXAMPLES / "fsdp.yaml", family=MISTRAL4), 128)
     assert (layout.name, layout.nodes, layout.gpus_per_node, layout.shard) == ("full-shard", 3, 1, 3)
     assert layout.offload
-    assert layout.reshard_after_forward
     assert layout.reason.endswith("fsdp.yaml:27: fsdp_config.fsdp_reshard_after_forward")
-
-
-def test_the_fsdp1_file_becomes_full_shard_over_two() -> None:
-    layout = settle(Job().demand(read_accelerate(EXAMPLES / "config/fsdp_2xH200.yaml")), 128)
-    assert (layout.name, layout.nodes, layout.shard, layout.offload) == ("full-shard", 2, 2, False)
+    two = resolve(request(tmp_path, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
+    assert (two.name, two.nodes, two.shard, two.offload) == ("full-shard", 2, 2, False)
+    ddp = request(tmp_path, accelerate="distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n")
+    assert (ddp.name, ddp.nodes, ddp.gpus_per_node) == ("auto", 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -111,238 +71,353 @@ def test_the_fsdp1_file_becomes_full_shard_over_two() -> None:
         ("parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n", ("hybrid", True)),
     ],
 )
-def test_what_a_file_asks_for_is_one_of_the_layouts(text: str, expected: tuple[str, bool], tmp_path: Path) -> None:
-    wanted = Job().demand(file(tmp_path, "num_machines: 2\nnum_processes: 8\n" + text))
-    layout = settle(wanted, 128)
+def test_what_a_file_sets_is_one_of_the_layouts(text: str, expected: tuple[str, bool], tmp_path: Path) -> None:
+    layout = resolve(request(tmp_path, accelerate=FSDP + "num_machines: 2\nnum_processes: 8\n" + text), 128)
     assert (layout.name, layout.reshard_after_forward) == expected
-    if layout.name == "hybrid":
-        assert (layout.shard, layout.replicate) == (4, 2)
-
-
-def test_a_file_that_only_starts_ranks_leaves_the_layout_open(tmp_path: Path) -> None:
-    path = tmp_path / "ddp.yaml"
-    path.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n")
-    wanted = Job().demand(read_accelerate(path))
-    assert (wanted.name, wanted.nodes, wanted.gpus_per_node) == ("auto", 2, 2)
-
-
-def test_what_such_a_file_says_about_fsdp_has_no_effect(tmp_path: Path) -> None:
-    """As for Accelerate; but here the fate says so."""
-    path = tmp_path / "ddp.yaml"
-    path.write_text("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_offload_params: true\n")
-    file = read_accelerate(path)
-    assert "offload" not in file.wishes
-    assert file.entries[-1].fate.because == "read only with distributed_type: FSDP, and it is MULTI_GPU"
+    assert (layout.shard, layout.replicate) == {"hybrid": (4, 2), "resident": (1, 8)}.get(layout.name, (8, 1))
 
 
 @pytest.mark.parametrize(
-    ("written", "name"),
+    ("key", "name"),
     [
-        ({"layout__expert_parallel": 2}, "expert-parallel"),
-        ({"layout__replicate": 2}, "hybrid"),
-        ({"layout__reshard_after_forward": False}, "no-reshard"),
-        ({"layout__reshard_after_forward": True}, "full-shard"),
-        ({"layout__offload": True}, "full-shard"),
-        ({"layout__name": "auto", "layout__offload": True}, "full-shard"),
-        ({"layout__shard": 4}, "full-shard"),
-        ({"layout__offload": False}, "auto"),
-        ({"layout__expert_parallel": 1}, "auto"),
-        ({"layout__wrap": ["A"]}, "auto"),
+        ("layout=hybrid", "hybrid"),
+        ("layout.name=resident", "resident"),
+        ("layout.expert_parallel=2", "expert-parallel"),
+        ("layout.replicate=2", "hybrid"),
+        ("layout.reshard_after_forward=false", "no-reshard"),
+        ("layout.reshard_after_forward=true", "full-shard"),
+        ("layout.offload=true", "full-shard"),
+        ("layout.shard=4", "full-shard"),
+        ("layout.offload=false", "auto"),
+        ("layout.expert_parallel=1", "auto"),
+        ("layout.wrap=A", "auto"),
     ],
 )
-def test_keys_of_layout_without_a_name_mean_the_layout_that_has_them(written: dict[str, Any], name: str) -> None:
-    wanted = Job(cluster__nodes=2, cluster__gpus_per_node=2, **written).demand()
-    assert wanted.name == name
+def test_keys_of_layout_imply_the_layout_that_has_them(key: str, name: str, tmp_path: Path) -> None:
+    found = request(tmp_path, "cluster.nodes=2", "cluster.gpus_per_node=2", key)
+    assert found.name == name
     if name != "auto":
-        assert "layout." in wanted.where
-        assert settle(wanted, 128).name == name
+        assert found.where == f"--override {key}"
+        assert resolve(found, 128).name == name
 
 
-DISAGREEMENTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "nodes": ({"cluster__nodes": 2}, "num_machines: 3\n", "num_machines", "the number of nodes is 3 here, but 2 at"),
-    "ranks": (
-        {"cluster__nodes": 2, "cluster__gpus_per_node": 4},
-        "num_processes: 2\n",
-        "num_processes",
-        "the number of ranks is 2 here, but 2 x 4 = 8 by run.yaml:1: cluster.nodes x run.yaml:2: cluster.gpus_per_node",
+NODES, SIZES = "cluster.nodes=2", ("cluster.nodes=2", "cluster.gpus_per_node=4")
+DISAGREEMENTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "2: num_machines: the number of nodes is 3 here, but 2 at --override cluster.nodes=2": (
+        (NODES,),
+        "num_machines: 3",
     ),
-    "uneven": (
-        {"cluster__nodes": 2},
-        "num_processes: 3\n",
-        "num_processes",
-        "3 ranks do not spread evenly over 2 nodes",
+    "2: num_processes: the number of ranks is 2 here, but 2 x 4 = 8 by --override": (SIZES, "num_processes: 2"),
+    "2: num_processes: 3 ranks do not spread evenly over 2 nodes": ((NODES,), "num_processes: 3"),
+    "2: mixed_precision: precision is no here, but bf16": (("train.bf16=true",), "mixed_precision: 'no'"),
+    "2: mixed_precision: precision is bf16 here, but no": (("train.bf16=false",), "mixed_precision: bf16"),
+    "3: fsdp_config.fsdp_reshard_after_forward: reshard_after_forward is True here, but False": (
+        ("layout.reshard_after_forward=false",),
+        "fsdp_config:\n  fsdp_reshard_after_forward: true",
     ),
-    "precision": (
-        {"train__bf16": True},
-        "mixed_precision: 'no'\n",
-        "mixed_precision",
-        "precision is no here, but bf16",
+    "3: fsdp_config.fsdp_reshard_after_forward: the layout is full-shard here, but no-reshard": (
+        ("layout.name=no-reshard",),
+        "fsdp_config:\n  fsdp_reshard_after_forward: true",
     ),
-    "precision off": (
-        {"train__bf16": False},
-        "mixed_precision: bf16\n",
-        "mixed_precision",
-        "precision is bf16 here, but no at run.yaml:1: train.bf16",
+    "3: fsdp_config.fsdp_sharding_strategy: the layout is hybrid here, but resident": (
+        ("layout.name=resident",),
+        "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD",
     ),
-    "reshard": (
-        {"layout__reshard_after_forward": False},
-        "fsdp_config:\n  fsdp_reshard_after_forward: true\n",
-        "fsdp_config.fsdp_reshard_after_forward",
-        "reshard_after_forward is True here, but False at run.yaml:1",
+    "3: fsdp_config.fsdp_offload_params: offload is False here, but True": (
+        ("layout.offload=true",),
+        "fsdp_config:\n  fsdp_offload_params: false",
     ),
-    "layout": (
-        {"layout__name": "no-reshard"},
-        "fsdp_config:\n  fsdp_reshard_after_forward: true\n",
-        "fsdp_config.fsdp_reshard_after_forward",
-        "the layout is full-shard here, but no-reshard at run.yaml:1",
+    "3: fsdp_config.fsdp_activation_checkpointing: activation checkpointing is True here, but False": (
+        ("train.gradient_checkpointing=false",),
+        "fsdp_config:\n  fsdp_activation_checkpointing: true",
     ),
-    "strategy": (
-        {"layout__name": "resident"},
-        "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n",
-        "fsdp_config.fsdp_sharding_strategy",
-        "the layout is hybrid here, but resident at run.yaml:1",
+    "3: fsdp_config.fsdp_transformer_layer_cls_to_wrap: the wrapped layer is A here, but A,B": (
+        ("layout.wrap=[A,B]",),
+        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: A",
     ),
-    "offload": (
-        {"layout__offload": True},
-        "fsdp_config:\n  fsdp_offload_params: false\n",
-        "fsdp_config.fsdp_offload_params",
-        "offload is False here, but True at run.yaml:1",
+    "3: parallelism_config.parallelism_config_dp_replicate_size: replicate is 2 here, but 4": (
+        ("layout.replicate=4", "cluster.gpus_per_node=4"),
+        "parallelism_config:\n  parallelism_config_dp_replicate_size: 2",
     ),
-    "checkpointing": (
-        {"train__gradient_checkpointing": False},
-        "fsdp_config:\n  fsdp_activation_checkpointing: true\n",
-        "fsdp_config.fsdp_activation_checkpointing",
-        "activation checkpointing is True here, but False at run.yaml:1",
-    ),
-    "wrap": (
-        {"layout__wrap": "A"},
-        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: B\n",
-        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-        "the wrapped layer is B here, but A at run.yaml:1",
-    ),
-    "wrap in a list": (
-        {"layout__wrap": ["A", "B"]},
-        "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: A\n",
-        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-        "the wrapped layer is A here, but A,B at run.yaml:1",
-    ),
-    "replicate": (
-        {"layout__replicate": 4},
-        "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n",
-        "parallelism_config.parallelism_config_dp_replicate_size",
-        "replicate is 2 here, but 4 at run.yaml:1",
-    ),
-    "no node": ({}, "num_machines: 0\n", "num_machines", "0 is too few"),
-    "no rank": ({}, "num_processes: 0\n", "num_processes", "0 is too few"),
+    "2: num_machines: 0 is too few": ((), "num_machines: 0"),
+    "2: num_processes: 0 is too few": ((), "num_processes: 0"),
 }
 
 
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_two_sources_that_disagree_are_an_error_that_names_both(name: str, tmp_path: Path) -> None:
-    written, text, place, says = DISAGREEMENTS[name]
-    found = problems(Job(**written), file(tmp_path, text))
-    assert len(found) == 1
-    assert found[0][0].startswith("fsdp.yaml:")
-    assert found[0][0].endswith(f": {place}")
-    assert says in found[0][1]
+@pytest.mark.parametrize("message", DISAGREEMENTS)
+def test_two_sources_that_disagree_are_an_error_that_names_both(message: str, tmp_path: Path) -> None:
+    overrides, text = DISAGREEMENTS[message]
+    (found,) = problems(tmp_path, *overrides, accelerate=f"{FSDP}{text}\n")
+    assert found.startswith(f"fsdp.yaml:{message}")
 
 
-def test_all_disagreements_are_told_at_once(tmp_path: Path) -> None:
-    job = Job(cluster__nodes=2, train__fp16=True, layout__offload=True)
-    found = problems(
-        job, file(tmp_path, "num_machines: 3\nmixed_precision: bf16\nfsdp_config:\n  offload_params: no\n")
-    )
-    assert [where.rpartition(" ")[2] for where, _ in found] == [
-        "num_machines",
+def test_all_disagreements_are_reported_at_once(tmp_path: Path) -> None:
+    text = FSDP + "num_machines: 3\nmixed_precision: bf16\nfsdp_config:\n  offload_params: no\n"
+    found = problems(tmp_path, NODES, "train.bf16=false", "layout.offload=true", accelerate=text)
+    assert sorted(line.split(": ")[1] for line in found) == [
         "fsdp_config.offload_params",
         "mixed_precision",
+        "num_machines",
     ]
 
 
-def test_a_default_of_the_run_file_is_no_disagreement(tmp_path: Path) -> None:
-    """Only what the user wrote speaks: else every file for three nodes would quarrel with the default of one."""
-    wanted = Job().demand(
-        file(
-            tmp_path,
-            "num_machines: 3\nnum_processes: 6\nmixed_precision: 'no'\n"
-            "fsdp_config:\n  activation_checkpointing: true\n",
-        )
-    )
-    assert (wanted.nodes, wanted.gpus_per_node, wanted.precision) == (3, 2, "no")
-    assert wanted.activation_checkpointing
-
-
-def test_agreeing_sources_are_fine_and_experts_may_be_split_beside_an_fsdp_file() -> None:
-    job = Job(cluster__nodes=2, cluster__gpus_per_node=1, train__bf16=True, layout__name="expert-parallel")
-    layout = settle(job.demand(read_accelerate(EXAMPLES / "config/fsdp_2xH200.yaml")), 128)
+def test_a_default_is_no_disagreement_and_experts_may_be_split_under_an_fsdp_file(tmp_path: Path) -> None:
+    text = FSDP + "num_machines: 3\nnum_processes: 6\nmixed_precision: 'no'\n"
+    found = request(tmp_path, accelerate=text + "fsdp_config:\n  activation_checkpointing: true\n")
+    assert (found.nodes, found.gpus_per_node, found.precision, found.activation_checkpointing) == (3, 2, "no", True)
+    keys = (NODES, "train.bf16=true", "layout.name=expert-parallel")
+    layout = resolve(request(tmp_path, *keys, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
     assert (layout.name, layout.shard, layout.expert_parallel) == ("expert-parallel", 2, 2)
-    assert layout.reason == "demanded by run.yaml:4: layout.name"
-
-
-def test_layout_ranks_is_held_against_the_cluster() -> None:
-    assert problems(Job(cluster__nodes=2, cluster__gpus_per_node=4, layout__ranks=4)) == [
-        ("run.yaml:3: layout.ranks", "layout.ranks is 4, but 2 nodes x 4 GPUs are 8")
-    ]
+    assert layout.reason == "set by --override layout.name=expert-parallel"
 
 
 @pytest.mark.parametrize(
-    ("written", "precision"),
-    [
-        ({}, "bf16"),
-        ({"train__bf16": False}, "no"),
-        ({"train__bf16": False, "train__fp16": True}, "fp16"),
-        ({"train__bf16": True}, "bf16"),
-    ],
+    ("keys", "precision"),
+    [((), "bf16"), (("train.bf16=false",), "no"), (("train.bf16=false", "train.fp16=true"), "fp16")],
 )
-def test_precision_of_the_run_file(written: dict[str, Any], precision: str) -> None:
-    assert Job(**written).demand().precision == precision
+def test_precision_of_the_run_file(keys: tuple[str, ...], precision: str, tmp_path: Path) -> None:
+    assert request(tmp_path, *keys).precision == precision
 
 
-# --- the layer that is wrapped --------------------------------------------------------------------------------------
-
-MISTRAL4 = Family("mistral4", "Mistral4ForCausalLM", "Mistral4DecoderLayer")
-
-
-def test_a_layer_class_that_the_model_lacks_is_an_error_that_names_its_own() -> None:
+def test_a_layer_class_that_the_model_lacks_is_an_error_that_names_its_own(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        Job().demand(read_accelerate(EXAMPLES / "fsdp-3xH200.yaml"), MISTRAL4)
+        request(tmp_path, accelerate=EXAMPLES / "fsdp-3xH200.yaml", family=MISTRAL4)
     (problem,) = caught.value.problems
-    assert "'MistralDecoderLayer'" in problem.problem
-    assert "'Mistral4DecoderLayer'" in problem.problem
+    assert "no layer class 'MistralDecoderLayer'; it is sharded by 'Mistral4DecoderLayer'" in problem.problem
     assert problem.where.endswith("fsdp-3xH200.yaml:24: fsdp_config.fsdp_transformer_layer_cls_to_wrap")
-    assert Job().demand(read_accelerate(EXAMPLES / "fsdp.yaml"), MISTRAL4).name == "full-shard"
+    for name, fine in {
+        "Mistral4DecoderLayer, Mistral4DecoderLayer": True,
+        "": True,
+        "mistral4decoderlayer": False,
+    }.items():
+        assert (check_wrap(name, MISTRAL4, "x") is None) == fine
 
 
 @pytest.mark.parametrize(
-    ("name", "fine"),
+    ("keys", "experts_adapted", "barred"),
     [
-        ("Mistral4DecoderLayer", True),
-        ("Mistral4DecoderLayer, Mistral4DecoderLayer", True),
-        ("", True),
-        ("mistral4decoderlayer", False),
-        ("Mistral4DecoderLayer,Embedding", False),
+        ((), True, set()),
+        (("train.optim=adafactor",), False, set()),
+        (("train.optim=adafactor",), True, {"expert-parallel"}),
+        (("lora.use_dora=true",), False, set(LAYOUTS) - {"resident"}),
     ],
 )
-def test_check_wrap(name: str, fine: bool) -> None:
-    assert (check_wrap(name, MISTRAL4, "x") is None) == fine
+def test_what_an_adapter_rules_out(
+    keys: tuple[str, ...], experts_adapted: bool, barred: set[str], tmp_path: Path
+) -> None:
+    found = request(tmp_path, NODES, *keys, experts_adapted=experts_adapted)
+    assert set(found.barred) == barred
+    rows = candidates(found, 128)
+    assert {row.layout.name for row in rows if row.layout and not row.possible} == barred - {"hybrid"}
+    assert request(tmp_path, *keys, experts_adapted=experts_adapted).barred == {}  # one GPU has all of the base
 
 
-# --- what the adapter rules out ------------------------------------------------------------------------------------
+# --- a request that names a layout ------------------
+
+
+def want(name: str, nodes: int, gpus: int, **more: Any) -> LayoutRequest:
+    return replace(LayoutRequest(name, "run.yaml:9: layout", nodes, gpus), **more)
 
 
 @pytest.mark.parametrize(
-    ("written", "barred"),
+    ("wanted", "experts", "sizes"),
     [
-        ({}, set()),
-        ({"experts_adapted": True}, set()),
-        ({"train__optim": "adafactor"}, set()),
-        ({"experts_adapted": True, "train__optim": "adafactor"}, {"expert-parallel"}),
-        ({"lora__use_dora": True}, set(LAYOUTS) - {"resident"}),
+        (want("full-shard", 3, 1), 128, (3, 1, 1)),
+        (want("no-reshard", 2, 8), 0, (16, 1, 1)),
+        (want("hybrid", 2, 8), 0, (8, 2, 1)),
+        (want("hybrid", 1, 8, replicate=4), 0, (2, 4, 1)),
+        (want("hybrid", 2, 2, shard=2), 0, (2, 2, 1)),
+        (want("expert-parallel", 2, 1), 128, (2, 1, 2)),
+        (want("expert-parallel", 2, 4, expert_parallel=4), 128, (8, 1, 4)),
+        (want("expert-parallel", 2, 4, replicate=2), 128, (4, 2, 4)),
+        (want("resident", 3, 1), 128, (1, 3, 1)),
+        (want("full-shard", 1, 1), 0, (1, 1, 1)),
     ],
 )
-def test_what_an_adapter_does_not_bear(written: dict[str, Any], barred: set[str]) -> None:
-    wanted = Job(cluster__nodes=2, **written).demand()
-    assert set(wanted.barred) == barred
-    rows = {row.title: row for row in candidates(wanted, 128)}
-    assert {row.layout.name for row in rows.values() if row.layout and not row.possible} == barred - {"hybrid"}
-    assert Job(**written).demand().barred == {}  # one GPU holds everything
+def test_sizes_are_derived(wanted: LayoutRequest, experts: int, sizes: tuple[int, int, int]) -> None:
+    layout = resolve(wanted, experts)
+    assert (layout.shard, layout.replicate, layout.expert_parallel) == sizes
+
+
+IMPOSSIBLE: dict[str, tuple[LayoutRequest, int]] = {
+    "128 experts do not split evenly over 3 ranks": (want("expert-parallel", 3, 1), 128),
+    "no routed experts": (want("expert-parallel", 3, 1), 0),
+    "one rank alone": (want("expert-parallel", 1, 1), 128),
+    "4 does not divide the 6 ranks": (want("expert-parallel", 2, 3, expert_parallel=4), 128),
+    "expert_parallel 2 with layout full-shard": (want("full-shard", 2, 2, expert_parallel=2), 128),
+    "shard 3 x replicate 1 = 3, but there are 4 ranks": (want("full-shard", 2, 2, shard=3), 128),
+    "shard 2 x replicate 3 = 6, but there are 4 ranks": (want("hybrid", 2, 2, shard=2, replicate=3), 0),
+    "hybrid on 3 x 1 GPUs .* that is resident": (want("hybrid", 3, 1), 0),
+    "hybrid on 1 x 4 GPUs .* that is full-shard": (want("hybrid", 1, 4), 0),
+    "full-shard with shard 1: that is resident": (want("full-shard", 2, 1, shard=1), 0),
+    "no-reshard with shard 1: that is resident": (want("no-reshard", 2, 1, shard=1), 0),
+    "resident with shard 2": (want("resident", 2, 1, shard=2), 0),
+    "resident with offload": (want("resident", 2, 1, offload=True), 0),
+    "no-reshard with reshard_after_forward true": (want("no-reshard", 2, 1, reshard_after_forward=True), 0),
+    "full-shard with reshard_after_forward false": (want("full-shard", 2, 1, reshard_after_forward=False), 0),
+    "resident with reshard_after_forward true": (want("resident", 2, 1, reshard_after_forward=True), 0),
+    "no such layout": (want("ful-shard", 2, 1), 0),
+    "not with these": (want("expert-parallel", 2, 1, barred={"expert-parallel": "not with these"}), 128),
+}
+
+
+def test_a_layout_that_is_impossible_says_why() -> None:
+    for message, (wanted, experts) in IMPOSSIBLE.items():
+        with pytest.raises(UserError, match=message) as caught:
+            resolve(wanted, experts)
+        assert all(problem.where == "run.yaml:9: layout" and problem.hint for problem in caught.value.problems)
+    with pytest.raises(UserError) as caught:
+        resolve(want("expert-parallel", 4, 3), 128)
+    assert caught.value.problems[0].hint == "expert_parallel may be 2, 4"
+
+
+# --- what is compared ------------------
+
+
+def titles(nodes: int, gpus: int, experts: int, fp8: bool = False) -> dict[str, str]:
+    return {row.title: row.why_not for row in candidates(want("auto", nodes, gpus), experts, fp8) if row.here}
+
+
+def test_the_layouts_of_three_single_gpu_nodes_and_of_two_with_eight() -> None:
+    rows = titles(3, 1, 128, fp8=True)
+    assert [title for title, why in rows.items() if "FP8" in title and not why] == [
+        "full-shard, FP8",
+        "no-reshard, FP8",
+        "resident, FP8",
+    ]
+    assert {title: why for title, why in rows.items() if "FP8" not in title} == {
+        "full-shard": "",
+        "full-shard, parameters offloaded": "",
+        "no-reshard": "",
+        "hybrid": "one GPU per node: there is nothing to shard over inside a node, it would be resident",
+        "expert-parallel 3": "128 experts do not split evenly over 3 ranks, and the engine refuses uneven splits",
+        "resident": "",
+    }
+    experts = ["expert-parallel 2", "expert-parallel 4", "expert-parallel 8", "expert-parallel 16"]
+    either = ["hybrid", *experts, "expert-parallel 8, replicated across nodes"]
+    assert [title for title, why in titles(2, 8, 128).items() if not why] == [
+        "full-shard",
+        "full-shard, parameters offloaded",
+        "no-reshard",
+        *(title for name in either for title in (name, f"{name}, gathered once")),
+        "resident",
+    ]
+    for row in candidates(want("auto", 2, 8), 128):
+        if row.layout:
+            kept = row.layout.name in ("no-reshard", "resident") or "gathered once" in row.title
+            assert row.layout.reshard_after_forward != kept, row.title
+    assert titles(2, 1, 0)["expert-parallel"] == "the model has no routed experts to split"
+    assert [title for title, why in titles(1, 1, 128).items() if not why] == ["one GPU"]
+
+
+KEYS: dict[str, tuple[Any, ...]] = {
+    "shard": (1, 8),
+    "replicate": (1,),
+    "expert_parallel": (1, 8),
+    "reshard_after_forward": (False,),
+}
+KEYS |= {"offload": (False, True), "base_dtype": ("bf16",)}
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_no_layout_contradicts_the_runs_keys(gpus: int) -> None:
+    free = [row for row in candidates(want("auto", 2, gpus), 128, fp8=True) if row.layout]
+    for key, values in KEYS.items():
+        for value in values:
+            rows = candidates(want("auto", 2, gpus, **{key: value}), 128, fp8=True)
+            listed = [getattr(row.layout, key) for row in rows if row.layout]
+            assert set(listed) <= {value}
+            assert len(listed) < len(free)
+
+
+def test_the_keys_of_a_named_layout_are_about_that_one_alone() -> None:
+    rows = candidates(want("full-shard", 2, 8, shard=16, offload=False), 128)
+    assert {row.layout.name for row in rows if row.layout} == set(LAYOUTS)
+    assert not [row for row in rows if row.layout and row.layout.offload]
+    wanted = want("full-shard", 2, 1, activation_checkpointing=True, precision="no", offload=True)
+    for row in candidates(wanted, 128):
+        if row.layout:
+            assert (row.layout.activation_checkpointing, row.layout.precision) == (True, "no")
+            assert row.layout.offload == ("offloaded" in row.title)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 4, 8, 60, 128]), st.booleans())
+def test_every_row_is_possible_or_says_why(nodes: int, gpus: int, experts: int, fp8: bool) -> None:
+    rows = candidates(want("auto", nodes, gpus), experts, fp8)
+    assert len({row.title for row in rows}) == len(rows)
+    for row in rows:
+        assert row.layout or row.why_not
+        if layout := row.layout:
+            assert layout.shard * layout.replicate == layout.ranks
+            assert layout.shard % layout.expert_parallel == 0
+            assert layout.expert_parallel == 1 or experts % layout.expert_parallel == 0
+            assert layout.name in LAYOUTS
+            assert (layout.nodes == nodes) == row.here
+
+
+def test_the_dtype_of_the_base() -> None:
+    for dtype in ("bf16", "fp8"):
+        rows = candidates(want("auto", 2, 8, base_dtype=dtype), 128, fp8=True)
+        assert {row.layout.base_dtype for row in rows if row.layout} == {dtype}
+        (only,) = named(want("hybrid", 2, 8, base_dtype=dtype), 128, fp8=True)
+        assert only.layout
+        assert only.layout.base_dtype == dtype
+    assert [c.title for c in named(want("no-reshard", 2, 1), 128, fp8=True)] == ["no-reshard", "no-reshard, FP8"]
+    assert [c.title for c in named(want("full-shard", 2, 1, offload=True), 128, fp8=True)] == ["full-shard"]
+    assert [c.title for c in named(want("full-shard", 2, 1), 128, fp8=False)] == ["full-shard"]
+
+
+# --- the choice ------------------
+
+
+def priced(row: Candidate, fits: bool, gib: float, seconds: float, serial: float | None = None) -> Contender:
+    """A candidate with figures as the cost model would give them."""
+    figures: dict[str, Any] = dict.fromkeys(Cost.__dataclass_fields__, 0.0) | {
+        "rows": (),
+        "flows": (),
+        "fits": fits,
+        "gpu_gib": gib,
+    }
+    figures |= {"step_seconds": seconds, "step_seconds_serial": serial or seconds, "tokens_per_second": 1 / seconds}
+    ranks = row.layout.ranks if row.layout else 1
+    return Contender(row, ranks, Batch(1, 1, 1), Cost(**figures), None, roomy=fits)
+
+
+def chosen(*rows: tuple[Any, ...]) -> Layout:
+    known = {row.title: row for row in candidates(want("auto", 2, 2), 128, fp8=True)}
+    known["barred"] = replace(known["resident, FP8"], why_not="not with these")
+    best = choose([priced(known[title], *rest) for title, *rest in rows])
+    assert best
+    assert best.layout
+    return best.layout
+
+
+def test_the_fastest_that_fits_is_chosen_and_the_reason_says_so() -> None:
+    resident = ("resident", False, 900, 1.0)
+    layout = chosen(
+        ("full-shard", True, 60, 20.0), ("hybrid", True, 100, 5.0), ("expert-parallel 4", True, 70, 2.5), resident
+    )
+    assert (layout.name, layout.expert_parallel) == ("expert-parallel", 4)
+    assert layout.reason == "chosen: the fastest of the 3 layouts that fit, 2.5 s a step (hybrid 5 s, full-shard 20 s)"
+    layout = chosen(("full-shard", True, 60, 20.0), ("full-shard, parameters offloaded", True, 50, 20.0))
+    assert not layout.offload
+    assert layout.reason.endswith("20 s a step (full-shard, parameters offloaded 20 s)")
+    # Of equals, the one with least to overlap.
+    hybrid = ("hybrid", True, 52, 2.50, 4.8)
+    assert chosen(hybrid, ("expert-parallel 4", True, 24, 2.52, 2.9)).name == "expert-parallel"
+    assert chosen(hybrid, ("expert-parallel 4", True, 24, 2.6, 2.9)).name == "hybrid"
+    # What training cannot run is never chosen, however fast.
+    layout = chosen(("full-shard", True, 60, 20.0), ("barred", True, 120, 1.0))
+    assert (layout.name, layout.reason) == ("full-shard", "chosen: the only layout that is possible")
+    assert chosen(("full-shard", True, 60, 20.0), resident).reason == "chosen: the only one of 2 layouts that fits"
+    layout = chosen(("full-shard", False, 300, 20.0), resident)
+    assert layout.name == "full-shard"
+    assert layout.reason == "chosen: none of 2 layouts fits, and this one needs least, 300 GiB per GPU"
+
+
+def test_nothing_to_choose_from() -> None:
+    others = [row for row in candidates(want("auto", 3, 1), 128) if not row.here]
+    assert {row.layout.nodes for row in others if row.layout} == {1, 2, 4, 5, 6}
+    assert choose([priced(row, True, 1.0, 1.0) for row in others]) is None
+    assert choose([priced(Candidate("x", None, "no"), False, 1, 1)]) is None
+    assert choose([]) is None

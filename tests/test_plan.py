@@ -16,11 +16,10 @@ from windlass import hardware
 from windlass import plan as planning
 from windlass.data.sources import Rows
 from windlass.errors import UserError
-from windlass.plan import Plan, rows_as_sequences
-from windlass.plan.compare import EQUAL, HEADROOM, readable, same
+from windlass.plan import Plan, rows_as_sequences, schedule
+from windlass.plan.accelerate import read_accelerate
+from windlass.plan.choose import EQUAL, HEADROOM, same, undominated
 from windlass.plan.cost import Batch
-from windlass.plan.layout import read_accelerate
-from windlass.plan.schedule import schedule
 from windlass.runfile import Train, read
 
 ROOT = Path(__file__).parent.parent
@@ -147,7 +146,7 @@ def test_a_number_of_sequences_that_cannot_be_cut_is_told_beside_one_that_can(sa
     assert [(trial.batch.micro, trial.fits) for trial in made.tried] == [(1, True), (17, False)]
     key = said.partition("=")[0]
     (advice,) = [advice for advice in made.advice if advice.change.startswith(key)]
-    assert "17 can be cut into passes of 1 or 17 alone" in advice.remark
+    assert "17 divides into 1 or 17 alone" in advice.remark
     again = planning.make(read(tmp_path / "run.yaml", (*asked, advice.change.replace(": ", "="))))
     assert advice.tokens_per_second == pytest.approx(again.cost.tokens_per_second)
     assert again.batch.micro > 1
@@ -237,7 +236,7 @@ def test_what_is_for_gpus_is_refused_on_a_cpu_and_the_other_way_round(tmp_path: 
 def test_a_network_is_asked_for_also_where_an_accelerate_file_says_the_nodes(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 2\n")
     (tmp_path / "run.yaml").write_text("model: {model_name_or_path: Qwen3-30B-A3B}\ncluster: {gpu: h200}\n")
-    with pytest.raises(UserError, match="2 nodes, and nothing said of the network"):
+    with pytest.raises(UserError, match="2 nodes, but no cluster.network"):
         planning.make(read(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
 
 
@@ -275,7 +274,7 @@ def test_experts_that_stay_beside_a_rest_that_is_gathered_once_are_weighed() -> 
 def test_adapters_of_experts_are_found_whichever_key_asks_for_them() -> None:
     asked = ("train.optim=adafactor", "lora.lora_dropout=0", "cluster.nodes=2", "layout=expert-parallel")
     for keys in (("lora.target_modules=all",), ("lora.experts=true",)):
-        with pytest.raises(UserError, match="adafactor looks at a whole tensor"):
+        with pytest.raises(UserError, match="adafactor looks at a full tensor"):
             of_train(*asked, *keys)
     assert of_train(*asked, "lora.target_modules=all-linear").layout.expert_parallel == 2
 
@@ -325,7 +324,7 @@ def test_an_adapter_that_needs_base_weights_finds_none_in_fp8() -> None:
 
 def test_the_table_shows_the_run_and_leaves_out_what_another_row_beats() -> None:
     made = planned("2x8")
-    rows = readable(made.contenders, made.layout)
+    rows = undominated(made.contenders, made.layout)
     assert len(rows) < len([c for c in made.contenders if c.cost]) / 2
     assert [c for c in rows if c.layout and same(c.layout, made.layout)]
     for c in made.contenders:

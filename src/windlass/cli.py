@@ -130,7 +130,7 @@ def require(libraries: Sequence[str], command: str) -> None:
 
 
 def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
-    from windlass.plan.layout import read_accelerate
+    from windlass.plan.accelerate import read_accelerate
     from windlass.plan.script import make_any
     from windlass.runfile import read_any
 
@@ -193,7 +193,7 @@ def plan(
     override: Overrides = None,
     accelerate: Accelerate = None,
     compare: Annotated[bool, option("--compare", "", "Show the same run under every other layout too.")] = False,
-    explain: Annotated[bool, option("--explain", "", "Show the formula behind every figure.")] = False,
+    explain: Annotated[bool, option("--explain", "", "Show every row, with the formula behind it.")] = False,
     out: Annotated[Path | None, option("--out", "DIR", "Write plan.json to this folder.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -202,20 +202,14 @@ def plan(
     Reads the run file, config.json and the safetensors headers; needs neither the weights nor torch.
     The exit code is 0 whether or not the run fits; `memory.fits` in the JSON says which.
     """
-    from windlass.plan import Plan
-
     made = make_plan(run, override, accelerate)
     written = made.write(out)
     if as_json:
         write_json(made.as_dict())
-    elif isinstance(made, Plan):
+    else:
         from windlass.plan.show import show
 
         show(made, formulas=explain, compare=compare)
-    else:
-        from windlass.plan.script import show as show_script
-
-        show_script(made)
     if written:
         say(f"plan written to {written}")
 
@@ -296,7 +290,7 @@ def check(
     one verdict and exit with 13, or with 1 if the only problem is that nodes are missing.
     """
     from windlass.launch import check as checking
-    from windlass.plan.layout import read_accelerate
+    from windlass.plan.accelerate import read_accelerate
     from windlass.plan.script import refuse_accelerate
     from windlass.runfile import LoadedScript, read_any
 
@@ -399,12 +393,13 @@ def train(
     def plan_training() -> Plan:
         from windlass import plan as planning
         from windlass.hardware import this_machine
-        from windlass.plan.layout import accelerate_file, parents
+        from windlass.plan.accelerate import accelerate_file
         from windlass.runfile import read
         from windlass.train.machines import started_on
 
-        loaded, file = read(run, overrides), accelerate_file(accelerate, os.environ, parents())
-        if file is None and (found := started_on(loaded, os.environ, len(this_machine().gpus))):
+        loaded, file = read(run, overrides), accelerate_file(accelerate, os.environ)
+        sized = file is not None and not file.wishes.keys().isdisjoint(("nodes", "ranks"))
+        if not sized and (found := started_on(loaded, os.environ, len(this_machine().gpus))):
             loaded = read(run, [*overrides, *found])
         return planning.make(loaded, file)
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
-from windlass.plan.layout import FATES, LAYOUTS, read_accelerate
-from windlass.plan.layout.accelerate import Entry
-from windlass.plan.layout.fate import ANY, Key
-from windlass.plan.layout.keys import find
+from windlass.plan.accelerate import ANY, FATES, Entry, Key, find, read_accelerate
+from windlass.plan.layout import LAYOUTS
 from windlass.variables import VARIABLES
 
 if TYPE_CHECKING:

@@ -1,43 +1,62 @@
-"""Run file + checkpoint headers -> Plan: all that can be known of the run before a GPU is reserved."""
+"""Run file + checkpoint headers -> Plan: all that can be computed of a run before a GPU is reserved."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from windlass import hardware
+from windlass import __version__, hardware
 from windlass import model as weights
 from windlass.data import sources
 from windlass.data.sources import Rows
 from windlass.errors import UserError
-from windlass.hardware import Machine
+from windlass.files import write_json
+from windlass.hardware import GIB, Machine
 from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.model.targets import Adapter
-from windlass.plan.advice import Advice, advise
-from windlass.plan.batch import batches_of
-from windlass.plan.compare import Contender, Trial, chosen, contend
+from windlass.plan.accelerate import AccelerateFile
+from windlass.plan.choose import Advice, Contender, Trial, advise, candidates, choose, compare, micro_batches, named
 from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8
-from windlass.plan.layout import AccelerateFile, Demand, Layout, candidates, demand, named, needs_weights
-from windlass.plan.schedule import Schedule, schedule
-from windlass.runfile import Cluster, Loaded, RunFile, accumulation
+from windlass.plan.layout import AUTO, Layout, LayoutRequest, needs_weights, read_request
+from windlass.runfile import Cluster, Loaded, RunFile, Train, accumulation
 from windlass.runfile.machines import admission
 
+Where = Callable[[str], str]
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.
 BYTES_PER_TOKEN = 4.15
+OPTIMIZER_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
+FEW_STEPS = 10  # an adapter hardly moves in so few
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """The run's length. None: the number of rows is not known."""
+
+    rows: int | None
+    rows_reason: str  # how the rows were counted, or why they could not be
+    global_sequences: int  # micro-batch x ranks x accumulation
+    tokens_per_step: int  # when every row is full
+    steps_per_epoch: int | None
+    steps: int | None
+    warmup_steps: int | None
+    evaluations: int | None
+    checkpoints: int | None  # written during the run
+    checkpoints_kept: int | None
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The whole run, computed. `as_dict` is what scripts and later stages read."""
+    """The computed run. `as_dict` is what scripts and later stages read."""
 
     loaded: Loaded
     base: Base
@@ -46,18 +65,18 @@ class Plan:
     layout: Layout
     batch: Batch
     schedule: Schedule
-    cost: Cost  # memory when rows are full, time when they are as long as they are known to be
+    cost: Cost  # memory when rows are full, time when they have their usual length
     expert_path: str  # how adapters of experts are computed: split or merged
     contenders: tuple[Contender, ...]
-    tried: tuple[Trial, ...]  # micro-batches, where the plan chooses one
+    tried: tuple[Trial, ...]  # micro-batches, if the plan chooses one
     advice: tuple[Advice, ...]  # what would make the run faster
     notes: tuple[str, ...]
 
-    @property
+    @cached_property
     def by_part(self) -> Mapping[str, int]:
         count: Counter[str] = Counter()
         for parameter in self.base.parameters:
-            count[parameter.part] += math.prod(parameter.shape)
+            count[parameter.part] += parameter.count
         return count
 
     @property
@@ -66,7 +85,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int | None:
-        """Bytes of the tensors that the run reads; None where no weights are at hand."""
+        """Bytes of the tensors that the run reads; None without weights."""
         if self.base.path is None:
             return None
         return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces)
@@ -81,69 +100,164 @@ class Plan:
         return None if self.hours is None else self.hours * self.layout.ranks
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON of `windlass plan --json`; its keys are an interface and stay."""
-        from windlass.plan.record import record
-
-        return record(self)
+        """The JSON of `windlass plan --json` and plan.json. Its keys are an interface: add, never rename."""
+        cost, base, adapter = self.cost, self.base, self.adapter
+        targets = [
+            {
+                "pattern": target.pattern,
+                "names": list(target.names),
+                "part": target.part,
+                "modules": len(target.modules),
+                "parameters": target.parameters,
+                "matched": list(target.modules),
+                "note": target.note,
+            }
+            for target in adapter.targets
+        ]
+        memory = [
+            {"phase": r.phase, "place": r.place, "item": r.item, "gib": r.bytes / GIB, "formula": r.formula}
+            for r in cost.rows
+        ]
+        figures = "step_seconds step_seconds_serial tokens_per_second mfu flops_per_token recompute_flops_per_token"
+        return {
+            "windlass": __version__,
+            "model": {
+                "name": base.name,
+                "path": str(base.path) if base.path else None,
+                "class": base.family.causal_lm,
+                "wrapper": base.wrapper,
+            },
+            "parameters": {"total": self.total, "by_part": dict(self.by_part), "disk_bytes": self.disk_bytes},
+            "adapter": {
+                "r": adapter.r,
+                "alpha": adapter.alpha,
+                "trainable": adapter.trainable,
+                "percent": 100 * adapter.trainable / self.total,
+                "targets": targets,
+            },
+            "batch": {
+                "micro": self.batch.micro,
+                "accumulation": self.batch.accumulation,
+                "max_length": self.batch.length,
+                **asdict(self.schedule),
+                "tried": [
+                    _record_batch(t.batch)
+                    | _record_cost(t.cost, "gpu_gib", "step_seconds", "tokens_per_second")
+                    | {"fits": t.fits}
+                    for t in self.tried
+                ],
+            },
+            "memory": {
+                "gpu_gib": cost.gpu_gib,
+                "host_gib": cost.host_gib,
+                "gpu_memory_gib": self.machine.gpu.memory_gib,
+                "rows": memory,
+                "fits": cost.fits,
+                "remedy": cost.remedy,
+            },
+            "traffic": [asdict(flow) for flow in cost.flows],
+            "layout": {**asdict(self.layout), "ranks": self.layout.ranks},
+            "layouts": [_record_contender(contender) for contender in self.contenders],
+            "estimate": {
+                **_record_cost(cost, *figures.split(), "wire_gb_per_step"),
+                "compute_seconds_per_micro_batch": cost.compute_seconds,
+                "hours": self.hours,
+                "gpu_hours": self.gpu_hours,
+            },
+            "advice": [asdict(advice) for advice in self.advice],
+            "notes": list(self.notes),
+        }
 
     def write(self, out: Path | None = None) -> Path | None:
-        """plan.json into `out`, or into the run folder where that exists already."""
         return write(self.as_dict(), Path(self.loaded.run.folder), out)
 
 
+def _record_batch(batch: Batch) -> dict[str, int]:
+    return {"micro": batch.micro, "accumulation": batch.accumulation}
+
+
+def _record_cost(cost: Cost | None, *names: str) -> dict[str, Any]:
+    return {name: getattr(cost, name) if cost else None for name in names}
+
+
+def _record_contender(contender: Contender) -> dict[str, Any]:
+    cost, candidate = contender.cost, contender.candidate
+    return {
+        "name": contender.name,
+        "ranks": contender.ranks,
+        "possible": candidate.possible,
+        "why_not": candidate.why_not,
+        "base_dtype": candidate.layout.base_dtype if candidate.layout else None,
+        **(_record_batch(contender.batch) if cost else {"micro": None, "accumulation": None}),
+        **_record_cost(cost, "fits", "gpu_gib", "wire_gb_per_step", "step_seconds", "tokens_per_second"),
+        "gpu_hours": contender.gpu_hours,
+    }
+
+
 def write(record: dict[str, Any], run_folder: Path, out: Path | None) -> Path | None:
-    """A plan's JSON, on its way to whoever reads it later."""
+    """plan.json into `out`, or into the run folder if that exists already."""
     folder = out or run_folder
-    if out is not None:
-        _make(out)
-    if not folder.is_dir():
-        return None
-    path = folder / "plan.json"
     try:
-        path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            return None
+        write_json(folder / "plan.json", record)
     except OSError as error:
-        raise UserError(f"the plan cannot be written: {error.strerror}", str(path), "give another --out DIR") from None
-    return path
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the folder cannot be made: {error.strerror}", str(folder), "give another --out DIR") from None
+        what = f"cannot write plan.json: {error.strerror}"
+        raise UserError(what, str(error.filename or folder), "give another --out DIR") from None
+    return folder / "plan.json"
 
 
 def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     """Everything that is wrong with the run file against the model and the machine is an error here."""
     run, where = loaded.run, loaded.where
-    checkpoint = weights.find_base(run.model.model_name_or_path, where("model.model_name_or_path"))
-    adapter = adapters.resolve(run.lora, checkpoint, where)
-    wanted = demand(run, where, checkpoint.family, accelerate, experts_adapted=bool(adapter.target_parameters))
-    _refuse_float16(wanted, where)
-    sized = {"nodes": wanted.nodes, "gpus_per_node": wanted.gpus_per_node}  # an Accelerate file may say them too
-    machine = machine_of(run.cluster.model_copy(update=sized), where)
-    wanted = _on_this_kind(wanted, machine, accelerate, where)
+    base = weights.find_base(run.model.model_name_or_path, where("model.model_name_or_path"))
+    adapter = adapters.resolve(run.lora, base, where)
+    request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
+    if request.precision == "fp16":
+        what = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
+        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
+        raise UserError(what, where("train.fp16"), hint)
+    sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
+    machine = machine_of(run.cluster.model_copy(update=sizes), where)
+    request = _check_device(request, machine, accelerate, where)
     rows = sources.count_rows(run.data, run.data.train_split, where)
-    batches = batches_of(run.train, accumulation(run.train, wanted.ranks, where), run.data.max_length)
-    full = _work(run, checkpoint, adapter, wanted, machine, batches[0], rows)
-    sequences, length, told = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)
+    sequences, length, row_notes = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)
+
+    def batches(ranks: int) -> tuple[Batch, ...]:
+        """None for a number of ranks that cannot share the configured global batch."""
+        try:
+            return micro_batches(run.train, accumulation(run.train, ranks, where), run.data.max_length)
+        except UserError:
+            if ranks == request.ranks:
+                raise
+            return ()
 
     def gpu_hours(layout: Layout, batch: Batch, cost: Cost) -> float | None:
         steps = schedule(run.train, batch, layout.ranks, adapter, sequences, rows.how).steps
         return None if steps is None else steps * cost.step_seconds * layout.ranks / 3600
 
-    experts, fp8 = checkpoint.dims.get("experts", 0), _in_fp8(checkpoint, needs_weights(run.lora), wanted, where)
-    contenders = contend(full, length, candidates(wanted, experts, fp8), batches, gpu_hours)
-    asked = wanted.name != "auto"
-    best = chosen(contend(full, length, named(wanted, experts, fp8), batches) if asked else contenders)
+    ways = batches(request.ranks)
+    experts = base.dims.get("experts", 0)
+    fp8 = _check_fp8(base, needs_weights(run.lora), request, where)
+    work = _work(run, base, adapter, request, machine, ways[0], rows)
+    contenders = compare(work, length, candidates(request, experts, fp8), batches, gpu_hours)
+    is_set = request.name != AUTO
+    best = choose(compare(work, length, named(request, experts, fp8), batches) if is_set else contenders)
     if best is None or best.layout is None:
-        hint = "leave keys of `layout` out: no layout that the run can have is as they say"
+        hint = "leave keys of `layout` out: no layout that the run can have agrees with them"
         raise UserError("no layout is possible", where("layout"), hint)
-    layout = best.layout if not asked else _as_asked(best.layout, wanted)
-    work = replace(full, batch=best.batch).under(layout)
-    return Plan(
+    layout = best.layout
+    if is_set:
+        by_plan = (
+            "" if request.base_dtype or layout.base_dtype != "fp8" else "; the plan keeps the base in FP8 as published"
+        )
+        layout = replace(layout, reason=f"set by {request.where}{by_plan}")
+    work = replace(work, batch=best.batch).under(layout)
+    plan = Plan(
         loaded=loaded,
-        base=checkpoint,
+        base=base,
         adapter=adapter,
         machine=machine,
         layout=layout,
@@ -152,120 +266,117 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         cost=cost(work, length),
         expert_path=work.expert_path,
         contenders=contenders,
-        tried=best.tried if len(batches) > 1 else (),
-        advice=advise(work, length, contenders, run, fixed=len(batches) == 1),
-        notes=(*loaded.notes, *checkpoint.notes, *adapter.notes, *_way(work), *told, *admission(run.cluster, where)),
+        tried=best.tried if len(ways) > 1 else (),
+        advice=advise(work, length, contenders, run, batch_is_set=len(ways) == 1, layout_is_set=is_set),
+        notes=(),
     )
+    notes = (*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes)
+    return replace(plan, notes=(*notes, *_own_notes(plan), *row_notes, *admission(run.cluster, where)))
 
 
-def _way(work: Work) -> tuple[str, ...]:
-    """How adapters of experts are computed."""
-    if not work.adapter.target_parameters:
-        return ()
-    ways = {
-        adapters.SPLIT: "beside their weights: two narrow products for each token's experts",
-        adapters.MERGED: f"in their weights, W + BA: for {work.batch.tokens:,} tokens a micro-batch that is less work",
-    }
-    return (f"adapters of routed experts are computed {ways[work.expert_path]}",)
+def _own_notes(plan: Plan) -> list[str]:
+    notes = []
+    if plan.adapter.target_parameters:
+        tokens = f"{plan.batch.tokens:,} tokens a micro-batch"
+        how = {
+            adapters.SPLIT: "separately from their weights: two narrow products for each token's experts",
+            adapters.MERGED: f"in their weights, W + BA: for {tokens} that is less work",
+        }[plan.expert_path]
+        notes.append(f"adapters of routed experts are computed {how}")
+    steps, sequences = plan.schedule.steps, plan.schedule.global_sequences
+    if steps is not None and steps < FEW_STEPS and plan.loaded.run.train.max_steps <= 0:
+        notes.append(
+            f"only {steps} optimizer step{'s' * (steps != 1)}, each on {sequences} sequences: for more, "
+            "lower train.global_batch_size or train.gradient_accumulation_steps"
+        )
+    return notes
 
 
-def _in_fp8(checkpoint: Base, why_not: str, wanted: Demand, where: Callable[[str], str]) -> bool:
-    """Whether the base can be held as published, in FP8. `why_not`: what of the run speaks against it."""
-    if not in_fp8(checkpoint):
-        why_not = f"{checkpoint.name} is not published in FP8, and windlass does not quantise"
-    if wanted.base_dtype == "fp8" and why_not:
+def _check_fp8(base: Base, why_not: str, request: LayoutRequest, where: Where) -> bool:
+    """Whether the base can be stored as published, in FP8. `why_not`: what of the run needs its true weights."""
+    if not in_fp8(base):
+        why_not = f"{base.name} is not published in FP8, and windlass does not quantise"
+    if request.base_dtype == "fp8" and why_not:
         raise UserError(f"base_dtype: fp8, but {why_not}", where("layout.base_dtype"), "leave it out, or write bf16")
     return not why_not
 
 
-def _as_asked(layout: Layout, wanted: Demand) -> Layout:
-    """Named by the user; said too where the plan filled in how the base is held."""
-    held = "" if wanted.base_dtype or layout.base_dtype != "fp8" else "; base kept in FP8 as published, by the plan"
-    return replace(layout, reason=f"demanded by {wanted.where}{held}")
-
-
 def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:
-    """How many sequences the rows make, their usual length, and what to say about it. Blank rows make none."""
-    if not rows.count or not rows.text_bytes:
+    """How many sequences the rows make, their usual length, and notes about it. Blank rows make none."""
+    mean = _usual_tokens(rows, limit)
+    if not rows.count or mean is None:
         return rows.count, limit, ()
     filled = max(1, rows.count - rows.blank)
-    mean = _usual(rows, limit) or limit
-    told = (f"{rows.blank:,} of {rows.count:,} rows are blank{rows.blank_how} and left out",) if rows.blank else ()
+    notes = [f"{rows.blank:,} of {rows.count:,} rows are blank{rows.blank_how} and left out"] * bool(rows.blank)
     if packing:
         packed = math.ceil(filled * mean / limit)
-        return packed, limit, (*told, f"packing: {filled:,} rows of about {mean} tokens make {packed:,} full sequences")
-    if mean > limit // 2:
-        return filled, mean, told
-    words = (
-        f"rows have about {mean} tokens ({rows.how}, {BYTES_PER_TOKEN} bytes a token), so a sequence of {limit} is"
-        f" {mean / limit:.0%} full and time is estimated for that"
-    )
-    return filled, mean, (*told, words)
+        notes.append(f"packing: {filled:,} rows of about {mean} tokens make {packed:,} full sequences")
+        return packed, limit, tuple(notes)
+    if mean <= limit // 2:
+        how = f"{rows.how}, {BYTES_PER_TOKEN} bytes a token"
+        share = f"a sequence of {limit} is {mean / limit:.0%} full and time is estimated for that"
+        notes.append(f"rows have about {mean} tokens ({how}), so {share}")
+    return filled, mean, tuple(notes)
 
 
-def _usual(rows: Rows, limit: int) -> int | None:
-    """Tokens of a row as the data have it, cut at `limit`; None where nobody knows."""
+def _usual_tokens(rows: Rows, limit: int) -> int | None:
+    """Tokens of a row as the data have it, cut at `limit`; None if nobody knows."""
     if not rows.count or not rows.text_bytes:
         return None
     return min(limit, math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN))
 
 
 def _work(
-    run: RunFile, checkpoint: Base, adapter: Adapter, wanted: Demand, machine: Machine, batch: Batch, rows: Rows
+    run: RunFile,
+    base: Base,
+    adapter: Adapter,
+    request: LayoutRequest,
+    machine: Machine,
+    batch: Batch,
+    rows: Rows,
 ) -> Work:
-    """The run as the run file has it, before a layout and a micro-batch are chosen."""
+    """The run as the run file has it, before a layout is chosen: the costs of each are computed with its own."""
+    unsharded = Layout("resident", "", request.nodes, request.gpus_per_node, shard=1, replicate=request.ranks)
     return Work(
-        base=checkpoint,
+        base=base,
         adapter=adapter,
-        layout=_first_layout(wanted),
+        layout=unsharded,
         batch=batch,
         machine=machine,
         optim=run.train.optim,
         base_bytes=BYTES[run.model.torch_dtype],
         dropout=run.lora.lora_dropout,
         masked=run.masked,
-        document=_usual(rows, run.data.max_length) if run.data.packing and not run.masked else None,
+        document=_usual_tokens(rows, run.data.max_length) if run.data.packing and not run.masked else None,
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
 
 
-def _refuse_float16(wanted: Demand, where: Callable[[str], str]) -> None:
-    if wanted.precision == "fp16":
-        what = "float16 overflows now and then, its loss scaler leaves such steps out, and here they end a run"
-        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which reaches as far as float32"
-        raise UserError(what, where("train.fp16"), hint)
-
-
-def _on_this_kind(
-    wanted: Demand, machine: Machine, accelerate: AccelerateFile | None, where: Callable[[str], str]
-) -> Demand:
-    """A demand that suits the kind of machine: what is asked of a CPU, and what would be done without one."""
-    on_cpu = machine.gpu.name == "cpu"
-    cpu = accelerate.wishes.get("cpu") if accelerate else None
+def _check_device(
+    request: LayoutRequest, machine: Machine, accelerate: AccelerateFile | None, where: Where
+) -> LayoutRequest:
+    """Refuse what only a GPU or only a CPU can do."""
+    wishes = accelerate.wishes if accelerate else {}
+    on_cpu, cpu, offload = machine.gpu.name == "cpu", wishes.get("cpu"), wishes.get("offload")
     if cpu and cpu.value and not on_cpu:
-        hint = "write use_cpu: false; for a CPU machine say cluster.gpu: cpu"
+        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
         raise UserError(f"use_cpu: true, but the run is planned for {machine.gpu.name}", cpu.where, hint)
-    if on_cpu and wanted.offload:
-        wish = accelerate.wishes.get("offload") if accelerate else None
-        what = "offload on a CPU: the base rests in host memory already, and nothing would be moved"
-        raise UserError(what, wish.where if wish else where("layout.offload"), "leave it out, or write false")
-    return replace(wanted, offload=False) if on_cpu else wanted
+    if on_cpu and request.offload:
+        what = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
+        raise UserError(what, offload.where if offload else where("layout.offload"), "leave it out, or write false")
+    return replace(request, offload=False) if on_cpu else request
 
 
-def _first_layout(wanted: Demand) -> Layout:
-    """A stand-in until one is chosen: the costs of every candidate are computed with its own."""
-    return Layout("resident", "", wanted.nodes, wanted.gpus_per_node, shard=1, replicate=wanted.ranks)
-
-
-def machine_of(cluster: Cluster, where: Callable[[str], str]) -> Machine:
+def machine_of(cluster: Cluster, where: Where) -> Machine:
     """The run file's names looked up in the hardware table; what it leaves out is what this machine has."""
+
+    def given(value: str | BaseModel | None) -> Any:
+        return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+
     if cluster.nodes > 1 and cluster.network is None:
-        raise UserError(
-            f"{cluster.nodes} nodes, and nothing said of the network between them",
-            where("cluster.nodes"),
-            f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}",
-        )
-    gpu = hardware.gpu(_given(cluster.gpu) or hardware.this_gpu(), where("cluster.gpu"))
+        hint = f"give cluster.network: one of {', '.join(hardware.FABRICS)}, or {{name, gb_per_second}}"
+        raise UserError(f"{cluster.nodes} nodes, but no cluster.network between them", where("cluster.nodes"), hint)
+    gpu = hardware.gpu(given(cluster.gpu) or hardware.this_gpu(), where("cluster.gpu"))
     host_memory_gib = cluster.host_memory_gib
     if gpu.name == "cpu":  # its ranks share the memory of their machine
         if not isinstance(cluster.gpu, BaseModel):
@@ -274,13 +385,46 @@ def machine_of(cluster: Cluster, where: Callable[[str], str]) -> Machine:
         host_memory_gib = host_memory_gib or gpu.memory_gib * cluster.gpus_per_node
     return Machine(
         gpu=gpu,
-        link=hardware.fabric(_given(cluster.link) or gpu.link, where("cluster.link")),
-        network=hardware.fabric(_given(cluster.network) or gpu.link, where("cluster.network")),
+        link=hardware.fabric(given(cluster.link) or gpu.link, where("cluster.link")),
+        network=hardware.fabric(given(cluster.network) or gpu.link, where("cluster.network")),
         host_link=hardware.fabric(gpu.host_link, where("cluster.gpu")),
         nics_per_node=cluster.nics_per_node,
         host_memory_gib=host_memory_gib,
     )
 
 
-def _given(value: str | BaseModel | None) -> Any:
-    return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int | None, reason: str) -> Schedule:
+    """The same rounding as the Trainer's: every rank sees ceil(rows / ranks) rows, a last short step counts."""
+    global_sequences = batch.micro * ranks * batch.accumulation
+    per_epoch = None
+    if rows is not None:
+        count = math.ceil(math.ceil(rows / ranks) / batch.micro)
+        per_epoch = max(1, math.ceil(count / batch.accumulation))
+    steps = train.max_steps if train.max_steps > 0 else per_epoch and math.ceil(per_epoch * train.num_train_epochs)
+
+    def times(strategy: str, every: float | None) -> int | None:
+        """How often something that happens by `strategy` happens in the run."""
+        if strategy == "no" or steps is None:
+            return 0 if strategy == "no" else None
+        if strategy == "epoch":
+            return None if per_epoch is None else math.ceil(steps / per_epoch)
+        return steps // (max(1, math.ceil(steps * every)) if every and every < 1 else int(every or 1))
+
+    warmup: int | None = train.warmup_steps or 0
+    if not warmup and train.warmup_ratio:
+        warmup = None if steps is None else math.ceil(steps * train.warmup_ratio)
+    saves = times(train.save_strategy, train.save_steps)
+    kept = saves if train.save_total_limit is None or saves is None else min(saves, train.save_total_limit)
+    return Schedule(
+        rows=rows,
+        rows_reason=reason,
+        global_sequences=global_sequences,
+        tokens_per_step=global_sequences * batch.length,
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        warmup_steps=warmup,
+        evaluations=times(train.eval_strategy, train.eval_steps),
+        checkpoints=saves,
+        checkpoints_kept=kept,
+        checkpoint_bytes=adapter.trainable * (adapter.dtype_bytes + OPTIMIZER_BYTES),
+    )

@@ -23,7 +23,7 @@ from windlass.launch.check.results import ALONE, HERE, IN_POD, Report, Result, s
 from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
-    from windlass.plan.layout import AccelerateFile
+    from windlass.plan.accelerate import AccelerateFile
     from windlass.plan.script import AnyPlan
 
 __all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "run", "show"]

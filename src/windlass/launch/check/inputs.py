@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from packaging.version import Version
 
     from windlass.plan import Plan
-    from windlass.plan.layout import AccelerateFile
+    from windlass.plan.accelerate import AccelerateFile
     from windlass.runfile import Loaded, LoadedScript
 
 Installed = Mapping[str, str]  # distribution -> version

@@ -1,0 +1,337 @@
+"""Accelerate files and `accelerate launch`'s environment: every key has a fate, none is dropped silently."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from windlass.errors import UserError
+from windlass.plan.accelerate import (
+    ANY,
+    FATES,
+    HONOURED,
+    KEYS,
+    LAUNCHER,
+    NO_EFFECT,
+    REFUSED,
+    TRANSLATED,
+    AccelerateFile,
+    Key,
+    accelerate_file,
+    find,
+    read_accelerate,
+)
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
+FSDP = "distributed_type: FSDP\n"
+
+
+def wishes(file: AccelerateFile | None) -> dict[str, Any]:
+    assert file is not None
+    return {name: wish.value for name, wish in file.wishes.items()}
+
+
+def read(folder: Path, text: str) -> AccelerateFile:
+    path = folder / "fsdp.yaml"
+    path.write_text(text, encoding="utf-8")
+    return read_accelerate(path)
+
+
+def refusal(folder: Path, text: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        read(folder, text)
+    assert all(problem.hint for problem in caught.value.problems)
+    return caught.value
+
+
+# --- published files ------------------
+
+
+@pytest.mark.parametrize("name", ["fsdp.yaml", "fsdp-3xH200.yaml", "config/fsdp_2xH200.yaml"])
+def test_every_key_of_a_published_file_has_a_fate_and_its_line(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    plain, lines = yaml.safe_load(text), text.splitlines()
+    entries = read_accelerate(EXAMPLES / name).entries
+    assert [e.path for e in entries if "." not in e.path] == list(plain)
+    assert [e.path for e in entries if "." in e.path] == [f"fsdp_config.{key}" for key in plain["fsdp_config"]]
+    for entry in entries:
+        line = int(entry.where.rpartition(": ")[0].rpartition(":")[2])
+        assert lines[line - 1].strip().startswith(entry.path.rpartition(".")[2] + ":")
+    verdicts = {entry.key.name: entry.fate.verdict for entry in entries}
+    assert verdicts["fsdp_cpu_ram_efficient_loading"] == TRANSLATED
+    assert verdicts["fsdp_use_orig_params"] == verdicts["fsdp_backward_prefetch"] == NO_EFFECT
+    assert verdicts["num_machines"] == verdicts["fsdp_offload_params"] == HONOURED
+
+
+def test_what_the_published_files_set() -> None:
+    three = {
+        "sharded": True,
+        "precision": "bf16",
+        "nodes": 3,
+        "ranks": 3,
+        "cpu": False,
+        "wrap": "Mistral4DecoderLayer",
+        "reshard_after_forward": True,
+        "offload": True,
+    }
+    assert wishes(read_accelerate(EXAMPLES / "fsdp.yaml")) == three
+    assert wishes(read_accelerate(EXAMPLES / "fsdp-3xH200.yaml")) == three | {"wrap": "MistralDecoderLayer"}
+    assert wishes(read_accelerate(EXAMPLES / "config/fsdp_2xH200.yaml")) == {
+        "sharded": True,
+        "precision": "bf16",
+        "nodes": 2,
+        "ranks": 2,
+        "offload": False,
+        "name": "full-shard",
+        "reshard_after_forward": True,
+    }
+
+
+# --- the table of keys ------------------
+
+SAMPLES = {"bool": "true", "int": "7", "word": "SOMETHING", "text": "x", "names": "SomeLayer", "any": "x"}
+
+
+def sample(key: Key, value: str) -> tuple[str, str]:
+    """A file with that one key, and the key's path in it."""
+    name = key.name.replace("*", "thing")
+    written = SAMPLES[key.kind] if value == ANY else value
+    head = "" if key.path == "distributed_type" else FSDP
+    if key.section:
+        return f"{head}{key.section}:\n  {name}: {written}\n", f"{key.section}.{name}"
+    return f"{head}{name}: {written}\n", name
+
+
+def test_every_row_of_the_table_is_reached_by_a_file(tmp_path: Path) -> None:
+    rows = [(key, value, fate) for key in KEYS if key.kind != "section" for value, fate in key.fates.items()]
+    assert len(rows) > 140
+    for key, value, fate in rows:
+        assert fate.because
+        assert fate.verdict in (HONOURED, TRANSLATED, NO_EFFECT, REFUSED)
+        assert fate.hint or fate.verdict != REFUSED or value == "DEEPSPEED"  # its hint is computed
+        text, path = sample(key, value)
+        if fate.verdict == REFUSED:
+            error = refusal(tmp_path, text)
+            assert fate.because in str(error)
+            assert path in error.problems[0].where
+        file = read_accelerate((tmp_path / "fsdp.yaml"), refuse=False) if fate.verdict == REFUSED else None
+        file = file or read(tmp_path, text)
+        assert [entry.fate for entry in file.entries if entry.path == path] == [fate]
+        assert {name for name, _ in fate.sets} <= set(file.wishes)
+
+
+def test_the_table_has_all_that_accelerate_knows() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import DistributedType
+
+    fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
+    assert {name for name in fields if find("", name) is None} == set()
+    options = {action.dest for action in launch_command_parser()._actions}
+    for section in ("fsdp_config", "parallelism_config", "dynamo_config", "fp8_config", "megatron_lm_config"):
+        prefix = section.removesuffix("_config") if section != "parallelism_config" else section
+        known = {option for option in options if option.startswith(f"{prefix}_")}
+        assert known
+        assert {name for name in known if find(section, name) is None} == set()
+    assert {kind.value for kind in DistributedType} <= set(FATES[""]["distributed_type"].fates)
+
+
+# --- spelling, places, contradictions ------------------
+
+
+def test_misspelt_keys_and_values_are_reported_at_once_each_with_the_nearest_name(tmp_path: Path) -> None:
+    error = refusal(
+        tmp_path,
+        "distributed_type: FSPD\nmixed_precison: bf16\nnum_machine: 3\nfsdp_config:\n  fsdp_offlaod_params: true\n"
+        "  fsdp_reshard_after_foward: true\n  qqqqqqqq: 1\n  fsdp_sharding_strategy: FULL_SHRAD\n",
+    )
+    found = {p.where.rpartition("/")[2]: p.hint.partition("?")[0] for p in error.problems}
+    assert found == {
+        "fsdp.yaml:1: distributed_type": "did you mean FSDP",
+        "fsdp.yaml:2: mixed_precison": "did you mean mixed_precision",
+        "fsdp.yaml:3: num_machine": "did you mean num_machines",
+        "fsdp.yaml:5: fsdp_config.fsdp_offlaod_params": "did you mean fsdp_offload_params",
+        "fsdp.yaml:6: fsdp_config.fsdp_reshard_after_foward": "did you mean fsdp_reshard_after_forward",
+        "fsdp.yaml:7: fsdp_config.qqqqqqqq": "`windlass explain` knows the keys of fsdp_config",
+        "fsdp.yaml:8: fsdp_config.fsdp_sharding_strategy": "did you mean FULL_SHARD",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("fsdp_config:\nfsdp_offload_params: true\n", "write it below fsdp_config:, indented"),
+        ("fsdp_config:\noffload_params: true\n", "write it below fsdp_config:, indented"),
+        ("fsdp_config:\n  num_machines: 2\n", "write it at the top, not indented"),
+        ("zero_stage: 3\n", "write it below deepspeed_config:, indented"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_told_where_it_belongs(text: str, hint: str, tmp_path: Path) -> None:
+    assert [problem.hint for problem in refusal(tmp_path, FSDP + text).problems] == [hint]
+
+
+def test_values_are_read_as_accelerate_reads_them(tmp_path: Path) -> None:
+    text = FSDP + "mixed_precision: no\nfsdp_config:\n  offload_params: 'yes'\n  sharding_strategy: 4\n"
+    text += "  fsdp_transformer_layer_cls_to_wrap: [A, B]\n"
+    expected = {"precision": "no", "offload": True, "name": "hybrid", "wrap": "A,B"}
+    assert expected.items() <= wishes(read(tmp_path, text)).items()
+    unread = read(tmp_path, "distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_offload_params: true\n")
+    assert "offload" not in unread.wishes
+    assert unread.entries[-1].fate.because == "read only with distributed_type: FSDP, and it is MULTI_GPU"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_reshard_after_forward: false\n",
+        "fsdp_config:\n  offload_params: true\n  fsdp_offload_params: false\n",
+        "num_machines: 2\n\nnum_machines: 3\n",
+    ],
+)
+def test_a_file_that_contradicts_itself_names_both_lines(text: str, tmp_path: Path) -> None:
+    error = refusal(tmp_path, FSDP + text)
+    assert len(error.problems) == 1
+    assert str(error).count("fsdp.yaml:") == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "layout"),
+    [
+        ("  zero_stage: 3\n", "layout: full-shard"),
+        ("  zero_stage: 3\n  offload_param_device: cpu\n", "layout: {name: full-shard, offload: true}"),
+        ("  zero_stage: 3\n  offload_param_device: none\n", "layout: full-shard"),
+        ("  zero_stage: 2\n  offload_optimizer_device: cpu\n", "layout: resident"),
+        ("  gradient_clipping: 1.0\n", "layout: resident"),
+    ],
+)
+def test_deepspeed_is_refused_with_the_equal_layout(section: str, layout: str, tmp_path: Path) -> None:
+    (problem,) = refusal(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config:\n" + section).problems
+    assert problem.hint == f"write in the run file: {layout}"
+    assert problem.where.endswith("fsdp.yaml:1: distributed_type")
+
+
+# --- files that are none ------------------
+
+BAD = {
+    b"": "is empty",
+    b"# nothing\n": "is empty",
+    b"- a\n- b\n": "not a mapping",
+    bytes(range(256)): "is not text",
+    b"distributed_type: FSDP\nfsdp_config: {a: [\n": "is not YAML",
+    b"a: " + b"[" * 5000 + b"]" * 5000: "nested more than",
+    b"#" * (300 * 1024): "larger than",
+    b"num_machines: 2\n": "distributed_type is missing",
+    b"distributed_type: FSDP\nfsdp_config: full\n": "not keys and values",
+    b"distributed_type: FSDP\nnum_machines: three\n": "not a whole number",
+    b"distributed_type: FSDP\nnum_machines: 2.5\n": "not a whole number",
+    b"distributed_type: FSDP\nuse_cpu: perhaps\n": "not true or false",
+    b"distributed_type: FSDP\nnum_machines: {a: 1}\n": "not a single value",
+}
+
+
+def test_bad_files_are_clear_errors(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    for content, message in BAD.items():
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message) as caught:
+            read_accelerate(path)
+        assert all(str(path) in problem.where and problem.hint for problem in caught.value.problems)
+    for missing in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            read_accelerate(missing)
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates())
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3),
+    st.dictionaries(st.text(max_size=5), SCALARS, max_size=2),
+    st.sampled_from(sorted({value for key in KEYS for value in key.fates})),
+)
+NAMES = st.one_of(st.sampled_from(sorted(n for names in FATES.values() for n in names)), st.text(max_size=6))
+MAPPINGS = st.dictionaries(NAMES, st.one_of(VALUES, st.dictionaries(NAMES, VALUES, max_size=5)), max_size=8)
+TEXTS = st.one_of(st.text(max_size=200), st.text(alphabet="{}[]:,&*!|>-?#%@ \n\t'\"ab01", max_size=120))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.one_of(MAPPINGS.map(lambda content: yaml.safe_dump(content, allow_unicode=True)), TEXTS))
+def test_no_file_gives_a_traceback(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_bytes(content.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(UserError):
+        assert read_accelerate(path).entries
+
+
+# --- accelerate launch ------------------
+
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+
+
+def test_the_launchers_environment_sets_the_layout() -> None:
+    assert accelerate_file(None, {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"}) is None
+    assert wishes(accelerate_file(None, LAUNCHED)) == {"nodes": 2, "ranks": 4}  # a precision of no is a default
+    fsdp = LAUNCHED | {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}
+    file = accelerate_file(None, fsdp | {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"})
+    assert wishes(file) == {"nodes": 2, "ranks": 4, "sharded": True, "offload": True}
+    assert file
+    assert file.wishes["offload"].where == "accelerate launch: FSDP_OFFLOAD_PARAMS"
+    assert "--accelerate FILE" in file.notes[0]
+    with pytest.raises(UserError, match="doesn't run DeepSpeed"):
+        accelerate_file(None, LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"})
+
+
+def test_the_launchers_flags_win_over_the_file_and_a_line_says_so() -> None:
+    path = EXAMPLES / "fsdp.yaml"
+    file = accelerate_file(path, LAUNCHED | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
+    assert wishes(file) == wishes(read_accelerate(path)) | {"nodes": 2, "ranks": 2}
+    assert file
+    assert [note.partition("fsdp.yaml")[2] for note in file.notes] == [
+        ":11: num_machines: 3 is overridden by accelerate launch: WORLD_SIZE=2: its flags win",
+        ":12: num_processes: 3 is overridden by accelerate launch: WORLD_SIZE=2: its flags win",
+    ]
+    same = LAUNCHED | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
+    assert wishes(accelerate_file(path, same)) == wishes(read_accelerate(path))
+
+
+SCRIPT = """
+import json, os, sys
+from windlass.plan.accelerate import LAUNCHER, accelerate_file
+file = accelerate_file(None, os.environ)
+wishes = {name: wish.value for name, wish in file.wishes.items()}
+open(sys.argv[1], "w").write(json.dumps([wishes, [v for v in LAUNCHER if v in os.environ]]))
+"""
+
+
+def test_a_rank_of_the_real_launcher_gets_its_files_settings_and_its_flags(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(SCRIPT)
+    (tmp_path / "fsdp.yaml").write_text(
+        FSDP + "num_processes: 3\nnum_machines: 1\nmixed_precision: bf16\n"
+        "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n  fsdp_offload_params: true\n"
+        "parallelism_config:\n  parallelism_config_dp_shard_size: 1\n"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml", "--num_processes", "1"]
+    command += ["--main_process_port", "0", "rank.py", "out.json"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=180, capture_output=True)
+    found, variables = json.loads((tmp_path / "out.json").read_text())
+    assert found == {
+        "sharded": True,
+        "precision": "bf16",
+        "reshard_after_forward": False,
+        "offload": True,
+        "nodes": 1,
+        "ranks": 1,
+    }
+    unset = {"FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
+    assert set(LAUNCHER) - set(variables) <= unset
