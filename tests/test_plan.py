@@ -236,7 +236,7 @@ def test_what_is_for_gpus_is_refused_on_a_cpu_and_the_other_way_round(tmp_path: 
 def test_a_network_is_asked_for_also_where_an_accelerate_file_says_the_nodes(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 2\n")
     (tmp_path / "run.yaml").write_text("model: {model_name_or_path: Qwen3-30B-A3B}\ncluster: {gpu: h200}\n")
-    with pytest.raises(UserError, match="2 nodes, but no cluster.network"):
+    with pytest.raises(UserError, match=r"2 nodes, but no cluster\.network"):
         planning.make(read(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
 
 
