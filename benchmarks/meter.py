@@ -34,8 +34,8 @@ def train(folder: Path, count: int, debug_freq: int) -> list[dict[str, Any]]:
     from trl import SFTConfig, SFTTrainer
 
     from windlass import tiny
+    from windlass.meter import LLMStepProfiler
     from windlass.observe import steps
-    from windlass.observe.meter import LLMStepProfiler
 
     transformers.logging.set_verbosity_error()
     model = tiny.write(folder / "model", wrapper=False, quantization="none", dtype="float32", hidden=256, layers=4)

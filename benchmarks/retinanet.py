@@ -42,8 +42,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms.functional import hflip, to_tensor
 from training import Steps, Training
 
+from windlass.meter import StepProfiler
 from windlass.observe import steps
-from windlass.observe.meter import StepProfiler
 
 CLASSES = len(synthetic.SHAPES)
 WAITING = 0.1  # more than this share of the time: loading is a bottleneck

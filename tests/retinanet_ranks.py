@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from windlass.meter import StepProfiler
 from windlass.observe import steps as records
-from windlass.observe.meter import StepProfiler
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "retinanet"))
 

@@ -5,7 +5,7 @@ LOOP = """
 import json, os, sys
 import torch, torch.distributed as dist
 from torch import nn
-from windlass.observe.meter import StepProfiler
+from windlass.meter import StepProfiler
 
 dist.init_process_group("gloo")
 folder = os.environ["WINDLASS_OUTPUT_DIR"]
@@ -66,7 +66,7 @@ DIVERGES_SAVES = SLOW.replace("time.sleep(60)", DIVERGES)
 # A step, and then none any more.
 STALLS = """
 import time
-from windlass.observe.meter import StepProfiler
+from windlass.meter import StepProfiler
 
 with StepProfiler(unit="images", report=False) as meter:
     meter.step(items=1)

@@ -37,8 +37,8 @@ from windlass.launch import check, kubernetes, runai
 from windlass.launch.job import job_of
 from windlass.launch.kubernetes import checks
 from windlass.launch.submit import texts as render
+from windlass.meter import StepProfiler
 from windlass.observe import report, steps
-from windlass.observe.meter import StepProfiler
 from windlass.observe.watch.prometheus import exposition
 from windlass.plan.script import ScriptPlan, make_any
 from windlass.runfile import LoadedScript, describe, init, read, read_any

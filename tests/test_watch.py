@@ -1,4 +1,4 @@
-"""The detectors on records made here: each fires on its fault, none on noise. And the files around them."""
+"""Each detector on made-up step files: it fires on its fault and on nothing else. And the files around them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import json
 import math
 import random
-import socket
+import subprocess
 import sys
 import textwrap
 import threading
@@ -15,35 +15,35 @@ import tomllib
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from windlass import plan as planning
-from windlass import runfile, tiny, train
+from windlass import run_folder, runfile, tiny, train
 from windlass.errors import UserError
 from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
-from windlass.observe import steps
-from windlass.observe.watch import collectives, heartbeat, live, nccl, prometheus
-from windlass.observe.watch.alarm import KINDS, Alarm, append
-from windlass.observe.watch.detect import OF_EVALUATIONS, OF_STEPS, SAMPLES
-from windlass.observe.watch.follow import Tail
-from windlass.observe.watch.heartbeat import Heartbeat, Position
-from windlass.observe.watch.patrol import Patrol
+from windlass.observe.watch import live, prometheus
+from windlass.observe.watch.alarms import Alarm, append
+from windlass.observe.watch.detectors import BY_KIND, SAMPLES
+from windlass.observe.watch.heartbeat import Heartbeat, Position, absent_ranks, read_beats
+from windlass.observe.watch.patrol import Patrol, Tail, environment
 from windlass.runfile import Watch, names
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
-Change = Callable[[int, int, Record], None]
+Fault = Callable[[int, int, Record], None]
 
 
 def record(step: int, chance: random.Random) -> Record:
-    """One rank's step in a run that is well: a falling loss with noise, times that scatter, now and then a slow one."""
+    """One rank's step in a healthy run: a falling loss with noise, times that scatter, now and then a slow one."""
     slow = 3.0 if chance.random() < 0.03 else 1.0
-    spans = {"data": 0.02, "forward": 0.3, "backward": 0.5, "optimizer": 0.01, "communication": 0.15, "other": 0.02}
-    seconds = {f"{phase}_seconds": mean * chance.lognormvariate(0, 0.15) * slow for phase, mean in spans.items()}
+    means = {"data": 0.02, "forward": 0.3, "backward": 0.5, "optimizer": 0.01, "communication": 0.15, "other": 0.02}
+    seconds = {f"{phase}_seconds": mean * chance.lognormvariate(0, 0.15) * slow for phase, mean in means.items()}
+    unused = [1 if chance.random() < 0.01 else 0 for _ in range(3)]  # in a single sample an expert may go without
     return {
         "step": step,
         "time": 1e9 + step,
@@ -52,23 +52,18 @@ def record(step: int, chance: random.Random) -> Record:
         "tokens": 4096,
         "gpu_peak_gib": 60 * (1 - 0.3 * 0.9**step) + chance.gauss(0, 0.5),
         "gpu_throttle": ["software power cap"] if chance.random() < 0.7 else [],
-        "experts": {"experts": 16, "busiest": [2.0] * 3, "idlest": [0.0] * 3, "unused": dead(chance)},
+        "experts": {"experts": 16, "busiest": [2.0] * 3, "idlest": [0.0] * 3, "unused": unused},
         "rows": [8 * step + i for i in range(2)],
     }
 
 
-def dead(chance: random.Random) -> list[int]:
-    """In a single look an expert may go without."""
-    return [1 if chance.random() < 0.01 else 0 for _ in range(3)]
-
-
-def write(folder: Path, seed: int, number: int = 300, ranks: int = 4, change: Change | None = None) -> Path:
+def write(folder: Path, seed: int = 1, count: int = 300, ranks: int = 4, fault: Fault | None = None) -> Path:
     chance = random.Random(seed)
-    files = [(folder / steps.STEPS.format(rank=rank)).open("w") for rank in range(ranks)]
+    files = [(folder / run_folder.STEPS.format(rank=rank)).open("w") for rank in range(ranks)]
     for rank in range(ranks):
         hardware = {"host": "node", "gpu": "H200", "gpus": [{"name": "H200", "memory_gib": 141.0}] * ranks}
-        (folder / steps.METER.format(rank=rank)).write_text(json.dumps({"ranks": ranks, "hardware": hardware}))
-    for step in range(1, number + 1):
+        (folder / run_folder.METER.format(rank=rank)).write_text(json.dumps({"ranks": ranks, "hardware": hardware}))
+    for step in range(1, count + 1):
         shared = {
             "loss": 2 + 3 * 0.98**step + chance.gauss(0, 0.15),
             "grad_norm": (1 + 3 * 0.97**step) * chance.lognormvariate(0, 0.3),
@@ -76,41 +71,46 @@ def write(folder: Path, seed: int, number: int = 300, ranks: int = 4, change: Ch
         }
         for rank in range(ranks):
             line = record(step, chance) | shared
-            if change is not None:
-                change(step, rank, line)
+            if fault is not None:
+                fault(step, rank, line)
             files[rank].write(json.dumps(line) + "\n")
     for file in files:
         file.close()
-    with (folder / steps.EVENTS).open("w") as events:
-        for i in range(1, 7):
-            loss = 2 + 3 * 0.8**i + chance.gauss(0, 0.02)
-            events.write(json.dumps({"time": 0, "step": 50 * i, "kind": "eval", "eval_loss": loss}) + "\n")
+    write_evaluations(folder, [2 + 3 * 0.8**i + chance.gauss(0, 0.02) for i in range(1, 7)])
     return folder
 
 
-def found(folder: Path, max_steps: int = 2000, **settings: Any) -> list[Alarm]:
+def write_evaluations(folder: Path, losses: list[float]) -> None:
+    lines = [{"time": 0, "step": 50 * i, "kind": "eval", "eval_loss": loss} for i, loss in enumerate(losses, 1)]
+    (folder / run_folder.EVENTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def found(folder: Path, max_steps: int = 2000, ranks: int = 4, **settings: Any) -> list[Alarm]:
     raised: list[Alarm] = []
-    patrol = Patrol(folder, Watch(**settings), 4, network="infiniband-400", raised=raised.append)
-    patrol.past.max_steps = max_steps
+    patrol = Patrol(folder, Watch(**settings), ranks, network="infiniband-400", raised=raised.append)
+    patrol.history.max_steps = max_steps
     patrol.round()
     return raised
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_no_alarm_on_a_clean_run(tmp_path: Path, seed: int) -> None:
-    assert found(write(tmp_path, seed)) == []
+def test_no_alarm_in_healthy_runs(tmp_path: Path) -> None:
+    for seed in range(6):
+        assert found(write(tmp_path, seed)) == []
+
+
+def late(step: int, line: Record, after: int, name: str, seconds: float) -> None:
+    if step > after:
+        line[name] += seconds
+        line["step_seconds"] += seconds
 
 
 def slow_backward(step: int, rank: int, line: Record) -> None:
-    if step > 150 and rank == 2:
-        line["backward_seconds"] += 0.6
-        line["step_seconds"] += 0.6
+    late(step, line, 150 if rank == 2 else 999, "backward_seconds", 0.6)
 
 
-def waiting(step: int, rank: int, line: Record) -> None:
-    """Rank 1 reads slowly; the others wait for it in their backward, where autograd's own waits are counted."""
-    line["data_seconds" if rank == 1 else "backward_seconds"] += 0.5
-    line["step_seconds"] += 0.5
+def slow_data(step: int, rank: int, line: Record) -> None:
+    """Rank 1 reads slowly; the others wait for it in their backward."""
+    late(step, line, 0, "data_seconds" if rank == 1 else "backward_seconds", 0.5)
 
 
 def diverging(step: int, _rank: int, line: Record) -> None:
@@ -126,9 +126,7 @@ def uneven(_step: int, rank: int, line: Record) -> None:
 
 
 def crawling(step: int, _rank: int, line: Record) -> None:
-    if step > 250:
-        line["data_seconds"] += 1.5
-        line["step_seconds"] += 1.5
+    late(step, line, 250, "data_seconds", 1.5)
 
 
 def hot(step: int, rank: int, line: Record) -> None:
@@ -136,12 +134,12 @@ def hot(step: int, rank: int, line: Record) -> None:
         line["gpu_throttle"] = ["hardware thermal slowdown"]
 
 
-def died(step: int, _rank: int, line: Record) -> None:
+def dying(step: int, _rank: int, line: Record) -> None:
     if step > 100:
         line["experts"] = {**line["experts"], "unused": [0, 3, 0]}
 
 
-def spiked(step: int, _rank: int, line: Record) -> None:
+def spiking(step: int, _rank: int, line: Record) -> None:
     if step == 120:
         line["grad_norm"] = 40.0
 
@@ -151,75 +149,70 @@ def poisoned(step: int, _rank: int, line: Record) -> None:
         line |= {"grad_norm": None, "non_finite": ["grad_norm"], "skipped": True}
 
 
-FAULTS: dict[str, tuple[Change, str, int | None, str]] = {
+FAULTS: dict[str, tuple[Fault, str, int | None, str]] = {
     "backward": (slow_backward, "straggler", 2, "slow in backward"),
-    "data": (waiting, "straggler", 1, "slow in data"),
+    "data": (slow_data, "straggler", 1, "slow in data"),
     "diverging": (diverging, "loss_divergence", None, "the limit is"),
-    "leak": (leaking, "memory_growth", 3, "would be held at step"),
+    "leak": (leaking, "memory_growth", 3, "would be used at step"),
     "uneven": (uneven, "memory_imbalance", 0, "the others"),
     "crawling": (crawling, "throughput", None, "most of it goes into data"),
     "hot": (hot, "throttling", 1, "hardware thermal slowdown"),
-    "dead experts": (died, "dead_experts", None, "layers 1: up to 3 experts"),
-    "spike": (spiked, "gradient_spike", None, "rank 0, rows 960, 961; rank 1, rows 960, 961"),
-    "non-finite": (poisoned, "non_finite", None, "grad_norm, step left out; rank 0, rows 616, 617"),
+    "dead experts": (dying, "dead_experts", None, "layers 1: up to 3 experts"),
+    "spike": (spiking, "gradient_spike", None, "rank 0, rows 960, 961; rank 1, rows 960, 961"),
+    "non-finite": (poisoned, "non_finite", None, "grad_norm, update skipped; rank 0, rows 616, 617"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_raises_its_alarm_and_no_other(tmp_path: Path, name: str) -> None:
-    change, kind, rank, message = FAULTS[name]
-    raised = found(write(tmp_path, 1, change=change))
-    assert raised, "nothing was noticed"
+    fault, kind, rank, message = FAULTS[name]
+    raised = found(write(tmp_path, fault=fault))
     assert {(alarm.kind, alarm.rank) for alarm in raised} == {(kind, rank)}
     assert message in raised[0].message
-    assert len(raised) <= 3, "told once in a while, not at every step"
+    assert len(raised) <= 3, "once in a while, not at every step"
+    assert BY_KIND[kind].hint
     if kind != "non_finite":
         off: Any = {kind: "off"}
-        assert found(tmp_path, **off) == [], "off looks away"
+        assert found(tmp_path, **off) == []
         stop: Any = {kind: "stop"}
         assert {alarm.level for alarm in found(tmp_path, **stop)} == {"stop"}
 
 
-@pytest.mark.parametrize(("name", "broken"), [("loss", True), ("grad_norm", False)])
-def test_a_loss_that_is_no_number_is_told_from_a_gradient(tmp_path: Path, name: str, broken: bool) -> None:
-    def change(step: int, _rank: int, line: Record) -> None:
-        if step == 77:
-            line |= {name: None, "non_finite": [name]}
+def test_only_a_loss_that_is_not_finite_is_broken(tmp_path: Path) -> None:
+    for name in ("loss", "grad_norm"):
 
-    alarm = found(write(tmp_path, 1, change=change))[0]
-    assert alarm.broken is broken
-    append(tmp_path, alarm)
-    assert "broken" not in json.loads((tmp_path / "alarms.jsonl").read_text())
+        def fault(step: int, _rank: int, line: Record, name: str = name) -> None:
+            if step == 77:
+                line |= {name: None, "non_finite": [name]}
+
+        alarm = found(write(tmp_path, fault=fault))[0]
+        assert alarm.broken is (name == "loss")
+        append(tmp_path, alarm)
+    assert "broken" not in (tmp_path / "alarms.jsonl").read_text()
+
+
+TOLERANT: list[tuple[Fault, str, dict[str, Any]]] = [
+    (slow_backward, "straggler", {"straggler_share": 0.9}),
+    (crawling, "throughput", {"throughput_fraction": 0.1}),
+    (uneven, "memory_imbalance", {"memory_ratio": 3}),
+    (diverging, "loss_divergence", {"deviations": 200}),
+    (spiking, "gradient_spike", {"gradient_factor": 100}),
+]
 
 
 def test_thresholds_decide(tmp_path: Path) -> None:
-
-    def all_of_them(step: int, rank: int, line: Record) -> None:
-        for fault in (slow_backward, crawling, uneven):
-            fault(step, rank, line)
-
-    write(tmp_path, 1, change=all_of_them)
-    tolerant: Any = {"straggler_share": 0.9, "throughput_fraction": 0.1, "memory_ratio": 3}
-    assert {alarm.kind for alarm in found(tmp_path)} == {"straggler", "throughput", "memory_imbalance"}
-    assert found(tmp_path, **tolerant) == []
-    settings: Any = (
-        (diverging, "loss_divergence", {"deviations": 200}),
-        (spiked, "gradient_spike", {"gradient_factor": 100}),
-    )
-    for change, kind, setting in settings:
-        write(tmp_path, 1, change=change)
+    for fault, kind, settings in TOLERANT:
+        write(tmp_path, fault=fault)
         assert {alarm.kind for alarm in found(tmp_path)} == {kind}
-        assert found(tmp_path, **setting) == []
-    write(tmp_path, 1, change=leaking)
+        assert found(tmp_path, **settings) == []
+    write(tmp_path, fault=leaking)
     assert {alarm.kind for alarm in found(tmp_path, 900, memory_fraction=0.6)} == {"memory_growth"}
     assert found(tmp_path, 900, memory_fraction=1.0) == [], "the run ends before"
 
 
-def test_an_evaluation_that_rises(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    losses = [3.0, 2.5, 2.4, 2.45, 2.5, 2.6]
-    lines = [{"step": 50 * i, "kind": "eval", "eval_loss": loss} for i, loss in enumerate(losses, 1)]
-    (tmp_path / steps.EVENTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_a_rising_evaluation_loss(tmp_path: Path) -> None:
+    write(tmp_path)
+    write_evaluations(tmp_path, [3.0, 2.5, 2.4, 2.45, 2.5, 2.6])
     (alarm,) = found(tmp_path)
     assert (alarm.kind, alarm.step) == ("eval_loss", 300)
     assert "the best was 2.4 at step 150" in alarm.message
@@ -232,8 +225,8 @@ node:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
 """
 
 
-def test_nccl_over_sockets_is_read_from_its_log(tmp_path: Path) -> None:
-    write(tmp_path, 1)
+def test_sockets_are_found_in_nccls_log_also_in_submitted_jobs(tmp_path: Path) -> None:
+    write(tmp_path, count=30)
     log = tmp_path / "nccl-node-17.log"
     log.write_text(NCCL_LOG.format(net="IB"))
     assert found(tmp_path) == []
@@ -241,80 +234,92 @@ def test_nccl_over_sockets_is_read_from_its_log(tmp_path: Path) -> None:
     (alarm,) = found(tmp_path)
     assert alarm.kind == "sockets"
     assert "1 of 1 channels between nodes over sockets, and there is infiniband-400" in alarm.message
-    assert nccl.environment({}, tmp_path)["NCCL_DEBUG_FILE"] == f"{tmp_path}/nccl-%h-%p.log"
-    assert nccl.environment({"NCCL_DEBUG": "WARN"}, tmp_path) == {}, "the user's own directions stand"
+
+    def debug(environ: dict[str, str], nodes: int = 2, **env: str) -> str | None:
+        job: Any = SimpleNamespace(watch=Watch(), cluster=SimpleNamespace(nodes=nodes, env=env))
+        return environment(environ, job, tmp_path).get("NCCL_DEBUG_FILE")
+
+    assert debug({}) == debug({"NCCL_DEBUG": "WARN"}) == f"{tmp_path}/nccl-%h-%p.log", "WARN is our own default"
+    assert debug({"NCCL_DEBUG": "WARN"}, NCCL_DEBUG="WARN") is None, "set in the run file"
+    assert debug({"NCCL_DEBUG": "INFO"}) is debug({"NCCL_DEBUG_FILE": "x"}) is debug({}, nodes=1) is None
 
 
-def test_a_trace_of_a_whole_run_stays_small(tmp_path: Path) -> None:
+def test_a_long_run_is_watched_in_constant_space(tmp_path: Path) -> None:
     raised: list[Alarm] = []
-    patrol = Patrol(write(tmp_path, 3, number=2000, ranks=1), Watch(), 1, raised=raised.append)
+    patrol = Patrol(write(tmp_path, 3, count=2000, ranks=1), Watch(), 1, raised=raised.append)
     patrol.round()
     assert raised == []
-    assert len(patrol.past.memory[0].whole.points) <= SAMPLES
-    assert patrol.past.memory[0].whole.points[0][0] == 1
-    assert len(patrol.past.joined) < 100
-    assert not patrol.joined.open
+    assert len(patrol.history.memory[0].whole_run.points) <= SAMPLES
+    assert patrol.history.memory[0].whole_run.points[0][0] == 1
+    assert len(patrol.history.joined) < 100
+    assert not patrol.joined.waiting
 
 
-def test_every_kind_is_a_setting_and_documented() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "watch.md").read_text(encoding="utf-8")
-    for kind in KINDS:
+def test_every_detector_is_a_setting_and_documented(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
+    for kind in BY_KIND:
         assert f"`{kind}`" in text, kind
         assert kind == "failed" or kind in Watch.model_fields
-    assert {*OF_STEPS, *OF_EVALUATIONS, "sockets", "stall", "failed"} == set(KINDS)
     assert all(f"`{field}`" in text for field in Watch.model_fields if field != "min_supervised_fraction")
+    (tmp_path / "run.yaml").write_text("watch: {stall_seconds: 400}\ntrain: {ddp_timeout: 600}\n")
+    with pytest.raises(UserError, match=r"watch\.stall_seconds.*400"):  # a stall must end before the collectives do
+        runfile.read(tmp_path / "run.yaml")
 
 
-def test_a_stall_has_to_end_before_the_collectives_do(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("watch: {stall_seconds: 400}\ntrain: {ddp_timeout: 600}\n")
-    with pytest.raises(UserError, match=r"watch\.stall_seconds.*400"):
-        runfile.read(path)
+# --- stalls ---
 
 
 def test_ranks_absent_from_collectives() -> None:
     def calls(last: int) -> dict[str, Any]:
-        return {
-            "0 default_pg": {"last": last, "recent": {str(n): f"nccl:all_reduce of {n}" for n in range(5, last + 1)}}
-        }
+        recent = {str(number): f"nccl:all_reduce of {number}" for number in range(5, last + 1)}
+        return {"0 default_pg": {"last": last, "recent": recent}}
 
-    assert collectives.absent({0: calls(7), 1: calls(7)}) == []
-    assert collectives.absent({0: calls(7), 1: calls(6), 2: {}}) == [
+    assert absent_ranks({0: calls(7), 1: calls(7)}) == []
+    assert absent_ranks({0: calls(7), 1: calls(6), 2: {}}) == [
         "ranks 1, 2 absent from nccl:all_reduce of 7 (number 7 of group 0 default_pg), rank 0 in it"
     ]
     shard = {"1 shard": {"last": 3, "recent": {"3": "nccl:all_gather"}}}
-    assert collectives.absent({0: shard, 1: calls(6)}) == [], "different groups wait for different calls"
+    assert absent_ranks({0: shard, 1: calls(6)}) == [], "different groups wait for different calls"
 
 
 def test_a_silent_rank_is_named(tmp_path: Path) -> None:
-    """One that is stopped or dead writes nothing; the message is the lowest living rank's."""
-    told: list[Alarm] = []
+    """A rank that is stopped or dead writes nothing; the lowest living rank reports it."""
+    raised: list[Alarm] = []
     dead = {"rank": 0, "host": "node-a", "pid": 4711, "time": time.time() - 1000, "step": 8, "phase": "forward"}
     (tmp_path / "heartbeat-rank0.json").write_text(json.dumps({**dead, "stalled": False, "collectives": {}}))
-    heart = Heartbeat(tmp_path, 1, 2, 0.4, lambda: Position(9, "backward", 0), told.append, None)
-    heart.start()
-    deadline = time.monotonic() + 10
-    while not told and time.monotonic() < deadline:
+    heartbeat = Heartbeat(tmp_path, 1, 2, 0.4, lambda: Position(9, "backward", 0), raised.append, None)
+    heartbeat.start()
+    deadline = time.monotonic() + 60
+    while not raised and time.monotonic() < deadline:
         time.sleep(0.05)
-    heart.close()
-    (alarm,) = told
+    heartbeat.close()
+    (alarm,) = raised
     assert "no sign of life from rank 0 (pid 4711 on node-a)" in alarm.message
     assert "rank 1 in backward of step 9" in alarm.message
     assert "test_a_silent_rank_is_named" in (tmp_path / "stacks-rank1.txt").read_text()
 
 
 def test_progress_is_no_stall(tmp_path: Path) -> None:
-    told: list[Alarm] = []
-    heart = Heartbeat(tmp_path, 0, 1, 0.8, lambda: Position(1, "forward", time.monotonic()), told.append, None)
-    heart.start()
-    time.sleep(1.6)
-    heart.close()
-    assert told == []
+    raised: list[Alarm] = []
+    asked = threading.Semaphore(0)
+
+    def position() -> Position:
+        asked.release()
+        return Position(1, "forward", time.monotonic())
+
+    heartbeat = Heartbeat(tmp_path, 0, 1, 0.4, position, raised.append, None)
+    heartbeat.start()
+    assert all(asked.acquire(timeout=60) for _ in range(12)), "three times the patience"
+    heartbeat.close()
+    assert raised == []
     assert not (tmp_path / "stacks-rank0.txt").exists()
-    assert heartbeat.read(tmp_path)[0]["phase"] == "forward"
+    assert read_beats(tmp_path)[0]["phase"] == "forward"
 
 
-def test_a_line_is_read_once_and_only_whole(tmp_path: Path) -> None:
+# --- files and pages ---
+
+
+def test_a_line_is_read_once_and_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     tail = Tail(path)
     assert list(tail.objects()) == []
@@ -332,129 +337,101 @@ def test_the_page_for_prometheus() -> None:
         0: {"step": 3, "loss": 2.5, "rss_gib": 1.0, "gpu_throttle": []},
         1: {"step": 3, "rss_gib": 2},
     }
-    lines = prometheus.exposition('a "b"\n', latest, {"straggler": 2}).splitlines()
+    text = prometheus.exposition('a "b"\n', latest, {"straggler": 2})
+    lines = text.splitlines()
     assert 'windlass_loss{run="a \\"b\\"\\n"} 2.5' in lines
     assert 'windlass_rss_gib{run="a \\"b\\"\\n",rank="1"} 2.0' in lines
     assert 'windlass_alarms_total{run="a \\"b\\"\\n",kind="straggler"} 2' in lines
     assert not any("throttle" in line for line in lines)
-    names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-    assert len(names) == len(set(names))
-
-
-def test_the_page_is_served_on_loopback_and_a_taken_port_is_said() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    page = prometheus.Page("127.0.0.1", port, lambda: "windlass_step 1\n")
+    types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    page = prometheus.Page("127.0.0.1", 0, lambda: text)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            assert answer.read() == b"windlass_step 1\n"
-        with pytest.raises(UserError, match="can't be served"):
+        port = page.server.server_port
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            assert answer.read().decode() == text
+        with pytest.raises(UserError, match=f"can't listen on 127.0.0.1:{port}"):
             prometheus.Page("127.0.0.1", port, str)
     finally:
         page.close()
 
 
-def drawn(view: live.View) -> str:
+def draw(view: live.View) -> str:
+    view.round()
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
     console.print(view.draw(time.time()))
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_the_live_view_from_files_alone(tmp_path: Path) -> None:
-    write(tmp_path, 1, number=40)
-    (tmp_path / "manifest.json").write_text('{"state": "running"}')
+def test_the_live_view_shows_and_follows_a_run(tmp_path: Path) -> None:
+    write(tmp_path, count=40)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text('{"state": "running"}')
     (tmp_path / "plan.json").write_text('{"batch": {"steps": 80}}')
     append(tmp_path, Alarm("straggler", 33, "slow in \x1b[31mforward [red]", 2, "stop"))
     view = live.View(tmp_path)
-    view.round()
-    text = drawn(view)
+    text = draw(view)
     assert "running  step 40 of 80" in text
-    assert "1 alarm\n  step 33 rank 2 straggler: slow in [31mforward [red]" in text
-    assert [line.split()[0] for line in text.splitlines() if line.startswith("   ") and line.split()[0].isdigit()] == [
-        "0",
-        "1",
-        "2",
-        "3",
-    ]
+    assert "1 alarm\n  step 33 rank 2 straggler: slow in [31mforward [red]\n  hint: " in text
+    first_cells = [line.split()[0] for line in text.splitlines() if line.startswith("   ")]
+    assert [cell for cell in first_cells if cell.isdigit()] == ["0", "1", "2", "3"]
     old = {"rank": 0, "time": time.time() - 500, "phase": "forward", "step": 40}
     (tmp_path / "heartbeat-rank0.json").write_text(json.dumps(old))
-    view.round()
-    assert "no sign of life from any rank for 8:2" in drawn(view)
-    assert "forward" in drawn(view)
+    text = draw(view)
+    assert "no sign of life from any rank for 8:2" in text
+    assert "forward" in text
+    states: list[str] = []
+
+    def show() -> None:
+        states.append(view.state)
+        manifest.write_text('{"state": "finished"}')
+
+    live.follow(view, show, 0.01)
+    assert states == ["running", "finished"]
 
 
-def test_the_live_view_follows_until_the_run_is_over(tmp_path: Path) -> None:
-    write(tmp_path, 1, number=3)
-    manifest = tmp_path / "manifest.json"
-    manifest.write_text('{"state": "running"}')
-    view, seen = live.View(tmp_path), list[str]()
-    view.round()
-    threading.Timer(0.3, manifest.write_text, ['{"state": "finished"}']).start()
-    live.follow(view, lambda: seen.append(view.state), 0.05)
-    assert seen[0] == "running"
-    assert seen[-1] == "finished"
-
-
-def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
-        live.View(tmp_path)
-    with pytest.raises(UserError, match=r"nowhere: is not there"):
-        live.View(tmp_path / "nowhere")
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file: is not a folder"):
-        live.View(tmp_path / "file")
+    for name, problem in (("", "holds no run"), ("nowhere", "is not there"), ("file", "is not a folder")):
+        with pytest.raises(UserError, match=f"{name}: {problem}"):
+            live.View(tmp_path / name)
 
 
 ODD: list[Any] = [None, -1, 1e308, math.nan, "text", [], [None], {}, {"a": "b"}, True]
-READ = ("steps-rank0.jsonl", "meter-rank0.json", "manifest.json", "plan.json", "alarms.jsonl", "events.jsonl")
+SOUND: dict[str, Record] = {
+    "steps-rank0.jsonl": record(1, random.Random(0)) | {"loss": 2.0, "learning_rate": 0.1},
+    "meter-rank0.json": {"ranks": 1, "hardware": {"gpu": None}},
+    "manifest.json": {"state": "running"},
+    "plan.json": {"batch": {"steps": 80}},
+    "alarms.jsonl": {"kind": "stall", "step": 3, "rank": 0, "level": "stop", "message": "m"},
+    "events.jsonl": {"kind": "eval", "step": 3, "eval_loss": 1.5},
+    "heartbeat-rank0.json": {"rank": 0, "time": time.time(), "phase": "forward", "step": 4},
+}
 
 
-@pytest.mark.parametrize("name", [*READ, "heartbeat-rank0.json"])
-def test_odd_values_anywhere_are_survived(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SOUND)
+def test_the_live_view_survives_odd_values_anywhere(name: str, tmp_path: Path) -> None:
     """Another version's files, or damaged ones."""
-    sound: dict[str, dict[str, Any]] = {
-        "steps-rank0.jsonl": record(1, random.Random(0)) | {"loss": 2.0, "learning_rate": 0.1},
-        "meter-rank0.json": {"ranks": 1, "hardware": {"gpu": None}},
-        "manifest.json": {"state": "running"},
-        "plan.json": {"batch": {"steps": 80}},
-        "alarms.jsonl": {"kind": "stall", "step": 3, "rank": 0, "level": "stop", "message": "m"},
-        "events.jsonl": {"kind": "eval", "step": 3, "eval_loss": 1.5},
-        "heartbeat-rank0.json": {"rank": 0, "time": time.time(), "phase": "forward", "step": 4},
-    }
-    for each, value in sound.items():
+    for each, value in SOUND.items():
         (tmp_path / each).write_text(json.dumps(value) + "\n")
-    view = live.View(tmp_path)
-    view.round()
-    assert "2.0" in drawn(view) or "2 " in drawn(view)
-    for key in sound[name]:
-        for odd in ODD:
-            (tmp_path / name).write_text(json.dumps({**sound[name], key: odd}) + "\n")
-            try:
-                view = live.View(tmp_path)
-                view.round()
-                drawn(view)
-            except Exception as error:
-                raise AssertionError(f"{name}: {key} = {odd!r}") from error
-    for text in ("", "[]", "no JSON", '{"a": '):
-        (tmp_path / name).write_text(text)
-        view = live.View(tmp_path)
-        view.round()
-        drawn(view)
+    assert "1 " in draw(live.View(tmp_path))
+    odd_lines = [{**SOUND[name], key: odd} for key in SOUND[name] for odd in ODD]
+    for text in (*map(json.dumps, odd_lines), "", "[]", "no JSON", '{"a": '):
+        (tmp_path / name).write_text(text + "\n")
+        try:
+            draw(live.View(tmp_path))
+        except Exception as error:
+            raise AssertionError(f"{name}: {text}") from error
 
 
 def test_watching_needs_no_torch(tmp_path: Path) -> None:
-    import subprocess
-
-    write(tmp_path, 1, number=3)
+    write(tmp_path, count=3)
     command = [sys.executable, "-X", "importtime", "-m", "windlass", "watch", str(tmp_path), "--once"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "step 3" in done.stdout
-    names = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
-    assert "rich" in names
-    assert not names & {"torch", "transformers", "numpy"}
+    imported = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "rich" in imported
+    assert not imported & {"torch", "transformers", "numpy"}
 
 
 LACKING = sorted(name for name in names.TRACKERS if names.absent_trackers(name))[:2]
@@ -486,10 +463,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tm
     assert not (tmp_path / "out").exists()
     results = check_trackers(runfile.read(tmp_path / "run.yaml"))
     assert [(result.name, result.verdict) for result in results] == [(f"tracker {name}", FAIL) for name in LACKING]
-
-
-def test_the_hint_names_the_extra_of_each_tracker_that_is_proven() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {*names.TRACKER_EXTRAS} <= {*extras} & {*names.TRACKERS}
-    for name in set(names.TRACKER_EXTRAS) & {*names.absent_trackers([*names.TRACKER_EXTRAS])}:
+    for name in {*names.absent_trackers([*names.TRACKER_EXTRAS])}:
         assert names.absent_trackers(name) == {name: f"pip install 'windlass[{name}]'"}

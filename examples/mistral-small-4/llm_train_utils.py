@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.observe.meter import LLMStepProfiler, nvml_gpu_stats, print_hw_summary
+from windlass.meter import LLMStepProfiler, nvml_gpu_stats, print_hw_summary
 
 # Both spellings of the published scripts.
 _nval_gpu_stats = nvml_gpu_stats

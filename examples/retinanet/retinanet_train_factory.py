@@ -28,7 +28,7 @@ from ranks import Place, meet
 from training import Steps, Training
 
 from windlass.errors import RunError, UserError
-from windlass.observe.meter import StepProfiler
+from windlass.meter import StepProfiler
 
 # Exit codes: stopped by a signal with everything saved; wrong input, said by a rank so that nobody starts it again.
 SAVED, USER_INPUT, RANK_USER_INPUT = 75, 2, 13

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from windlass.errors import RunError
-from windlass.observe.meter import StepProfiler
+from windlass.meter import StepProfiler
 
 FRESH_RATE, TUNING_RATE = 2e-4, 1e-4  # learning rate at a global batch of 16 images; others by the square root
 WEIGHT_DECAY = 0.05  # of the weights; not of norms and biases

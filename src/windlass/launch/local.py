@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from windlass.errors import UserError
 from windlass.observe import steps
-from windlass.observe.watch import heartbeat
+from windlass.observe.watch.heartbeat import read_beats
 
 ALIVE_SECONDS = 30  # a rank shows a sign of life every 5
 
@@ -89,7 +89,7 @@ def _lives(run: Path, facts: Mapping[str, Any]) -> tuple[bool, str]:
     """Whether it runs, and by what that is known."""
     if facts.get("host") == socket.gethostname():
         return _is(facts), f" (process {facts['pid']})"
-    newest = max(heartbeat.read(run).values(), key=lambda word: word["time"], default=None)
+    newest = max(read_beats(run).values(), key=lambda word: word["time"], default=None)
     if newest is None:
         return False, ""
     ago = max(0.0, time.time() - newest["time"])

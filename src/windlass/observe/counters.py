@@ -13,10 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from windlass import hardware
-from windlass.observe.meter import nvml
+from windlass.hardware import GIB, Nvml, read_gpus, this_machine
 
-GIB: Final = 2**30
 PACKAGES: Final = ("windlass", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
 INFINIBAND: Final = Path("/sys/class/infiniband")
 INFINIBAND_WORD: Final = 4  # bytes: port_xmit_data and port_rcv_data count 32-bit words
@@ -34,6 +32,7 @@ class Counters:
         self.ports = infiniband_ports(infiniband)
         if not self.ports:
             self.unmeasured["infiniband_*"] = "no active InfiniBand port in /sys/class/infiniband"
+        self.nvml = Nvml() if self.device.type == "cuda" else None
         self.gpu = self._find_gpu()
         self.nvlink: dict[str, float] = {}
         self.pcie_at = -PCIE_SECONDS
@@ -54,7 +53,7 @@ class Counters:
             fields["infiniband_received_gb"] = change["received_words"] * INFINIBAND_WORD / 1e9
         if self.device.type == "cuda":
             fields |= self._gpu_memory()
-        return fields | (self._nvml() if self.gpu is not None else {})
+        return fields | (self._load() if self.gpu is not None else {})
 
     def _totals(self) -> dict[str, float]:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -67,17 +66,18 @@ class Counters:
         }
 
     def _find_gpu(self) -> Any:
-        if self.device.type != "cuda":
+        if self.nvml is None:
             self.unmeasured["gpu_*, pcie_*, nvlink_*"] = f"the run is on {self.device.type}"
             return None
-        why, gpu = nvml.why_absent(), None
-        if not why:
+        gpu = None
+        if not self.nvml.error:
             uuid = getattr(torch.cuda.get_device_properties(self.device), "uuid", "")
-            gpu = nvml.handle(str(uuid), self.device.index or 0)
+            gpu = self.nvml.find(str(uuid), self.device.index or 0)
         if gpu is None:
-            self.unmeasured["gpu_utilization, gpu_power_watts, pcie_*, nvlink_* …"] = why or "unknown to NVML"
+            why = self.nvml.error or "NVML does not know this GPU"
+            self.unmeasured["gpu_utilization, gpu_power_watts, pcie_*, nvlink_* …"] = why
             return None
-        for name, value in nvml.read(gpu).items():
+        for name, value in self.nvml.read_load(gpu).items():
             if value is None:
                 self.unmeasured[NVLINK.get(name, name)] = "not supported by this GPU or driver"
         return gpu
@@ -95,19 +95,36 @@ class Counters:
             "gpu_fragmentation": 1 - allocated / reserved if reserved else 0.0,
         }
 
-    def _nvml(self) -> dict[str, Any]:
+    def _load(self) -> dict[str, Any]:
+        assert self.nvml is not None
         with_pcie = time.monotonic() - self.pcie_at >= PCIE_SECONDS
         self.pcie_at = time.monotonic() if with_pcie else self.pcie_at
-        read = {name: value for name, value in nvml.read(self.gpu, pcie=with_pcie).items() if value is not None}
-        for name in ("name", "memory_total_gib", "memory_used_gib"):
-            read.pop(name, None)
+        load = {n: value for n, value in self.nvml.read_load(self.gpu, pcie=with_pcie).items() if value is not None}
         for total, since in NVLINK.items():
-            if total in read:
-                now = read.pop(total)
+            if total in load:
+                now = load.pop(total)
                 if total in self.nvlink:
-                    read[since] = now - self.nvlink[total]
+                    load[since] = now - self.nvlink[total]
                 self.nvlink[total] = now
-        return read
+        return load
+
+
+def nvml_gpu_stats() -> list[dict[str, Any]]:
+    """One dict per GPU of this machine, with the field names of the step files; no GPU or no NVML: an empty list."""
+    nvml = Nvml()
+    try:
+        numbers = range(0 if nvml.error else nvml.count())
+        return [
+            {
+                "name": gpu.name,
+                "memory_total_gib": gpu.memory_gib,
+                "memory_used_gib": gpu.memory_gib - gpu.free_gib,
+                **nvml.read_load(nvml.library.nvmlDeviceGetHandleByIndex(gpu.index)),
+            }
+            for gpu in (nvml.read_gpu(number, health=False) for number in numbers)
+        ]
+    except nvml.library.NVMLError:
+        return []
 
 
 def rss_gib() -> float:
@@ -137,7 +154,7 @@ def _read(path: Path) -> str:
 
 def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
     """What the report shows under "Hardware"."""
-    here = hardware.this_machine()
+    here, found = this_machine(), read_gpus(health=False)
     models = [
         line.partition(":")[2].strip() for line in _read(Path("/proc/cpuinfo")).splitlines() if "model name" in line
     ]
@@ -155,8 +172,8 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
         "memory_gib": round(here.memory_gib, 1),
         "device": str(device) if device is not None else "",
         "gpu": torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None,
-        "gpus": [{"name": gpu["name"], "memory_gib": gpu["memory_total_gib"]} for gpu in nvml.nvml_gpu_stats()],
-        "driver": nvml.driver(),
+        "gpus": [{"name": gpu.name, "memory_gib": gpu.memory_gib} for gpu in found.gpus],
+        "driver": found.driver,
         "cuda": torch.version.cuda,
         "infiniband": [str(port.parent.relative_to(INFINIBAND)) for port in infiniband_ports()],
         "python": platform.python_version(),
@@ -167,12 +184,12 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
 def print_hw_summary() -> None:
     """One line per fact about this machine; no GPU is a fact too."""
     facts = machine_facts()
-    gpus = [f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB" for gpu in facts["gpus"] if gpu["memory_gib"]]
+    gpus = [f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB" for gpu in facts["gpus"]]
     rows = {
         "host": f"{facts['host']}, {facts['system']}",
         "processor": f"{facts['processor']}, {facts['cpus']} usable",
         "memory": f"{facts['memory_gib']} GiB",
-        "GPUs": "; ".join(gpus) or f"none ({nvml.why_absent() or 'NVML lists none'})",
+        "GPUs": "; ".join(gpus) or f"none ({read_gpus(health=False).error})",
         "driver": f"{facts['driver'] or 'none'}, CUDA {facts['cuda'] or 'none'}",
         "InfiniBand": ", ".join(facts["infiniband"]) or "no active port",
         "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),

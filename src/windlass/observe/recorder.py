@@ -132,7 +132,8 @@ class Recorder:
         write_json(self.folder / run_folder.METER.format(rank=self.rank), self.about)
         self._file = (self.folder / run_folder.STEPS.format(rank=self.rank)).open("a", buffering=1, encoding="utf-8")
         self.step = step
-        self.event("start", step)
+        if self.rank == 0:
+            run_folder.log_event(self.folder, "start", step)
         self._began = time.perf_counter()
         self._marks = [("start", self.now())]
         self._sample_next(bool(self.sample_every))
@@ -147,8 +148,7 @@ class Recorder:
     def mark(self, phase: str) -> None:
         """The time since the last mark was spent on `phase`: one of steps.PHASES, or "pause"."""
         began = time.perf_counter()
-        if self._file is None:
-            raise UserError("the recorder is not running", "mark", "call it inside `with meter:`")
+        self._require_running()
         if phase not in steps.PHASES and phase != PAUSE:
             raise UserError(f"{phase!r} is no phase of a step", "mark", f"use one of {', '.join(steps.PHASES)}")
         self.progress += 1
@@ -172,6 +172,7 @@ class Recorder:
     def end_step(self, step: int, *, hold: bool = False, **values: Any) -> None:
         """The optimizer step is over. `hold`: its line waits for `add_values`."""
         began = time.perf_counter()
+        self._require_running()
         self._marks.append(("other", self.now()))
         self.step, self.progress = step, self.progress + 1
         late = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
@@ -208,10 +209,16 @@ class Recorder:
 
     def event(self, kind: str, step: int, **numbers: Any) -> None:
         """Rank 0 logs an evaluation, a save or another event; the time since the last mark was a pause."""
+        self._require_running()
         if self.rank == 0:
             run_folder.log_event(self.folder, kind, step, **numbers)
-        if self._marks and self._file is not None:
-            self.mark(PAUSE)
+        self.mark(PAUSE)
+
+    @property
+    def between_steps(self) -> bool:
+        """Nothing of the next step has been marked yet."""
+        self._require_running()
+        return self._marks[-1][0] == "start"
 
     def position(self) -> Position:
         """For the heartbeat, from its own thread."""
@@ -233,6 +240,10 @@ class Recorder:
             self._file = None
 
     # --- inside ---
+
+    def _require_running(self) -> None:
+        if self._file is None:
+            raise UserError("nothing is measured yet, or no longer", "recorder", "write `with meter:` around the loop")
 
     def _sample_next(self, sampled: bool) -> None:
         self.sampled = sampled

@@ -24,7 +24,7 @@ from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.observe import steps
 from windlass.observe.watch import patrol
-from windlass.observe.watch.guard import Guard
+from windlass.observe.watch.patrol import ScriptWatch
 from windlass.plan.script import ScriptPlan
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.train import manifest, ranks
@@ -74,7 +74,7 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
         more = _told_to_the_script(plan, environs[0])
         processes: list[subprocess.Popen[bytes]] = []
         stop = threading.Event()
-        guard = Guard(job, plan.layout.ranks, stop.set, _say) if leads else None
+        guard = ScriptWatch(job, plan.layout.ranks, stop.set, _say) if leads else None
         with contextlib.ExitStack() as stack:
 
             def beginning() -> Iterator[subprocess.Popen[bytes]]:

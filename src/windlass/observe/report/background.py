@@ -1,37 +1,44 @@
-"""Writes the report of a run while it trains, in a process of its own."""
+"""Writes a run's report while it trains, in a process of its own that reads the run folder's files."""
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
-from windlass.observe import steps
+from windlass import run_folder
 
-PATIENCE = 120  # seconds that the end of a run waits for its report
+FINISH_SECONDS: Final = 120  # that the end of a run waits for its report
 
 
 class BackgroundReport:
-    def __init__(self, folder: Path) -> None:
+    """at_exit: also write it when an exception ends the program."""
+
+    def __init__(self, folder: Path, *, at_exit: bool = False) -> None:
         self.folder = folder
         self.command = [sys.executable, "-m", "windlass.observe.report", str(folder), "--quiet"]
-        self.writing: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        if at_exit:
+            atexit.register(self.finish)
 
     def start(self) -> None:
-        """At a save: without waiting, and not while the one before is still at it."""
-        if self.writing is None or self.writing.poll() is not None:
+        """At a save: without waiting, and not while the last one is still being written."""
+        if self.process is None or self.process.poll() is not None:
             try:
-                self.writing = subprocess.Popen(self.command, stdin=subprocess.DEVNULL)
+                self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL)
             except OSError as error:
-                print(f"the report can't be made: {error}", file=sys.stderr)
+                print(f"the report can't be written: {error}", file=sys.stderr)
 
     def finish(self) -> None:
-        """At the end of the run, whatever ended it: the page that stays. Nothing to show: no page."""
-        if not steps.files(self.folder):
+        """At the end of the run, however it ended. A run without a step has no report."""
+        atexit.unregister(self.finish)
+        if not run_folder.step_files(self.folder):
             return
         try:
-            if self.writing is not None:
-                self.writing.wait(PATIENCE)
-            subprocess.run(self.command, stdin=subprocess.DEVNULL, timeout=PATIENCE, check=True)
+            if self.process is not None:
+                self.process.wait(FINISH_SECONDS)
+            subprocess.run(self.command, stdin=subprocess.DEVNULL, timeout=FINISH_SECONDS, check=True)
         except (subprocess.SubprocessError, OSError) as error:
-            print(f"the report of the run's end can't be made: {error}", file=sys.stderr)
+            print(f"the final report can't be written: {error}", file=sys.stderr)

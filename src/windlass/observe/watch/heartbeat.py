@@ -1,8 +1,8 @@
-"""A thread in every rank that shows signs of life, and, when the rank makes no progress, writes down why.
+"""A thread in every rank that shows signs of life and, when the rank makes no progress, writes down why.
 
-A rank that waits in a collective holds no GIL, so the thread runs. Where something holds the GIL for good, the
-thread's last act was to set faulthandler's own timer, which is C and needs no GIL: the stacks are written all the same.
-The other ranks see that this one gives no sign of life, and wait for those stacks before they tell or leave.
+A rank that waits in a collective holds no GIL, so the thread runs. If something holds the GIL for good, the timer of
+faulthandler, which the thread has set and which needs no GIL, writes the stacks all the same. The other ranks see that
+this one gives no sign of life, and wait for those stacks before they report or leave.
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from windlass.observe.watch import collectives
-from windlass.observe.watch.alarm import Alarm
+from windlass.files import write_atomic
+from windlass.observe.watch.alarms import Alarm
 
 BEAT: Final = "heartbeat-rank{rank}.json"
 STACKS: Final = "stacks-rank{rank}.txt"
-LATEST: Final = 1e11  # seconds since 1970 that a clock may show
+LATEST_TIME: Final = 1e11  # seconds since 1970 that a clock may show
 SLOWEST_BEAT: Final = 5.0  # seconds
+RECENT_CALLS: Final = 8  # collectives of a group that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is. `moved` changes with every bit of progress."""
+    """Where a rank is. `progress` changes whenever it gets on."""
 
     step: int
     phase: str
-    moved: object
+    progress: object
 
 
 class Heartbeat(threading.Thread):
-    """`stalled` is called on one rank alone, the lowest that lives, once all have had time to write where they are."""
+    """`stalled` is called on one rank alone, the lowest that lives, once all have had time to write where they are.
+
+    leave: called on every rank after that; ends it. flight_recorder: this rank's last collectives.
+    """
 
     def __init__(
         self,
@@ -49,33 +53,37 @@ class Heartbeat(threading.Thread):
         position: Callable[[], Position],
         stalled: Callable[[Alarm], None],
         leave: Callable[[str], None] | None,
-        recorder: Callable[[], Mapping[str, Any]] = dict,
+        flight_recorder: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         super().__init__(name="windlass heartbeat", daemon=True)
         self.folder, self.rank, self.ranks, self.stall_seconds = folder, rank, ranks, stall_seconds
-        self.position, self.stalled, self.leave, self.recorder = position, stalled, leave, recorder
+        self.position, self.stalled, self.leave, self.flight_recorder = position, stalled, leave, flight_recorder
         self.period = min(SLOWEST_BEAT, (stall_seconds or 60.0) / 4)
         self.over = threading.Event()
         self.stacks = (folder / STACKS.format(rank=rank)).open("w")
         self.about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
-        self.asleep = ""  # since when, once it was noticed
+        self.stalled_since = ""
 
     def run(self) -> None:
         last, since = None, time.monotonic()
         while not self.over.is_set():
             now = self.position()
-            if last is None or now.moved != last.moved:
-                last, since, self.asleep = now, time.monotonic(), ""
-                self.arm()
+            if last is None or now.progress != last.progress:
+                last, since, self.stalled_since = now, time.monotonic(), ""
+                if self.stall_seconds:
+                    faulthandler.dump_traceback_later(self.stall_seconds + 2 * self.period, file=self.stacks)
             quiet = time.monotonic() - since
-            if self.stall_seconds and quiet >= self.stall_seconds and not self.asleep:
-                self.asleep = time.strftime("%H:%M:%S", time.localtime(time.time() - quiet))
-                self.dump()
-                self.beat(now, quiet, self.recorder())
+            if self.stall_seconds and quiet >= self.stall_seconds and not self.stalled_since:
+                self.stalled_since = time.strftime("%H:%M:%S", time.localtime(time.time() - quiet))
+                faulthandler.cancel_dump_traceback_later()
+                self.stacks.write(f"rank {self.rank}, no progress since {self.stalled_since}\n")
+                self.stacks.flush()
+                faulthandler.dump_traceback(self.stacks, all_threads=True)
+                self._beat(now, quiet, self.flight_recorder())
                 self.over.wait(2 * self.period)  # for the others to notice and to write
-                self.report(now, quiet)
-            elif not self.asleep:
-                self.beat(now, quiet, {})
+                self._report(now, quiet)
+            elif not self.stalled_since:
+                self._beat(now, quiet, {})
             self.over.wait(self.period)
 
     def close(self) -> None:
@@ -88,79 +96,104 @@ class Heartbeat(threading.Thread):
         if empty:
             Path(self.stacks.name).unlink(missing_ok=True)
 
-    def arm(self) -> None:
-        if self.stall_seconds:
-            faulthandler.dump_traceback_later(self.stall_seconds + 2 * self.period, file=self.stacks)
+    def _beat(self, now: Position, quiet: float, collectives: Mapping[str, Any]) -> None:
+        beat = {**self.about, "time": round(time.time(), 3), "step": now.step, "phase": now.phase}
+        beat |= {"quiet_seconds": round(quiet, 1), "stalled": bool(self.stalled_since), "collectives": collectives}
+        with suppress(OSError):  # a disk that is full must not end the run
+            write_atomic(self.folder / BEAT.format(rank=self.rank), json.dumps(beat))
 
-    def dump(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        self.stacks.write(f"rank {self.rank}, no progress since {self.asleep}\n")
-        self.stacks.flush()
-        faulthandler.dump_traceback(self.stacks, all_threads=True)
-
-    def beat(self, now: Position, quiet: float, calls: Mapping[str, Any]) -> None:
-        word = {**self.about, "time": round(time.time(), 3), "step": now.step, "phase": now.phase}
-        word |= {"quiet_seconds": round(quiet, 1), "stalled": bool(self.asleep), "collectives": calls}
-        part = self.folder / f".heartbeat-{self.rank}.partial"
-        with suppress(OSError):  # a sign of life that can't be given must not end the life
-            part.write_text(json.dumps(word))
-            part.replace(self.folder / BEAT.format(rank=self.rank))
-
-    def report(self, now: Position, quiet: float) -> None:
-        """One rank tells; with action `stop` every rank then ends itself, before the process group's timeout does."""
-        words = read(self.folder)
-        fresh = [rank for rank, word in words.items() if time.time() - word["time"] < 4 * self.period]
-        self.await_stacks({*range(self.ranks)} - {*fresh})
-        stuck = {rank: where for rank in range(self.ranks) if (where := holds_lock(self.folder, rank))}
-        message = stall_message(words, self.ranks, fresh, quiet, stuck)
-        if min(fresh, default=self.rank) == self.rank:
+    def _report(self, now: Position, quiet: float) -> None:
+        """One rank reports; with action `stop` every rank then ends itself, before the process group's timeout does."""
+        beats = read_beats(self.folder)
+        alive = [rank for rank, beat in beats.items() if time.time() - beat["time"] < 4 * self.period]
+        # A while: a rank that is dead, or on a node that is, writes no stacks.
+        silent, give_up = {*range(self.ranks)} - {*alive}, time.monotonic() + 2 * self.period
+        while any(not _stacks(self.folder, rank) for rank in silent) and time.monotonic() < give_up:
+            if self.over.wait(self.period / 4):
+                break
+        message = self._message(beats, alive, quiet)
+        if min(alive, default=self.rank) == self.rank:
             self.stalled(Alarm("stall", now.step, message))
         if self.leave is not None:
             self.leave(message)
 
-    def await_stacks(self, silent: set[int]) -> None:
-        """A while: a rank that is dead, or on a node that is, writes none."""
-        late = time.monotonic() + 2 * self.period
-        while any(not stacks(self.folder, rank) for rank in silent) and time.monotonic() < late:
-            if self.over.wait(self.period / 4):
-                return
+    def _message(self, beats: Mapping[int, Mapping[str, Any]], alive: list[int], quiet: float) -> str:
+        parts = [f"no progress for {quiet:.0f} s"]
+        if silent := [rank for rank in range(self.ranks) if rank not in alive]:
+            where = ", ".join(f"pid {beats[r]['pid']} on {beats[r]['host']}" for r in silent if r in beats)
+            parts.append(f"no sign of life from {named(silent)}{f' ({where})' if where else ''}")
+        holders = ((rank, gil_holder(self.folder, rank)) for rank in range(self.ranks))
+        parts += [f"rank {rank} holds Python's lock: {where}" for rank, where in holders if where]
+        stalled = {rank: beats[rank].get("collectives") or {} for rank in alive if beats[rank]["stalled"]}
+        parts += absent_ranks(stalled)
+        parts += [f"rank {rank} in {beat['phase']} of step {beat['step']}" for rank, beat in beats.items()][:8]
+        return "; ".join([*parts, f"stacks in {STACKS.format(rank='*')}"])
 
 
-def stacks(folder: Path, rank: int) -> str:
+def _stacks(folder: Path, rank: int) -> str:
     try:
         return (folder / STACKS.format(rank=rank)).read_text(errors="replace")
     except OSError:
         return ""
 
 
-def holds_lock(folder: Path, rank: int) -> str:
+def gil_holder(folder: Path, rank: int) -> str:
     """Where a rank is whose stacks only faulthandler's timer could write; empty for every other rank."""
-    said = stacks(folder, rank)
-    lines = said.splitlines()
-    mains = [at for at, line in enumerate(lines) if line.startswith("Thread ")]  # the main thread is the last one
-    return lines[mains[-1] + 1].strip() if said.startswith("Timeout ") and mains and mains[-1] + 1 < len(lines) else ""
+    text = _stacks(folder, rank)
+    lines = text.splitlines()
+    threads = [at for at, line in enumerate(lines) if line.startswith("Thread ")]  # the main thread comes last
+    by_timer = text.startswith("Timeout ") and threads and threads[-1] + 1 < len(lines)
+    return lines[threads[-1] + 1].strip() if by_timer else ""
 
 
-def read(folder: Path) -> dict[int, dict[str, Any]]:
+def read_beats(folder: Path) -> dict[int, dict[str, Any]]:
     """Every rank's last sign of life."""
-    found = {}
+    beats = {}
     for path in sorted(folder.glob(BEAT.format(rank="*"))):
         with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
-            word = json.loads(path.read_bytes())
-            if 0 <= (seconds := float(word["time"])) < LATEST:
-                found[int(word["rank"])] = {**word, "time": seconds}
-    return dict(sorted(found.items()))
+            beat = json.loads(path.read_bytes())
+            if 0 <= (seconds := float(beat["time"])) < LATEST_TIME:
+                beats[int(beat["rank"])] = {**beat, "time": seconds}
+    return dict(sorted(beats.items()))
 
 
-def stall_message(
-    words: Mapping[int, Mapping[str, Any]], ranks: int, fresh: list[int], quiet: float, stuck: Mapping[int, str]
-) -> str:
-    said = [f"no progress for {quiet:.0f} s"]
-    silent = [rank for rank in range(ranks) if rank not in fresh]
-    if silent:
-        where = ", ".join(f"pid {words[r]['pid']} on {words[r]['host']}" for r in silent if r in words)
-        said.append(f"no sign of life from {collectives.named(silent)}{f' ({where})' if where else ''}")
-    said += [f"rank {rank} holds Python's lock: {where}" for rank, where in stuck.items()]
-    said += collectives.absent({rank: words[rank].get("collectives") or {} for rank in fresh if words[rank]["stalled"]})
-    phases = [f"rank {rank} in {word['phase']} of step {word['step']}" for rank, word in words.items()][:8]
-    return "; ".join([*said, *phases, f"stacks in {STACKS.format(rank='*')}"])
+# --- flight recorders of all ranks, compared ---
+
+# One rank's collectives: group -> {"last": 17, "recent": {"17": "gloo:all_reduce of …"}}
+Calls = Mapping[str, Mapping[str, Any]]
+
+
+def recent_calls(trace: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The last collectives that this rank called, by process group, from the dump of torch's flight recorder."""
+    groups: dict[str, dict[str, Any]] = {}
+    for entry in trace.get("entries") or ():
+        if entry.get("is_p2p"):
+            continue
+        name = " ".join(map(str, entry.get("process_group") or ["?"]))
+        number = int(entry.get("collective_seq_id") or 0)
+        group = groups.setdefault(name, {"last": 0, "recent": {}})
+        group["last"] = max(group["last"], number)
+        group["recent"][str(number)] = f"{entry.get('profiling_name', '?')} of {entry.get('input_sizes')}"
+        if len(group["recent"]) > RECENT_CALLS:
+            del group["recent"][min(group["recent"], key=int)]
+    return groups
+
+
+def absent_ranks(by_rank: Mapping[int, Calls]) -> list[str]:
+    """For each group, the ranks that lack the call for which others wait. A rank without any record lacks all."""
+    found = []
+    for name in sorted({name for groups in by_rank.values() for name in groups}):
+        last = {rank: int(groups[name]["last"]) for rank, groups in by_rank.items() if name in groups}
+        newest = max(last.values())
+        behind = sorted(rank for rank, number in last.items() if number < newest)
+        behind += sorted(rank for rank, groups in by_rank.items() if not groups)
+        waiting = sorted(rank for rank, number in last.items() if number == newest)
+        if behind:
+            first = min((last[rank] for rank in behind if rank in last), default=newest - 1) + 1
+            call = by_rank[waiting[0]][name]["recent"].get(str(first), "a collective")
+            found.append(f"{named(behind)} absent from {call} (number {first} of group {name}), {named(waiting)} in it")
+    return found
+
+
+def named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,112 +1,169 @@
-"""All detectors over one run folder, from its files alone; each alarm is told once until it has been quiet a while."""
+"""All detectors over one run folder, from its files alone, once or in a thread beside the run."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
-from windlass.observe import steps
-from windlass.observe.watch import nccl
-from windlass.observe.watch.alarm import Alarm
-from windlass.observe.watch.detect import OF_EVALUATIONS, OF_STEPS, Memory, Past
-from windlass.observe.watch.follow import Joined, Tail
+from windlass import run_folder
+from windlass.files import read_json
+from windlass.observe.watch import alarms, prometheus
+from windlass.observe.watch.alarms import Alarm
+from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, History, Memory
 from windlass.runfile import RunFile, ScriptRun, Watch
 
-QUIET: Final = 100  # steps after which the same alarm of the same rank is told again
+EVERY_SECONDS: Final = 1.0
+QUIET_STEPS: Final = 100  # after which the same alarm of the same rank is raised again
+MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
 OFF, WARN, CHECKPOINT, STOP = "off", "warn", "checkpoint", "stop"
+
+NCCL_LOG: Final = "nccl-%h-%p.log"  # NCCL fills in the host and the process
+# `… NCCL INFO Channel 00/0 : 1[0] -> 2[0] [send] via NET/Socket/0`; over InfiniBand `via NET/IB/0/GDRDMA`.
+CHANNEL: Final = re.compile(rb"via NET/([A-Za-z]+)/\d+")
 
 
 def environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Path) -> dict[str, str]:
-    """What torch and NCCL are to keep for the watch, unless the user said otherwise; read when the ranks meet."""
-    theirs = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys()
-    recorder = {} if theirs or job.watch.stall == OFF else {"TORCH_FR_BUFFER_SIZE": "2000"}
-    looked_at = job.watch.sockets != OFF and job.cluster.nodes > 1
-    return {**recorder, **(nccl.environment(environ, folder) if looked_at else {})}
+    """What torch and NCCL record for the watch, unless the user set it otherwise; read when the ranks connect."""
+    wanted = {}
+    if job.watch.stall != OFF and not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys():
+        wanted["TORCH_FR_BUFFER_SIZE"] = "2000"
+    # Submitted jobs get NCCL_DEBUG=WARN from windlass; any other value, or one in the run file, is the user's own.
+    own_debug = "NCCL_DEBUG" in job.cluster.env or environ.get("NCCL_DEBUG", "WARN") != "WARN"
+    if job.watch.sockets != OFF and job.cluster.nodes > 1 and not own_debug and "NCCL_DEBUG_FILE" not in environ:
+        log = str(folder / NCCL_LOG)
+        wanted |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log}
+    return wanted
+
+
+class Tail:
+    """The complete lines that were added to a file since the last reading. A file that became shorter is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at = 0
+
+    def skip(self) -> None:
+        with suppress(OSError):
+            self.at = self.path.stat().st_size
+
+    def lines(self) -> Iterator[bytes]:
+        with suppress(OSError), self.path.open("rb") as file:
+            size = file.seek(0, 2)
+            self.at = 0 if size < self.at else self.at
+            file.seek(self.at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.at += len(line)
+                yield line
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        for line in self.lines():
+            with suppress(ValueError, RecursionError):
+                if isinstance(value := json.loads(line), dict):
+                    yield value
+
+
+class JoinedSteps:
+    """Steps whose line every rank has written."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.tails = {rank: Tail(folder / run_folder.STEPS.format(rank=rank)) for rank in range(ranks)}
+        self.waiting: dict[int, dict[int, dict[str, Any]]] = {}
+        self.latest: dict[int, dict[str, Any]] = {}  # by rank; fields of earlier steps are kept
+
+    def new(self) -> list[tuple[int, dict[int, dict[str, Any]]]]:
+        for rank, tail in self.tails.items():
+            for record in tail.objects():
+                if isinstance(step := record.get("step"), int):
+                    self.waiting.setdefault(step, {})[rank] = record
+                    self.latest[rank] = {**self.latest.get(rank, {}), **record}
+        complete = sorted(step for step, records in self.waiting.items() if len(records) == len(self.tails))
+        joined = [(step, dict(sorted(self.waiting.pop(step).items()))) for step in complete]
+        for step in sorted(self.waiting)[:-MAX_WAITING]:
+            del self.waiting[step]
+        return joined
 
 
 class Patrol:
-    """`round` reads what is new and raises what it finds."""
+    """`round` reads what is new and passes each alarm to `raised`, once until it has been quiet a while."""
 
     def __init__(
-        self,
-        folder: Path,
-        limits: Watch,
-        ranks: int,
-        *,
-        network: str = "",
-        from_step: int = 0,
-        raised: Callable[[Alarm], None],
+        self, folder: Path, limits: Watch, ranks: int, *, network: str = "", raised: Callable[[Alarm], None]
     ) -> None:
         self.folder, self.limits, self.raised = folder, limits, raised
         self.network = network if network.startswith("infiniband") else ""
-        self.past = Past(limits)
-        self.joined = Joined(folder, ranks)
-        self.events = Tail(folder / steps.EVENTS)
-        self.logs: dict[Path, Tail] = {}
-        self.channels: dict[str, int] = {}
-        self.told: dict[tuple[str, int | None], int] = {}
-        self.from_step = from_step  # steps up to here were judged before the run was resumed
+        self.history = History(limits)
+        self.joined = JoinedSteps(folder, ranks)
+        self.events = Tail(folder / run_folder.EVENTS)
+        self.nccl_logs: dict[Path, Tail] = {}
+        self.channels: dict[str, int] = {}  # between nodes, by transport: IB, Socket, or a plugin's name
+        self.last: dict[tuple[str, int | None], int] = {}  # the step at which an alarm was raised
+        self.from_step = 0  # steps up to here were judged before the run was resumed
         self.counts: dict[str, int] = {}
         self.lock = threading.Lock()
 
+    @property
+    def past(self) -> History:
+        return self.history
+
     def round(self) -> None:
         with self.lock:
-            for alarm in self.found():
-                self.tell(alarm)
+            for step, records in self.joined.new():
+                if step > self.from_step:
+                    if not self.history.memory:
+                        self.history.memory = memory_of(self.folder, list(records))
+                    self.history.add(step, records)
+                    self._judge(STEPS, step)
+            for event in self.events.objects():
+                at, loss = event.get("step"), event.get("eval_loss")
+                if event.get("kind") == "eval" and isinstance(loss, int | float) and isinstance(at, int):
+                    self.history.evaluations.append((at, float(loss)))
+                    if at > self.from_step:
+                        self._judge(EVALUATIONS, at)
+            if self.network and self.limits.sockets != OFF:
+                self._read_nccl_logs()
 
     def tell(self, alarm: Alarm) -> None:
-        """With the action of its kind, unless it is off or was told a short while ago."""
+        """Raise it with the action of its kind, unless that is off or it was raised a short while ago."""
         action = alarm.level if alarm.kind in ("non_finite", "failed") else getattr(self.limits, alarm.kind)
-        before = self.told.get((alarm.kind, alarm.rank))
-        if action == OFF or (before is not None and alarm.step < before + QUIET and alarm.kind not in EACH):
+        before = self.last.get((alarm.kind, alarm.rank))
+        repeated = before is not None and alarm.step < before + QUIET_STEPS and not BY_KIND[alarm.kind].every_time
+        if action == OFF or repeated:
             return
-        self.told[alarm.kind, alarm.rank] = alarm.step
+        self.last[alarm.kind, alarm.rank] = alarm.step
         self.counts[alarm.kind] = self.counts.get(alarm.kind, 0) + 1
         self.raised(dataclasses.replace(alarm, level=action))
 
-    def found(self) -> Iterator[Alarm]:
-        for step, records in self.joined.new():
-            if step > self.from_step:
-                yield from self.judged(step, records)
-        for event in self.events.objects():
-            loss = event.get("eval_loss")
-            if event.get("kind") == "eval" and isinstance(loss, int | float):
-                self.past.evaluations.append((int(event.get("step") or 0), float(loss)))
-                if self.past.evaluations[-1][0] > self.from_step:
-                    yield from self.by(OF_EVALUATIONS)
-        if self.network and self.limits.sockets != OFF:
-            yield from self.fabric()
+    def _judge(self, reads: str, step: int) -> None:
+        for detector in DETECTORS:
+            if detector.reads == reads and detector.rule and getattr(self.limits, detector.kind) != OFF:
+                for found in detector.rule(self.history):
+                    at = step if found.step is None else found.step
+                    self.tell(Alarm(detector.kind, at, found.message, found.rank, broken=found.broken))
 
-    def judged(self, step: int, records: dict[int, dict[str, Any]]) -> Iterable[Alarm]:
-        if not self.past.memory:
-            self.past.memory = capacities(self.folder, records)
-        self.past.add(step, records)
-        return self.by(OF_STEPS)
-
-    def by(self, detectors: dict[str, Any]) -> Iterator[Alarm]:
-        for kind, detector in detectors.items():
-            if getattr(self.limits, kind) != OFF:  # of non_finite: stop or skip
-                yield from detector(self.past)
-
-    def fabric(self) -> Iterator[Alarm]:
-        for path in self.folder.glob(nccl.PATTERN):
-            tail = self.logs.setdefault(path, Tail(path))
-            for name, number in nccl.transports(tail.text()).items():
-                self.channels[name] = self.channels.get(name, 0) + number
-        if ("sockets", None) not in self.told and (message := nccl.fell_back(self.channels, self.network)):
-            step = max((record["step"] for record in self.joined.latest.values()), default=0)
-            yield Alarm("sockets", step, message)
+    def _read_nccl_logs(self) -> None:
+        for path in self.folder.glob("nccl-*.log"):
+            for line in self.nccl_logs.setdefault(path, Tail(path)).lines():
+                if match := CHANNEL.search(line):
+                    transport = match[1].decode()
+                    self.channels[transport] = self.channels.get(transport, 0) + 1
+        if (sockets := self.channels.get("Socket", 0)) and ("sockets", None) not in self.last:
+            count = f"{sockets} of {sum(self.channels.values())}"
+            message = f"NCCL sends {count} channels between nodes over sockets, and there is {self.network}"
+            self.tell(Alarm("sockets", max((r["step"] for r in self.joined.latest.values()), default=0), message))
 
 
-EACH: Final = ("non_finite", "gradient_spike", "stall", "failed")  # each occurrence is news
-
-
-def capacities(folder: Path, ranks: Iterable[int]) -> dict[int, Memory]:
-    """What each rank may hold: its GPU's memory, or its part of its host's."""
-    about = {rank: meter(folder, rank).get("hardware", {}) for rank in ranks}
+def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
+    """What each rank may use: its GPU's memory, or its share of its host's."""
+    about = {rank: read_json(folder / run_folder.METER.format(rank=rank)).get("hardware", {}) for rank in ranks}
     hosts = [facts.get("host") for facts in about.values()]
     found = {}
     for rank, facts in about.items():
@@ -117,5 +174,78 @@ def capacities(folder: Path, ranks: Iterable[int]) -> dict[int, Memory]:
     return found
 
 
-def meter(folder: Path, rank: int) -> dict[str, Any]:
-    return steps.read(folder / steps.METER.format(rank=rank))
+class Monitor:
+    """Rank 0's side of the watch: a thread that patrols every second, and the Prometheus page."""
+
+    def __init__(self, patrol: Patrol, name: str) -> None:
+        self.patrol, self.name = patrol, name
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="windlass watch", daemon=True)
+        self.page: prometheus.Page | None = None
+
+    def serve(self) -> None:
+        limits = self.patrol.limits
+        if limits.prometheus_port is not None:
+            self.page = prometheus.Page(limits.prometheus_address, limits.prometheus_port, self._metrics)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stop, with a last round over what has been written since."""
+        self.over.set()
+        if self.thread.is_alive():
+            self.thread.join(10)
+        self.patrol.round()
+        if self.page is not None:
+            self.page.close()
+            self.page = None
+
+    def _run(self) -> None:
+        while not self.over.wait(EVERY_SECONDS):
+            self.patrol.round()
+
+    def _metrics(self) -> str:
+        with self.patrol.lock:
+            return prometheus.exposition(self.name, self.patrol.joined.latest, self.patrol.counts)
+
+
+def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None:
+    """Log and print it."""
+    alarms.append(folder, alarm)
+    hint = BY_KIND[alarm.kind].hint
+    say(f"alarm: {alarm}" + (f"\nhint: {hint}" if hint else ""))
+
+
+class ScriptWatch:
+    """The watch over a script's ranks, from the process that started them: `with ScriptWatch(...)`.
+
+    Create it before the ranks start: what is in the folder then is left from an interrupted run, and was judged then.
+    stop: ends the ranks. `why`: the alarm that caused it, if one did.
+    """
+
+    def __init__(self, run: ScriptRun, ranks: int, stop: Callable[[], None], say: Callable[[str], None]) -> None:
+        self.folder, self.limits, self.stop, self.say = Path(run.folder), run.watch, stop, say
+        self.why = ""
+        self.patrol = Patrol(self.folder, run.watch, ranks, network=str(run.cluster.network), raised=self._raised)
+        self.monitor = Monitor(self.patrol, run.name or self.folder.resolve().name)
+        for tail in (*self.patrol.joined.tails.values(), self.patrol.events):
+            tail.skip()
+
+    def __enter__(self) -> Self:
+        self.monitor.serve()
+        self.monitor.start()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.monitor.close()
+
+    def _raised(self, alarm: Alarm) -> None:
+        report_alarm(self.folder, alarm, self.say)
+        # A language model's own loop stops itself at a loss that is not finite; a script's ranks are stopped from here.
+        broken = alarm.broken and self.limits.non_finite == STOP
+        if (alarm.level == STOP or broken) and not self.why and not self.monitor.over.is_set():
+            self.why = str(alarm)
+            self.stop()

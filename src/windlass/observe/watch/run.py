@@ -1,27 +1,34 @@
-"""The watch inside a training run: each rank's heartbeat, and on rank 0 the detectors and the Prometheus page."""
+"""The watch inside the ranks: of windlass's own training run, and of a script that uses StepProfiler."""
 
 from __future__ import annotations
 
+import json
 import os
-import threading
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Protocol, Self
 
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from windlass import run_folder
 from windlass.errors import Problem, RunError
-from windlass.observe.recorder import Recorder
-from windlass.observe.watch import alarms, prometheus
+from windlass.files import read_json
+from windlass.observe.watch import alarms
 from windlass.observe.watch.alarms import Alarm, AlarmError
-from windlass.observe.watch.heartbeat import Heartbeat
-from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Patrol
-from windlass.observe.watch.pulse import recorder as flight_recorder
-from windlass.runfile import Watch
+from windlass.observe.watch.heartbeat import Heartbeat, Position, recent_calls
+from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Monitor, Patrol, report_alarm
+from windlass.runfile import ScriptRun, Watch
 
-EVERY_SECONDS: Final = 1.0
 REQUESTS: Final = {CHECKPOINT: 1, STOP: 1000}  # what rank 0 adds to a step's all-reduce
+SCRIPT_STALL_SECONDS: Final = 300.0  # for a script that sets none: half of torch's own timeout with NCCL
+
+
+class HasPosition(Protocol):
+    def position(self) -> Position: ...
 
 
 class RunWatch:
@@ -41,7 +48,7 @@ class RunWatch:
         rank: int,
         ranks: int,
         limits: Watch,
-        recorder: Recorder,
+        recorder: HasPosition,
         *,
         name: str,
         network: str = "",
@@ -51,35 +58,26 @@ class RunWatch:
         report: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.rank, self.ranks, self.limits, self.recorder = folder, rank, ranks, limits, recorder
-        self.name, self.say, self.on_stall, self.report = name, say, on_stall, report
-        self.request = 0  # what rank 0 asks of all; elsewhere nothing
+        self.say, self.on_stall, self.report = say, on_stall, report
+        self.request = 0  # what rank 0 asks of all; 0 on the others
         self.stopped_by = ""
-        self.over = threading.Event()
         self.patrol = Patrol(folder, limits, ranks, network=network, raised=self._raised)
-        self.thread = threading.Thread(target=self._patrol, name="windlass watch", daemon=True)
-        self.heartbeat = Heartbeat(
-            folder,
-            rank,
-            ranks,
-            None if limits.stall == OFF else stall_seconds,
-            recorder.position,
-            self._stalled,
-            self._leave if limits.stall == STOP else None,
-            flight_recorder,
-        )
-        self.page: prometheus.Page | None = None
+        self.monitor = Monitor(self.patrol, name)
+        stall = None if limits.stall == OFF else stall_seconds
+        leave = self._leave if limits.stall == STOP else None
+        self.heartbeat = Heartbeat(folder, rank, ranks, stall, recorder.position, self._stalled, leave, flight_recorder)
 
     def __enter__(self) -> Self:
-        if self.rank == 0 and self.limits.prometheus_port is not None:
-            self.page = prometheus.Page(self.limits.prometheus_address, self.limits.prometheus_port, self._metrics)
+        if self.rank == 0:
+            self.monitor.serve()
         return self
 
     def start(self, step: int, max_steps: int) -> None:
         """The loop begins after `step`."""
-        self.patrol.from_step, self.patrol.past.max_steps = step, max_steps
+        self.patrol.from_step, self.patrol.history.max_steps = step, max_steps
         self.heartbeat.start()
         if self.rank == 0:
-            self.thread.start()
+            self.monitor.start()
 
     def act(self, total: float) -> bool:
         """After the step's all-reduce of `request`: whether to save a checkpoint. Raises AlarmError to stop."""
@@ -94,23 +92,17 @@ class RunWatch:
         return total > 0
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
-        self.over.set()
         self.heartbeat.close()
-        if self.thread.is_alive():
-            self.thread.join(10)
         if self.rank == 0:
-            self.patrol.round()
+            self.monitor.close()
             if isinstance(error, RunError) and not (isinstance(error, AlarmError) and error.logged):
                 kind = error.kind if isinstance(error, AlarmError) else "failed"
                 self.patrol.tell(Alarm(kind, self.recorder.position().step, error.problems[0].problem, level=STOP))
             self.report()
-        if self.page is not None:
-            self.page.close()
 
     def _raised(self, alarm: Alarm) -> None:
         """On rank 0, from the patrol's thread or the heartbeat's."""
-        alarms.append(self.folder, alarm)
-        self.say(f"alarm: {alarm}")
+        report_alarm(self.folder, alarm, self.say)
         if alarm.kind not in ("stall", "non_finite", "failed") and alarm.level in REQUESTS:
             self.stopped_by = self.stopped_by if self.request >= REQUESTS[STOP] else str(alarm)
             self.request = max(self.request, REQUESTS[alarm.level])
@@ -127,10 +119,34 @@ class RunWatch:
         self.on_stall(Problem(message, "watch.stall", hint))
         os._exit(1)
 
-    def _patrol(self) -> None:
-        while not self.over.wait(EVERY_SECONDS):
-            self.patrol.round()
 
-    def _metrics(self) -> str:
-        with self.patrol.lock:
-            return prometheus.exposition(self.name, self.patrol.joined.latest, self.patrol.counts)
+def script_heartbeat(folder: Path, rank: int, ranks: int, position: Callable[[], Position]) -> Heartbeat | None:
+    """The heartbeat of a script's rank, as set by the run file that started it; None if none did."""
+    try:
+        limits = ScriptRun.model_validate(read_json(folder / run_folder.MANIFEST)["run"]).watch
+    except (ValueError, KeyError):
+        return None
+
+    def stalled(alarm: Alarm) -> None:
+        alarms.append(folder, Alarm(alarm.kind, alarm.step, alarm.message, level=limits.stall))
+        print(f"alarm: {alarm}", file=sys.stderr, flush=True)
+
+    def leave(message: str) -> None:
+        print(f"rank {rank} exits: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    seconds = None if limits.stall == OFF else float(limits.stall_seconds or SCRIPT_STALL_SECONDS)
+    exit_ = leave if limits.stall == STOP else None
+    heartbeat = Heartbeat(folder, rank, ranks, seconds, position, stalled, exit_, flight_recorder)
+    heartbeat.start()
+    return heartbeat
+
+
+def flight_recorder() -> dict[str, Any]:
+    """This rank's last collectives. NCCL has a recorder of its own, which numbers its calls separately."""
+    found: dict[str, Any] = {}
+    for prefix, dump in (("", "_dump_fr_trace_json"), ("NCCL ", "_dump_nccl_trace_json")):
+        with suppress(AttributeError, ValueError, RuntimeError):  # this torch has none
+            calls = recent_calls(json.loads(getattr(c10d, dump)()))
+            found |= {f"{prefix}{group}": about for group, about in calls.items()}
+    return found

@@ -1,0 +1,329 @@
+"""The recorder for users' own scripts: `StepProfiler` for any PyTorch loop, `LLMStepProfiler` for a Trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from windlass import run_folder
+from windlass.errors import UserError
+from windlass.observe import steps
+from windlass.observe.flops import Rates
+from windlass.observe.recorder import PAUSE, Recorder, mean_loss
+from windlass.observe.report.background import BackgroundReport
+from windlass.observe.watch.heartbeat import Heartbeat
+from windlass.observe.watch.run import script_heartbeat
+
+Batch = TypeVar("Batch")
+
+
+class StepProfiler:
+    """Measures every optimizer step of any PyTorch loop and appends it to `steps-rank*.jsonl`.
+
+        meter = StepProfiler(unit="images", debug_freq=10)
+        with meter:                                       # after init_process_group, right before the loop
+            for epoch in range(epochs):
+                for images, targets in meter.batches(loader):  # waiting for a batch is `data`
+                    images = images.to(device)
+                    meter.mark("data")                    # the time since the last mark was that
+                    loss = criterion(model(images), targets)
+                    meter.mark("forward")
+                    loss.backward()
+                    meter.mark("backward")
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    meter.mark("optimizer")
+                    meter.step(items=len(images), loss=loss, learning_rate=rate, epoch=epoch)
+                meter.event("eval", eval_loss=…, map=…)   # the time since the last step was a pause
+                meter.event("save")
+
+    With gradient accumulation, several rounds of data, forward and backward come before one `optimizer` and one
+    `step`, whose `items` are those of all rounds. Loss and gradient norm may be tensors on the GPU: nothing waits for
+    them. A loop with its own collectives marks them as `communication`; those inside DDP or FSDP count as the phase
+    they happen in.
+
+    output_dir: the run folder; default: that of the run file that started the script.
+    unit: what is counted, in the plural: `images` becomes `images` and `images_per_second` of every step.
+    debug_freq: every that many steps, also wait for the GPU and sample every counter; 0: never.
+    report_meta, script_name: shown in the report as they are.
+    from_step: steps that were trained before, if the loop continues from a checkpoint.
+    report: write report.html at every save and at the end.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path | None = None,
+        unit: str = "items",
+        debug_freq: int = 25,
+        report_meta: Mapping[str, Any] | None = None,
+        script_name: str | None = None,
+        *,
+        from_step: int = 0,
+        report: bool = True,
+    ) -> None:
+        if unit != "tokens" and (not re.fullmatch("[a-z][a-z_]{0,30}", unit) or f"{unit}_per_second" in steps.FIELDS):
+            raise UserError(f"{unit!r} can't name what is counted", "StepProfiler", "small letters: images, clips")
+        self.folder = Path(output_dir) if output_dir is not None else None
+        self.unit, self.debug_freq, self.made = unit, max(int(debug_freq or 0), 0), from_step
+        self.about = {"script_name": script_name or "", "report_meta": dict(report_meta or {})}
+        self.report = report
+        self.recorder: Recorder | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.background: BackgroundReport | None = None
+
+    def __enter__(self) -> Self:
+        folder = self.folder or Path(os.environ.get(run_folder.OUTPUT_DIR, ""))
+        if folder == Path():
+            hint = "pass output_dir, or start the script with `windlass train`"
+            raise UserError("no folder to write into", "StepProfiler", hint)
+        connected = dist.is_available() and dist.is_initialized()
+        if not connected and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            hint = "enter it after torch.distributed.init_process_group"
+            raise UserError(
+                "the ranks are not connected yet, so the number of this one is unknown", "StepProfiler", hint
+            )
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if connected else (0, 1)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self.recorder = Recorder(
+            folder, rank, ranks, device, unit=self.unit, sample_every=self.debug_freq, about=self.about
+        )
+        self.recorder.start(self.made)
+        if self.report and rank == 0:
+            self.background = BackgroundReport(folder, at_exit=True)
+        self.heartbeat = script_heartbeat(folder, rank, ranks, self.recorder.position)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._running().event("end", self.made)
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+        self.close()
+        if self.background is not None:
+            self.background.finish()
+
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The last record that was written."""
+        return self.recorder.latest if self.recorder is not None else {}
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches. What comes between two rounds over a loader (setting up, evaluating) is a pause."""
+        if self._running().between_steps:
+            self._running().mark(PAUSE)
+        for batch in loader:
+            self.mark("data")
+            yield batch
+
+    def mark(self, phase: str) -> None:
+        """The time since the last mark was spent on `phase`, one of steps.PHASES."""
+        self._running().mark(phase)
+
+    def step(
+        self,
+        items: int,
+        *,
+        loss: float | Tensor | None = None,
+        grad_norm: float | Tensor | None = None,
+        learning_rate: float | None = None,
+        epoch: float | None = None,
+    ) -> None:
+        """The optimizer step is over: its line is written as soon as its times are known."""
+        recorder = self._running()
+        self.made += 1
+        counted: dict[str, Any] = {self.unit: int(items)}
+        recorder.end_step(
+            self.made, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, epoch=epoch, **counted
+        )
+
+    def event(self, kind: str, **numbers: float) -> None:
+        """An evaluation (`eval`, best with `eval_loss`), a `save`, or another event of the script's."""
+        self._running().event(kind, self.made, **numbers)
+        if kind == "save" and self.background is not None:
+            self.background.start()
+
+    def close(self) -> None:
+        """Write what is still under way. Safe to call twice."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def _running(self) -> Recorder:
+        if self.recorder is None:
+            raise UserError("nothing is measured yet", "StepProfiler", "write `with meter:` around the loop")
+        return self.recorder
+
+
+class LLMStepProfiler:
+    """Callback of any transformers or TRL Trainer: measures every optimizer step into `steps-rank*.jsonl`.
+
+    debug_freq: every that many steps, also wait for the GPU, sample every counter and the expert balance.
+    seq_len: tokens per sequence, for the arithmetic of attention; default: the longest row of each batch.
+    output_dir: the run folder; default: the Trainer's own.
+    report_meta, script_name: shown in the report as they are.
+    flops_per_token, recompute_flops_per_token: default: counted on the model.
+    report: write report.html at every save and at the end, also if an exception ends the script.
+    """
+
+    def __init__(
+        self,
+        debug_freq: int = 25,
+        seq_len: int | None = None,
+        output_dir: str | Path | None = None,
+        report_meta: Mapping[str, Any] | None = None,
+        script_name: str | None = None,
+        *,
+        flops_per_token: float | None = None,
+        recompute_flops_per_token: float | None = None,
+        report: bool = True,
+    ) -> None:
+        self.debug_freq, self.seq_len = max(int(debug_freq or 0), 0), seq_len
+        self.folder = Path(output_dir) if output_dir is not None else None
+        self.about = {"script_name": script_name or "", "report_meta": dict(report_meta or {})}
+        self.flops = {"flops_per_token": flops_per_token, "recompute_flops_per_token": recompute_flops_per_token}
+        self.report = report
+        self.recorder: Recorder | None = None
+        self.background: BackgroundReport | None = None
+        self.hooks: list[RemovableHandle] = []
+        self.idle = 0.0  # since when the Trainer has been doing something else than training
+        self.logged = 0
+        self._new_step()
+
+    def _new_step(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.counts: list[Tensor] = []
+        self.losses: list[Tensor] = []
+        self.summed = False  # the losses are shares of the step's loss, not means of their own
+
+    def note(self, **values: Any) -> None:
+        """What a training loop knows better than hooks do of the running step: loss, grad_norm …"""
+        self.values.update(values)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """The Trainer calls every event of TrainerCallback; those not written below need nothing."""
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+    # --- what the Trainer calls, in the order of its loop ---
+
+    def on_train_begin(self, args: Any, state: Any, _control: Any, model: Any = None, **_: Any) -> None:
+        self.close()
+        folder, rank, device = self.folder or Path(args.output_dir), int(args.process_index), torch.device(args.device)
+        rates = Rates(device, model, recomputes=bool(args.gradient_checkpointing), seq_len=self.seq_len, **self.flops)
+        self.recorder = Recorder(
+            folder,
+            rank,
+            int(args.world_size),
+            device,
+            sample_every=self.debug_freq,
+            model=model,
+            rates=rates,
+            about=self.about,
+        )
+        if args.torch_compile:
+            self.recorder.counters.unmeasured["forward_seconds, tokens"] = "torch_compile: hooks would split the graph"
+        elif model is not None:
+            self.hooks.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            self.hooks.append(model.register_forward_hook(self._after_forward, with_kwargs=True))
+        if self.report and rank == 0:
+            self.background = BackgroundReport(folder, at_exit=True)
+        self.logged = int(state.global_step)
+        self.recorder.start(self.logged)
+
+    def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._mark("data")
+
+    def _before_forward(self, module: nn.Module, _arguments: Any, inputs: dict[str, Any]) -> None:
+        if not module.training or torch.compiler.is_compiling() or self.recorder is None:
+            return
+        if (counted := self.recorder.count_tokens(inputs)) is not None:
+            self.counts.append(counted)
+        self.summed = inputs.get("num_items_in_batch") is not None
+        self._mark("data")
+
+    def _after_forward(self, module: nn.Module, _arguments: Any, _inputs: Any, output: Any) -> None:
+        if not module.training or torch.compiler.is_compiling():
+            return
+        first = output[0] if isinstance(output, tuple) and output else None
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", first)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self.losses.append(loss.detach().double())
+        self._mark("forward")
+
+    def on_substep_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._mark("backward")
+
+    def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, optimizer: Any = None, **_: Any) -> None:
+        self._mark("backward")
+        if optimizer is not None:
+            self.values.setdefault("learning_rate", optimizer.param_groups[0]["lr"])
+
+    def on_optimizer_step(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        self._mark("optimizer")
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.recorder is not None:
+            loss = mean_loss(self.losses, self.counts, summed=self.summed)
+            values = {"epoch": state.epoch, "loss": loss, **self.values}
+            self.recorder.end_step(int(state.global_step), hold=bool(control.should_log), **values)
+        self._new_step()
+        self.idle = time.perf_counter()
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+        if self.recorder is not None:
+            known = {name: logs[name] for name in ("loss", "grad_norm") if name in (logs or {})}
+            if state.global_step != self.logged + 1:  # the Trainer's loss is the mean since it last logged
+                known.pop("loss", None)
+            self.recorder.add_values(**known)
+        self.logged = int(state.global_step)
+        self._pause()
+
+    def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: Any = None, **_: Any) -> None:
+        numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        self._event("eval", state, **numbers)
+
+    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+        written = Path(args.output_dir, f"checkpoint-{state.global_step}").rglob("*")
+        size = sum(path.stat().st_size for path in written if path.is_file())
+        self._event("save", state, seconds=round(time.perf_counter() - self.idle, 3), bytes=size, ok=True)
+        if self.background is not None:
+            self.background.start()
+
+    def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._event("end", state)
+        self.close()
+        if self.background is not None:
+            self.background.finish()
+
+    def close(self) -> None:
+        """Write what is still under way and let go of the model. Safe to call twice."""
+        while self.hooks:
+            self.hooks.pop().remove()
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
+
+    def _mark(self, phase: str) -> None:
+        if self.recorder is not None:
+            self.recorder.mark(phase)
+
+    def _pause(self) -> None:
+        self._mark(PAUSE)
+        self.idle = time.perf_counter()
+
+    def _event(self, kind: str, state: Any, **fields: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.event(kind, int(state.global_step), **fields)
+            self.idle = time.perf_counter()

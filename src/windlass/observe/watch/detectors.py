@@ -1,0 +1,373 @@
+"""What the watch looks for: one list of detectors, each a rule over the last steps. Medians ignore noise."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from windlass.observe import steps
+
+if TYPE_CHECKING:
+    from windlass.runfile import Watch
+
+Record = Mapping[str, Any]  # a rank's line of one step
+
+WINDOW: Final = 50  # steps to look back on
+MIN_STEPS: Final = 20  # before anything is judged
+RECENT: Final = 5  # steps whose median is the present: one odd batch is no trend
+RECENT_TIMES: Final = 10  # the same for times, which scatter more
+WARM_UP: Final = 5  # first steps, slow for reasons of their own
+SIGMA: Final = 1.4826  # median absolute deviation -> standard deviation of a normal distribution
+SAMPLES: Final = 64  # of memory, in a trace
+MIN_GROWTH: Final = 0.05  # share of the memory that has to be gained within a trace
+MIN_IMBALANCE: Final = 0.05  # share of the memory by which a rank has to exceed the others
+MIN_DELAY: Final = 0.02  # seconds: what a rank loses to its operating system is no fault of the rank
+MIN_CHOICES: Final = 64  # per expert at an even share: with fewer, texts on one subject leave some experts out
+BALANCES: Final = 3  # expert balances in a row
+ROWS_SHOWN: Final = 64
+# A power cap is how a busy GPU of these wattages normally runs; the others are faults of cooling or supply.
+HARMLESS_THROTTLING: Final = ("software power cap", "sync boost")
+
+
+class Finding(NamedTuple):
+    message: str
+    rank: int | None = None  # None: of the whole run
+    step: int | None = None  # None: the last one
+    broken: bool = False  # the loss itself is not finite
+
+
+@dataclass
+class Trace:
+    """At most SAMPLES of (step, value): every one, then every second, every fourth …: a whole run in constant space."""
+
+    stride: int = 1
+    seen: int = 0
+    points: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, step: int, value: float) -> None:
+        if self.seen % self.stride == 0:
+            self.points.append((step, value))
+        self.seen += 1
+        if len(self.points) > SAMPLES:
+            self.points, self.stride = self.points[::2], self.stride * 2
+
+
+@dataclass
+class Memory:
+    """One rank's, of its GPU or, without one, of its process: the whole run, and the last samples."""
+
+    capacity_gib: float
+    whole_run: Trace = field(default_factory=Trace)
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+
+@dataclass
+class History:
+    """What the rules read. Constant space, however long the run is."""
+
+    limits: Watch
+    max_steps: int | None = None
+    joined: deque[tuple[int, Mapping[int, Record]]] = field(default_factory=lambda: deque(maxlen=WINDOW + RECENT))
+    memory: dict[int, Memory] = field(default_factory=dict)
+    balances: deque[tuple[int, Mapping[int, Record]]] = field(default_factory=lambda: deque(maxlen=BALANCES))
+    lowest_loss: tuple[float, float] | None = None  # median and deviation where the median was lowest
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    seen: int = 0
+
+    def add(self, step: int, records: Mapping[int, Record]) -> None:
+        """The next step, with the lines of all ranks."""
+        self.joined.append((step, records))
+        self.seen += 1
+        for rank, record in records.items():
+            used = record.get("gpu_peak_gib", record.get("rss_gib"))
+            if rank in self.memory and used is not None:
+                self.memory[rank].whole_run.add(step, used)
+                self.memory[rank].recent.append((step, used))
+        if any("experts" in record for record in records.values()):
+            self.balances.append((step, records))
+        before = values(list(self.joined)[:-RECENT], "loss")
+        if len(before) >= MIN_STEPS:
+            now = center(before)
+            self.lowest_loss = min(self.lowest_loss or now, now)
+        if self.seen > WARM_UP and (seconds := slowest(records)):
+            self.step_seconds.append(seconds)
+
+
+def center(numbers: Sequence[float]) -> tuple[float, float]:
+    """Median, and the standard deviation estimated from the median absolute deviation."""
+    middle = median(numbers)
+    return middle, SIGMA * median(abs(number - middle) for number in numbers)
+
+
+def values(joined: Iterable[tuple[int, Mapping[int, Record]]], name: str) -> list[float]:
+    """Of the first rank that has it: loss and gradient norm are the same on all."""
+    found = (next((r[name] for r in records.values() if r.get(name) is not None), None) for _, records in joined)
+    return [value for value in found if value is not None]
+
+
+def slowest(records: Mapping[int, Record]) -> float:
+    """A step takes as long as its slowest rank."""
+    return max((record.get("step_seconds") or 0.0 for record in records.values()), default=0.0)
+
+
+def worst_rank(by_rank: Mapping[int, float]) -> tuple[int, float, float]:
+    """The rank with the largest value, that value, and the median of the others."""
+    worst = max(by_rank, key=lambda rank: by_rank[rank])
+    return worst, by_rank[worst], median(value for rank, value in by_rank.items() if rank != worst)
+
+
+def dataset_rows(records: Mapping[int, Record]) -> str:
+    """The step's rows of the data set, rank by rank."""
+    listed = []
+    for rank, record in sorted(records.items()):
+        rows = record.get("rows") or []
+        more = f" and {len(rows) - ROWS_SHOWN} more" if len(rows) > ROWS_SHOWN else ""
+        listed.append(f"rank {rank}, rows {', '.join(map(str, rows[:ROWS_SHOWN])) or 'unknown'}{more}")
+    return "; ".join(listed)
+
+
+# --- the rules ---
+
+
+def loss_divergence(history: History) -> Iterator[Finding]:
+    now = values(list(history.joined)[-RECENT:], "loss")
+    if history.lowest_loss is None or len(now) < RECENT:
+        return
+    middle, deviation = history.lowest_loss
+    limit = middle + max(history.limits.deviations * deviation, 0.1 * abs(middle))
+    if median(now) > limit:
+        yield Finding(
+            f"median of the last {RECENT} steps {median(now):.4g}; it was {middle:.4g} with a deviation of"
+            f" {deviation:.2g}, the limit is {limit:.4g}"
+        )
+
+
+def gradient_spike(history: History) -> Iterator[Finding]:
+    before = values(list(history.joined)[-WINDOW - 1 : -1], "grad_norm")
+    now = values([history.joined[-1]], "grad_norm")
+    if len(before) < MIN_STEPS or not now:
+        return
+    middle, deviation = center(before)
+    limit = max(history.limits.gradient_factor * middle, middle + history.limits.deviations * deviation)
+    if now[0] > limit:
+        rows = dataset_rows(history.joined[-1][1])
+        yield Finding(f"norm {now[0]:.4g}, the median before was {middle:.4g}, the limit is {limit:.4g}; {rows}")
+
+
+def non_finite(history: History) -> Iterator[Finding]:
+    records = history.joined[-1][1]
+    names = sorted({name for record in records.values() for name in record.get("non_finite") or ()})
+    skipped = any(record.get("skipped") for record in records.values())
+    if names or skipped:
+        what = f"{', '.join(names) or 'gradient'}{', update skipped' if skipped else ''}"
+        yield Finding(f"{what}; {dataset_rows(records)}", broken="loss" in names)
+
+
+def straggler(history: History) -> Iterator[Finding]:
+    """The first phase in which one rank takes longer: that the others are late after it is no fault of theirs."""
+    recent = list(history.joined)[-MIN_STEPS:]
+    ranks = sorted(recent[-1][1])
+    if len(recent) < MIN_STEPS or len(ranks) < 2:
+        return
+    step_seconds = median(slowest(records) for _, records in recent)
+    for phase in ("data", "forward", "backward", "optimizer", "other"):
+        name = f"{phase}_seconds"
+        taken = {rank: median(records[rank].get(name) or 0.0 for _, records in recent) for rank in ranks}
+        worst, seconds, others = worst_rank(taken)
+        if seconds - others > max(history.limits.straggler_share * step_seconds, MIN_DELAY):
+            times = f"{seconds:.3g} s, the others {others:.3g} s of a step of {step_seconds:.3g} s"
+            yield Finding(f"slow in {phase}: {times}", worst)
+            return
+
+
+def memory_growth(history: History) -> Iterator[Finding]:
+    for rank, memory in history.memory.items():
+        limit = history.limits.memory_fraction * memory.capacity_gib
+        for points in (list(memory.recent), memory.whole_run.points):
+            slope = steady_growth(points, MIN_GROWTH * memory.capacity_gib)
+            if slope is None:
+                continue
+            step, used = points[-1]
+            full_at = step + (limit - used) / slope
+            if history.max_steps is None or full_at < history.max_steps:
+                message = f"{used:.2f} GiB and {slope * 1024:.3g} MiB more per step: {limit:.1f} of"
+                message += f" {memory.capacity_gib:.1f} GiB would be used at step {max(full_at, step):.0f}"
+                yield Finding(message, rank, step)
+                break
+
+
+def steady_growth(points: Sequence[tuple[int, float]], at_least: float) -> float | None:
+    """GiB per step, if it grew by `at_least` and no slower at its end: caches level off, leaks don't."""
+    if len(points) < SAMPLES // 2:
+        return None
+    size = len(points) // 4
+    quarters = [points[i * size : (i + 1) * size] for i in range(4)]
+    middles = [(median(step for step, _ in part), median(value for _, value in part)) for part in quarters]
+    gains = [after[1] - before[1] for before, after in pairwise(middles)]
+    gained = middles[3][1] - middles[0][1]
+    if gained < at_least or min(gains) < 0.5 * gained / 3 or gains[-1] < 0.8 * gained / 3:
+        return None
+    return gained / (middles[3][0] - middles[0][0])
+
+
+def memory_imbalance(history: History) -> Iterator[Finding]:
+    used = {r: median(v for _, v in memory.recent) for r, memory in history.memory.items() if len(memory.recent) >= 5}
+    if len(used) < 2 or len(used) < len(history.memory):
+        return
+    worst, gib, others = worst_rank(used)
+    enough = gib - others > MIN_IMBALANCE * history.memory[worst].capacity_gib
+    if gib > history.limits.memory_ratio * others and enough:
+        yield Finding(f"{gib:.2f} GiB, the others {others:.2f} GiB", worst)
+
+
+def throughput(history: History) -> Iterator[Finding]:
+    recent = [seconds for _, records in list(history.joined)[-RECENT_TIMES:] if (seconds := slowest(records))]
+    if len(history.step_seconds) < WINDOW or len(recent) < RECENT_TIMES:
+        return
+    usual, now = median(history.step_seconds), median(recent)
+    if now * history.limits.throughput_fraction > usual:
+        records = history.joined[-1][1].values()
+        phases = {p: sum(r.get(f"{p}_seconds") or 0.0 for r in records) for p in steps.PHASES}
+        message = f"median step {now:.3g} s over the last {RECENT_TIMES}, {usual:.3g} s before: {usual / now:.0%} of"
+        yield Finding(f"{message} the speed; most of it goes into {max(phases, key=lambda p: phases[p])}")
+
+
+def throttling(history: History) -> Iterator[Finding]:
+    recent = list(history.joined)[-MIN_STEPS:]
+    for rank in recent[-1][1]:
+        samples = [r[rank]["gpu_throttle"] for _, r in recent if r[rank].get("gpu_throttle") is not None]
+        faults = [found for each in samples if (found := [why for why in each if why not in HARMLESS_THROTTLING])]
+        if len(samples) >= 5 and len(faults) * 2 >= len(samples):
+            reasons = ", ".join(sorted({reason for each in faults for reason in each}))
+            yield Finding(f"{reasons} in {len(faults)} of {len(samples)} samples", rank)
+
+
+def dead_experts(history: History) -> Iterator[Finding]:
+    if len(history.balances) < BALANCES:
+        return
+    unused: list[int] = []  # per layer, the fewest that were unused in any balance of any rank
+    for _, records in history.balances:
+        for record in records.values():
+            balance = record.get("experts")
+            if not balance or (record.get("tokens") or 0) < MIN_CHOICES * balance["experts"]:
+                return
+            unused = [min(pair) for pair in zip(unused or balance["unused"], balance["unused"], strict=True)]
+    if layers := [str(layer) for layer, number in enumerate(unused) if number]:
+        message = f"layers {', '.join(layers)}: up to {max(unused)} experts unused by any rank in {BALANCES} samples"
+        yield Finding(message, step=history.balances[-1][0])
+
+
+def eval_loss(history: History) -> Iterator[Finding]:
+    patience = history.limits.eval_patience
+    if len(history.evaluations) <= patience:
+        return
+    best_step, best = min(history.evaluations[:-patience], key=lambda each: each[1])
+    last = [loss for _, loss in history.evaluations[-patience:]]
+    if min(last) > best and all(a <= b for a, b in pairwise(last)):
+        message = f"{patience} evaluations in a row without a fall: {', '.join(f'{loss:.4g}' for loss in last)}"
+        step = history.evaluations[-1][0]
+        yield Finding(f"{message}; the best was {best:.4g} at step {best_step}", step=step)
+
+
+# --- the list ---
+
+STEPS, EVALUATIONS, NCCL_LOG, RUN = "steps", "evaluations", "NCCL's log", "the run itself"
+Rule = Callable[[History], Iterable[Finding]]
+
+
+class Detector(NamedTuple):
+    """Each kind but `failed` is a key of the run file's `watch` section: off, warn, checkpoint or stop."""
+
+    kind: str
+    meaning: str
+    hint: str
+    reads: str = STEPS
+    rule: Rule | None = None  # None: raised where it is seen
+    every_time: bool = False  # each occurrence is logged; others once in a while
+
+
+DETECTORS: Final = (
+    Detector(
+        "loss_divergence",
+        "the loss is far above what it was",
+        "lower train.learning_rate, and continue from a checkpoint before this step",
+        rule=loss_divergence,
+    ),
+    Detector(
+        "gradient_spike",
+        "one step's gradient norm is far above those before it",
+        "look at these rows; if it repeats, lower train.max_grad_norm or train.learning_rate",
+        rule=gradient_spike,
+        every_time=True,
+    ),
+    Detector(
+        "non_finite",
+        "a loss or gradient was not finite",
+        "look at these rows; lower train.learning_rate",
+        rule=non_finite,
+        every_time=True,
+    ),
+    Detector(
+        "straggler",
+        "one rank is slower than the others, which wait for it",
+        "look for other processes, throttling or slow storage on this rank's node: windlass check",
+        rule=straggler,
+    ),
+    Detector(
+        "memory_growth",
+        "memory grows steadily towards its end",
+        "something keeps tensors alive from step to step; save before it ends",
+        rule=memory_growth,
+    ),
+    Detector(
+        "memory_imbalance",
+        "one rank uses much more memory than the others",
+        "look for another process on this GPU, and for sequences of uneven length",
+        rule=memory_imbalance,
+    ),
+    Detector(
+        "throughput",
+        "steps take much longer than they did",
+        "the report shows which phase grew, and on which rank",
+        rule=throughput,
+    ),
+    Detector(
+        "throttling",
+        "a GPU holds its clock down",
+        "check this node's cooling and power supply",
+        rule=throttling,
+    ),
+    Detector(
+        "dead_experts",
+        "experts that the router never chooses",
+        "lower train.learning_rate; adapters on these experts are not trained",
+        rule=dead_experts,
+    ),
+    Detector(
+        "eval_loss",
+        "the evaluation loss rises",
+        "the adapter overfits: take the best checkpoint (windlass best), or set train.load_best_model_at_end",
+        EVALUATIONS,
+        eval_loss,
+    ),
+    Detector(
+        "sockets",
+        "NCCL uses sockets although there is InfiniBand",
+        "see windlass check --in-pod, NCCL_IB_HCA and the pod's RDMA resource",
+        NCCL_LOG,
+    ),
+    Detector(
+        "stall",
+        "no progress; names the rank that is absent from a collective",
+        "the stacks of all ranks are in the run folder",
+        RUN,
+        every_time=True,
+    ),
+    Detector("failed", "the run stopped itself", "", RUN, every_time=True),
+)
+BY_KIND: Final = {detector.kind: detector for detector in DETECTORS}
