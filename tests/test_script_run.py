@@ -391,7 +391,7 @@ def test_a_watch_that_cannot_begin_leaves_no_rank_behind(tmp_path: Path) -> None
         path = run_file(tmp_path, SAVES, watch={"prometheus_port": taken.getsockname()[1]})
         done = windlass("train", path)
     assert done.returncode == 2
-    assert "can't be served" in done.stderr
+    assert "can't listen" in done.stderr
     assert state(tmp_path) == "failed"
 
 
@@ -533,7 +533,7 @@ def test_marks_become_phases_and_what_lies_between_loops_a_pause(meter: StepProf
 def test_misuse_of_the_meter_is_told(meter: StepProfiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="'froward' is no phase"):
         meter.mark("froward")
-    with pytest.raises(UserError, match="no name for what is counted"):
+    with pytest.raises(UserError, match="can't name what is counted"):
         StepProfiler(tmp_path, unit="pcie_sent_gb")
     with pytest.raises(UserError, match="with meter:"):
         StepProfiler(tmp_path).step(items=1)
@@ -541,5 +541,5 @@ def test_misuse_of_the_meter_is_told(meter: StepProfiler, tmp_path: Path, monkey
     with pytest.raises(UserError, match="no folder to write into"), StepProfiler():
         pass
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="the ranks have not met yet"), StepProfiler(tmp_path):
+    with pytest.raises(UserError, match="the ranks are not connected yet"), StepProfiler(tmp_path):
         pass

@@ -182,7 +182,7 @@ def test_a_diverging_loss_stops_the_run(runs: Outcomes) -> None:
 def test_a_leak_stops_the_run_long_before_memory_ends(runs: Outcomes) -> None:
     alarm = runs.alarm("leak", "memory_growth")
     assert alarm["rank"] == 1
-    assert "GiB would be held at step" in alarm["message"]
+    assert "GiB would be used at step" in alarm["message"]
     assert "memory growth" in runs["leak"]["error"]
 
 
@@ -192,7 +192,7 @@ def test_what_is_not_finite_is_an_alarm_too(runs: Outcomes) -> None:
     assert stopped["level"] == "stop"
     assert "rank 1, rows" in stopped["message"]
     assert (skipped["step"], skipped["level"]) == (6, "warn")
-    assert "left out" in skipped["message"]
+    assert "update skipped" in skipped["message"]
     assert "rows" in skipped["message"]
 
 
