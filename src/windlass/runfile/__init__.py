@@ -1,13 +1,11 @@
 """The run file: one YAML file, typed, with the place of every value."""
 
-from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, Watch
+from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, Train, Watch
 from windlass.runfile.machines import Cluster, FabricFigures, GpuFigures, LayoutSection, Secret, User, Volume
-from windlass.runfile.read import Loaded, LoadedScript, Said, kind, read, read_any
-from windlass.runfile.reference import describe, keys, schema
+from windlass.runfile.read import Loaded, LoadedFile, LoadedScript, kind, read, read_any
+from windlass.runfile.reference import describe, init, keys, presets, schema
 from windlass.runfile.rules import accumulation, contradictions
 from windlass.runfile.script import Script, ScriptRun
-from windlass.runfile.starts import init, presets
-from windlass.runfile.training import Train
 
 __all__ = [
     "Cluster",
@@ -17,11 +15,11 @@ __all__ = [
     "GpuFigures",
     "LayoutSection",
     "Loaded",
+    "LoadedFile",
     "LoadedScript",
     "Lora",
     "Model",
     "RunFile",
-    "Said",
     "Script",
     "ScriptRun",
     "Secret",

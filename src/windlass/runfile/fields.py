@@ -1,170 +1,304 @@
-"""The run file's sections. Names and defaults in `model`, `lora`, `data`, `train` are the published recipe's."""
+"""The run file's sections. Names and defaults in `model`, `lora`, `data` and `train` are those of the recipe in
+examples/mistral-small-4; the docstring under a key is what `windlass explain` prints."""
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from windlass.runfile.kinds import Count, Number, RunName, Section, Share, Text
+from windlass.runfile.kinds import Count, Natural, Number, Positive, RunName, Section, Share, Text, Whole
 from windlass.runfile.machines import Cluster, LayoutSection
-from windlass.runfile.training import Train
 
 
 class Model(Section):
-    """Which model is adapted, and how it is computed."""
+    """The base model."""
 
     model_name_or_path: Text = "/data/input/Models/Mistral-Small-4-119B-2603"
-    """Folder of the checkpoint (config.json and safetensors). For a plan alone, a known model's name is enough."""
+    """Folder of the checkpoint (config.json and safetensors). `plan` alone also accepts a known model's name."""
     torch_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of the base weights once loaded. Also written `dtype`."""
+    """Dtype of the base weights once loaded."""
     device_map: str | dict[str, str | int] | None = "auto"
-    """`auto`, as in the published recipe: windlass places the model. Anything else contradicts more than one rank."""
+    """Only `auto` or null with more than one GPU: windlass places the model itself."""
     use_cache: bool = False
-    """Keep keys and values while computing. Training needs none of it; it contradicts packing and checkpointing."""
+    """Keep keys and values during the forward pass. Training has no use for it."""
     attn_implementation: Text | None = None
-    """eager, sdpa, flash_attention_2, flash_attention_3, flex_attention, a hub kernel; null: the model's own."""
+    """eager, sdpa, flash_attention_2, flash_attention_3, flex_attention or a Hub kernel; null: the model's default."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the checkpoint. Off unless asked for."""
+    """Run Python code that comes with the checkpoint."""
 
 
 class ExpertLora(Section):
-    """Low-rank adapters of the routed experts."""
+    """Low-rank adapters on the routed experts."""
 
     r: Count
-    """Rank per expert. Default: that of `lora.r`."""
+    """Rank per expert. Default: `lora.r`."""
     lora_alpha: Annotated[Number, Field(gt=0)]
     """Scaling numerator. Default: keeps the ratio lora_alpha / r of the other adapters."""
     targets: Annotated[list[Text], Field(min_length=1)] = Field(default=["gate_up_proj", "down_proj"])
     """Fused expert parameters to adapt, by the last part of their name."""
 
 
-def _pattern(value: list[str] | str) -> list[str] | str:
-    if isinstance(value, str):
-        if value not in ("all", "all-linear"):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # Python's doubts about a pattern are no error of the run file
-                    re.compile(value)
-            except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(f"is neither `all`, `all-linear` nor a regular expression: {error}") from error
-        return value
-    twice = sorted({name for name in value if value.count(name) > 1})
-    if twice:
-        raise ValueError(f"names {', '.join(twice)} more than once")
+def _check_targets(value: list[str] | str) -> list[str] | str:
+    if isinstance(value, list):
+        if twice := sorted({name for name in value if value.count(name) > 1}):
+            raise ValueError(f"lists {', '.join(twice)} more than once")
+    elif value not in ("all", "all-linear"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a doubtful pattern is still a valid one
+                re.compile(value)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"is neither `all`, `all-linear` nor a regular expression: {error}") from error
     return value
 
 
-def _experts(section: Any) -> Any:
-    """`experts: true` and partly given experts take rank and ratio from the section around them."""
-    if not isinstance(section, dict) or "experts" not in section:
-        return section
-    experts = section["experts"]
-    if isinstance(experts, bool):
-        experts = {} if experts else None
-    if not isinstance(experts, dict):
-        return {**section, "experts": experts}
-    r, alpha = section.get("r", 16), section.get("lora_alpha", 32)
-    if not (_positive(r) and _positive(alpha)):  # reported where they stand; anything valid will do here
-        r, alpha = 1, 1
-    own = experts.get("r", r)
-    scaled = alpha * own / r if _positive(own) else alpha
-    scaled = int(scaled) if float(scaled).is_integer() else scaled
-    return {**section, "experts": {"r": r, "lora_alpha": scaled, **experts}}
-
-
-def _positive(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
 
 
 class Lora(Section):
-    """The adapter: PEFT's names and meanings."""
+    """The adapter, in PEFT's terms."""
 
     r: Count = 16
-    """Rank of the adapter matrices."""
+    """Rank: each adapted weight W (out x in) becomes W + scale * B A, with A (r x in) and B (out x r) trained. Capacity
+    and the number of trained parameters grow in proportion to it."""
     lora_alpha: Annotated[Number, Field(gt=0)] = 32
-    """Scaling numerator: updates are scaled by lora_alpha / r (by lora_alpha / sqrt(r) with use_rslora)."""
+    """Scale of the adapter's update: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Dropout before the adapter, that of routed experts too."""
+    """Dropout on the adapter's input during training, also for routed experts."""
     target_modules: Annotated[
         Annotated[list[Text], Field(min_length=1)] | Text,
-        AfterValidator(_pattern),
+        AfterValidator(_check_targets),
     ] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
-    """Module names to adapt, `all`, `all-linear`, or one regular expression over full names. Each must match."""
+    """Modules to adapt: names, `all`, `all-linear`, or one regular expression over full names. Each must match."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Train the base's bias vectors too: none, all of them, or those of adapted modules."""
+    """Also train the base model's bias vectors: none, all, or those of adapted modules."""
     task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
-    """What the adapter is for; windlass trains causal language models."""
+    """windlass trains causal language models."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r), which keeps large ranks stable."""
     use_dora: bool = False
-    """Train magnitude and direction apart (DoRA). Not for routed experts."""
+    """Train magnitude and direction separately (DoRA). Not for routed experts."""
     init_lora_weights: bool | Literal["gaussian"] = True
-    """true: A random, B zero, so that step 0 is the base model; gaussian: A normal; false: both random (for tests)."""
+    """true: A random, B zero, so that training starts from the base model; gaussian: A normal; false: both random (for
+    tests)."""
     adapter: Text | None = None
-    """Folder of an existing PEFT adapter to start from."""
+    """Folder of an existing PEFT adapter to continue from."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the adapter's weights; the optimizer's state follows it."""
+    """Dtype of the adapter's weights and of the optimizer's state."""
     experts: ExpertLora | None = None
     """Adapt the routed experts too: true for the same rank, or their own r, lora_alpha and targets."""
 
-    _fill = model_validator(mode="before")(_experts)
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_experts(cls, section: Any) -> Any:
+        """`experts: true` and partly given experts take rank and ratio from the other adapters."""
+        if not isinstance(section, dict) or not isinstance(experts := section.get("experts"), bool | dict):
+            return section
+        if isinstance(experts, bool):
+            experts = {}
+            if not section["experts"]:
+                return {**section, "experts": None}
+        r, alpha = section.get("r", 16), section.get("lora_alpha", 32)
+        if not (_is_positive(r) and _is_positive(alpha)):  # reported by their own fields; any valid value does here
+            r, alpha = 1, 1
+        scaled = alpha * experts.get("r", r) / r if _is_positive(experts.get("r", r)) else alpha
+        scaled = int(scaled) if float(scaled).is_integer() else scaled
+        return {**section, "experts": {"r": r, "lora_alpha": scaled, **experts}}
 
 
 class Data(Section):
-    """What it learns from, and how text becomes tokens."""
+    """The data set, and how text becomes tokens."""
 
     dataset_name_or_path: Text = "/data/input/Datasets/wikitext"
-    """A local folder, file or glob (JSONL, JSON, Parquet, CSV, text, save_to_disk), or a dataset's hub name."""
+    """Local folder, file or glob (JSONL, JSON, Parquet, CSV, text, save_to_disk), or a Hub data set."""
     dataset_config_name: Text | None = "wikitext-2-raw-v1"
-    """Configuration within the dataset, where it has several."""
+    """Configuration of the data set, if it has several."""
     text_field: Text = "text"
-    """Column that holds plain text. Also written `dataset_text_field`."""
+    """Column with plain text."""
     train_split: Text = "train"
-    """Split to train on; a slice such as `train[:5%]` is taken as well."""
+    """Split to train on, or a slice such as `train[:5%]`."""
     val_split: Text | None = "validation"
     """Split to evaluate on; null for none."""
     max_length: Count = 1024
-    """Longest sequence in tokens; what is longer is cut, and counted. Also written `max_seq_length`."""
+    """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them."""
     prompt_template: Text | None = None
-    """A format string over columns, the learnt part in [[ ]], instead of `text_field`: "{question} [[{answer}]]"."""
+    """Format string over columns instead of `text_field`; loss is computed on the part in [[ ]]:
+    "{question} [[{answer}]]"."""
     packing: bool = False
-    """Fill each sequence with several documents, kept apart (best fit). Usually several times faster on short texts."""
+    """Fill each sequence with several documents that don't see each other: several times faster on short texts."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the training split to hold out for evaluation where there is no validation split."""
+    """Share of the training split to hold out for evaluation, if there is no validation split."""
     streaming: bool = False
-    """Read the set as a stream, for sets larger than memory."""
+    """Read the data set as a stream, if it is larger than memory."""
     prompt_field: Text | None = None
     """Column with the prompt; needs `completion_field`."""
     completion_field: Text | None = None
-    """Column with the text to learn after the prompt; needs `prompt_field`."""
+    """Column with the completion, on which loss is computed; needs `prompt_field`."""
     messages_field: Text | None = None
-    """Column with chats: lists of {role, content}, put through the tokenizer's chat template."""
+    """Column with chats: lists of {role, content}, formatted by the tokenizer's chat template."""
     completion_only_loss: bool | None = None
-    """Learn from completions and assistant turns alone. null: yes where the data have a prompt."""
+    """Compute loss on completions and assistant turns only. null: yes if the data have a prompt."""
 
     @model_validator(mode="before")
     @classmethod
-    def _held_out(cls, section: Any) -> Any:
-        """A held-out share replaces the validation split that nobody named."""
-        if isinstance(section, dict) and section.get("val_fraction") is not None and "val_split" not in section:
-            return {**section, "val_split": None}
+    def _drop_default_split(cls, section: Any) -> Any:
+        """A held-out share replaces the default validation split."""
+        if isinstance(section, dict) and section.get("val_fraction") is not None:
+            return {"val_split": None, **section}
         return section
 
 
+def _no(value: Any) -> Any:
+    """A bare `no` is false to YAML 1.1."""
+    return "no" if value is False else value
+
+
+def _none(value: Any) -> Any:
+    return "none" if value is None or value is False or value == [] else value
+
+
+def _resume(value: Any) -> Any:
+    return ("auto" if value else "never") if isinstance(value, bool) else value
+
+
+def _steps(value: int) -> int:
+    if value == 0 or value < -1:
+        raise ValueError(f"must be a number of steps above 0, or -1 to train by epochs, not {value}")
+    return value
+
+
+_When = Annotated[
+    Literal["no", "steps", "epoch"],
+    BeforeValidator(_no, json_schema_input_type=Literal["no", "steps", "epoch", False]),
+]
+
+
+class Train(Section):
+    """The training, in the terms of transformers' TrainingArguments."""
+
+    output_dir: Text = "/data/output/Models/mistral4small-lora-fsdp"
+    """The run folder: everything that the run writes goes there."""
+    num_train_epochs: Positive = 1
+    """Passes over the training data; may be a fraction."""
+    max_steps: Annotated[Whole, AfterValidator(_steps)] = -1
+    """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
+    per_device_train_batch_size: Count | Literal["auto"] = 1
+    """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits, and keeps the sequences per
+    optimizer step."""
+    per_device_eval_batch_size: Count = 1
+    """Sequences per GPU in one evaluation batch."""
+    gradient_accumulation_steps: Count = 16
+    """Micro-batches per optimizer step."""
+    global_batch_size: Count | None = None
+    """Sequences per optimizer step over all GPUs; gradient_accumulation_steps is computed from it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward instead of storing them: far less memory, about a third more compute."""
+    optim: Text = "adamw_torch"
+    """Optimizer, by transformers' name."""
+    learning_rate: Positive = 1e-4
+    """Peak learning rate."""
+    lr_scheduler_type: Text = "cosine"
+    """Learning rate schedule, by transformers' name."""
+    lr_scheduler_kwargs: dict[str, int | float | str | bool] | None = None
+    """Further arguments of the schedule, such as min_lr for cosine_with_min_lr."""
+    warmup_ratio: Share = 0.05
+    """Share of all steps in which the learning rate rises from 0 to its peak; 0 if warmup_steps is set."""
+    warmup_steps: Natural | None = None
+    """Steps in which the learning rate rises, instead of a share."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Weight decay of the adapter."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's decay rate of the first moment."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Adam's decay rate of the second moment."""
+    adam_epsilon: Positive = 1e-8
+    """Adam's term that prevents division by zero."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Clip gradients to this norm; 0: never."""
+    bf16: bool = True
+    """Compute in bfloat16."""
+    fp16: bool = False
+    """Must be false: float16 overflows, and windlass stops a run at a step that isn't finite."""
+    logging_steps: Count = 25
+    """Log every N optimizer steps."""
+    eval_strategy: _When = "steps"
+    """When to evaluate: never (no), every eval_steps (steps), or after each epoch."""
+    eval_steps: Count = 200
+    """Evaluate every N optimizer steps."""
+    save_strategy: _When = "steps"
+    """When to save a checkpoint: never (no), every save_steps (steps), or after each epoch."""
+    save_steps: Count = 200
+    """Save a checkpoint every N optimizer steps."""
+    save_total_limit: Count | None = 3
+    """Checkpoints to keep, the newest and the best; null: all."""
+    load_best_model_at_end: bool = False
+    """End with the adapter of the checkpoint with the lowest evaluation loss."""
+    report_to: Annotated[
+        Text | list[Text],
+        BeforeValidator(_none, json_schema_input_type=str | list[str] | None),
+    ] = "none"
+    """Experiment trackers such as wandb, by transformers' names."""
+    run_name: Text | None = None
+    """Name of the run in those trackers."""
+    seed: Natural = 42
+    """Seed of the adapter's initialisation, dropout and the order of the data."""
+    data_seed: Natural | None = None
+    """Seed of the order of the data alone; null: `seed`."""
+    dataloader_num_workers: Natural = 0
+    """Processes per GPU that prepare batches."""
+    dataloader_pin_memory: bool = True
+    """Keep batches in page-locked host memory, from which GPUs copy faster."""
+    ddp_find_unused_parameters: bool = False
+    """Accepted without effect: windlass doesn't use DistributedDataParallel."""
+    ddp_timeout: Count = 600
+    """Seconds after which a hanging collective ends the run."""
+    resume: Annotated[
+        Literal["never", "auto"],
+        BeforeValidator(_resume, json_schema_input_type=Literal["never", "auto", True, False]),
+    ] = "never"
+    """auto: resume from the newest complete checkpoint in output_dir; never: refuse a folder that has one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_warm_up(cls, section: Any) -> Any:
+        """Steps replace the default share; 0 steps next to a given share are transformers' default."""
+        if not isinstance(section, dict) or section.get("warmup_steps") is None:
+            return section
+        if "warmup_ratio" not in section:
+            return {**section, "warmup_ratio": 0.0}
+        return {**section, "warmup_steps": None} if section["warmup_steps"] == 0 else section
+
+    @property
+    def least_batch(self) -> int:
+        """per_device_train_batch_size, or the smallest that the plan may choose."""
+        return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
+
+    @property
+    def order_seed(self) -> int:
+        """Seed of the order of the data."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    def warmup(self, steps: int) -> int:
+        """Warm-up steps of a run of so many; a share is rounded up, as transformers does."""
+        return self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_ratio * steps)
+
+
 Action = Literal["off", "warn", "checkpoint", "stop"]
-"""On an alarm: look away, say it, say it and save a checkpoint, or end the run with an error."""
+"""On an alarm: ignore it, log it, log it and save a checkpoint, or end the run with an error."""
 
 
 class Watch(Section):
-    """What is looked for while the run trains, and what happens when it is found."""
+    """Alarms while the run trains, and what to do about them."""
 
     non_finite: Literal["stop", "skip"] = "stop"
-    """On a loss or gradient norm that is not finite: stop the run, or skip that step and say so."""
+    """The loss or gradient norm is not finite: stop the run, or skip that step and log it."""
     min_supervised_fraction: Share = 0.0
-    """Least share of tokens that must be learnt from. A set with none at all is an error whatever this says."""
+    """Smallest share of tokens that loss is computed on. A data set with none is always an error."""
     loss_divergence: Action = "warn"
     """The median loss of 5 steps is `deviations` above the lowest median of 50, and 10 % above it."""
     gradient_spike: Action = "warn"
@@ -172,21 +306,21 @@ class Watch(Section):
     straggler: Action = "warn"
     """In one phase a rank takes longer than the others, by `straggler_share` of the step; median of 20 steps."""
     memory_growth: Action = "warn"
-    """Memory grows steadily, and would exceed `memory_fraction` of what there is before the run ends."""
+    """Memory grows steadily and would exceed `memory_fraction` of the total before the run ends."""
     memory_imbalance: Action = "warn"
-    """A rank holds `memory_ratio` times what the others hold, and 5 % of the memory more."""
+    """A rank uses `memory_ratio` times the memory of the others, and at least 5 % of the total more."""
     stall: Literal["off", "warn", "stop"] = "warn"
-    """No progress for `stall_seconds`: stacks of all ranks, and who is absent from which collective."""
+    """No progress for `stall_seconds`: prints all ranks' stacks, and which rank is missing from which collective."""
     throughput: Action = "warn"
     """Over 10 steps the speed is below `throughput_fraction` of its median."""
     throttling: Action = "warn"
-    """A GPU holds its clock down for heat or supply in half of the samples."""
+    """A GPU lowers its clock for heat or power in half of the samples."""
     sockets: Action = "warn"
-    """NCCL goes over sockets although `cluster.network` is InfiniBand."""
+    """NCCL uses sockets although `cluster.network` is InfiniBand."""
     eval_loss: Action = "warn"
-    """`eval_patience` evaluations in a row are above the best one and do not fall."""
+    """`eval_patience` evaluations in a row are worse than the best one and don't improve."""
     dead_experts: Action = "warn"
-    """In three looks in a row, a layer has experts that no token chose on any rank."""
+    """In three samples in a row, a layer has experts that no token was routed to on any rank."""
     deviations: Annotated[Number, Field(gt=0)] = 8
     """Distance from the median that counts, in standard deviations estimated from the median absolute deviation."""
     gradient_factor: Annotated[Number, Field(gt=1)] = 5
@@ -194,19 +328,19 @@ class Watch(Section):
     straggler_share: Annotated[float, Field(gt=0, le=1)] = 0.25
     """Share of a step by which a straggler is late."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Share of the GPU's memory, or of the host's without one, that growth may reach."""
+    """Share of the GPU's memory (without a GPU: the host's) that growth may reach."""
     memory_ratio: Annotated[Number, Field(gt=1)] = 1.3
     """Multiple of the other ranks' memory that is an imbalance."""
     throughput_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of the median speed below which it has fallen."""
+    """Share of the median speed that is too slow."""
     eval_patience: Annotated[Count, Field(ge=2)] = 3
     """Evaluations in a row that must be worse than the best."""
     stall_seconds: Annotated[Number, Field(gt=0)] | None = None
-    """Time without progress that is a stall; null: half of train.ddp_timeout, and never more than that."""
+    """Seconds without progress that are a stall; null: half of train.ddp_timeout, which is also the most it can be."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Port of rank 0 that serves each rank's latest step as /metrics; null: none."""
+    """Port on rank 0 that serves each rank's latest step as /metrics; null: none."""
     prometheus_address: Text = "127.0.0.1"
-    """Address it is served on: this machine's own unless told otherwise, such as 0.0.0.0."""
+    """Address to serve it on; 0.0.0.0 for all interfaces."""
 
 
 def _named(value: Any) -> Any:
@@ -217,23 +351,23 @@ class RunFile(Section):
     """One run: the model, the adapter, the data, the training, and the machines it runs on."""
 
     kind: Literal["lora"] = "lora"
-    """What is run: the adapter of a language model (lora), or any PyTorch script (script), with other sections."""
+    """What to run: lora trains a language model's adapter, script runs any PyTorch script and has other sections."""
     name: RunName | None = None
-    """Name of the run and of the job that is submitted. Default: made from train.output_dir."""
+    """Name of the run and of the submitted job. Default: made from train.output_dir."""
     model: Model = Field(default_factory=Model)
-    """Which model is adapted, and how it is computed."""
+    """The base model."""
     lora: Lora = Field(default_factory=Lora)
-    """The adapter: PEFT's names and meanings."""
+    """The adapter, in PEFT's terms."""
     data: Data = Field(default_factory=Data)
-    """What it learns from, and how text becomes tokens."""
+    """The data set, and how text becomes tokens."""
     train: Train = Field(default_factory=Train)
-    """The training: the names of transformers' and TRL's arguments."""
+    """The training, in the terms of transformers' TrainingArguments."""
     layout: Annotated[LayoutSection, BeforeValidator(_named)] = Field(default_factory=LayoutSection)
-    """How the run is spread over ranks: a name (`auto` by default), or a section."""
+    """How the model is placed on the GPUs: a name (`auto` by default), or a section."""
     cluster: Cluster = Field(default_factory=Cluster)
-    """The machines: how many, which GPUs and fabrics, and how a job gets onto them."""
+    """The machines, and how a job is submitted to them."""
     watch: Watch = Field(default_factory=Watch)
-    """What is looked for while the run trains, and what happens when it is found."""
+    """Alarms while the run trains, and what to do about them."""
 
     folder_key: ClassVar[str] = "train.output_dir"
 
@@ -244,7 +378,7 @@ class RunFile(Section):
 
     @property
     def masked(self) -> bool:
-        """Whether a mask keeps packed documents apart; flash and flex attention take them one by one."""
+        """Whether a mask separates packed documents; flash and flex attention separate them without one."""
         attention = self.model.attn_implementation or "sdpa"
         return self.data.packing and not ("flash" in attention or attention == "flex_attention")
 
@@ -255,5 +389,5 @@ class RunFile(Section):
 
     @property
     def ranks(self) -> int:
-        """Processes of the run, one per GPU: what `layout.ranks` demands, else what the cluster has."""
+        """Processes of the run, one per GPU."""
         return self.layout.ranks or self.cluster.nodes * self.cluster.gpus_per_node

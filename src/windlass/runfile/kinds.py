@@ -1,4 +1,4 @@
-"""Kinds of values that several sections share. Strict: what YAML calls text is never taken for a number."""
+"""Value types that several sections share: counts, names, paths, quantities."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Section(BaseModel):
-    """Frozen, closed, strict; the docstring under a field is its reference and its help."""
+    """Frozen, closed and strict: text is never read as a number. The docstring under a field is its reference."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         protected_namespaces=(),  # `model_name_or_path` is upstream's name and ours
         defer_build=True,
     )
@@ -25,6 +24,11 @@ class Section(BaseModel):
 def _whole(value: Any) -> Any:
     """1e3 is a whole number although YAML reads it as 1000.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _number_as_text(value: Any) -> Any:
+    """1 and 0.5 mean "1" and "0.5"; true and false are ambiguous and stay an error."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _matches(pattern: str, what: str) -> AfterValidator:
@@ -37,19 +41,15 @@ def _matches(pattern: str, what: str) -> AfterValidator:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-"""A whole number, also where it is written 1e3."""
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-"""A whole number of at least 1."""
-Natural = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-"""A whole number of at least 0."""
-Number = Annotated[int | float, Field()]
-"""A number that stays whole where it is written whole."""
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Positive = Annotated[float, Field(gt=0)]
+Number = Annotated[int | float, Field()]  # stays whole if it is written whole
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A share between 0 and 1."""
 Text = Annotated[str, Field(min_length=1)]
-"""Text that is not empty."""
+LooseText = Annotated[str, BeforeValidator(_number_as_text, json_schema_input_type=str | float)]
 
-# RFC 1123: what Kubernetes takes as the name of an object, and of a label's part.
+# RFC 1123: what Kubernetes accepts as the name of an object, and of a label's part.
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 SUBDOMAIN = rf"(?=.{{1,253}}$){LABEL}(\.{LABEL})*"
 
@@ -59,28 +59,23 @@ RunName = Annotated[
     str,
     _matches(
         rf"[a-z]([-a-z0-9]{{0,{RUN_NAME_LETTERS - 2}}}[a-z0-9])?",
-        f"at most {RUN_NAME_LETTERS} small letters, digits and dashes, beginning with a letter and not ending with a "
-        "dash",
+        f"at most {RUN_NAME_LETTERS} lower-case letters, digits and dashes, starting with a letter, no dash last",
     ),
 ]
-Label = Annotated[str, _matches(LABEL, "at most 63 small letters, digits and dashes, neither first nor last a dash")]
-Subdomain = Annotated[str, _matches(SUBDOMAIN, "small letters, digits, dashes and dots (RFC 1123)")]
+Label = Annotated[str, _matches(LABEL, "at most 63 lower-case letters, digits and dashes, no dash first or last")]
+Subdomain = Annotated[str, _matches(SUBDOMAIN, "lower-case letters, digits, dashes and dots (RFC 1123)")]
 Qualified = Annotated[
     str,
     _matches(
         r"([a-z0-9][-a-z0-9.]{0,251}[a-z0-9]/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
-        "a name such as `rdma/nic`, at most 63 letters, digits, dashes, dots and underscores after the slash",
+        "a name such as `rdma/nic`, with at most 63 letters, digits, dashes, dots and underscores after the slash",
     ),
 ]
-AbsolutePath = Annotated[str, _matches(r"/[^\n]*", "an absolute path, beginning with /")]
+AbsolutePath = Annotated[str, _matches(r"/[^\n]*", "an absolute path, starting with /")]
 Quantity = Annotated[
-    str,
-    _matches(
-        r"\d{1,15}(\.\d{1,9})?(m|k|[MGTPE]|[KMGTPE]i)",
-        "an amount with its unit, such as 500m, 64G or 500Gi (a bare number would be bytes)",
-    ),
+    str, _matches(r"\d{1,15}(\.\d{1,9})?(m|k|[MGTPE]|[KMGTPE]i)", "an amount with its unit, such as 64G or 500Gi")
 ]
-Processors = Annotated[str, _matches(r"\d{1,6}(\.\d{1,3}|m)?", "a number of processors such as 8, 0.5 or 500m")]
+Cpus = Annotated[LooseText, _matches(r"\d{1,6}(\.\d{1,3}|m)?", "a number of CPUs such as 8, 0.5 or 500m")]
 Variable = Annotated[str, _matches(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and underscores")]
 Image = Annotated[str, _matches(r"[!-~]{1,1024}", "an image's name, without spaces")]
 Release = Annotated[str, _matches(r"\d{1,4}\.\d{1,4}", 'a version such as "2.3", in quotes')]

@@ -1,4 +1,4 @@
-"""Names as data: old spellings, what upstream takes but windlass does not, optimizers, schedules, trackers."""
+"""Names as data: other spellings of our keys, what windlass doesn't take, optimizers, schedules, trackers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import difflib
 import importlib.util
 from collections.abc import Iterable
 
-# Old or upstream spellings that keep working, and the key of the run file that they mean. TRL's trainer takes data
-# settings among its training arguments; here they belong to `data`.
+# Old or upstream spellings that are accepted, and our key. TRL's trainer takes data settings among its training
+# arguments; here they belong to `data`.
 RENAMED = {
     "model.dtype": "model.torch_dtype",
     "data.max_seq_length": "data.max_length",
@@ -24,38 +24,86 @@ RENAMED = {
     "train.resume_from_checkpoint": "train.resume",
 }
 
-# What people may bring along from other trainers' files, and where it went.
+# What other tools and people call our keys. These names are answered with ours, not accepted.
+OTHER_NAMES = {
+    name: key
+    for key, names in {
+        "model.model_name_or_path": "base_model model_name pretrained_model_name_or_path model_path",
+        "model.torch_dtype": "model_dtype precision",
+        "model.attn_implementation": "flash_attn flash_attention attn_impl sdp_attention",
+        "lora.r": "rank lora_r lora_rank",
+        "lora.lora_alpha": "alpha",
+        "lora.lora_dropout": "dropout",
+        "lora.target_modules": "lora_target lora_target_modules lora_target_linear targets",
+        "lora.use_rslora": "rslora peft_use_rslora",
+        "lora.use_dora": "dora peft_use_dora",
+        "lora.adapter": "adapter_name_or_path lora_model_dir",
+        "data.dataset_name_or_path": "dataset datasets dataset_name dataset_path dataset_dir train_file",
+        "data.dataset_config_name": "dataset_config subset",
+        "data.train_split": "split dataset_train_split max_samples",
+        "data.val_split": "dataset_test_split test_datasets eval_dataset eval_split",
+        "data.val_fraction": "val_size val_set_size test_size",
+        "data.max_length": "sequence_len cutoff_len max_seq_len seq_length seq_len block_size context_length"
+        " model_max_length",
+        "data.packing": "sample_packing multipack neat_packing",
+        "data.completion_only_loss": "train_on_inputs train_on_prompt assistant_only_loss",
+        "data.messages_field": "field_messages",
+        "train.num_train_epochs": "epochs num_epochs n_epochs",
+        "train.max_steps": "steps num_steps",
+        "train.per_device_train_batch_size": "micro_batch_size batch_size train_batch_size",
+        "train.per_device_eval_batch_size": "eval_batch_size",
+        "train.gradient_accumulation_steps": "grad_accum gradient_accumulation accumulation_steps",
+        "train.gradient_checkpointing": "checkpoint_activations",
+        "train.learning_rate": "lr",
+        "train.lr_scheduler_type": "lr_scheduler scheduler",
+        "train.lr_scheduler_kwargs": "lr_scheduler_args",
+        "train.optim": "optimizer optimizer_type",
+        "train.max_grad_norm": "gradient_clipping grad_clip clip_grad_norm max_norm",
+        "train.eval_steps": "eval_every eval_freq",
+        "train.save_steps": "save_every save_freq",
+        "train.save_total_limit": "keep_last_n",
+        "train.logging_steps": "log_every log_freq",
+        "train.dataloader_num_workers": "num_workers",
+        "train.ddp_timeout": "nccl_timeout",
+        "cluster.nodes": "num_nodes nnodes num_machines",
+        "cluster.gpus_per_node": "num_gpus gpus nproc_per_node n_gpu",
+    }.items()
+    for name in names.split()
+}
+
+# What other trainers' files have and windlass doesn't, and what to do instead.
 NOT_TAKEN = {
     "fsdp": "sharding is the `layout` section, or an Accelerate file given with --accelerate",
     "fsdp_config": "sharding is the `layout` section, or an Accelerate file given with --accelerate",
     "deepspeed": "sharding is the `layout` section: full-shard does what ZeRO-3 does",
-    "local_rank": "ranks are numbered by what starts them",
-    "use_cpu": "say cluster.gpu: cpu",
-    "no_cuda": "say cluster.gpu: cpu",
-    "load_in_4bit": "the base is held as published or in model.torch_dtype; there is no 4-bit base",
-    "load_in_8bit": "the base is held as published or in model.torch_dtype; layout: resident keeps FP8 as published",
-    "quantization_config": "the base is held as published or in model.torch_dtype; its own config.json says how",
-    "gradient_checkpointing_kwargs": "checkpointing is always the non-reentrant kind, which sharding needs",
-    "modules_to_save": "only adapters are trained; the base stays as certified at load",
-    "target_parameters": "say lora.experts: the routed experts' parameters follow from it",
-    "push_to_hub": "say `windlass export RUN_DIR --to DIR --push ORG/NAME` after the run",
-    "remove_unused_columns": "columns are chosen by the `data` section",
-    "do_eval": "say train.eval_strategy",
-    "do_train": "the command says it: windlass train",
-    "overwrite_output_dir": "a folder that holds a run is never overwritten; see train.resume",
-    "num_machines": "say cluster.nodes",
-    "num_processes": "say cluster.nodes and cluster.gpus_per_node",
-    "mixed_precision": "say train.bf16",
-    "torch_compile": "nothing is compiled: untested with sharded weights, adapters and rows of changing length",
-    "metric_for_best_model": "the best checkpoint is the one with the lowest evaluation loss",
-    "greater_is_better": "the best checkpoint is the one with the lowest evaluation loss",
-    "logging_strategy": "values are logged every train.logging_steps",
+    "local_rank": "remove it: torchrun, accelerate or windlass number the ranks",
+    "use_cpu": "write cluster.gpu: cpu",
+    "no_cuda": "write cluster.gpu: cpu",
+    "load_in_4bit": "remove it: the base model is stored as published or in model.torch_dtype, never in 4 bits",
+    "load_in_8bit": "the base model is stored as published or in model.torch_dtype; layout: resident keeps FP8",
+    "quantization_config": "remove it: the checkpoint's own config.json says how it is quantised",
+    "gradient_checkpointing_kwargs": "remove it: checkpointing is always non-reentrant, which sharding needs",
+    "modules_to_save": "remove it: only adapters are trained",
+    "additional_target": "remove it: only adapters are trained",
+    "finetuning_type": "remove it: windlass always trains LoRA adapters",
+    "target_parameters": "write lora.experts: it finds the routed experts' parameters",
+    "push_to_hub": "after the run: `windlass export RUN_DIR --to DIR --push ORG/NAME`",
+    "remove_unused_columns": "remove it: the `data` section chooses the columns",
+    "do_eval": "write train.eval_strategy",
+    "do_train": "remove it: `windlass train` trains",
+    "overwrite_output_dir": "remove it: a folder with a run is never overwritten; see train.resume",
+    "num_processes": "write cluster.nodes and cluster.gpus_per_node",
+    "mixed_precision": "write train.bf16",
+    "torch_compile": "remove it: compiling sharded weights with adapters and varying lengths is untested",
+    "metric_for_best_model": "remove it: the best checkpoint is the one with the lowest evaluation loss",
+    "greater_is_better": "remove it: the best checkpoint is the one with the lowest evaluation loss",
+    "logging_strategy": "write train.logging_steps",
 }
 
-# Values that people look for and that a key does not have: why not, and what to write.
+# Values that people try and that a key doesn't have, and what to do instead.
 NOT_VALUES = {
-    ("layout.base_dtype", "nf4"): "bitsandbytes makes 4 bits of linear layers and silently leaves fused experts, nearly"
-    " all of a mixture, in 16: write fp8 for a checkpoint that is published so, or null and the plan chooses",
+    ("layout.base_dtype", "nf4"): "write fp8 for a checkpoint published in FP8, or null: bitsandbytes would silently"
+    " leave fused experts, nearly all of a mixture, in 16 bits",
     ("cluster.platform", "slurm"): "write script: its launch.sh runs on every node as a Slurm step (srun)",
     ("cluster.platform", "openshift"): "write kubernetes: OpenShift takes the same jobs",
     ("cluster.platform", "k8s"): "write kubernetes",
@@ -64,10 +112,7 @@ NOT_VALUES = {
 
 # transformers 5.23, training_args.OptimizerNames; what each needs besides torch, by its trainer's optimizer code.
 OPTIMIZERS = {
-    **dict.fromkeys(
-        ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"),
-        "",
-    ),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"), ""),
     **dict.fromkeys(
         (
             *("adamw_bnb_8bit", "adamw_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit"),
@@ -77,40 +122,32 @@ OPTIMIZERS = {
         "bitsandbytes",
     ),
     **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
-    **dict.fromkeys(("grokadamw",), "grokadamw"),
-    **dict.fromkeys(("stable_adamw",), "torch-optimi"),
+    "grokadamw": "grokadamw",
+    "stable_adamw": "torch-optimi",
     "adamw_anyprecision": "torchdistx",
     **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), "schedulefree"),
 }
 
-# The same list's names that can't do what they are for here, and why.
+# Names of the same list that don't work here, and why.
 OPTIMIZERS_REFUSED = {
     **dict.fromkeys(
         (
             *("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise"),
             *("galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise"),
         ),
-        "projects gradients of full weights; an adapter's are low-rank already",
+        "projects gradients of full weights, but an adapter's are already low-rank",
     ),
     **dict.fromkeys(("lomo", "adalomo"), "updates full weights inside backward, before gradients are averaged"),
     "adamw_torch_xla": "is for TPUs",
     "adamw_torch_npu_fused": "is for Ascend NPUs",
 }
 
-# transformers 5.23, trainer_utils.SchedulerType, with the arguments that each can't do without.
+# transformers 5.23, trainer_utils.SchedulerType, with the arguments of which each needs one.
 SCHEDULES: dict[str, tuple[str, ...]] = {
-    "linear": (),
-    "cosine": (),
-    "cosine_with_restarts": (),
-    "polynomial": (),
-    "constant": (),
-    "constant_with_warmup": (),
-    "inverse_sqrt": (),
-    "reduce_lr_on_plateau": (),
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    **dict.fromkeys(("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"), ()),
+    **dict.fromkeys(("inverse_sqrt", "reduce_lr_on_plateau", "greedy"), ()),
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), ("min_lr", "min_lr_rate")),
     "warmup_stable_decay": ("num_decay_steps",),
-    "greedy": (),
 }
 
 # transformers 5.23, integrations.integration_utils.INTEGRATION_TO_CALLBACK, and the modules of which each needs one.
@@ -130,7 +167,6 @@ TRACKERS: dict[str, tuple[str, ...]] = {
     "dvclive": ("dvclive",),
     "swanlab": ("swanlab",),
 }
-TRACKER_EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")  # those of pyproject, which the tests run with
 
 # transformers 5.23, modeling_utils.ALL_ATTENTION_FUNCTIONS, and eager, which every model has.
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
@@ -145,8 +181,7 @@ def close_names(word: str, among: Iterable[str], count: int = 3) -> list[str]:
 
 
 def absent_trackers(report_to: str | list[str]) -> dict[str, str]:
-    """Trackers of `train.report_to` that are not installed here -> how to install each."""
+    """Trackers of `train.report_to` that are not installed here, and how to install each."""
     names = [report_to] if isinstance(report_to, str) else report_to
     lacking = [n for n in names if TRACKERS[n] and not any(map(importlib.util.find_spec, TRACKERS[n]))]
-    packages = {n: f"'windlass[{n}]'" if n in TRACKER_EXTRAS else TRACKERS[n][0] for n in lacking}
-    return {name: f"pip install {package}" for name, package in packages.items()}
+    return {name: f"pip install {TRACKERS[name][0]}" for name in lacking}

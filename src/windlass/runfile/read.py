@@ -1,128 +1,130 @@
-"""A YAML file and overrides -> a typed run, or every problem at once; and where each value was said."""
+"""A run file and `--override`s to a typed run, or every problem at once; and where each value was set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.runfile import overrides as overriding
-from windlass.runfile.complaints import complaints
-from windlass.runfile.document import Document, Steps, dotted, load
+from windlass.runfile.document import Document, Steps, dotted, load, parse, scalar, unprintable
 from windlass.runfile.fields import RunFile
 from windlass.runfile.names import RENAMED
+from windlass.runfile.problems import problems_of, unknown_key
+from windlass.runfile.reference import SECTIONS, Root, annotation_at, items, section
 from windlass.runfile.rules import contradictions, remarks
 from windlass.runfile.script import ScriptRun
 
-_SECTIONS = ("script", "model", "lora", "data", "train", "layout", "cluster", "watch")
-
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """The places of all values of a run file."""
+class LoadedFile:
+    """A run file's path, what is worth knowing about it, and where its values were set."""
 
     path: Path
     notes: tuple[str, ...]
     places: dict[str, str]
 
     def where(self, path: str) -> str:
-        """Where a value comes from: `run.yaml:12: lora.r`, `--override lora.r=32`, or `default: lora.r`."""
-        return _where(self.places, path)
+        """Where a value was set: `run.yaml:12: lora.r`, `--override lora.r=32`, or `default: lora.r`."""
+        overridden_list = self.places.get(path.partition("[")[0], "")
+        default = overridden_list if overridden_list.startswith("--override") else f"default: {path}"
+        return self.places.get(path, default)
 
     def given(self, path: str) -> bool:
-        """Whether somebody said it: in the file or as an override."""
+        """Whether the file or an override sets it."""
         return not self.where(path).startswith("default: ")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Said):
-    """The run file of a language model's run, and the place of every value."""
+class Loaded(LoadedFile):
+    """The run file of a language model's run."""
 
     run: RunFile
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedScript(Said):
-    """The run file of a script's run, and the place of every value."""
+class LoadedScript(LoadedFile):
+    """The run file of a `kind: script` run."""
 
     run: ScriptRun
 
 
-KINDS: dict[str, type[RunFile | ScriptRun]] = {"lora": RunFile, "script": ScriptRun}
-
-
 def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """The run of a run file that trains a language model; for what makes sense for no other."""
+    """Read a run file that trains a language model."""
     loaded = read_any(path, overrides)
     if isinstance(loaded, LoadedScript):
-        hint = "plan, check, train, submit, watch and report are for scripts too"
-        raise UserError("this is for runs that train a language model, not for a script", loaded.where("kind"), hint)
+        hint = "scripts have plan, check, train, submit, watch and report"
+        raise UserError("this command is for language models, not for `kind: script`", loaded.where("kind"), hint)
     return loaded
 
 
 def kind(path: Path, overrides: Sequence[str] = ()) -> str:
-    """Which kind a run file is, before all that may be wrong with it is looked at: lora where nothing else is said."""
+    """`lora` or `script`, without looking at anything else in the file."""
     try:
         value = load(Path(path)).value
     except UserError:
-        return "lora"
-    return "script" if isinstance(value, dict) and _kind(value, overrides) == "script" else "lora"
+        return "lora"  # `read` reports what is wrong
+    return "script" if isinstance(value, dict) and _root(value, overrides) is ScriptRun else "lora"
+
+
+def _root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile | ScriptRun]:
+    overridden = [text.partition("=")[2] for text in overrides if text.partition("=")[0].strip() == "kind"]
+    return ScriptRun if [tree.get("kind"), *overridden][-1] == "script" else RunFile
 
 
 def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
-    """The run of a run file. Raises UserError with all that is wrong, each with its place and a hint."""
+    """Read a run file of either kind. Raises UserError with all that is wrong, each with its place and a hint."""
     document = load(Path(path))
     tree = _mapping(document)
     places = {dotted(steps): document.place(line, steps) for steps, line in document.lines.items() if steps}
     problems = list(document.problems)
-    root = KINDS.get(_kind(tree, overrides), RunFile)
-    notes = _renamed(tree, places, problems) if root is RunFile else []
+    root = _root(tree, overrides)
+    notes = _rename(tree, places, problems) if root is RunFile else []
     for text in overrides:
-        done = overriding.apply(tree, text, root)
-        if isinstance(done, Problem):
-            problems.append(done)
-        else:
-            _overridden(places, tree, done, text)
-    if isinstance(tree.get("layout"), str) and "layout" in places:
+        try:
+            steps, value = _override(tree, text, root)
+        except UserError as error:
+            problems += error.problems
+            continue
+        for known in [known for known in places if known.startswith((f"{dotted(steps)}.", f"{dotted(steps)}["))]:
+            del places[known]
+        _set_places(places, dotted(steps), value, f"--override {text}")
+    if isinstance(tree.get("layout"), str):
+        tree["layout"] = {"name": tree["layout"]}
         places["layout.name"] = places["layout"]
-    tree = {key: _section(key, value) for key, value in tree.items()}
-    run, wrong = _validated(tree, root, lambda steps: _place(places, steps, document.file), problems)
+    tree.update({name: {} for name in SECTIONS if name in tree and tree[name] is None})
 
     def where(path: str) -> str:
-        return _where(places, path)
+        return LoadedFile(document_path, (), places).where(path)
 
-    def sound(path: str) -> bool:
+    def is_valid(path: str) -> bool:
         return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
 
-    problems += contradictions(run, where, sound=sound)
+    document_path = Path(path)
+    run, wrong, more = _validate(tree, root, places, document.file)
+    problems += [*more, *contradictions(run, where, is_valid=is_valid)]
     raise_all(problems)
-    told = (*notes, *remarks(run, where))
+    notes += remarks(run, where)
     if isinstance(run, ScriptRun):
-        return LoadedScript(Path(path), told, places, run)
-    return Loaded(Path(path), told, places, run)
-
-
-def _kind(tree: dict[str, Any], overrides: Sequence[str]) -> str:
-    """The override counts; a kind that there is not is reported with all else, as of a language model's run."""
-    said = [text.partition("=")[2] for text in overrides if text.partition("=")[0].strip() == "kind"]
-    return str([tree.get("kind"), *said][-1])
+        return LoadedScript(document_path, tuple(notes), places, run)
+    return Loaded(document_path, tuple(notes), places, run)
 
 
 def _mapping(document: Document) -> dict[str, Any]:
     if not isinstance(document.value, dict):
-        kind = "a list" if isinstance(document.value, list) else "plain text or a single value"
-        hint = "it begins with sections such as `model:`, `data:`, `train:`; `windlass init` writes one"
-        raise_all([*document.problems, Problem(f"holds {kind}, not sections", document.file, hint)])
+        what = f"contains {'a list' if isinstance(document.value, list) else 'a single value'}, not sections"
+        hint = "it needs sections such as `model:`, `data:`, `train:`; `windlass init` writes one"
+        raise_all([*document.problems, Problem(what, document.file, hint)])
     if not document.value:
-        raise UserError("is empty", document.file, "`windlass init > run.yaml` writes a commented one to start from")
+        raise UserError("is empty", document.file, "`windlass init > run.yaml` writes one to start from")
     return {key: dict(value) if isinstance(value, dict) else value for key, value in document.value.items()}
 
 
-def _renamed(tree: dict[str, Any], places: dict[str, str], problems: list[Problem]) -> list[str]:
+def _rename(tree: dict[str, Any], places: dict[str, str], problems: list[Problem]) -> list[str]:
     """Move old spellings to where they belong, values and places alike."""
     notes: list[str] = []
     for old, new in RENAMED.items():
@@ -134,10 +136,10 @@ def _renamed(tree: dict[str, Any], places: dict[str, str], problems: list[Proble
         target = tree[new_section]
         value = tree[old_section].pop(old_key)
         if not isinstance(target, dict):
-            continue  # reported as a section that is none
+            continue  # reported as a section that isn't one
         if new_key in target:
-            what = f"is another spelling of {new}, which is there too ({places.get(new, new)})"
-            problems.append(Problem(what, places.get(old, old), "keep one of them"))
+            what = f"is another name of {new}, which is set too ({places.get(new, new)})"
+            problems.append(Problem(what, places.get(old, old), "remove one of them"))
             continue
         target[new_key] = value
         places[new] = places.get(old, old)
@@ -145,72 +147,141 @@ def _renamed(tree: dict[str, Any], places: dict[str, str], problems: list[Proble
     return notes
 
 
-def _section(key: str, value: Any) -> Any:
-    """A header with nothing under it is an empty section; `layout: hybrid` names the layout."""
-    if key == "layout" and isinstance(value, str):
-        return {"name": value}
-    return {} if value is None and key in _SECTIONS else value
+def _validate(
+    tree: dict[str, Any], root: type[RunFile | ScriptRun], places: dict[str, str], file: str
+) -> tuple[RunFile | ScriptRun, list[str], list[Problem]]:
+    """The run, the wrong paths and their problems. Wrong keys are removed, to find contradictions among the others."""
+    wrong: list[str] = []
+    problems: list[Problem] = []
+    for _ in range(8):
+        try:
+            return root.model_validate(tree), wrong, problems
+        except ValidationError as error:
+            found = problems_of(error, tree, lambda steps: _nearest_place(places, steps, file), root)
+        problems += found.values()
+        wrong += map(dotted, found)
+        for steps in found:  # a list or free mapping goes as a whole
+            if len(steps) > 1 and isinstance(tree.get(str(steps[0])), dict):
+                tree[str(steps[0])] = {key: value for key, value in tree[str(steps[0])].items() if key != steps[1]}
+            elif steps:
+                tree.pop(str(steps[0]), None)
+    return (RunFile() if root is RunFile else ScriptRun(kind="script")), [*wrong, *SECTIONS], problems
 
 
-def _overridden(places: dict[str, str], tree: Any, steps: Steps, text: str) -> None:
-    """The override is the place of its key, and of every key inside the value that it gave."""
-    path, value = dotted(steps), tree
-    for known in [known for known in places if known.startswith((f"{path}.", f"{path}["))]:
-        del places[known]
-    for step in steps:
-        value = value[step]
-
-    def place(path: str, value: Any) -> None:
-        places[path] = f"--override {text}"
-        for key, inner in value.items() if isinstance(value, dict) else ():
-            place(f"{path}.{key}", inner)
-
-    place(path, value)
-
-
-def _place(places: dict[str, str], steps: Steps, file: str) -> str:
-    """Where to look for what stands, or should stand, at this path."""
+def _nearest_place(places: dict[str, str], steps: Steps, file: str) -> str:
+    """Where a path is set, or what encloses it."""
     for length in range(len(steps), 0, -1):
-        found = places.get(dotted(steps[:length]))
-        if found is not None:
-            return found if length == len(steps) or found.startswith("--") else _inside(found, steps, length)
+        outer = dotted(steps[:length])
+        if outer in places:
+            place = places[outer]
+            exact = length == len(steps) or place.startswith("--")
+            return place if exact else place.removesuffix(outer) + dotted(steps)
     return f"{file}: {dotted(steps)}" if steps else file
 
 
-def _inside(found: str, steps: Steps, length: int) -> str:
-    return found.removesuffix(dotted(steps[:length])) + dotted(steps)
+# --- overrides ------------------------------------------------------------------------------------------------------
+
+_STEP = re.compile(r"\.?([^.\[\]=]+)|\[(\d{1,6})\]")
 
 
-def _where(places: dict[str, str], path: str) -> str:
-    if path in places:
-        return places[path]
-    holder = path.partition("[")[0]  # an entry of a list that was overridden as a whole
-    if places.get(holder, "").startswith("--override"):
-        return places[holder]
-    return f"default: {path}"
+def _override(tree: dict[str, Any], text: str, root: Root) -> tuple[Steps, Any]:
+    """Put the value of `a.b=value` into the tree."""
+    place = f"--override {text}"
+    if unprintable(text):
+        raise UserError("contains a character that can't be printed", f"--override {ascii(text)[1:-1]}", "remove it")
+    path, equals, value_text = text.partition("=")
+    path = path.strip()
+    if not equals or not path:
+        raise UserError("is not of the form a.b=value", place, "such as --override train.learning_rate=1e-4")
+    steps = _path(path, root)
+    annotation = annotation_at(steps, root)
+    if not steps or annotation is None:
+        hint = unknown_key(steps or (path,), root)[1]
+        raise UserError(f"the run file has no {path}", place, hint)
+    try:
+        value = _typed(value_text, annotation)
+        current: Any = tree
+        for depth, step in enumerate(steps[:-1]):
+            current[step] = current = _container(current, steps[: depth + 1], steps[depth + 1], root)
+        if isinstance(current, list) and steps[-1] == len(current):
+            current.append(value)
+        else:
+            current[steps[-1]] = value
+    except UserError as error:
+        raise UserError(error.problems[0].problem, place, error.problems[0].hint) from None
+    return steps, value
 
 
-def _validated(
-    tree: dict[str, Any], root: type[RunFile | ScriptRun], where: Callable[[Steps], str], problems: list[Problem]
-) -> tuple[RunFile | ScriptRun, list[str]]:
-    """The run; where values are wrong they are reported and taken out, so that contradictions among the others show."""
-    wrong: list[str] = []
-    for _ in range(8):
+def _path(path: str, root: Root) -> Steps:
+    """The steps of a path, old spellings translated; empty if it isn't one."""
+    steps: Steps = ()
+    position = 0
+    while position < len(path):
+        annotation = annotation_at(steps, root)
+        values = items(annotation, dict) if steps else None
+        if values is not None and section(values) is None:
+            return (*steps, path[position:].removeprefix("."))  # a key of a free mapping may contain dots
+        found = _STEP.match(path, position)
+        if found is None or len(steps) > 12:
+            return ()
+        name, index = found.groups()
+        if index is None and name.isdecimal() and items(annotation, list) is not None:
+            index = name
+        steps = (*steps, int(index) if index else name)
+        position = found.end()
+        if root is RunFile and dotted(steps) in RENAMED:
+            steps = tuple(RENAMED[dotted(steps)].split("."))
+    return steps
+
+
+def _typed(text: str, annotation: Any) -> Any:
+    """The value as the key's type wants it: as YAML if that is valid, else as the text that was given."""
+    failure: UserError | None = None
+    value = scalar(text)
+    if text.startswith(("[", "{", '"', "'")):
         try:
-            return root.model_validate(tree), wrong
-        except ValidationError as error:
-            found, paths = complaints(error, tree, where, root)
-            problems += found
-            wrong += [dotted(steps) for steps in paths]
-            for steps in paths:
-                tree = _without(tree, steps)
-    return (RunFile() if root is RunFile else ScriptRun(kind="script")), list(_SECTIONS)
+            document = parse(text, "--override")
+            raise_all(document.problems)
+            value = document.value
+        except UserError as error:
+            failure = error
+    for candidate in (value, text):
+        try:
+            TypeAdapter(annotation).validate_python(candidate, strict=True)
+        except ValidationError:
+            continue
+        return candidate
+    if failure:
+        raise failure
+    return value
 
 
-def _without(tree: dict[str, Any], steps: Steps) -> dict[str, Any]:
-    """The tree without the key that holds this path: a list or free mapping goes as a whole."""
-    section, key = steps[0] if steps else "", steps[1] if len(steps) > 1 else None
-    kept = {name: value for name, value in tree.items() if name != section}
-    if key is not None and isinstance(tree.get(str(section)), dict):
-        kept[str(section)] = {name: value for name, value in tree[str(section)].items() if name != key}
-    return kept
+def _container(parent: Any, steps: Steps, following: str | int, root: Root) -> Any:
+    """A copy of the list or mapping that the next step goes into."""
+    step, path = steps[-1], dotted(steps)
+    if isinstance(step, int) and step >= len(parent):
+        raise UserError(
+            f"{dotted(steps[:-1])} has {len(parent)} items: there is no [{step}]", "", "give the whole item"
+        )
+    there = parent[step] if isinstance(step, int) else parent.get(step)
+    if isinstance(following, str):
+        if path == "layout" and isinstance(there, str):
+            return {"name": there}
+        return dict(there) if isinstance(there, dict) else {}
+    if there is None:
+        there = root.model_construct()
+        for name in steps:
+            there = getattr(there, str(name), None)
+    if there is not None and not isinstance(there, list):
+        raise UserError(f"{path} is not a list here", "", "give the whole list: [a, b]")
+    there = list(there or [])
+    if following > len(there):
+        raise UserError(f"{path} has {len(there)} items: there is no [{following}]", "", f"[{len(there)}] appends one")
+    return there
+
+
+def _set_places(places: dict[str, str], path: str, value: Any, place: str) -> None:
+    """An override is the place of its key, and of every key inside its value."""
+    places[path] = place
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        _set_places(places, f"{path}.{key}", inner, place)

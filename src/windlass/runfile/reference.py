@@ -1,23 +1,35 @@
-"""What can be said of a key from its definition alone: type, default, docstring; and the JSON Schema."""
+"""What is known of a key from its definition: description, type, default, other names; JSON Schema; the presets."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 import types
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from importlib.resources import files
+from itertools import pairwise
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from windlass.errors import UserError
 from windlass.runfile.document import Steps
 from windlass.runfile.fields import RunFile
-from windlass.runfile.names import RENAMED
-from windlass.runfile.script import SECTIONS, ScriptRun
+from windlass.runfile.names import OTHER_NAMES, RENAMED, close_names
+from windlass.runfile.script import ScriptRun
 
 Root = type[BaseModel]
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+SECTIONS = ("model", "lora", "data", "train", "script", "layout", "cluster", "watch")
+
+# The class whose argument a key becomes, and the keys of the section that are windlass's own.
+UPSTREAM = {
+    "lora": ("PEFT's LoraConfig", {"adapter", "dtype", "experts"}),
+    "train": ("transformers' TrainingArguments", {"global_batch_size", "resume", "warmup_ratio"}),
+}
 
 
 def options(annotation: Any) -> list[Any]:
@@ -36,113 +48,119 @@ def section(annotation: Any) -> type[BaseModel] | None:
     return next(found, None)
 
 
-def _arguments(annotation: Any, kind: type) -> tuple[Any, ...]:
-    return next((get_args(option) for option in options(annotation) if get_origin(option) is kind), ())
+def items(annotation: Any, kind: type) -> Any:
+    """The annotation of a list's items or a mapping's values."""
+    return next((get_args(option)[-1] for option in options(annotation) if get_origin(option) is kind), None)
 
 
 def annotation_at(steps: Steps, root: Root = RunFile) -> Any:
-    """The annotation of the value at this path; None where a run file has no such path."""
+    """The annotation of the value at this path; None if a run file has no such path."""
     current: Any = root
     for step in steps:
         inner = section(current)
         if isinstance(step, int):
-            current = next(iter(_arguments(current, list)), None)
+            current = items(current, list)
         elif inner is not None and step in inner.model_fields:
-            current = inner.model_fields[step].annotation
+            current = inner.model_fields[step].rebuild_annotation()
         else:
-            current = next(iter(_arguments(current, dict)[1:]), None)
+            current = items(current, dict)
         if current is None:
             return None
     return current
 
 
-def words(annotation: Any) -> str:
-    """What a value must be, for a sentence."""
-    parts: list[str] = []
-    for option in options(annotation):
-        origin = get_origin(option)
-        if origin is Literal:
-            parts += [_literal(value) for value in get_args(option)]
-        elif origin is list:
-            inner = words(get_args(option)[0])
-            parts.append("a list" if inner == "text" else f"a list, each {inner}")
-        elif origin is dict:
-            parts.append("a mapping of keys to values")
-        elif isinstance(option, type) and issubclass(option, BaseModel):
-            parts.append(f"a section with the keys {', '.join(list(option.model_fields)[:4])} …")
-        else:
-            parts.append(_WORDS.get(option, "something else"))
-    if {"a whole number", "a number"} <= set(parts):
-        parts.remove("a whole number")
-    parts = list(dict.fromkeys(parts))
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
-
-
-def _literal(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@cache
-def keys(root: Root = RunFile) -> tuple[str, ...]:
-    """Every path of a run file, in order; what is inside list items and mappings once, without index or key."""
-    return tuple(path for path, _ in _walk(root, ""))
-
-
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[type[BaseModel], FieldInfo]]]:
     for name, field in model.model_fields.items():
-        yield prefix + name, field
-        inner = _inner(field.annotation)
-        if inner is not None:
+        yield prefix + name, (model, field)
+        kinds = (field.annotation, items(field.annotation, list), items(field.annotation, dict))
+        if inner := next(filter(None, map(section, kinds)), None):
             yield from _walk(inner, f"{prefix}{name}.")
 
 
-def _inner(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *_arguments(annotation, list), *_arguments(annotation, dict)[1:]):
-        found = section(candidate)
-        if found is not None:
-            return found
-    return None
+@cache
+def fields(root: Root = RunFile) -> dict[str, tuple[type[BaseModel], FieldInfo]]:
+    """Every path of a run file, in order. What is inside lists and mappings stands once, without index or key."""
+    return dict(_walk(root, ""))
+
+
+def keys(root: Root = RunFile) -> tuple[str, ...]:
+    return tuple(fields(root))
 
 
 def owners(key: str, root: Root = RunFile) -> list[str]:
-    """Paths that end in this key, sections of the published recipe first."""
+    """Paths that end in this key."""
     return [path for path in keys(root) if path.rpartition(".")[2] == key]
 
 
+@cache
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The docstrings under a section's keys. pydantic can read them too, but does so at every import."""
+    tree = ast.parse(inspect.getsource(sys.modules[model.__module__]))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
+    return {
+        key.target.id: " ".join(str(text.value.value).split())
+        for key, text in pairwise(body)
+        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
 def describe(path: str) -> str | None:
-    """What a key means, what it takes and its default. A last name alone is enough."""
+    """What a key means, its type, default and other names. The last part of its path is enough."""
     path = re.sub(r"\[\d*\]", "", path.strip())
+    of_scripts = [key for key in keys(ScriptRun) if key.startswith("script") and path in (key, key.rpartition(".")[2])]
+    by_last = {old.rpartition(".")[2]: new for old, new in reversed(RENAMED.items())}
     if path in keys():
         return _described(path)
-    own = [key for key in keys(ScriptRun) if key.startswith("script") and path in (key, key.rpartition(".")[2])]
-    if path in own or (own and not owners(path) and path not in RENAMED):
-        return "\n\n".join(_described(key, ScriptRun) for key in own)
-    by_last = {old.rpartition(".")[2]: new for old, new in reversed(RENAMED.items())}
-    new = RENAMED.get(path) or by_last.get(path)
-    if new is not None and not owners(path):
-        return f"{path} is another spelling of {new}\n\n{_described(new)}"
+    if path in of_scripts or (of_scripts and not owners(path) and path not in RENAMED):
+        return "\n\n".join(_described(key, ScriptRun) for key in of_scripts)
+    if not owners(path) and (new := RENAMED.get(path) or by_last.get(path) or OTHER_NAMES.get(path.rpartition(".")[2])):
+        return f"{path} is another name of {new}\n\n{_described(new)}"
     parent = path.rpartition(".")[0]
-    if parent in keys() and _arguments(annotation_at(tuple(parent.split("."))), dict):
+    if parent in keys() and items(fields()[parent][1].annotation, dict):
         return _described(parent)  # a key of a free mapping, such as one variable of cluster.env
     return "\n\n".join(map(_described, owners(path))) or None
 
 
 def _described(path: str, root: Root = RunFile) -> str:
-    field = dict(_walk(root, ""))[path]
-    lines = [path, f"  {' '.join((field.description or '').split())}", f"  takes: {words(field.annotation)}"]
-    if _section_like(field):
+    model, field = fields(root)[path]
+    top, _, name = path.rpartition(".")
+    text = _docstrings(model).get(name, "")
+    lines = [path, text]
+    if section(field.annotation) and field.default_factory:
         inside = [key for key in keys(root) if key.startswith(f"{path}.") and "." not in key[len(path) + 1 :]]
-        lines[2] = f"  keys: {', '.join(key.rpartition('.')[2] for key in inside)}"
-    elif field.is_required():
-        lines += [] if "Default:" in (field.description or "") else ["  required"]
+        lines.append(f"keys: {', '.join(key.rpartition('.')[2] for key in inside)}")
     else:
-        lines.append(f"  default: {_shown(field.default)}")
-    also = [old for old, new in RENAMED.items() if new == path]
-    return "\n".join(lines + ([f"  also written: {', '.join(also)}"] if also else []))
+        lines.append(f"type: {words(TypeAdapter(field.rebuild_annotation()).json_schema())}")
+        if not field.is_required():
+            lines.append(f"default: {_shown(field.default)}")
+        elif "Default:" not in text:
+            lines.append("required")
+    upstream, own = UPSTREAM.get(top, ("", set()))
+    if upstream and name not in own:
+        lines.append(f"same as: {upstream}.{name}")
+    if accepted := [old for old, new in RENAMED.items() if new == path]:
+        lines.append(f"also accepted: {', '.join(accepted)}")
+    if others := [other for other, key in OTHER_NAMES.items() if key == path]:
+        lines.append(f"elsewhere called: {', '.join(others)}")
+    return "\n  ".join(lines)
 
 
-def _section_like(field: FieldInfo) -> bool:
-    return section(field.annotation) is not None and field.default_factory is not None
+def words(rule: dict[str, Any]) -> str:
+    """A JSON Schema rule in words."""
+    if "anyOf" in rule:
+        return " or ".join(dict.fromkeys(map(words, rule["anyOf"])))
+    if "$ref" in rule:
+        return "a section"
+    if "enum" in rule or "const" in rule:
+        return ", ".join(map(_shown, rule.get("enum", [rule.get("const")])))
+    names = {"integer": "whole number", "boolean": "true or false", "string": "text", "object": "mapping"}
+    name = names.get(rule.get("type", ""), rule.get("type", "anything"))
+    if name == "array":
+        return f"list of {words(rule.get('items', {}))}"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {rule[key]:g}" for key, sign in signs.items() if key in rule]
+    return f"{name} {' and '.join(bounds)}".strip()
 
 
 def _shown(value: Any) -> str:
@@ -153,8 +171,20 @@ def _shown(value: Any) -> str:
 
 def schema() -> dict[str, Any]:
     """JSON Schema of both kinds of run file: `kind: script` chooses the second."""
-    lora, script = _lora_schema(), _script_schema()
-    sections = {**lora.pop("$defs"), **script.pop("$defs")}
+    lora, script = _schema(RunFile), _schema(ScriptRun)
+    sections = {**script.pop("$defs"), **lora.pop("$defs")}
+    for old, new in RENAMED.items():
+        (old_section, _, old_key), (new_section, _, new_key) = old.partition("."), new.partition(".")
+        properties = sections[new_section.capitalize()]["properties"]
+        sections[old_section.capitalize()]["properties"][old_key] = {
+            **properties[new_key],
+            "deprecated": True,
+            "description": f"Another name of {new}.",
+        }
+    layout_names = sections["LayoutSection"]["properties"]["name"]["enum"]
+    lora["properties"]["layout"]["anyOf"].append({"enum": layout_names})  # `layout: hybrid`
+    sections["Lora"]["properties"]["experts"]["anyOf"].append({"type": "boolean"})
+    sections["ExpertLora"].pop("required", None)  # what is left out follows from the section around it
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "windlass run file",
@@ -165,43 +195,35 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _script_schema() -> dict[str, Any]:
-    found = ScriptRun.model_json_schema(mode="validation")
+def _schema(root: Root) -> dict[str, Any]:
+    """pydantic's, with the keys' docstrings, and with headers that have nothing under them."""
+    found = root.model_json_schema(mode="validation")
+    for model, _ in fields(root).values():
+        rule = found if model is root else found["$defs"][model.__name__]
+        for name, text in _docstrings(model).items():
+            rule["properties"][name]["description"] = text
     for name in SECTIONS:
-        described = {"description": ScriptRun.model_fields[name].description}
-        found["properties"][name] = described | {
-            "anyOf": [{"$ref": f"#/$defs/{_definition(name, ScriptRun)}"}, {"type": "null"}]
-        }
+        if name in found["properties"]:
+            rule = found["properties"][name]
+            rule["anyOf"] = [{"$ref": rule.pop("$ref")}, {"type": "null"}]
     return found
 
 
-def _lora_schema() -> dict[str, Any]:
-    """Old spellings are there too, marked as deprecated."""
-    found = RunFile.model_json_schema(mode="validation")
-    sections = found["$defs"]
-    for old, new in RENAMED.items():
-        (old_section, _, old_key), (new_section, _, new_key) = old.partition("."), new.partition(".")
-        properties = sections[_definition(new_section)]["properties"]
-        sections[_definition(old_section)]["properties"][old_key] = {
-            **properties[new_key],
-            "deprecated": True,
-            "description": f"Another spelling of {new}.",
-        }
-    headers = found["properties"]
-    names = sections["LayoutSection"]["properties"]["name"]["enum"]
-    for name in ("model", "lora", "data", "train", "layout", "cluster", "watch"):
-        instead = {"enum": [*names, None]} if name == "layout" else {"type": "null"}  # a header with nothing under it
-        headers[name] = {
-            "description": RunFile.model_fields[name].description,
-            "anyOf": [{"$ref": f"#/$defs/{_definition(name)}"}, instead],
-        }
-    experts = sections["Lora"]["properties"]["experts"]
-    experts["anyOf"] = [*experts["anyOf"], {"type": "boolean"}]
-    sections["ExpertLora"].pop("required", None)  # what is left out follows from the section around it
-    return found
+def presets() -> dict[str, str]:
+    """Name and one-line summary of every run file that `windlass init` can print."""
+    return {name: text.splitlines()[0].removeprefix("# ") for name, text in sorted(_texts().items())}
 
 
-def _definition(name: str, root: Root = RunFile) -> str:
-    inner = section(root.model_fields[name].annotation)
-    assert inner is not None
-    return inner.__name__
+def init(preset: str = "mistral-small-4") -> str:
+    """The text of a preset."""
+    texts = _texts()
+    if preset not in texts:
+        near = close_names(preset, texts) or sorted(texts)
+        raise UserError(f"there is no preset {preset!r}", "windlass init", f"choose {', '.join(near)}")
+    return texts[preset]
+
+
+def _texts() -> dict[str, str]:
+    folder = files("windlass.runfile") / "presets"
+    found = [entry for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return {entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8") for entry in found}

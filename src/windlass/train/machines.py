@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from windlass.errors import UserError
-from windlass.runfile import Said
+from windlass.runfile import LoadedFile
 
 
-def started_on(loaded: Said, environ: Mapping[str, str], cards: int) -> list[str]:
+def started_on(loaded: LoadedFile, environ: Mapping[str, str], cards: int) -> list[str]:
     """Overrides for what nobody wrote: by the launcher that started this rank, else by this machine's GPUs, `cards`."""
     if loaded.given("cluster.nodes") or loaded.given("cluster.gpus_per_node") or loaded.given("layout.ranks"):
         return []
