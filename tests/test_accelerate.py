@@ -228,7 +228,7 @@ BAD = {
     b"# nothing\n": "is empty",
     b"- a\n- b\n": "not a mapping",
     bytes(range(256)): "is not text",
-    b"distributed_type: FSDP\nfsdp_config: {a: [\n": "is not YAML",
+    b"distributed_type: FSDP\nfsdp_config: {a: [\n": "is not valid YAML",
     b"a: " + b"[" * 5000 + b"]" * 5000: "nested more than",
     b"#" * (300 * 1024): "larger than",
     b"num_machines: 2\n": "distributed_type is missing",

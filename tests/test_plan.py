@@ -133,7 +133,7 @@ def test_auto_divides_a_given_global_batch() -> None:
     made = of_train(*AUTO, "train.global_batch_size=72", "train.gradient_accumulation_steps=24")
     assert [t.batch.micro * t.batch.accumulation for t in made.tried] == [24] * len(made.tried)
     assert made.schedule.global_sequences == 72
-    with pytest.raises(UserError, match="70 sequences don't divide"):
+    with pytest.raises(UserError, match="70 sequences can't be divided"):
         of_train(*AUTO, "train.global_batch_size=70")
 
 

@@ -246,7 +246,7 @@ def caught(record: Record, phase: str, words: str, code: int) -> None:
 SMALL_EXPERTS = ("layout={name: expert-parallel}", "cluster.gpus_per_node=3")
 # name -> (overrides, the phase that catches it, words of the message, exit code)
 FAULTS: dict[str, tuple[tuple[str, ...], str, str, int]] = {
-    "an unknown key": (("train.learning_rat=1",), "plan", "nearest: train.learning_rate", 2),
+    "an unknown key": (("train.learning_rat=1",), "plan", "did you mean learning_rate?", 2),
     "a target that is not there": (("lora.target_modules=[qkv]",), "plan", "'qkv' matches no module", 2),
     "3 ranks for 8 experts": (SMALL_EXPERTS, "plan", "8 experts do not split evenly over 3 ranks", 2),
     "no such model": (("model.model_name_or_path=nowhere",), "plan", "there is no folder 'nowhere'", 2),

@@ -116,20 +116,20 @@ def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
-        ("kind: scirpt\nscript: {path: a.py}", ":1: kind: must be lora or script, not 'scirpt'", "nearest: script"),
-        ("script: {path: a.py}", ":1: script: is a section of runs of kind: script", "write `kind: script`"),
-        ("kind: script\nscript: {path: a.py, module: b}", ":2: script.path: a file and a module", "keep the one"),
-        ("kind: script", ":1: kind: a script is to be run, and none is named", "script.path"),
-        ("kind: script\nscript: {path: a.py}\nmodel: {}", ":3: model: is of runs that train a language model", "take"),
+        ("kind: scirpt\nscript: {path: a.py}", ":1: kind: must be 'lora' or 'script', not 'scirpt'", "mean script?"),
+        ("script: {path: a.py}", ":1: script: is a section of `kind: script` runs", "write `kind: script`"),
+        ("kind: script\nscript: {path: a.py, module: b}", ":2: script.path: both a file and a module", "keep the one"),
+        ("kind: script", ":1: kind: no script is set", "script.path"),
+        ("kind: script\nscript: {path: a.py}\nmodel: {}", ":3: model: is not for `kind: script` runs", "remove"),
         ("kind: script\nscript: {path: a.py, args: [true]}", "script.args[0]: must be text, not true", '"true"'),
         ("kind: script\nscript: {path: a.py, args: [[1]]}", "script.args[0]: must be text, not a list of 1", "explain"),
-        ("kind: script\nscript: {path: a.py, arg: [1]}", "script.arg: `script` has no such key", "nearest: args"),
-        ("kind: script\nscript: {path: -c}", "script.path: would be an option", ""),
+        ("kind: script\nscript: {path: a.py, arg: [1]}", "script.arg: `script` has no such key", "did you mean args?"),
+        ("kind: script\nscript: {path: -c}", "script.path: would be read as an option", ""),
         ("kind: script\nscript: {module: a-b}", "script.module: must be a module's name", ""),
-        ("kind: script\nscript: {path: a.py}\nlayout: {ranks: 2, name: auto}", ":3: layout.name: is of runs", ""),
-        ("kind: script\nscript: {path: a.py}\nwatch: {stall: checkpoint}", "watch.stall: must be off", ""),
-        ("kind: script\nscript: {path: a.py}\nwatch: {straggler: checkpoint}", "nobody but the script can", "stop"),
-        ("kind: script\nscript: {path: a.py}\nwatch: {non_finite: skip}", "nobody but the script can leave", "stop"),
+        ("kind: script\nscript: {path: a.py}\nlayout: {ranks: 2, name: auto}", ":3: layout.name: is not for", ""),
+        ("kind: script\nscript: {path: a.py}\nwatch: {stall: checkpoint}", "watch.stall: must be 'off'", ""),
+        ("kind: script\nscript: {path: a.py}\nwatch: {straggler: checkpoint}", "can save a checkpoint", "use"),
+        ("kind: script\nscript: {path: a.py}\nwatch: {non_finite: skip}", "only the script itself can skip", "stop"),
         ("kind: script\nscript: {path: a}\nlayout: {ranks: 3}\ncluster: {nodes: 2, gpus_per_node: 1}", "3 ranks", ""),
     ],
 )  # fmt: skip
@@ -143,7 +143,7 @@ def test_bad_input_is_told_with_its_place(tmp_path: Path, text: str, said: str, 
 
 def test_what_is_for_language_models_says_so(tmp_path: Path) -> None:
     path = run_file(tmp_path, "pass")
-    with pytest.raises(UserError, match="for runs that train a language model, not for a script"):
+    with pytest.raises(UserError, match="is for language models"):
         read(path)
     done = windlass("plan", path, "--accelerate", "examples/mistral-small-4/fsdp.yaml")
     assert done.returncode == 2
@@ -155,7 +155,7 @@ def test_the_start_and_the_reference_know_scripts(tmp_path: Path) -> None:
     made = loaded(init("script"), tmp_path)
     assert made.run.script.args[:2] == ["--epochs", "2"]
     assert "word by word" in str(describe("script.args"))
-    assert "takes:" in str(describe("module"))
+    assert "type:" in str(describe("module"))
 
 
 # --- plan and check -------------------------------------------------------------------------------------------------
