@@ -1,9 +1,9 @@
-"""Merging an adapter into a sharded checkpoint: tensor by tensor, against PEFT's merge_and_unload and saving.
+"""Merging an adapter into a sharded model: tensor by tensor, against PEFT's merge_and_unload and saving.
 
     python benchmarks/export.py [--gib 2] [--repeat 1] [--workers 2]
 
-A synthetic dense model in BF16 shards, an adapter of rank 16 on all its linear layers, both written without ever
-being held whole. Each way runs in a fresh process on the same files, dropped from the page cache before. Memory is
+A synthetic dense model in BF16 shards, an adapter of rank 16 on all its linear layers, both written a tensor at a
+time. Each way runs in a fresh process on the same files, dropped from the page cache before. Memory is
 the process's peak of resident memory, what importing its libraries took before it in brackets. The proof reads
 everything a second time; PEFT's way has none. (Logits are left out: they need the model in memory.)
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from windlass.model import Base, read_base
+from windlass.model import read_base
 from windlass.model.config import describe, list_parameters
 from windlass.train.load import peak_rss, reset_peak_rss
 
@@ -40,7 +40,7 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint in BF16")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the model in BF16")
     parser.add_argument("--shard-gib", type=float, default=0.5, help="size of its files")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2, help="files that windlass writes at a time")
@@ -165,19 +165,22 @@ def with_peft(folder: Path, shard_gib: float) -> None:
 
 
 def with_windlass(folder: Path, workers: int, *, proven: bool) -> None:
-    from windlass.export import recipe, update, write
-    from windlass.export.choose import base_of, choose
-    from windlass.export.proof import prove
+    import shutil
 
-    chosen, to = choose(folder / "adapter"), folder / "out"
-    checkpoint: Base = base_of(chosen, None)
-    updates = update.read(chosen, checkpoint)
-    made = recipe.make(checkpoint, updates, to, recipe.OWN)
-    write.begin(to, made, checkpoint, chosen.weights)
-    write.Writer(made, checkpoint, updates, to, lambda _: None).write(workers)
-    write.finish(to)
+    from windlass.export.deltas import read_deltas
+    from windlass.export.merge import OWN, WORK, Merger, claim_folder, plan_merge
+    from windlass.export.proof import prove_files
+    from windlass.export.source import base_of, choose_adapter
+
+    source, to = choose_adapter(folder / "adapter"), folder / "out"
+    base = base_of(source, None)
+    deltas = read_deltas(source, base)
+    plan = plan_merge(base, deltas, to, OWN)
+    claim_folder(to, plan, base, source)
+    Merger(plan, base, deltas, to, lambda _: None).write(workers)
+    shutil.rmtree(to / WORK)
     if proven:
-        deviations = prove(checkpoint, updates, made, to, chosen.weights, lambda _: None).deviations
+        deviations = prove_files(base, deltas, plan, to, source.weights, lambda _: None).deviations
         assert not deviations, deviations
 
 

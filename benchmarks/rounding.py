@@ -1,4 +1,4 @@
-"""FP8 merges: rounding to the nearest code against rounding by the pattern. Trains an adapter first; prints a table.
+"""FP8 merges: rounding to the nearest code against dithered rounding. Trains an adapter first; prints a table.
 
     python benchmarks/rounding.py [--run RUN_DIR]
 
@@ -22,9 +22,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from windlass import demo, tiny
-from windlass.export import logits, recipe, update, values, write
-from windlass.export.choose import base_of, choose
+from windlass.export import rounding
+from windlass.export.deltas import read_deltas
+from windlass.export.merge import FP8, Merger, claim_folder, plan_merge
+from windlass.export.proof import load_float32
+from windlass.export.source import base_of, choose_adapter
 from windlass.model import read_base
+from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, sample_rows
 from windlass.train.reading import Box
 
 WIDE = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
@@ -35,7 +39,7 @@ CHANGES = {
     "layout: full-shard": "layout: resident",
 }
 Dice = Callable[[str, Box], Tensor]
-ROUNDINGS: dict[str, Dice] = {"nearest": lambda _key, _box: torch.tensor(0.5), "pattern": values.pattern}
+ROUNDINGS: dict[str, Dice] = {"nearest": lambda _key, _box: torch.tensor(0.5), "dithered": rounding.dither}
 
 
 def main() -> None:
@@ -67,7 +71,7 @@ def train(folder: Path) -> Path:
 
 
 def compare(run: Path, folder: Path, strength: float) -> None:
-    source = choose(run)
+    source = choose_adapter(run)
     weak = folder / "adapter"
     shutil.rmtree(weak, ignore_errors=True)
     weak.mkdir()
@@ -75,22 +79,22 @@ def compare(run: Path, folder: Path, strength: float) -> None:
     scaled = {key: tensor * strength if "lora_B" in key else tensor for key, tensor in factors.items()}
     save_file(scaled, weak / source.weights.name, metadata={"format": "pt"})
     (weak / "adapter_config.json").write_text(json.dumps(source.config))
-    chosen = choose(weak)
-    checkpoint = base_of(chosen, None)
-    rows = logits.sample_rows(source, checkpoint.dims["vocab"])
-    plain, adapted = logits.with_and_without(checkpoint, chosen, rows)
+    weaker = choose_adapter(weak)
+    base = base_of(weaker, None)
+    rows = sample_rows(source.run_folder, base.dims["vocab"])
+    plain, adapted = logits_without_and_with(load_float32(base), weak, rows)
     change = adapted - plain
     for name, dice in ROUNDINGS.items():
-        values.pattern = dice  # type: ignore[assignment]
+        rounding.dither = dice  # type: ignore[assignment]
         to = folder / "out"
         shutil.rmtree(to, ignore_errors=True)
-        updates = update.read(chosen, checkpoint)
-        made = recipe.make(checkpoint, updates, to, recipe.FP8)
-        write.begin(to, made, checkpoint, chosen.weights)
-        write.Writer(made, checkpoint, updates, to, lambda _: None).write(1)
-        merged = logits.of(logits.model_of(read_base(to)), rows)
+        deltas = read_deltas(weaker, base)
+        plan = plan_merge(base, deltas, to, FP8)
+        claim_folder(to, plan, base, weaker)
+        Merger(plan, base, deltas, to, lambda _: None).write(1)
+        merged = compute_logits(load_float32(read_base(to)), rows)
         kept = float(((merged - plain) * change).sum() / (change * change).sum())
-        own, left = logits.kl(adapted, plain), logits.kl(adapted, merged)
+        own, left = kl_divergence(adapted, plain), kl_divergence(adapted, merged)
         print(f"| x {strength} | {own:.3g} | {name} | {left:.2g} | {kept:.0%} |", flush=True)
 
 

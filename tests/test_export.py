@@ -21,15 +21,17 @@ from torch import Tensor, nn
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.export import Names, export, logits, served
-from windlass.export.choose import base_of, choose
-from windlass.export.generate import generate, loaded
-from windlass.export.values import FORMATS, encode, pattern
+from windlass.export import export, hints
+from windlass.export.generate import generate, load_model
+from windlass.export.proof import free_memory
+from windlass.export.rounding import FORMATS, dither, encode
+from windlass.export.source import base_of, choose_adapter
 from windlass.model import read_base
 from windlass.plan.layout import Layout
 from windlass.train import checkpoint
 from windlass.train.checkpoint.disk import seal
 from windlass.train.load import load
+from windlass.train.logits import compute_logits
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
 # expert parameters when it warns, only when it applies it.
@@ -241,9 +243,9 @@ def test_codes_are_neighbours_and_what_is_a_code_stays(dtype: torch.dtype, size:
     place = ((0, 64), (0, 64))
     codes = values.to(dtype)
     assert torch.equal(
-        encode(codes.float(), dtype, pattern("x", place)).view(torch.uint8) | 128, codes.view(torch.uint8) | 128
+        encode(codes.float(), dtype, dither("x", place)).view(torch.uint8) | 128, codes.view(torch.uint8) | 128
     )
-    got = encode(values, dtype, pattern("x", place)).float()
+    got = encode(values, dtype, dither("x", place)).float()
     mantissa, least, _ = FORMATS[dtype]
     step = torch.exp2((torch.frexp(values).exponent - 1).clamp(min=least).float() - mantissa)
     assert ((got - values).abs() < step * 1.0001).all()
@@ -255,7 +257,7 @@ def test_what_is_far_below_a_code_survives_on_average() -> None:
     place = ((0, 256), (0, 256))
     grown = torch.full((256, 256), 16.0) + 2 / 50  # neighbours: 16 and 18
     assert (grown.to(torch.float8_e4m3fn).float() == 16).all()
-    codes = encode(grown, torch.float8_e4m3fn, pattern("any", place)).float()
+    codes = encode(grown, torch.float8_e4m3fn, dither("any", place)).float()
     assert set(codes.flatten().tolist()) == {16.0, 18.0}
     assert math.isclose(float(codes.mean() - 16), 2 / 50, rel_tol=0.02)
     rows = codes.mean(1) - 16  # evenly over rows and columns too
@@ -264,7 +266,7 @@ def test_what_is_far_below_a_code_survives_on_average() -> None:
 
 def test_the_adapter_alone(cases: dict[str, Path], tmp_path: Path) -> None:
     folder = cases["published"]
-    made = export(folder / "adapter", tmp_path / "out", names=Names(called="org/published"), say=silent)
+    made = export(folder / "adapter", tmp_path / "out", called="org/published", say=silent)
     assert made.record["deviations"] == []
     before = load_file(folder / "adapter" / "adapter_model.safetensors")
     after = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -277,7 +279,7 @@ def test_the_adapter_alone(cases: dict[str, Path], tmp_path: Path) -> None:
     assert config["base_model_name_or_path"] == "org/published"
     model = PeftModel.from_pretrained(plain_model(folder / "base"), str(tmp_path / "out"))
     assert isinstance(model, PeftModel)
-    chosen = choose(tmp_path / "out")  # it names its base, which is no folder here
+    chosen = choose_adapter(tmp_path / "out")  # it names its base, which is no folder here
     with pytest.raises(UserError, match="the weights of the base model org/published are not on this machine") as no:
         base_of(chosen, None)
     assert "--base DIR" in str(no.value)
@@ -325,20 +327,20 @@ def run(cases: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def test_the_best_checkpoint_is_chosen_and_a_damaged_one_is_not(run: Path) -> None:
-    assert choose(run).folder.name == "step-20"
+    assert choose_adapter(run).folder.name == "step-20"
     with (run / "checkpoints" / "step-20" / "adapter_model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    chosen = choose(run)
+    chosen = choose_adapter(run)
     assert chosen.folder.name == "step-30"
-    assert "passed over step-20: adapter_model.safetensors" in chosen.why
+    assert "skipped step-20: adapter_model.safetensors" in chosen.why
 
 
 def test_the_best_is_what_the_run_itself_took_for_the_best(run: Path) -> None:
     """Its checkpoints say how they evaluated. The log may have lost lines, or have those of steps that were undone."""
     (run / "events.jsonl").write_text('{"kind": "eval", "step": 30, "eval_loss": 0.1}\n{"kind": "ev')
-    assert choose(run).folder == checkpoint.best(run / "checkpoints") == run / "checkpoints" / "step-20"
-    assert "lowest evaluation loss of 3 saved: 1.5000 at step-20" in choose(run).why
+    assert choose_adapter(run).folder == checkpoint.best(run / "checkpoints") == run / "checkpoints" / "step-20"
+    assert "lowest evaluation loss of 3 saved: 1.5000 at step-20" in choose_adapter(run).why
 
 
 def test_the_card_says_what_was_trained(run: Path, tmp_path: Path) -> None:
@@ -372,7 +374,7 @@ def test_the_card_says_what_was_trained(run: Path, tmp_path: Path) -> None:
 def test_what_servers_do_is_said_by_target(cases: dict[str, Path], tmp_path: Path) -> None:
     source = cases["published"] / "adapter"
     made = export(source, tmp_path / "out", say=silent)
-    answer = served(source, made, None)
+    answer = hints(source, made, None)
     vllm = {row.target: row for row in answer.rows if row.server == "vLLM"}
     assert vllm["kv_b_proj"].unmerged == "not applied"
     assert "48974" in vllm["kv_b_proj"].source
@@ -396,11 +398,11 @@ class Elsewhere(nn.Module):
 
 
 def test_rows_go_to_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert logits.of(Elsewhere(), torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 3)
-    assert logits.available() > 10**6
+    assert compute_logits(Elsewhere(), torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 3)
+    assert free_memory() > 10**6
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (12345, 10**9))
-    assert logits.available() == 12345
+    assert free_memory() == 12345
 
 
 def test_generate_says_the_same_merged_and_unmerged(cases: dict[str, Path], tmp_path: Path) -> None:
@@ -418,16 +420,16 @@ def test_generate_says_the_same_merged_and_unmerged(cases: dict[str, Path], tmp_
 @pytest.mark.parametrize("name", ["published", "blocks"])
 def test_generate_says_the_same_with_the_base_in_fp8(cases: dict[str, Path], name: str) -> None:
     """Where 16 bits don't fit. Adapters of experts lie beside codes then."""
-    chosen, checkpoint = choose(cases[name] / "adapter"), read_base(cases[name] / "base")
+    chosen, checkpoint = choose_adapter(cases[name] / "adapter"), read_base(cases[name] / "base")
     tokens = torch.arange(20)[None]
-    one, other = (loaded(checkpoint, chosen, held)(tokens).logits for held in ("bf16", "fp8"))
+    one, other = (load_model(checkpoint, chosen, held)(tokens).logits for held in ("bf16", "fp8"))
     assert torch.equal(one, other)
-    plain = loaded(checkpoint, None, "fp8")(tokens).logits
+    plain = load_model(checkpoint, None, "fp8")(tokens).logits
     assert not torch.allclose(one, plain, atol=0.05)
 
 
 def test_a_dora_needs_16_bits_to_generate(cases: dict[str, Path]) -> None:
     folder = cases["dora"]
     with pytest.raises(UserError, match="DoRA needs base weights in 16 bits") as caught:
-        loaded(read_base(folder / "base"), choose(folder / "adapter"), "fp8")
+        load_model(read_base(folder / "base"), choose_adapter(folder / "adapter"), "fp8")
     assert "merge it first" in str(caught.value)

@@ -631,13 +631,20 @@ def export(
     from windlass import export as exporting
     from windlass.export import screen
 
-    names = exporting.Names(base, base_name)
     made = exporting.export(
-        source, to, merge=merge, dtype=dtype, names=names, workers=workers, say=screen.say, progress=screen.progress
+        source,
+        to,
+        merge=merge,
+        dtype=dtype,
+        base=base,
+        called=base_name,
+        workers=workers,
+        say=screen.say,
+        progress=screen.progress,
     )
-    served = exporting.served(source, made, base) if serve_check else None
+    served = exporting.hints(source, made, base) if serve_check else None
     if served and not as_json:
-        screen.served(served)
+        screen.show_hints(served)
     address = exporting.push(to, push, say=screen.say) if push else None
     if as_json:
         write_json({**made.record, "served": served.as_dict() if served else None, "pushed": address})

@@ -1,8 +1,251 @@
-"""A run's best adapter as others open it, or merged into its base in the published layout; proven either way."""
+"""Export a run's best adapter as PEFT opens it, or merged into its base in the published layout; proven either way."""
 
 from __future__ import annotations
 
-from windlass.export.push import push
-from windlass.export.run import Exported, Names, export, served
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
 
-__all__ = ["Exported", "Names", "export", "push", "served"]
+import torch
+from safetensors.torch import load_file
+
+from windlass import __version__
+from windlass.errors import RunError, UserError
+from windlass.export.card import write_card
+from windlass.export.deltas import read_deltas
+from windlass.export.merge import (
+    BF16,
+    COPIED,
+    OWN,
+    RECORD,
+    WORK,
+    Advance,
+    Merger,
+    claim_folder,
+    explain_os_error,
+    fingerprint,
+    plan_merge,
+)
+from windlass.export.proof import GIB, Proof, compare_logits, prove_files
+from windlass.export.serve import ServeHints, push, serve_hints
+from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter
+from windlass.files import read_json, write_json
+from windlass.model import Base
+from windlass.train.checkpoint import save_tensors
+
+__all__ = ["Exported", "export", "hints", "push"]
+
+ADAPTER, MERGED = "adapter", "merged"
+DTYPES: Final = {BF16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of the adapter's folder: what makes it usable. Optimizer, scheduler and random state are the run's own.
+COMPANIONS: Final = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
+LOST: Final = 0.9  # below this share of the adapter it is reported
+SHOWN: Final = 8
+Say = Callable[[str], None]
+Progress = Callable[[str, int], Any]  # a stage and its bytes -> context manager that gives `advance`
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    kind: str  # adapter or merged
+    base: str
+    record: dict[str, Any]
+
+
+@contextmanager
+def no_progress(_stage: str, _size: int) -> Iterator[Advance]:
+    yield lambda _count: None
+
+
+def export(
+    path: Path,
+    to: Path,
+    *,
+    merge: bool = False,
+    dtype: str | None = None,
+    base: str | None = None,
+    called: str | None = None,
+    workers: int | None = None,
+    say: Say = print,
+    progress: Progress = no_progress,
+) -> Exported:
+    """Write and prove. `base`: the folder that holds it, `called`: its name; without them the adapter gives both.
+
+    A deviation raises after everything is written: nothing is deleted.
+    """
+    source = choose_adapter(path)
+    say(f"adapter   {source.folder}: {source.why}")
+    name = base_name(source, base, called)
+    if merge:
+        record = _merge(source, base_of(source, base), to, name, dtype, workers, say, progress)
+    else:
+        record = _export_adapter(source, base, to, name, dtype, say)
+    write_json(to / RECORD, record)
+    if merge:
+        shutil.rmtree(to / WORK, ignore_errors=True)
+    if deviations := record["deviations"]:
+        more = f"; and {len(deviations) - SHOWN} more" if len(deviations) > SHOWN else ""
+        raise RunError(
+            f"the export is not base + adapter: {'; '.join(deviations[:SHOWN])}{more}",
+            str(to),
+            f"nothing was deleted, {to / RECORD} lists all; don't use it: export into a new folder",
+        )
+    return Exported(to, MERGED if merge else ADAPTER, name, record)
+
+
+def _record(source: Source, base: str, kind: str) -> dict[str, Any]:
+    return {
+        "windlass": __version__,
+        "kind": kind,
+        "base": base,
+        "adapter": source.folder.name,
+        "why": source.why,
+        "run": source.run_folder.name if source.run_folder else None,
+    }
+
+
+def _export_adapter(
+    source: Source, base: str | None, to: Path, name: str, dtype: str | None, say: Say
+) -> dict[str, Any]:
+    """The adapter alone in PEFT's format: as it was saved, or in 16 bits, with its base's name instead of a path."""
+    # 1. If the base is at hand, the adapter must fit it.
+    found: Base | None = None
+    try:
+        found = base_of(source, base)
+    except UserError:
+        if base:
+            raise
+        say("base      not on this machine: the adapter's names and shapes are not checked against it")
+    if found is not None:
+        say(f"base      {found.name}: {len(read_deltas(source, found).by_name)} of its parameters are adapted")
+
+    # 2. Write.
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", f"one of {', '.join(DTYPES)}")
+    if to.resolve() == source.folder.resolve():
+        raise UserError("it is the adapter's own folder", f"--to {to}", "name a new folder")
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        there, earlier = sorted(path.name for path in to.iterdir()), read_json(to / RECORD).get("kind")
+        if there and earlier != ADAPTER:
+            what = f"a {earlier} model" if earlier else f"{len(there)} other files ({there[0]} …)"
+            raise UserError(f"the folder holds {what}", f"--to {to}", "name a new one")
+        config = {**source.config, "base_model_name_or_path": name, "inference_mode": True}
+        # PEFT writes this list as a set, in another order each time: sorted, two exports can be compared.
+        if isinstance(config.get("target_modules"), list):
+            config["target_modules"] = sorted(config["target_modules"])
+        write_json(to / CONFIG, config)
+        if dtype is None:
+            shutil.copyfile(source.weights, to / WEIGHTS)
+        else:
+            rounded = {key: tensor.to(DTYPES[dtype]) for key, tensor in load_file(source.weights).items()}
+            save_tensors(rounded, to / WEIGHTS, {"format": "pt"})
+        for folder in (source.folder, *([source.run_folder / "final"] if source.run_folder else [])):
+            if companions := sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
+                for companion in companions:
+                    shutil.copyfile(companion, to / companion.name)
+                break
+        write_card(source, to, name, merged=False, dtype=dtype)
+    except OSError as error:
+        raise explain_os_error(error, to) from None
+
+    # 3. Open it again: the same tensors, each the one that was saved.
+    before, after = load_file(source.weights), load_file(to / WEIGHTS)
+    deviations = [f"{key} is missing" for key in before.keys() - after.keys()]
+    deviations += [f"{key} is there, and was not saved" for key in after.keys() - before.keys()]
+    for key in sorted(before.keys() & after.keys()):
+        expected = before[key] if dtype is None else before[key].to(DTYPES[dtype])
+        if after[key].dtype != expected.dtype or not torch.equal(after[key], expected):
+            deviations.append(f"{key} is not what was saved")
+        elif not bool(after[key].isfinite().all()):
+            deviations.append(f"{key} is not finite")
+    if not deviations:
+        say(f"proven    opened again: every tensor present, {'rounded once' if dtype else 'byte-equal'}")
+    return {**_record(source, name, ADAPTER), "dtype": dtype, "deviations": deviations}
+
+
+def _merge(
+    source: Source,
+    base: Base,
+    to: Path,
+    name: str,
+    dtype: str | None,
+    workers: int | None,
+    say: Say,
+    progress: Progress,
+) -> dict[str, Any]:
+    # 1. The adapter checked against the base, and every file of the result planned from headers.
+    deltas = read_deltas(source, base)
+    plan = plan_merge(base, deltas, to, dtype or OWN)
+    counts = ", ".join(f"{count} {how}" for how, count in Counter(entry.how for entry in plan.entries()).items())
+    if deltas.all_zero():
+        say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
+    say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
+    say(f"writing   {plan.size / GIB:.2f} GiB in {len(plan.files)} files: {counts}")
+    if plan.dropped:
+        say(f"dropped   {len(plan.dropped)} scales: the weights are 16-bit now, and scales mean nothing")
+    if plan.left_out:
+        say(f"left out  {', '.join(plan.left_out)}: they hold, or point to, weights without the adapter")
+
+    # 2. Write; an earlier attempt is continued.
+    resumed = claim_folder(to, plan, base, source)
+    with progress("merging", plan.size) as advance:
+        finished = Merger(plan, base, deltas, to, advance).write(workers)
+    if resumed:
+        say(f"resumed   {len(finished)} of {len(plan.files)} files were finished")
+    write_card(source, to, name, merged=True, dtype=None if plan.dtype == OWN else plan.dtype)
+
+    # 3. Open it again and compare it with base and adapter.
+    copied = sum(entry.source.end - entry.source.start for entry in plan.entries() if entry.how == COPIED)
+    with progress("proving", copied) as advance:
+        proof = prove_files(base, deltas, plan, to, source.weights, advance)
+    wrong = bool(proof.deviations)
+    proof.logits = {"skipped": "the files are wrong"} if wrong else compare_logits(base, source, to)
+    proof.deviations += [proof.logits["deviation"]] if "deviation" in proof.logits else []
+    _say_proof(proof, proof.logits, say)
+    mark = {"fingerprint": fingerprint(plan, base, source)}
+    return {**_record(source, name, MERGED), **mark, "dtype": plan.dtype, **asdict(proof)}
+
+
+def _say_proof(proof: Proof, logits: dict[str, Any], say: Say) -> None:
+    say(
+        f"proven    {proof.tensors} tensors opened again; {proof.untouched} untouched are byte-equal "
+        f"({proof.untouched_bytes / GIB:.2f} GiB); {proof.touched} touched computed again, {proof.elements:,} values"
+    )
+    if proof.kept is not None and proof.least_kept is not None:
+        name, least = proof.least_kept
+        say(f"kept      {proof.kept:.1%} of the adapter is in the rounded weights; least: {least:.1%} in {name}")
+        if proof.kept < LOST:
+            say("note      rounding took a part of the adapter: serve it unmerged, or merge with --dtype bf16")
+    if "skipped" in logits:
+        say(f"logits    not compared: {logits['skipped']}")
+        return
+    say(
+        f"logits    base + adapter to merged: KL {logits['kl']:.2e} nats a token (bound {logits['bound_kl']:.1e}), "
+        f"same top token {logits['same_top_token']:.1%}"
+    )
+    say(
+        f"          largest difference {logits['max_difference']:.3g}, of the median token "
+        f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
+    )
+    say(
+        f"          the adapter itself: KL {logits['adapter_kl']:.2e}, largest {logits['adapter_max_difference']:.3g}, "
+        f"median {logits['adapter_median_difference']:.3g}"
+    )
+
+
+def hints(path: Path, made: Exported, base: str | None) -> ServeHints:
+    """What servers do with what was exported."""
+    source = choose_adapter(path)
+    try:
+        found: Base | None = base_of(source, base)
+    except UserError:
+        found = None
+    return serve_hints(source, found, made.folder, base_name=made.base, merged=made.kind == MERGED)

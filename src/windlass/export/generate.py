@@ -1,26 +1,27 @@
-"""A look at what a model says: a merged checkpoint, or base + adapter, on this machine."""
+"""Generate text with a merged model, or base + adapter, on this machine."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import AutoTokenizer, TextStreamer
 
 from windlass.errors import UserError
-from windlass.export import logits, update
-from windlass.export.choose import CONFIG, WEIGHTS, Chosen, base_of, choose
+from windlass.export.deltas import read_deltas
+from windlass.export.proof import GIB, free_memory
+from windlass.export.source import CONFIG, Source, base_of, choose_adapter
 from windlass.model import Base, read_base
 from windlass.model.files import CONFIG as MODEL_CONFIG
 from windlass.plan.layout import Layout
 from windlass.train import experts
 from windlass.train.load import load
+from windlass.train.logits import open_adapter
 
-GIB = 2**30
-SHARE_OF_MEMORY = 0.9
+SHARE_OF_MEMORY: Final = 0.9
 
 
 def generate(
@@ -36,31 +37,46 @@ def generate(
     write: Callable[[str], None] | None = None,
 ) -> str:
     """The continuation of `prompt`; `write` gets it piece by piece as it comes."""
-    chosen, checkpoint = _what(folder, base)
-    tokenizer = _tokenizer([folder, *([chosen.folder] if chosen else []), checkpoint.path])
-    text = _chat(tokenizer, prompt, folder) if chat else prompt
-    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)
+    source: Source | None = None
+    if (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG).is_file():
+        model_base = read_base(folder)
+    else:
+        source = choose_adapter(folder)
+        model_base = base_of(source, base)
+        read_deltas(source, model_base)  # an adapter of another model is refused here, by name
+    folders = [folder, *([source.folder] if source else []), *([model_base.path] if model_base.path else [])]
+    tokenizer = _tokenizer(folders)
+    if chat:
+        if not tokenizer.chat_template:
+            raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out")
+        turn = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat)
     if encoded["input_ids"].shape[-1] == 0:
-        raise UserError("the prompt is empty", "--prompt", "say something to continue from")
-    held = held_as(checkpoint, folder)
-    say(f"loading {checkpoint.name}" + (f" with {chosen.folder}" if chosen else ""))
-    model = loaded(checkpoint, chosen, held)
+        raise UserError("the prompt is empty", "--prompt", "give a text to continue")
+    base_dtype = choose_base_dtype(model_base, folder)
+    say(f"loading {model_base.name}" + (f" with {source.folder}" if source else ""))
+    model = load_model(model_base, source, base_dtype)
     encoded = encoded.to(next(model.parameters()).device)
     torch.manual_seed(seed)
-    asked: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens, "use_cache": True}
-    if temperature > 0:
-        asked["temperature"] = temperature
-    streamer = Streamer(tokenizer, write) if write else None
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    )
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        made = model.generate(**encoded, **asked, streamer=streamer, pad_token_id=tokenizer.pad_token_id)
-    said: str = tokenizer.decode(made[0][encoded["input_ids"].shape[-1] :], skip_special_tokens=True)
-    return said
+        output = model.generate(
+            **encoded,
+            **sampling,
+            max_new_tokens=tokens,
+            use_cache=True,
+            streamer=_Streamer(tokenizer, write) if write else None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    text: str = tokenizer.decode(output[0][encoded["input_ids"].shape[-1] :], skip_special_tokens=True)
+    return text
 
 
-class Streamer(TextStreamer):  # type: ignore[misc]
-    """Hands text on as it comes."""
-
+class _Streamer(TextStreamer):  # type: ignore[misc]
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.write = write
@@ -69,57 +85,36 @@ class Streamer(TextStreamer):  # type: ignore[misc]
         self.write(f"{text}\n" if stream_end else text)
 
 
-def _what(folder: Path, base: str | None) -> tuple[Chosen | None, Base]:
-    """A whole model, or an adapter and its base."""
-    model = (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG).is_file()
-    if model:
-        return None, read_base(folder)
-    chosen = choose(folder)
-    checkpoint = base_of(chosen, base)
-    update.read(chosen, checkpoint)  # an adapter of another model is told here, by name
-    return chosen, checkpoint
-
-
-def _tokenizer(folders: list[Path | None]) -> Any:
+def _tokenizer(folders: list[Path]) -> Any:
     for folder in folders:
-        if folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return AutoTokenizer.from_pretrained(folder)
-    raise UserError("there is no tokenizer beside the model", str(folders[0]), "copy the base model's tokenizer there")
+    raise UserError("the model folder has no tokenizer", str(folders[0]), "copy the base model's tokenizer there")
 
 
-def _chat(tokenizer: Any, prompt: str, folder: Path) -> str:
-    if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out")
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-    )
-    return text
-
-
-def held_as(checkpoint: Base, folder: Path) -> str:
-    """layout.base_dtype: 16 bits where that fits, which is the fastest; else FP8 as stored, where that fits."""
-    free = logits.available()
-    stored = sum(piece.stored.end - piece.stored.start for each in checkpoint.parameters for piece in each.pieces)
-    for held, needs in (("bf16", 2 * checkpoint.total), ("fp8", stored)):
-        if needs <= SHARE_OF_MEMORY * free:
-            return held
-    where = "on the GPU" if torch.cuda.is_available() else "here"
+def choose_base_dtype(base: Base, folder: Path) -> str:
+    """layout.base_dtype: 16 bits if that fits, which is the fastest; else FP8 as stored, if that fits."""
+    free = free_memory()
+    stored = sum(piece.stored.end - piece.stored.start for each in base.parameters for piece in each.pieces)
+    for dtype, needed in (("bf16", 2 * base.total), ("fp8", stored)):
+        if needed <= SHARE_OF_MEMORY * free:
+            return dtype
+    place = "on the GPU" if torch.cuda.is_available() else "here"
     raise UserError(
-        f"the model needs {min(stored, 2 * checkpoint.total) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free {where}",
+        f"the model needs {min(stored, 2 * base.total) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free {place}",
         str(folder),
-        "serve it where it fits: windlass export --serve-check writes the command line",
+        "serve it where it fits: windlass export --serve-check prints the command line",
     )
 
 
-def loaded(checkpoint: Base, chosen: Chosen | None, held: str) -> Any:
-    layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=held)
-    if held == "fp8" and chosen and chosen.config.get("use_dora"):
+def load_model(base: Base, source: Source | None, base_dtype: str) -> Any:
+    if base_dtype == "fp8" and source and source.config.get("use_dora"):
         hint = "merge it first: windlass export FOLDER --to MERGED --merge, then generate from MERGED"
-        raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(chosen.folder), hint)
-    model: Any = load(checkpoint, layout)[0].eval()
-    if chosen is None:
+        raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(source.folder), hint)
+    layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=base_dtype)
+    model: Any = load(base, layout)[0].eval()
+    if source is None:
         return model
-    assert (chosen.folder / WEIGHTS).is_file()
-    adapted = logits.with_adapter(model, chosen.folder)
+    adapted = open_adapter(model, source.folder)
     experts.patch_experts(adapted)  # PEFT's own way adds to the experts' weights, which FP8 has none of
     return adapted

@@ -1,36 +1,64 @@
-"""The merged checkpoint opened again and held against base and adapter, by another way than the one that wrote it.
+"""Proof that a merged model is base + adapter: opened again and compared by another way than the one that wrote it.
 
-Untouched tensors are compared byte for byte, all of them. Of those that the adapter touched, sampled rows are read
-through safetensors' own reader and W + s BA is computed again, in float64 and in PEFT's terms.
+1. Headers and files: every tensor there, its shape, dtype and file as planned.
+2. Tensors that the adapter leaves alone: byte for byte, all of them.
+3. Tensors that it changes: sampled rows, read through safetensors' own reader, against W + s BA computed again in
+   float64 and in PEFT's terms; of FP8 weights also the share of the adapter that is in them.
+4. Logits of base + adapter (PEFT's own forward) against merged, if the model fits into memory in float32.
 """
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from windlass.errors import UserError
-from windlass.export.recipe import COPIED, Recipe
-from windlass.export.update import Update, Updates
-from windlass.export.values import FORMATS
+from windlass.export.deltas import Delta, Deltas
+from windlass.export.merge import COPIED, MergePlan
+from windlass.export.rounding import FORMATS
+from windlass.export.source import Source
 from windlass.model import Base, Parameter, Piece, Stored, read_base
+from windlass.plan.layout import Layout
 from windlass.train.certificate import Disk, sampled
+from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, sample_rows
 from windlass.train.reading import DTYPES, Box, Files, intersection, piece_box
 
-AT_ONCE = 2**23  # bytes compared at a time
-SHOWN = 8
-SLACK = 1e-5  # of the sizes that were added: float32 sums in another order
-# How far a value may lie from the exact one: half the distance to its neighbour, as a share of it.
-NEAREST = {torch.float64: 2.0**-24, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-LOST = 0.9  # below this share of the adapter it is said
+GIB: Final = 2**30
+AT_ONCE: Final = 2**23  # bytes compared at a time
+SLACK: Final = 1e-5  # of the sizes that were added: float32 sums in another order
+# How far a value may be from the exact one: half the distance to its neighbour, as a share of it.
+NEAREST: Final = {torch.float64: 2.0**-24, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SHARE_OF_MEMORY: Final = 0.6  # of what is free, for the weights in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What is allowed: so much, or so much of what the adapter itself changes, whichever is larger."""
+
+    kl: float  # mean, nats a token
+    kl_share: float
+    difference: float  # of the logits of a token
+    difference_share: float
+
+
+# Set from trained adapters on wide and narrow tiny models: about ten times what a right merge shows there.
+BOUNDS: Final = {
+    "F64": Bound(1e-6, 1e-4, 0.01, 0.01),
+    "F32": Bound(1e-6, 1e-4, 0.01, 0.01),
+    "F16": Bound(1e-4, 0.01, 0.1, 0.1),
+    "BF16": Bound(5e-3, 0.01, 0.5, 0.2),
+    "F8_E4M3": Bound(0.05, 0.1, 1.0, 0.5),
+    "F8_E5M2": Bound(0.1, 0.2, 2.0, 0.5),
+}
 
 
 @dataclass
@@ -47,90 +75,47 @@ class Proof:
     deviations: list[str] = field(default_factory=list)
     logits: dict[str, Any] | None = None
 
-    @property
-    def passed(self) -> bool:
-        return not self.deviations
 
-
-@dataclass
-class Sums:
-    """Of one parameter's samples: what says whether the adapter is in there."""
-
-    wanted: float = 0.0  # sum of delta squared
-    found: float = 0.0  # sum of (merged - base) x delta
-    noise: float = 0.0  # what rounding by the pattern may add to `found`, as a variance
-    elements: int = 0
-
-    def add(self, delta: Tensor, change: Tensor, variance: Tensor) -> None:
-        self.wanted += float((delta * delta).sum())
-        self.found += float((change * delta).sum())
-        self.noise += float((delta * delta * variance).sum())
-        self.elements += delta.numel()
-
-
-def prove(
-    checkpoint: Base, updates: Updates, recipe: Recipe, to: Path, adapter: Path, advance: Callable[[int], None]
+def prove_files(
+    base: Base, deltas: Deltas, plan: MergePlan, to: Path, adapter: Path, advance: Callable[[int], None]
 ) -> Proof:
-    proof = Proof()
+    """Steps 1 to 3."""
     try:
-        opened = read_base(to)
+        merged = read_base(to)
     except UserError as error:
-        proof.deviations = [problem.problem for problem in error.problems]
-        return proof
-    held = _stored(opened)
-    proof.deviations += list(_headers(recipe, held))
-    proof.deviations += list(_files(checkpoint, recipe, to))
-    proof.tensors = len(held)
-    _untouched(proof, recipe, held, advance)
-    _touched(proof, checkpoint, updates, opened, adapter)
+        return Proof(deviations=[problem.problem for problem in error.problems])
+    found = {stored.key: stored for stored in merged.stored()}
+    proof = Proof(tensors=len(found), deviations=[*_headers(plan, found)])
+    for path in plan.others:
+        if not (to / path.name).is_file() or (to / path.name).read_bytes() != path.read_bytes():
+            proof.deviations.append(f"{path.name} is not the base's")
+
+    entries = [entry for entry in plan.entries() if entry.how == COPIED and entry.out.key in found]
+    with Files() as files, ThreadPoolExecutor(2) as pool:
+        equal = pool.map(lambda entry: _same_bytes(entry.source, found[entry.out.key], files), entries)
+        for entry, same in zip(entries, equal, strict=True):
+            size = entry.source.end - entry.source.start
+            proof.untouched += 1
+            proof.untouched_bytes += size
+            advance(size)
+            if not same:
+                proof.deviations.append(f"{entry.out.key} is not byte-equal to the base's, though not adapted")
+    _prove_touched(proof, base, deltas, merged, adapter)
     return proof
 
 
-def _stored(checkpoint: Base) -> dict[str, Stored]:
-    found = {stored.key: stored for stored in checkpoint.unread}
-    for parameter in checkpoint.parameters:
-        for piece in parameter.pieces:
-            found |= {stored.key: stored for stored in (piece.stored, piece.scale) if stored is not None}
-    return found
-
-
-def _headers(recipe: Recipe, held: Mapping[str, Stored]) -> Iterator[str]:
-    expected = {entry.out.key: entry.out for entry in recipe.entries()}
-    for key in expected.keys() - held.keys():
+def _headers(plan: MergePlan, found: Mapping[str, Stored]) -> Iterator[str]:
+    expected = {entry.out.key: entry.out for entry in plan.entries()}
+    for key in expected.keys() - found.keys():
         yield f"{key} is missing"
-    for key in held.keys() - expected.keys():
+    for key in found.keys() - expected.keys():
         yield f"{key} is there, and the base has none"
-    for key, stored in held.items():
+    for key, stored in found.items():
         wanted = expected.get(key, stored)
         if (stored.dtype, stored.shape) != (wanted.dtype, wanted.shape):
             yield f"{key} is {stored.dtype} {list(stored.shape)}, not {wanted.dtype} {list(wanted.shape)}"
         elif stored.file.name != wanted.file.name:
             yield f"{key} is in {stored.file.name}, not in {wanted.file.name}"
-
-
-def _files(checkpoint: Base, recipe: Recipe, to: Path) -> Iterator[str]:
-    assert checkpoint.path is not None
-    for path in recipe.others:
-        if not (to / path.name).is_file() or (to / path.name).read_bytes() != path.read_bytes():
-            yield f"{path.name} is not the base's"
-
-
-def _untouched(proof: Proof, recipe: Recipe, held: Mapping[str, Stored], advance: Callable[[int], None]) -> None:
-    entries = [entry for entry in recipe.entries() if entry.how == COPIED and entry.out.key in held]
-
-    with Files() as files, ThreadPoolExecutor(2) as pool:
-
-        def same(index: int) -> bool:
-            entry = entries[index]
-            equal = _same_bytes(entry.source, held[entry.out.key], files)
-            advance(entry.source.end - entry.source.start)
-            return equal
-
-        for entry, equal in zip(entries, pool.map(same, range(len(entries))), strict=True):
-            proof.untouched += 1
-            proof.untouched_bytes += entry.source.end - entry.source.start
-            if not equal:
-                proof.deviations.append(f"{entry.out.key} is not byte-equal to the base's, and the adapter has no part")
 
 
 def _same_bytes(one: Stored, other: Stored, files: Files) -> bool:
@@ -146,110 +131,118 @@ def _same_bytes(one: Stored, other: Stored, files: Files) -> bool:
     return True
 
 
-def _touched(proof: Proof, checkpoint: Base, updates: Updates, opened: Base, adapter: Path) -> None:
+@dataclass
+class Sums:
+    """Over samples: what shows whether the adapter is in the merged values."""
+
+    wanted: float = 0.0  # sum of delta squared
+    found: float = 0.0  # sum of (merged - base) x delta
+    noise: float = 0.0  # variance that dithered rounding may add to `found`
+
+    def add(self, delta: Tensor, change: Tensor, variance: Tensor | float) -> None:
+        self.wanted += float((delta * delta).sum())
+        self.found += float((change * delta).sum())
+        self.noise += float((delta * delta * variance).sum())
+
+
+def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapter: Path) -> None:
     """Sampled rows of every tensor that was rounded anew, whether the adapter changed it or only the dtype."""
-    merged = {parameter.name: parameter for parameter in opened.parameters}
-    wheres = [{key: stored.file for key, stored in _stored(each).items()} for each in (checkpoint, opened)]
-    side = checkpoint.block
+    others = {parameter.name: parameter for parameter in merged.parameters}
+    where, where_merged = ({stored.key: stored.file for stored in each.stored()} for each in (base, merged))
     total = Sums()
-    for parameter in checkpoint.parameters:
-        update = updates.by_name.get(parameter.name)
-        other = merged[parameter.name]
-        if update is None and _dtypes(parameter) == _dtypes(other):
+    for parameter in base.parameters:
+        delta, other = deltas.by_name.get(parameter.name), others[parameter.name]
+        dtypes = [{piece.stored.dtype for piece in each.pieces} for each in (parameter, other)]
+        if delta is None and dtypes[0] == dtypes[1]:
             continue
         proof.touched += 1
         sums = Sums()
-        disks = [Disk(where, side) for where in wheres]
-        with safe_open(adapter, framework="pt") as opened_adapter:
-            again = Again(update, opened_adapter)
-            for box in sampled(parameter.shape, parameter.name):
-                differs = _compare(parameter, other, again, box, disks, sums)
-                if differs:
-                    proof.deviations.append(differs)
+        disk, disk_merged = Disk(where, base.block), Disk(where_merged, base.block)
+        with safe_open(adapter, framework="pt") as opened:
+            expected = Expected(delta, opened)
+            for sample in sampled(parameter.shape, parameter.name):
+                box = (
+                    (*sample[:-1], (0, parameter.shape[-1])) if sample else sample
+                )  # full rows: DoRA needs their length
+                elements, deviation = _compare(parameter, other, expected, box, disk, disk_merged, sums)
+                proof.elements += elements
+                if deviation:
+                    proof.deviations.append(deviation)
                     break
-        proof.elements += sums.elements
-        proof.deviations += _judge(parameter.name, sums, proof)
-        for name in ("wanted", "found", "noise"):
-            setattr(total, name, getattr(total, name) + getattr(sums, name))
+        if not sums.wanted:
+            continue
+        # FP8 steps are larger than what an adapter adds: only the sum over many values shows whether it is there.
+        kept, noise = sums.found / sums.wanted, 6 * math.sqrt(sums.noise) / sums.wanted
+        if proof.least_kept is None or kept < proof.least_kept[1]:
+            proof.least_kept = (parameter.name, kept)
+        if sums.noise and abs(kept - 1) > 0.05 + noise:
+            proof.deviations.append(
+                f"{parameter.name} holds {kept:.2f} of its adapter, and rounding explains "
+                f"{1 - noise:.2f} to {1 + noise:.2f}"
+            )
+        total.wanted, total.found = total.wanted + sums.wanted, total.found + sums.found
     proof.kept = total.found / total.wanted if total.wanted else None
 
 
-def _dtypes(parameter: Parameter) -> set[str]:
-    return {piece.stored.dtype for piece in parameter.pieces}
-
-
-class Again:
-    """An update computed a second time, from safetensors' reader, by the indices that PEFT's einsum names."""
-
-    def __init__(self, update: Update | None, opened: Any) -> None:
-        self.update = update
-        if update is None:
-            return
-        pairs = (("a", update.a), ("b", update.b), ("magnitude", update.magnitude), ("replaced", update.replaced))
-        self.held = {name: opened.get_tensor(stored.key).double() for name, stored in pairs if stored is not None}
-
-    def delta(self, box: Box) -> tuple[Tensor, Tensor]:
-        """s BA inside a box, and the size of the sums behind it."""
-        assert self.update is not None
-        a, b = self.held["a"], self.held["b"]
-        (top, bottom), (left, right) = box[-2:]
-        if len(box) == 3:  # "o r e, e r i -> e o i"
-            expert, experts = box[0][0], self.update.experts
-            rank = a.shape[0] // experts
-            b = b[:, [r * experts + expert for r in range(rank)]]
-            a = a[expert * rank : (expert + 1) * rank]
-        b, a = b[top:bottom], a[:, left:right]
-        shape = [stop - start for start, stop in box]
-        return (b @ a * self.update.scale).view(shape), (b.abs() @ a.abs() * abs(self.update.scale)).view(shape)
-
-    def exact(self, base: Tensor, box: Box, row: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """What the merged values are before rounding, and the size of what was added up."""
-        if self.update is None:
-            return base, base.abs()
-        if "replaced" in self.held:
-            given = self.held["replaced"][tuple(slice(*extent) for extent in box)].reshape(base.shape)
-            return given, given.abs()
-        delta, size = self.delta(box)
-        value, size = base + delta, base.abs() + size
-        if "magnitude" in self.held:
-            wide = (*box[:-1], (0, self.update.parameter.shape[-1]))
-            length = torch.linalg.norm(row() + self.delta(wide)[0])
-            factor = self.held["magnitude"].reshape(-1)[box[-2][0]] / length
-            value, size = value * factor, size * factor
-        return value, size
-
-
-def _compare(parameter: Parameter, other: Parameter, again: Again, box: Box, disks: Sequence[Disk], sums: Sums) -> str:
-    """One sampled row; says what differs."""
+def _compare(
+    parameter: Parameter, other: Parameter, expected: Expected, box: Box, disk: Disk, disk_merged: Disk, sums: Sums
+) -> tuple[int, str]:
+    """One row: how many values were compared, and how they differ."""
+    elements = 0
     for piece, new in zip(parameter.pieces, other.pieces, strict=True):
         shared = intersection(box, piece_box(piece))
         if shared is None:
             continue
         shape = [stop - start for start, stop in shared]
-        base = disks[0].values(piece, shared)[0].double().reshape(shape)
-        got = disks[1].values(new, shared)[0].double().reshape(shape)
-        whole_row = (*shared[:-1], (0, parameter.shape[-1]))
-
-        def row(piece: Piece = piece, wide: Box = whole_row) -> Tensor:
-            return disks[0].values(piece, wide)[0].double()
-
-        exact, size = again.exact(base, shared, row)
-        step = spacing(exact, new.stored.dtype, disks[1], new, shared)
+        base = disk.values(piece, shared)[0].double().reshape(shape)
+        got = disk_merged.values(new, shared)[0].double().reshape(shape)
+        exact, size = expected.values(base, shared)
+        step = spacing(exact, new.stored.dtype, disk_merged, new, shared)
         allowed = step + SLACK * size
-        delta = exact - base
-        between = (exact - got).abs()
-        if again.update is not None:
+        elements += base.numel()
+        if expected.delta is not None:
             coded = DTYPES[new.stored.dtype] in FORMATS
-            sums.add(delta, got - base, step * step / 4 if coded else torch.zeros_like(step))
-        else:
-            sums.elements += base.numel()
-        over = between > allowed
+            sums.add(exact - base, got - base, step * step / 4 if coded else 0.0)
+        off = (exact - got).abs()
+        over = off > allowed
         if bool(over.any()) or not bool(got.isfinite().all()):
-            worst = float((between / allowed).max())
+            worst, name = float((off / allowed).max()), parameter.name
             return (
-                f"{parameter.name} is not W + s BA: {int(over.sum())} of {over.numel()} values, {worst:.3g} x allowed"
+                elements,
+                f"{name} is not W + s BA: {int(over.sum())} of {over.numel()} values, {worst:.3g} x allowed",
             )
-    return ""
+    return elements, ""
+
+
+class Expected:
+    """W + s BA computed a second time, from safetensors' reader, by the indices that PEFT's einsum names."""
+
+    def __init__(self, delta: Delta | None, opened: Any) -> None:
+        self.delta = delta
+        stored = {name: getattr(delta, name, None) for name in ("a", "b", "magnitude", "replaced")}
+        self.factors = {name: opened.get_tensor(each.key).double() for name, each in stored.items() if each is not None}
+
+    def values(self, base: Tensor, box: Box) -> tuple[Tensor, Tensor]:
+        """The merged values of full rows before rounding, and the size of what was added up."""
+        if self.delta is None:
+            return base, base.abs()
+        if "replaced" in self.factors:
+            given = self.factors["replaced"][tuple(slice(*extent) for extent in box)].reshape(base.shape)
+            return given, given.abs()
+        a, b, scale = self.factors["a"], self.factors["b"], self.delta.scale
+        if len(box) == 3:  # "o r e, e r i -> e o i"
+            expert, experts = box[0][0], self.delta.experts
+            rank = a.shape[0] // experts
+            b = b[:, [r * experts + expert for r in range(rank)]]
+            a = a[expert * rank : (expert + 1) * rank]
+        (top, bottom), (left, right) = box[-2:]
+        a, b = a[:, left:right], b[top:bottom]
+        value = base + (b @ a * scale).view(base.shape)
+        size = base.abs() + (b.abs() @ a.abs() * abs(scale)).view(base.shape)
+        if "magnitude" in self.factors:
+            factor = self.factors["magnitude"].reshape(-1)[top] / torch.linalg.norm(value)
+            value, size = value * factor, size * factor
+        return value, size
 
 
 def spacing(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Tensor:
@@ -258,38 +251,81 @@ def spacing(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Te
     if kind not in FORMATS:
         return exact.abs() * NEAREST[kind] + torch.finfo(kind).tiny
     mantissa, least, _ = FORMATS[kind]
-    scale = _scales(disk, piece, box).reshape(exact.shape)
+    offset = zip(box, piece.offset, strict=True)
+    inside = [torch.arange(start - at, stop - at) for (start, stop), at in offset][-len(piece.stored.shape) :]
+    scale = disk.scale(piece, inside).double()
+    scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(exact.shape)
     exponent = torch.frexp(exact / torch.where(scale == 0, 1.0, scale)).exponent - 1
     return torch.ldexp(torch.ones_like(exact), exponent.clamp(min=least) - mantissa) * scale
 
 
-def _scales(disk: Disk, piece: Piece, box: Box) -> Tensor:
-    """The scale of every element of a box; zero where a block of zeros has none."""
-    assert piece.scale is not None
-    scale: Tensor = disk.handle(piece.scale.key).get_tensor(piece.scale.key).double()
-    there = [(a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True)][-len(piece.stored.shape) :]
-    if scale.numel() == 1:
-        return scale.reshape(()).expand([stop - start for start, stop in there])
-    for axis, ((start, stop), size) in enumerate(zip(there, piece.stored.shape, strict=True)):
-        count = scale.shape[axis]
-        index = torch.arange(start, stop)
-        if count == 1:
-            index = torch.zeros_like(index)
-        elif count != size:
-            index = index // disk.block[axis - len(there)]
-        scale = scale.index_select(axis, index)
-    return scale
+def free_memory() -> int:
+    """Free bytes where a model is loaded: on the GPU, if there is one."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    import psutil  # type: ignore[import-untyped]
+
+    return int(psutil.virtual_memory().available)
 
 
-def _judge(name: str, sums: Sums, proof: Proof) -> list[str]:
-    """Whether the adapter is in a parameter's rounded values: FP8 steps are larger than what an adapter adds."""
-    if not sums.wanted:
-        return []
-    kept = sums.found / sums.wanted
-    if proof.least_kept is None or kept < proof.least_kept[1]:
-        proof.least_kept = (name, kept)
-    noise = math.sqrt(sums.noise) / sums.wanted
-    if sums.noise and abs(kept - 1) > 0.05 + 6 * noise:
-        least, most = 1 - 6 * noise, 1 + 6 * noise
-        return [f"{name} holds {kept:.2f} of its adapter, and rounding explains {least:.2f} to {most:.2f}"]
-    return []
+def compare_logits(base: Base, source: Source, to: Path) -> dict[str, Any]:
+    """Step 4 as a record; `skipped` says why there is none, `deviation` what is out of bounds.
+
+    All run in float32 from exactly the stored values, so the difference is the merge's alone. Rounding is harmless
+    while it is small against what the adapter itself changes.
+    """
+    needed, free = 4 * base.total, free_memory()
+    if needed > SHARE_OF_MEMORY * free:
+        place = "on the GPU" if torch.cuda.is_available() else "here"
+        return {
+            "skipped": f"the model needs {needed / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are free {place}"
+        }
+    rows = sample_rows(source.run_folder, base.dims["vocab"])
+    plain, adapted = logits_without_and_with(load_float32(base), source.folder, rows)
+    gc.collect()
+    merged_base = read_base(to)
+    merged = compute_logits(load_float32(merged_base), rows)
+    record: dict[str, Any] = {"same_top_token": float((adapted.argmax(-1) == merged.argmax(-1)).float().mean())}
+    for prefix, other in (("", merged), ("adapter_", plain)):  # what the adapter itself changes, for scale
+        worst = (adapted - other).abs().amax(-1)
+        record |= {
+            f"{prefix}kl": kl_divergence(adapted, other),
+            f"{prefix}max_difference": float(worst.max()),
+            f"{prefix}median_difference": float(worst.median()),
+        }
+    # A token at a tie between two experts goes to the other one by the last bit of a weight, and its logits jump:
+    # with experts the median token is judged, not the worst.
+    judged, name = ("median", "median token") if "experts" in base.dims else ("max", "largest")
+    dtype = max({p.stored.dtype for parameter in merged_base.parameters for p in parameter.pieces}, key=_coarseness)
+    bound = BOUNDS[dtype]
+    record |= {
+        "judged": name,
+        "dtype": dtype,
+        "bound_kl": max(bound.kl, bound.kl_share * record["adapter_kl"]),
+        "bound_difference": max(bound.difference, bound.difference_share * record[f"adapter_{judged}_difference"]),
+        "rows": list(rows.shape),
+    }
+    over = [
+        f"{what} is {value:.3g}, over {allowed:.3g}"
+        for what, value, allowed in (
+            ("KL", record["kl"], record["bound_kl"]),
+            (f"the difference of the {name}", record[f"{judged}_difference"], record["bound_difference"]),
+        )
+        if not value <= allowed
+    ]
+    if over:
+        record["deviation"] = (
+            f"the logits of base + adapter and merged differ: {', '.join(over)}; "
+            f"if nothing else is wrong, {dtype} is too coarse for it: merge with another --dtype, or serve it unmerged"
+        )
+    return record
+
+
+def _coarseness(dtype: str) -> float:
+    return BOUNDS[dtype].kl
+
+
+def load_float32(base: Base) -> Any:
+    from windlass.train.load import load
+
+    return load(base, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()

@@ -1,4 +1,4 @@
-"""Progress on the terminal, a line now and then in a log; and what servers do, as a table."""
+"""Export's messages and progress on stderr, and the table of what servers do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from windlass.export.serve import Served
-from windlass.export.write import Advance
+from windlass.export.merge import Advance
+from windlass.export.serve import ServeHints
 
-EVERY_SECONDS = 30  # between lines where nobody watches
+LOG_SECONDS = 30  # between lines in a log
 
 
 def say(text: str) -> None:
@@ -24,41 +24,37 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress(stage: str, size: int) -> Iterator[Advance]:
-    """A bar in bytes with speed and time left; lines in a log."""
-    if not sys.stderr.isatty():
-        yield _lines(stage, size)
+    """A bar in bytes with speed and time left; in a log, a line now and then."""
+    if sys.stderr.isatty():
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(f"{stage:<9}", total=size)
+            yield lambda count: bar.advance(task, count)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"{stage:<9}", total=size)
-        yield lambda count: bar.advance(task, count)
-
-
-def _lines(stage: str, size: int) -> Advance:
     lock, began = Lock(), time.monotonic()
-    state = {"done": 0.0, "told": began}
+    done, logged = 0, began
 
     def advance(count: int) -> None:
+        nonlocal done, logged
         with lock:
-            state["done"] += count
+            done += count
             now = time.monotonic()
-            if now - state["told"] >= EVERY_SECONDS and size:
-                state["told"] = now
-                rate = state["done"] / (now - began)
-                left = (size - state["done"]) / rate if rate else 0.0
-                say(f"{stage:<9} {state['done'] / size:.0%} at {rate / 2**20:,.0f} MiB/s, {left / 60:.0f} min left")
+            if done and now - logged >= LOG_SECONDS:
+                logged, rate = now, done / (now - began)
+                left = (size - done) / rate / 60
+                say(f"{stage:<9} {done / size:.0%} at {rate / 2**20:,.0f} MiB/s, {left:.0f} min left")
 
-    return advance
+    yield advance
 
 
-def served(answer: Served) -> None:
+def show_hints(hints: ServeHints) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("server", "target", "adapters", "unmerged", "source"):
         table.add_column(heading, overflow="fold")
-    for row in answer.rows:
+    for row in hints.rows:
         table.add_row(row.server, row.target, str(row.adapters), row.unmerged, row.source)
     console = Console()
     console.print(table)
-    console.print(answer.advice, soft_wrap=True)
-    for what, command in answer.commands.items():
+    console.print(hints.advice, soft_wrap=True)
+    for what, command in hints.commands.items():
         print(f"# {what}\n{command}")

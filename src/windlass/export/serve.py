@@ -1,45 +1,49 @@
-"""What a server does with this adapter, and the command line that starts it. As known; each row names its source."""
+"""What servers do with an export's targets, the command line that serves it, and the way to a hub repository."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from windlass.export.choose import Chosen
-from windlass.export.update import KEY, PREFIX
+from windlass.errors import RunError, UserError
+from windlass.export.deltas import KEY, PREFIX
+from windlass.export.merge import WORK
+from windlass.export.source import Source
 from windlass.model import Base
 from windlass.model.files import read_header
 
 APPLIED, NOT, UNSURE = "applied", "not applied", "not certain"
 VLLM, SGLANG = "vLLM", "SGLang"
 # Ranks that vLLM's --max-lora-rank takes (vllm/config/lora.py).
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 # server -> target -> (what it does unmerged, source). "*": any other. Read in November 2026; sources move on.
-KNOWN: Mapping[str, Mapping[str, tuple[str, str]]] = {
+KNOWN: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     VLLM: {
         "kv_b_proj": (NOT, "loaded without a word and used by no path: vllm-project/vllm#48974"),
         "experts": (UNSURE, "PEFT's target_parameters on fused experts: vllm-project/vllm#41384, #52194 (both closed)"),
         "dora": (NOT, "refused: vllm/lora/peft_helper.py"),
-        "whole": (NOT, "modules_to_save and trained biases are refused: vllm/lora/peft_helper.py"),
-        "*": (APPLIED, "where the server's model class supports LoRA"),
+        "full": (NOT, "modules_to_save and trained biases are refused: vllm/lora/peft_helper.py"),
+        "*": (APPLIED, "if the server's model class supports LoRA"),
     },
     SGLANG: {
         "q_b_proj": (APPLIED, "from the release with sgl-project/sglang#25001 on; dropped or refused before"),
         "kv_b_proj": (APPLIED, "from the release with sgl-project/sglang#25001 on; dropped or refused before"),
         "experts": (UNSURE, "no statement found"),
         "dora": (UNSURE, "no statement found"),
-        "whole": (UNSURE, "no statement found"),
-        "*": (APPLIED, "where the server's model class supports LoRA"),
+        "full": (UNSURE, "no statement found"),
+        "*": (APPLIED, "if the server's model class supports LoRA"),
     },
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ServerTarget:
+    """What one server does with one target."""
+
     server: str
     target: str
     adapters: int  # modules or parameters of that name
@@ -48,8 +52,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    rows: tuple[Row, ...]
+class ServeHints:
+    rows: tuple[ServerTarget, ...]
     advice: str
     commands: Mapping[str, str]  # what it serves -> the command line
 
@@ -57,44 +61,63 @@ class Served:
         return asdict(self)
 
 
-def serve_check(chosen: Chosen, checkpoint: Base | None, folder: Path, *, base: str, merged: bool) -> Served:
+def serve_hints(source: Source, base: Base | None, folder: Path, *, base_name: str, merged: bool) -> ServeHints:
     """What is known, for the targets that this adapter has."""
-    targets = _targets(chosen)
-    rows = tuple(
-        Row(server, target, count, *known.get(target, known["*"]))
-        for server, known in KNOWN.items()
-        for target, count in targets.items()
-    )
-    bad = [row for row in rows if row.server == VLLM and row.unmerged != APPLIED]
-    advice = "every target is applied unmerged by vLLM: the adapter can be served as it is"
-    if bad:
-        names = ", ".join(dict.fromkeys(row.target for row in bad))
-        advice = f"merge it for vLLM (windlass export … --merge): {names} would not surely be applied"
-    here = str(checkpoint.path) if checkpoint is not None and checkpoint.path else base
-    return Served(rows, advice, _commands(chosen, here, folder, merged=merged))
-
-
-def _targets(chosen: Chosen) -> dict[str, int]:
-    """Last part of each target's name -> how many; routed experts and what is not low-rank under names of their own."""
-    found: dict[str, int] = {}
-    for key in read_header(chosen.weights):
+    targets: dict[str, int] = {}  # last part of a module's name, or the kind of an adapter -> how many
+    for key in read_header(source.weights):
         match = KEY.fullmatch(key)
         if match is None:
-            found["whole"] = found.get("whole", 0) + 1
-        elif match["kind"] == "lora_A":
-            module = match["module"].removeprefix(PREFIX).replace(".base_layer", "")
-            leaf = module.rpartition(".")[2]
-            found[leaf] = found.get(leaf, 0) + 1
+            target = "full"  # trained in full, not low-rank
         elif match["kind"] == "lora_magnitude_vector":
-            found["dora"] = found.get("dora", 0) + 1
-    return dict(sorted(found.items()))
-
-
-def _commands(chosen: Chosen, base: str, folder: Path, *, merged: bool) -> dict[str, str]:
-    rank = max([int(chosen.config.get("r", 16)), *map(int, (chosen.config.get("rank_pattern") or {}).values())])
-    allowed = next((size for size in RANKS if size >= rank), RANKS[-1])
+            target = "dora"
+        elif match["kind"] == "lora_A":
+            target = match["module"].removeprefix(PREFIX).replace(".base_layer", "").rpartition(".")[2]
+        else:
+            continue
+        targets[target] = targets.get(target, 0) + 1
+    rows = tuple(
+        ServerTarget(server, target, count, *known.get(target, known["*"]))
+        for server, known in KNOWN.items()
+        for target, count in sorted(targets.items())
+    )
+    advice = "vLLM applies every target unmerged: the adapter can be served as it is"
+    if doubtful := dict.fromkeys(row.target for row in rows if row.server == VLLM and row.unmerged != APPLIED):
+        advice = f"merge it for vLLM (windlass export … --merge), which may not apply {', '.join(doubtful)}"
     name = folder.resolve().name or "adapter"
     if merged:
-        return {"merged model": shlex.join(["vllm", "serve", str(folder), "--served-model-name", name])}
-    words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(allowed)]
-    return {"base and adapter": shlex.join([*words, "--lora-modules", f"{name}={folder}"])}
+        command = {"merged model": shlex.join(["vllm", "serve", str(folder), "--served-model-name", name])}
+    else:
+        rank = max([int(source.config.get("r", 16)), *map(int, (source.config.get("rank_pattern") or {}).values())])
+        allowed = next((size for size in RANKS if size >= rank), RANKS[-1])
+        model = str(base.path) if base is not None and base.path else base_name
+        words = ["vllm", "serve", model, "--enable-lora", "--max-lora-rank", str(allowed)]
+        command = {"base and adapter": shlex.join([*words, "--lora-modules", f"{name}={folder}"])}
+    return ServeHints(rows, advice, command)
+
+
+def push(folder: Path, repository: str, *, private: bool = True, say: Callable[[str], None] = print) -> str:
+    """Upload the folder with the hub's own client and token; a new repository is private. Returns its address."""
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    where, again = f"--push {repository}", f"the export in {folder} is complete: push it again"
+    api = HfApi()
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    try:
+        address = str(api.create_repo(repository, private=private, exist_ok=True))
+        say(f"pushing {size / 2**30:.2f} GiB to {address}")
+        api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=[f"{WORK}/*"])
+    except HFValidationError as error:
+        raise UserError(str(error).split("\n")[0], where, "write it as organisation/name") from None
+    except LocalTokenNotFoundError:
+        raise UserError("this machine has no token for the hub", where, "run: hf auth login") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        if status in (401, 403):
+            hint = "run `hf auth login` with a token that may write there"
+            raise UserError("the hub refuses this machine's token", where, hint) from None
+        raise RunError(f"the hub answered {status}", where, again) from None
+    except (httpx2.TransportError, OfflineModeIsEnabled, OSError) as error:
+        raise RunError(f"the hub can't be reached ({type(error).__name__})", where, again) from None
+    return address

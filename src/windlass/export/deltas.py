@@ -1,0 +1,208 @@
+"""What an adapter does to the base's parameters, read from PEFT's format and checked against the model's shapes.
+
+LoRA: W + s BA. DoRA: its rows, rescaled to a trained length. A parameter that was trained in full (a bias, a module of
+`modules_to_save`) is replaced. Anything else is refused: a merge must not leave a part of the adapter out silently.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from windlass.errors import Problem, raise_all
+from windlass.export.source import CONFIG, Source
+from windlass.model import Base, Parameter, Stored
+from windlass.model.family import WRAPPERS
+from windlass.model.files import read_header, some
+from windlass.train.reading import DTYPES, Files, whole
+
+PREFIX: Final = "base_model.model."
+KEY: Final = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
+
+# Fields of PEFT's LoraConfig that change what the weights mean, and the values under which they don't.
+NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "layer_replication": (None, []),
+    "megatron_config": (None,),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "kasa_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+}
+# Initialisations that leave the base as it was. The others (pissa, olora, corda, loftq, lora_ga) move a part of the
+# base into the adapter: what PEFT saves belongs to a base that is on no disk, unless it was converted when saved.
+KEEPS_BASE: Final = (True, False, "gaussian", "eva", "orthogonal", "default")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One parameter's change: names and places of the factors, not their values."""
+
+    parameter: Parameter
+    scale: float = 1.0  # alpha / r, or alpha / sqrt(r)
+    a: Stored | None = None
+    b: Stored | None = None
+    magnitude: Stored | None = None
+    replaced: Stored | None = None
+
+    @property
+    def experts(self) -> int:
+        return self.parameter.shape[0] if len(self.parameter.shape) == 3 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A delta's values in float32: A is [r, in] and B [out, r]; of stacked experts [E, r, in] and [E, out, r]."""
+
+    delta: Delta
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+
+    def rows(self, expert: int, start: int, stop: int) -> Tensor:
+        """s BA of some rows of one matrix."""
+        a, b = (self.a[expert], self.b[expert]) if self.delta.experts else (self.a, self.b)
+        return (b[start:stop] @ a) * self.delta.scale
+
+
+class Deltas:
+    """All changes by parameter name. Values are read when needed, and a few are kept."""
+
+    def __init__(self, by_name: Mapping[str, Delta]) -> None:
+        self.by_name = by_name
+        self.files = Files()
+        self.factors = lru_cache(maxsize=4)(self._factors)  # experts stored one by one ask again and again
+
+    def _factors(self, name: str) -> Factors:
+        delta = self.by_name[name]
+        if delta.replaced is not None:
+            values = whole(delta.replaced, self.files).float()
+            return Factors(delta, values, values)
+        assert delta.a is not None
+        assert delta.b is not None
+        a, b = whole(delta.a, self.files).float(), whole(delta.b, self.files).float()
+        if delta.experts:
+            # PEFT's order: rows of A go by expert, then rank; columns of B by rank, then expert.
+            a = a.reshape(delta.experts, -1, a.shape[-1])
+            b = b.reshape(b.shape[0], -1, delta.experts).permute(2, 0, 1).contiguous()
+        magnitude = None if delta.magnitude is None else whole(delta.magnitude, self.files).float().reshape(-1)
+        return Factors(delta, a, b, magnitude)
+
+    def all_zero(self) -> bool:
+        """Whether every factor B is zero, as before training: the adapter changes nothing."""
+        return not any(bool(torch.any(self.factors(name).b)) for name in self.by_name)
+
+
+def read_deltas(source: Source, base: Base) -> Deltas:
+    """Every tensor of the adapter assigned to its parameter, or one error that says what does not fit."""
+    raise_all(list(_unsupported(source.config, str(source.folder / CONFIG))))
+    stored = read_header(source.weights)
+    parameters = {parameter.name: parameter for parameter in base.parameters}
+    wrapper = next((w for w in WRAPPERS.values() if w.architecture == base.wrapper), None)
+    prefixes = [ours for ours, theirs in wrapper.prefixes if theirs == "model."] if wrapper else []
+
+    def rename(key: str) -> str:
+        """A name in PEFT's file as the language model's: the adapter may have been trained inside the wrapper."""
+        key = key.removeprefix(PREFIX)
+        outer = next((prefix for prefix in prefixes if key.startswith(prefix)), None)
+        return key if outer is None else f"model.{key[len(outer) :]}"
+
+    pairs: dict[str, dict[str, Stored]] = {}  # module as PEFT nests it -> kind -> tensor
+    deltas: dict[str, Delta] = {}
+    unknown: list[str] = []
+    for key, tensor in stored.items():
+        if tensor.dtype not in DTYPES:
+            unknown.append(f"{key} ({tensor.dtype})")
+        elif match := KEY.fullmatch(key):
+            pairs.setdefault(rename(match["module"]), {})[match["kind"]] = tensor
+        else:
+            name = rename(key).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+            if name in parameters and parameters[name].shape == tensor.shape:
+                deltas[name] = Delta(parameters[name], replaced=tensor)
+            else:
+                unknown.append(key)
+    misfits: list[str] = []
+    for module, kinds in pairs.items():
+        delta = _delta(module, kinds, parameters, source.config)
+        if isinstance(delta, str):
+            misfits.append(delta)
+        elif delta.parameter.name in deltas:
+            misfits.append(f"{delta.parameter.name} is adapted twice")
+        else:
+            deltas[delta.parameter.name] = delta
+
+    problems = []
+    if not stored:
+        hint = "export from another checkpoint of the run"
+        problems.append(Problem("the adapter holds no tensors", str(source.weights), hint))
+    for what, names in (
+        ("the adapter has tensors that belong to no parameter of this model", unknown),
+        ("the adapter does not fit this model", misfits),
+    ):
+        if names:
+            hint = f"is {base.name} the model that it was trained on? Name the right one: --base DIR"
+            problems.append(Problem(f"{what} ({len(names)}): {some(names)}", str(source.weights), hint))
+    raise_all(problems)
+    return Deltas(deltas)
+
+
+def _unsupported(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    if config.get("peft_type") != "LORA":
+        problem = f"the adapter is of the kind {config.get('peft_type')}"
+        yield Problem(problem, where, "windlass exports LoRA, rsLoRA and DoRA adapters")
+    for name, neutral in NEUTRAL.items():
+        if config.get(name, neutral[0]) not in neutral:
+            hint = f"windlass can export it only with {neutral[0]!r}"
+            yield Problem(f"{name} is {str(config[name])[:60]}", where, hint)
+    start = config.get("init_lora_weights", True)
+    if start not in KEEPS_BASE:
+        problem = f"init_lora_weights: {start} changed the base when training began, and the adapter belongs to that"
+        hint = "save it with PEFT's path_initial_model_for_weight_conversion, which turns it into a plain adapter"
+        yield Problem(problem, where, hint)
+
+
+def _delta(
+    module: str, kinds: Mapping[str, Stored], parameters: Mapping[str, Parameter], config: Mapping[str, Any]
+) -> Delta | str:
+    """The change that one LoRA pair makes, or why it makes none."""
+    from peft.utils.other import get_pattern_key
+
+    a, b, magnitude = (kinds.get(kind) for kind in ("lora_A", "lora_B", "lora_magnitude_vector"))
+    if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
+        return f"{module} has {', '.join(sorted(kinds))}, not a pair of matrices lora_A and lora_B"
+    module = module.replace(".base_layer", "")  # PEFT nests the adapters of two parameters of one module
+    # PEFT's names don't tell which fused parameter of a module of experts it is; the sizes do.
+    candidates = [parameters.get(f"{module}.{leaf}") for leaf in ("weight", "gate_up_proj", "down_proj")]
+    parameter = candidates[0] or next((p for p in candidates if p and p.shape[-2:] == (b.shape[0], a.shape[1])), None)
+    if parameter is None:
+        return f"{module} is no module of this model, or its adapter is of other sizes ({a.shape[1]} -> {b.shape[0]})"
+    experts = parameter.shape[0] if len(parameter.shape) == 3 else 1
+    rank, rest = divmod(a.shape[0], experts)
+    if (b.shape[0], a.shape[1]) != parameter.shape[-2:] or a.shape[0] != b.shape[1] or rest:
+        return f"{module} is {list(parameter.shape)}, its adapter {list(b.shape)} x {list(a.shape)}"
+    # Rank and alpha, by PEFT's own rule for its patterns
+    targeted = any(parameter.name.endswith(name) for name in config.get("target_parameters") or ())
+    key = parameter.name if targeted else module
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    configured = int(ranks.get(get_pattern_key(ranks.keys(), key), config["r"]))
+    alpha = float(alphas.get(get_pattern_key(alphas.keys(), key), config["lora_alpha"]))
+    if configured != rank:
+        return f"{module} has rank {rank}, and {CONFIG} has {configured}"
+    if bool(config.get("use_dora")) != (magnitude is not None):
+        return f"{module}: use_dora is {bool(config.get('use_dora'))} in {CONFIG}, and not in the weights"
+    if magnitude is not None and math.prod(magnitude.shape) != parameter.shape[0]:
+        return f"{module} has {parameter.shape[0]} rows, and DoRA's magnitude {math.prod(magnitude.shape)}"
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return Delta(parameter, scale, a, b, magnitude)

@@ -1,0 +1,143 @@
+"""Merged values, a block of rows at a time, in float32; and FP8 codes of them on the base's own grid.
+
+Published FP8 weights lie on a coarse grid: neighbours are 6-12 % apart. What an adapter adds is mostly less than half
+of that, so rounding W + s BA to the nearest code gives W back, and the adapter is gone. Two things keep it:
+- the scale stays the base's (doubled if the peak no longer fits, which keeps the grid), so what the adapter leaves
+  alone keeps its code exactly;
+- a value between two codes is rounded up with the probability of its place between them, so what is added is right on
+  average over the many weights of an output. The dither is a fixed pattern (a two-dimensional golden-ratio sequence),
+  the same each time: a merge can be repeated, resumed and checked.
+`windlass export` prints the share of the adapter that survived, whatever the rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from windlass.export.deltas import Factors
+from windlass.model import Piece
+from windlass.train.reading import DTYPES, Box, Files, block_side, decode, read_box, spread, whole
+
+AT_ONCE: Final = 2**20  # elements: 4 MiB in float32, a few of them alive per worker
+
+# (bits of the mantissa, exponent of the smallest normal value, largest value)
+FORMATS: Final = {
+    torch.float8_e4m3fn: (3, -6, 448.0),
+    torch.float8_e5m2: (2, -14, 57344.0),
+}
+# Powers of 1 / plastic number: the additive sequence that fills a square most evenly (R2, Roberts 2018).
+ROW, COLUMN = 0.7548776662466927, 0.5698402909980532
+
+
+def row_blocks(shape: Sequence[int], side: int) -> Iterator[Box]:
+    """A stored tensor in blocks of full rows of one matrix; their height is a multiple of a scale's block."""
+    if len(shape) < 2:
+        yield tuple((0, size) for size in shape)
+        return
+    rows, columns = shape[-2:]
+    step = max(1, AT_ONCE // max(1, columns) // side) * side
+    for outer in [((i, i + 1),) for i in range(shape[0])] if len(shape) == 3 else [()]:
+        for start in range(0, rows, step):
+            yield (*outer, (start, min(rows, start + step)), (0, columns))
+
+
+class MergedTensor:
+    """The merged values of one stored tensor."""
+
+    def __init__(self, piece: Piece, factors: Factors | None, files: Files, block: Sequence[int]) -> None:
+        self.piece, self.factors, self.files, self.block = piece, factors, files, block
+        self.scale = None if piece.scale is None else whole(piece.scale, files).float()
+
+    def blocks(self) -> Iterator[Box]:
+        return row_blocks(self.piece.stored.shape, self.block[0])
+
+    def values(self, box: Box, unit: Tensor | None = None) -> Tensor:
+        """A block's values in float32; divided by `unit`, a scale, if it is given."""
+        stored, factors = self.piece.stored, self.factors
+        codes = torch.empty([stop - start for start, stop in box], dtype=DTYPES[stored.dtype])
+        read_box(stored, box, codes, self.files)
+        values = decode(codes)
+        scale = None if self.scale is None else spread(self.scale, stored.shape, box, self.block)
+        per = None if unit is None else spread(unit, stored.shape, box, self.block)
+        if scale is not None:  # their ratio is a power of two: exact
+            values = values * (scale if per is None else torch.where(scale == 0, 0.0, scale / per))
+        if factors is None:
+            return values
+
+        def in_units(true: Tensor) -> Tensor:
+            return true if per is None else torch.where(per == 0, 0.0, true / per)  # a block of zeros has the scale 0
+
+        outer = len(self.piece.offset) - len(box)  # one expert's matrix is a slice of the fused parameter
+        inside = (*((0, 1),) * outer, *box)
+        place = tuple((start + at, stop + at) for (start, stop), at in zip(inside, self.piece.offset, strict=True))
+        if factors.delta.replaced is not None:
+            return in_units(factors.a[tuple(slice(*extent) for extent in place)].reshape(values.shape))
+        expert, rows = (place[0][0] if len(place) == 3 else 0), place[-2]
+        values += in_units(factors.rows(expert, *rows).view(values.shape))
+        if factors.magnitude is not None:  # the ratio of two lengths: the length is taken in true units
+            length = torch.linalg.norm(values if per is None else values * per, dim=-1, keepdim=True)
+            values *= factors.magnitude[slice(*rows)].unsqueeze(-1) / length
+        return values
+
+    def new_scale(self) -> Tensor:
+        """The base's scale, doubled as often as the peak of what it covers needs."""
+        assert self.piece.scale is not None
+        assert self.scale is not None
+        largest = FORMATS[DTYPES[self.piece.stored.dtype]][2]
+        unit = torch.where(self.scale == 0, 1.0, self.scale)
+        peaks = torch.zeros_like(unit)
+        for box in self.blocks():
+            self._raise_peaks(peaks, self.values(box, unit).abs_(), box)
+        grown = unit * torch.exp2(torch.ceil(torch.log2((peaks / largest).clamp(min=1))))
+        small = torch.exp2(torch.ceil(torch.log2(peaks.clamp(min=1e-30) / largest)))
+        small = torch.where(peaks == 0, 0.0, small)
+        return torch.where(self.scale == 0, small, grown).to(DTYPES[self.piece.scale.dtype])
+
+    def _raise_peaks(self, peaks: Tensor, values: Tensor, box: Box) -> None:
+        """The largest value under each scale so far, in place."""
+        if peaks.numel() == 1:
+            peaks.copy_(torch.maximum(peaks, values.max().reshape(peaks.shape)))
+            return
+        shape = self.piece.stored.shape
+        for axis, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
+            if peaks.shape[axis] == 1:
+                values = values.amax(axis, keepdim=True)
+                continue
+            side = 1 if peaks.shape[axis] == size else block_side(axis, len(shape), self.block)
+            parts = torch.split(values, side, axis)  # a block of rows begins at the edge of a scale's block
+            values = torch.cat([part.amax(axis, keepdim=True) for part in parts], axis)
+            first, last = start // side, math.ceil(stop / side)
+            peaks = peaks.narrow(axis, first, last - first)
+        peaks.copy_(torch.maximum(peaks, values))
+
+
+def round_to(values: Tensor, dtype: torch.dtype, key: str, box: Box) -> Tensor:
+    """Rounded once, to the nearest; FP8 codes with dither."""
+    return encode(values, dtype, dither(key, box)) if dtype in FORMATS else values.to(dtype)
+
+
+def encode(units: Tensor, dtype: torch.dtype, dice: Tensor) -> Tensor:
+    """Codes of values given in units of their scale; a value that is a code stays it."""
+    mantissa, least, largest = FORMATS[dtype]
+    # The exponent's bits alone are the power of two at or below the value: 6 times as fast as frexp and exp2.
+    power = (units.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=2.0**least)
+    step = power.mul_(2.0**-mantissa)
+    codes = (units / step).add_(dice).floor_().mul_(step)
+    return codes.clamp_(-largest, largest).to(dtype)
+
+
+def dither(key: str, box: Box) -> Tensor:
+    """Numbers in [0, 1) that depend on the tensor's name and the element's place alone."""
+    outer = box[0][0] if len(box) == 3 else 0
+    digest = hashlib.sha256(f"{key}:{outer}".encode()).digest()
+    start = int.from_bytes(digest[:6], "big") / 2**48
+    (top, bottom), (left, right) = box[-2:] if len(box) > 1 else ((0, 1), box[0])
+    rows = (torch.arange(top, bottom, dtype=torch.float64) * ROW + start).frac().float()
+    columns = (torch.arange(left, right, dtype=torch.float64) * COLUMN).frac().float()
+    return (rows.unsqueeze(-1) + columns).frac_().reshape([stop - start for start, stop in box])

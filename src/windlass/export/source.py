@@ -1,0 +1,96 @@
+"""What is exported: a run folder's best adapter, or the adapter folder itself; and its base model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import UserError
+from windlass.files import read_json
+from windlass.model import Base, find_base
+from windlass.run_folder import CHECKPOINTS, FINAL, MANIFEST
+from windlass.train import checkpoint as checkpoints
+
+CONFIG, WEIGHTS = "adapter_config.json", checkpoints.ADAPTER
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One adapter, why this one, and what is known of the run that made it."""
+
+    folder: Path
+    why: str
+    config: dict[str, Any]  # adapter_config.json
+    run_folder: Path | None = None
+    manifest: dict[str, Any] = field(default_factory=dict)  # the run's: run, versions, git
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS
+
+
+def choose_adapter(path: Path) -> Source:
+    """The adapter of a run folder, of one of its checkpoints, of `final`, or any that PEFT saved."""
+    if not path.is_dir():
+        raise UserError("no such folder", str(path), "name a run folder, or a folder that holds an adapter")
+    run_folder: Path | None = None
+    if (path / CONFIG).is_file():
+        folder, why = path, "the folder that was named"
+        parents = (path.resolve().parent, path.resolve().parent.parent)  # run/final, run/checkpoints/step-N
+        run_folder = next((parent for parent in parents if "run" in read_json(parent / MANIFEST)), None)
+    elif (path / MANIFEST).is_file():
+        folder, why = _best(path)
+        run_folder = path
+    else:
+        hint = f"a run folder holds {MANIFEST}; an adapter's folder {CONFIG}, as PEFT and windlass write it"
+        raise UserError("it is neither a run folder nor an adapter", str(path), hint)
+    config = read_json(folder / CONFIG)
+    if not config:
+        raise UserError("it is not JSON, or empty", str(folder / CONFIG), "export from another checkpoint of the run")
+    if not (folder / WEIGHTS).is_file():
+        hint = "adapters are read from safetensors only: save it again with PEFT's save_pretrained"
+        raise UserError(f"the adapter has no {WEIGHTS}", str(folder), hint)
+    return Source(folder, why, config, run_folder, read_json(run_folder / MANIFEST) if run_folder else {})
+
+
+def _best(run: Path) -> tuple[Path, str]:
+    """The undamaged checkpoint with the lowest evaluation loss; without evaluations the run's final adapter."""
+    state = {folder: checkpoints.damage(folder) for folder in checkpoints.saved(run / CHECKPOINTS)}
+    intact = [folder for folder, damage in state.items() if not damage]
+    skipped = "".join(f"; skipped {folder.name}: {damage}" for folder, damage in state.items() if damage)
+    losses = [loss for folder in intact if math.isfinite(loss := checkpoints.evaluated(folder))]
+    if lowest := checkpoints.best_of(intact):
+        return lowest, f"lowest evaluation loss of {len(losses)} saved: {min(losses):.4f} at {lowest.name}{skipped}"
+    if (run / FINAL / CONFIG).is_file():
+        return run / FINAL, f"the run's last step: no intact checkpoint was evaluated{skipped}"
+    if intact:
+        return intact[-1], f"the newest intact checkpoint, {intact[-1].name}: the run has not finished{skipped}"
+    hint = "let it reach its first save (train.save_steps)"
+    raise UserError(f"the run has no intact adapter{skipped}", str(run), hint)
+
+
+def base_of(source: Source, base: str | None) -> Base:
+    """The model that the adapter was trained on, with its weights."""
+    name = base or source.config.get("base_model_name_or_path") or ""
+    where = "--base" if base else str(source.folder / CONFIG)
+    hint = "name the folder that holds its weights: --base DIR"
+    if not name:
+        raise UserError("the adapter does not name its base model", where, hint)
+    found = find_base(name, where) if base or Path(name).exists() else None  # an export gives a name, not a folder
+    if found is None or found.path is None:
+        raise UserError(f"the weights of the base model {name} are not on this machine", where, hint)
+    return found
+
+
+def base_name(source: Source, base: str | None, given: str | None) -> str:
+    """A name of the base model that means something on another machine: never a local path."""
+    if given:
+        return given
+    path = Path(base or str(source.config.get("base_model_name_or_path") or "unknown"))
+    if path.parent.name == "snapshots":  # the hub's cache: models--org--name/snapshots/hash
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    if not path.is_absolute() and not path.exists():
+        return str(path)  # a hub id
+    return path.resolve().name

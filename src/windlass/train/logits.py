@@ -1,0 +1,62 @@
+"""Logits of a model with and without its adapter, and how far two sets of them are apart."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def open_adapter(model: Any, folder: Path) -> Any:
+    """A saved adapter on a model, by PEFT's own way."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
+        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
+        # PEFT 0.21 asks for an attribute that transformers 5.23 has renamed.
+        warnings.filterwarnings("ignore", message=r".*is_gradient_checkpointing", category=FutureWarning)
+        return PeftModel.from_pretrained(model, str(folder)).eval()
+
+
+@torch.no_grad()
+def compute_logits(model: Any, rows: Tensor) -> Tensor:
+    """Logits in float32 and host memory, wherever the model is."""
+    device = next(model.parameters()).device
+    return torch.cat([model(input_ids=row[None].to(device), use_cache=False).logits.float().cpu() for row in rows])
+
+
+def logits_without_and_with(model: Any, adapter: Path, rows: Tensor) -> tuple[Tensor, Tensor]:
+    adapted = open_adapter(model, adapter)
+    with adapted.disable_adapter():
+        plain = compute_logits(adapted, rows)
+    return plain, compute_logits(adapted, rows)
+
+
+def kl_divergence(true: Tensor, other: Tensor) -> float:
+    """Mean over tokens, in nats."""
+    p, q = (torch.log_softmax(logits.double(), -1) for logits in (true, other))
+    return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
+
+
+def sample_rows(run_folder: Path | None, vocab: int, count: int = 4, length: int = 128) -> Tensor:
+    """Tokens that a run was trained or evaluated on, if they are still there; else random ones."""
+    random = torch.randint(vocab, (count, length), generator=torch.Generator().manual_seed(0))
+    files = (
+        sorted((run_folder / "tokens").glob("*/*.arrow"), key=lambda p: p.stem != "validation") if run_folder else []
+    )
+    if not files:
+        return random
+    from datasets import Dataset
+
+    data = Dataset.from_file(str(files[0]))
+    if "input_ids" not in data.column_names:
+        return random
+    tokens = [token for row in data.select(range(min(len(data), 256)))["input_ids"] for token in row]
+    length = min(length, len(tokens) // count)
+    if length < 2 or max(tokens) >= vocab:
+        return random
+    return torch.tensor(tokens[: count * length]).view(count, length)
