@@ -30,7 +30,7 @@ from windlass.model import Base, Parameter, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train.certificate import Disk, sampled
 from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, sample_rows
-from windlass.train.reading import DTYPES, Box, Files, intersection, piece_box
+from windlass.train.reading import DTYPES, Box, Files, intersection, piece_box, stored_box
 
 GIB: Final = 2**30
 AT_ONCE: Final = 2**23  # bytes compared at a time
@@ -251,9 +251,7 @@ def spacing(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Te
     if kind not in FORMATS:
         return exact.abs() * NEAREST[kind] + torch.finfo(kind).tiny
     mantissa, least, _ = FORMATS[kind]
-    offset = zip(box, piece.offset, strict=True)
-    inside = [torch.arange(start - at, stop - at) for (start, stop), at in offset][-len(piece.stored.shape) :]
-    scale = disk.scale(piece, inside).double()
+    scale = disk.scale(piece, [torch.arange(*span) for span in stored_box(piece, box)])
     scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(exact.shape)
     exponent = torch.frexp(exact / torch.where(scale == 0, 1.0, scale)).exponent - 1
     return torch.ldexp(torch.ones_like(exact), exponent.clamp(min=least) - mantissa) * scale
