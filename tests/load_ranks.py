@@ -1,13 +1,17 @@
-"""What tests/test_load.py runs in every rank: many cases in one start of the processes, results as JSON."""
+"""What tests/test_load.py runs in every rank: many cases in one start of the processes; each passes or says why not."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,14 +24,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model import read_base
+from windlass.model import Base, read_base
+from windlass.model.targets import resolve
 from windlass.plan.layout import Layout
+from windlass.runfile import Lora
 from windlass.train import certificate, fp8, parallel
-from windlass.train.group import raise_together
+from windlass.train.group import gather, raise_together
+from windlass.train.liveness import Liveness
 from windlass.train.load import load, own_part, unique_tensors
+from windlass.train.lora import attach
+from windlass.train.sync import Replicas
 
 PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
 TOKENS = torch.arange(24)[None] % 200
+VICTIM = "model.layers.1.mlp.experts.down_proj"
+MIB = 2**20
 
 # Every layout in which such a model comes. Sizes that no number of ranks divides are there on purpose.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -35,20 +46,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "blocks": {"quantization": "block128", "hidden": 256, "moe_intermediate": 160, "files": 3},
     "tied": {"files": 2, "tied": True, "dtype": "float32", "quantization": "none"},
     "uneven": {"family": "mistral", "vocab": 515, "hidden": 60, "heads": 3, "intermediate": 130, "wrapper": True},
-    "llama": {"family": "llama", "tied": True},
+    "llama": {"family": "llama", "tied": True, "config": {"attention_bias": True}},
     "mixtral": {"family": "mixtral", "quantization": "tensor", "experts": 12},
     # Blocks of 128 in matrices of 160 rows, two of which are fused: the second one's begin at row 160.
     "qwen3_moe": {"family": "qwen3_moe", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
 }
+LARGE: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024, "layers": 6}
 IN_FP8 = ("published", "blocks", "mixtral", "qwen3_moe")
 FOUR = ("published", "uneven", "mixtral")  # what four ranks are tried on
 DTYPE = {"tied": torch.float32}
 
 
-def layouts(ranks: int, experts: bool) -> dict[str, Layout]:
-    def layout(name: str, **rest: Any) -> Layout:
-        return Layout(name=name, reason="test", nodes=1, gpus_per_node=ranks, precision="no", **rest)
-
+def layouts(experts: bool = True) -> dict[str, Layout]:
+    ranks = dist.get_world_size()
+    layout = partial(Layout, reason="test", nodes=1, gpus_per_node=ranks, precision="no")
     named = {
         "full-shard": layout("full-shard", shard=ranks),
         "no-reshard": layout("no-reshard", shard=ranks, reshard_after_forward=False),
@@ -56,16 +67,18 @@ def layouts(ranks: int, experts: bool) -> dict[str, Layout]:
         "resident": layout("resident", shard=1, replicate=ranks),
     }
     if experts:
-        named["expert-parallel"] = layout("expert-parallel", shard=ranks, expert_parallel=2)
-        kept = {"expert_parallel": 2, "reshard_after_forward": False}
-        named["expert-parallel-kept"] = layout("expert-parallel", shard=ranks, **kept)
+        split = partial(layout, "expert-parallel", shard=ranks, expert_parallel=2)
+        named |= {"expert-parallel": split(), "expert-parallel-kept": split(reshard_after_forward=False)}
         if ranks == 4:
-            named["expert-parallel-hybrid"] = layout("expert-parallel", shard=2, replicate=2, expert_parallel=2)
-            named["expert-parallel-whole"] = layout("expert-parallel", shard=4, expert_parallel=4)
+            named["expert-parallel-hybrid"] = split(shard=2, replicate=2)
+            named["expert-parallel-whole"] = split(expert_parallel=4)
     return named
 
 
-def dequantise(directory: Path, target: Path, dtype: torch.dtype) -> Path:
+# --- the truth ---
+
+
+def dequantise(directory: Path, target: Path, dtype: torch.dtype) -> None:
     """The same checkpoint without FP8, by arithmetic of this file's own: what the true weights are."""
     stored: dict[str, Tensor] = {}
     for file in directory.glob("model*.safetensors"):
@@ -93,88 +106,15 @@ def dequantise(directory: Path, target: Path, dtype: torch.dtype) -> Path:
     text = config.get("text_config", config)
     text.pop("quantization_config", None)
     (target / "config.json").write_text(json.dumps(text))
-    return target
 
 
 def truth(directory: Path, dtype: torch.dtype) -> Any:
-    """The true model, loaded by transformers alone, whole."""
+    """The true model, loaded by transformers alone, unsharded."""
     family = json.loads((directory / "config.json").read_text())["model_type"]
     model_class = getattr(transformers, f"{tiny.CLASSES[family]}ForCausalLM")
     model, info = model_class.from_pretrained(directory, dtype=dtype, key_mapping=PREFIXES, output_loading_info=True)
     assert not any(info.values()), info
     return model
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def equality(root: Path, name: str, layout: Layout, reference: Any, logits: Tensor) -> dict[str, Any]:
-    """One checkpoint under one layout against the truth, bit for bit."""
-    model, made = load(read_base(root / name), layout, dtype=reference.dtype)
-    parallel.assert_sharded(model, layout)
-    true = dict(reference.named_parameters())
-    mine = dict(model.named_parameters())
-    with Wire() as wire, torch.enable_grad():  # type: ignore[no-untyped-call]
-        passed(model)
-    return {
-        "wire": wire.bytes,
-        "names": mine.keys() == true.keys(),
-        "differ": [key for key in true if not torch.equal(whole(mine[key]), true[key])],
-        "plain": [key for key, tensor in mine.items() if not isinstance(tensor, DTensor)],
-        "trainable": [key for key, tensor in mine.items() if tensor.requires_grad],
-        "logits": float((model(TOKENS).logits - logits).abs().max()),
-        "again": float((model(TOKENS).logits - logits).abs().max()),
-        "bytes_read": [each["bytes_read"] for each in made.ranks],
-        "checked": made.checked,
-    }
-
-
-def in_fp8(root: Path, name: str, layout: Layout, reference: Any) -> dict[str, Any]:
-    """The base held in FP8 under one layout: true values, loss and gradient of the input against the truth."""
-    layout = replace(layout, base_dtype="fp8")
-    model, made = load(read_base(root / name), layout, dtype=reference.dtype)
-    parallel.assert_sharded(model, layout)
-    held, true = fp8.fp8_weights(model), dict(reference.named_parameters())
-    differ = []
-    with torch.no_grad():
-        for key, tensor in model.named_parameters():
-            part, offset = own_part(tensor)
-            wanted = true[key][tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))]
-            if key in held:
-                scale = held[key].scale
-                if part.ndim == 3:
-                    scale = scale[offset[0] - held[key].first :][: len(part)]
-                part = fp8.dequantise(part, scale, held[key].format, reference.dtype, (offset[-2], offset[-1]))
-            if not torch.equal(part, wanted):
-                differ.append(key)
-    parts = {key: own_part(tensor)[0] for key, tensor in model.named_parameters()}
-    own_bytes = sum(part.untyped_storage().nbytes() for part in parts.values())
-    with Wire() as wire:  # type: ignore[no-untyped-call]
-        outcome, gradient = passed(model)
-    wanted_outcome, wanted_gradient = passed(reference)
-    return {
-        "differ": differ,
-        "held": len(held),
-        "codes": sum(math.prod(true[key].shape) for key in held),
-        "own_codes": sum(parts[key].numel() for key in held),
-        "own_numbers": sum(part.numel() for part in parts.values()),
-        "own_bytes": own_bytes,
-        "wire": wire.bytes,
-        "logits": float((outcome - wanted_outcome).abs().max()),
-        "gradient": float((gradient - wanted_gradient).abs().max() / wanted_gradient.abs().max()),
-        "dtypes": sorted({each["dtype"] for each in made.parameters}),
-    }
-
-
-def passed(model: Any) -> tuple[Tensor, Tensor]:
-    """Logits, and the gradient that reaches the embedded tokens."""
-    dice = torch.Generator().manual_seed(dist.get_rank())
-    embedded = torch.randn(1, 24, model.config.hidden_size, generator=dice).to(model.dtype).requires_grad_()
-    logits = model(inputs_embeds=embedded).logits.float()
-    (gradient,) = torch.autograd.grad(logits.square().mean(), embedded)
-    return logits.detach(), gradient
 
 
 class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -188,134 +128,287 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def mixed_up(root: Path, name: str, ranks: int, change: str) -> str:
-    """Codes or scales of one rank that are another's, held in FP8."""
-    checkpoint = read_base(root / name)
-    layout = replace(layouts(ranks, True)["expert-parallel" if "expert" in change else "full-shard"], base_dtype="fp8")
-    model, _ = load(checkpoint, layout)
-    targets, held = unique_tensors(model), fp8.fp8_weights(model)
-    victim = "model.layers.1.mlp.experts.down_proj"
-    local = own_part(targets[victim])[0]
-    mine = held[victim].scale if "scale" in change else local
-    parts = [torch.empty_like(mine) for _ in range(ranks)]
+def passed(model: Any) -> list[Tensor]:
+    """Logits of random inputs, the gradient that reaches them, and logits of tokens, after weights were gathered."""
+    dice = torch.Generator().manual_seed(dist.get_rank())
+    embedded = torch.randn(1, 24, model.config.hidden_size, generator=dice).to(model.dtype).requires_grad_()
+    logits = model(inputs_embeds=embedded).logits.float()
+    (gradient,) = torch.autograd.grad(logits.square().mean(), embedded)
+    with torch.no_grad():
+        return [logits.detach(), gradient, model(TOKENS).logits]
+
+
+# --- every checkpoint under every layout ---
+
+
+def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: dict[str, int], layout: Layout) -> None:
+    """Weights bit for bit those of the truth; the same logits and gradient; no byte read or sent that need not be."""
+    base = read_base(root / name)
+    model, made = load(base, layout, dtype=reference.dtype)
+    parallel.assert_sharded(model, layout)
+    true, mine, in_fp8 = dict(reference.named_parameters()), dict(model.named_parameters()), fp8.fp8_weights(model)
+    assert mine.keys() == true.keys()
+    assert not any(tensor.requires_grad for tensor in mine.values())
+    assert {isinstance(tensor, DTensor) for tensor in mine.values()} == {layout.name != "resident"}
+    assert made.checked["slices"] >= dist.get_world_size() * made.checked["parameters"] / 2
+    assert (len(in_fp8) > 10) == (layout.base_dtype == "fp8")
+    pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
+    stored = sum(each.end - each.start for piece in pieces for each in (piece.stored, piece.scale) if each)
+    for own in made.ranks:
+        if not layout.expert_parallel > 1:
+            # Scales are read by every rank: all of a matrix's.
+            assert own["bytes_read"] <= 1.05 * stored / (layout.shard if layout.name != "resident" else 1)
+    parts = {key: own_part(tensor) for key, tensor in mine.items()}
+    with torch.no_grad():
+        for key, (part, offset) in parts.items():
+            wanted = true[key]
+            if key in in_fp8:
+                wanted = wanted[tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))]
+                scale = in_fp8[key].scale
+                if part.ndim == 3:
+                    scale = scale[offset[0] - in_fp8[key].first :][: len(part)]
+                part = fp8.dequantise(part, scale, in_fp8[key].format, reference.dtype, (offset[-2], offset[-1]))
+            else:
+                tensor = mine[key]
+                part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(part, wanted), key
+    with Wire() as wire:  # type: ignore[no-untyped-call]
+        found = passed(model)
+    # Expert parallelism adds the experts' outputs in another order; in float32 a CPU's sums go by where memory begins.
+    slack = 0.02 if layout.expert_parallel > 1 else 1e-6 if reference.dtype == torch.float32 else 0.0
+    for one, other in zip(found, outcome, strict=True):
+        assert (one - other).abs().max() <= slack * max(1.0, float(other.abs().max()))
+    case = f"{name} {layout}"
+    wires[case] = wire.bytes
+    if not in_fp8:
+        return
+    # A weight is one byte in memory and on the wire. Embeddings, head, norms and routers stay in 16 bits.
+    assert "float8_e4m3fn" in {each["dtype"] for each in made.parameters}
+    own_bytes = sum(part.untyped_storage().nbytes() for part, _ in parts.values())
+    assert own_bytes == sum((1 if key in in_fp8 else 2) * part.numel() for key, (part, _) in parts.items())
+    saved = wires[f"{name} {replace(layout, base_dtype='bf16')}"] - wire.bytes
+    # Full shard gathers each layer for its forward, for its backward, and for the forward after that.
+    gathers = {"full-shard": 3, "no-reshard": 2}.get(layout.name, 0)
+    assert saved == gathers * sum(math.prod(true[key].shape) for key in in_fp8) if gathers else saved >= 0
+
+
+def bounded(root: Path, base_dtype: str) -> None:
+    """A model large enough for its bytes and memory to be told from everything else's."""
+    base = read_base(root / "large")
+    _, made = load(base, replace(layouts()["full-shard"], base_dtype=base_dtype))
+    stored = sum(piece.stored.end - piece.stored.start for p in base.parameters for piece in p.pieces)
+    sizes = [2 * math.prod(parameter.shape) for parameter in base.parameters]
+    assert sum(sizes) > 500 * MIB  # else the constants below hide a whole model
+    for own in made.ranks:
+        assert own["bytes_read"] <= 1.05 * stored / 2
+        grown = own["peak_rss_bytes"] - own["rss_before_bytes"]
+        if base_dtype == "fp8":  # read straight to where it stays: no 16-bit copy, nothing converted
+            assert grown <= sum(sizes) / 4 + 150 * MIB
+        else:
+            assert grown <= sum(sizes) / 2 + max(sizes) + 200 * MIB
+            assert grown <= 0.9 * sum(sizes)
+
+
+# --- faults ---
+
+
+def found_wrong(
+    root: Path, spoil: Callable[[dict[str, Tensor], dict[str, fp8.Fp8Weight]], None], layout: Layout
+) -> str:
+    """What the certificate reports of a model that is spoilt after loading; the same on every rank."""
+    base = read_base(root / "published")
+    model, _ = load(base, layout)
+    targets, in_fp8 = unique_tensors(model), fp8.fp8_weights(model)
+    spoil(targets, in_fp8)
+    return refused(lambda: raise_together(certificate.check(targets, base, dist.get_rank(), in_fp8)[0], "check", ""))
+
+
+def refused(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except UserError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def next_ranks(mine: Tensor) -> None:
+    """This rank's part of a tensor is replaced by the next rank's."""
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine.contiguous())
-    if change == "one rank's scale":
-        mine[-1] *= 1.0 if dist.get_rank() else 1.0078125
-    else:
-        mine.copy_(parts[(dist.get_rank() + 1) % ranks])
-    return verdict(targets, checkpoint, held)
+    mine.copy_(parts[(dist.get_rank() + 1) % len(parts)])
 
 
-def swapped(root: Path, name: str, ranks: int) -> str:
-    """Ranks hold each other's part of one tensor: the certificate has to name it, on every rank."""
-    checkpoint = read_base(root / name)
-    model, _ = load(checkpoint, layouts(ranks, False)["full-shard"])
-    targets = unique_tensors(model)
-    victim = "model.layers.1.mlp.experts.down_proj"
-    part = targets[victim]
-    assert isinstance(part, DTensor)
-    parts = [torch.empty_like(part.to_local()) for _ in range(ranks)]
-    dist.all_gather(parts, part.to_local().contiguous())
-    part.to_local().copy_(parts[(dist.get_rank() + 1) % ranks])
-    return verdict(targets, checkpoint)
+def swapped(root: Path, base_dtype: str, layout: str, what: str) -> None:
+    """Ranks have each other's part of one tensor."""
+
+    def spoil(targets: dict[str, Tensor], in_fp8: dict[str, fp8.Fp8Weight]) -> None:
+        next_ranks(in_fp8[VICTIM].scale if what == "scales" else own_part(targets[VICTIM])[0])
+
+    assert f"{VICTIM} " in found_wrong(root, spoil, replace(layouts()[layout], base_dtype=base_dtype))
 
 
-def one_wrong(root: Path, name: str, ranks: int) -> str:
+def one_rank_wrong(root: Path) -> None:
     """One rank's part of one tensor is off by a little: all ranks have to stop."""
-    checkpoint = read_base(root / name)
-    model, _ = load(checkpoint, layouts(ranks, False)["full-shard"])
-    targets = unique_tensors(model)
-    if dist.get_rank() == 1:
-        part = targets["model.layers.0.self_attn.o_proj.weight"]
-        assert isinstance(part, DTensor)
-        part.to_local().mul_(1.0078125)  # one unit in the last place of BF16
-    return verdict(targets, checkpoint)
+
+    def spoil(targets: dict[str, Tensor], _: dict[str, fp8.Fp8Weight]) -> None:
+        if dist.get_rank() == 1:
+            own_part(targets["model.layers.0.self_attn.o_proj.weight"])[0].mul_(
+                1.0078125
+            )  # one unit in BF16's last place
+
+    found = found_wrong(root, spoil, layouts()["full-shard"])
+    assert "model.layers.0.self_attn.o_proj.weight is not what" in found
+    assert "(rank 1)" in found
 
 
-def verdict(targets: dict[str, Tensor], checkpoint: Any, held: Any = MappingProxyType({})) -> str:
-    wrong, _ = certificate.check(targets, checkpoint, dist.get_rank(), held)
-    try:
-        raise_together(wrong, "check", "")
-    except UserError as error:
-        return str(error)
-    return ""
+def one_scale_wrong(root: Path) -> None:
+    def spoil(_: dict[str, Tensor], in_fp8: dict[str, fp8.Fp8Weight]) -> None:
+        in_fp8[VICTIM].scale[-1] *= 1.0 if dist.get_rank() else 1.0078125
+
+    found = found_wrong(root, spoil, replace(layouts()["full-shard"], base_dtype="fp8"))
+    assert f"the scales of {VICTIM} are not what" in found
 
 
-def unsharded(root: Path, name: str, ranks: int) -> str:
+def unsharded(root: Path) -> None:
     """A run that claims to be sharded and is not."""
-    model, _ = load(read_base(root / name), layouts(ranks, False)["resident"])
-    try:
-        parallel.assert_sharded(model, layouts(ranks, False)["full-shard"])
-    except UserError as error:
-        return str(error)
-    return ""
+    model, _ = load(read_base(root / "published"), layouts()["resident"])
+    found = refused(lambda: parallel.assert_sharded(model, layouts()["full-shard"]))
+    assert "not sharded as full-shard plans it" in found
+    assert "a plain tensor on every rank" in found
 
 
-def kept(root: Path, name: str, ranks: int) -> list[bool]:
-    """Whether a layer's weights are whole after a backward: between micro-batches, and after the last one."""
-    model, _ = load(read_base(root / name), layouts(ranks, False)["no-reshard"])
-    said = []
+def unsupported(root: Path) -> None:
+    """What a Layout may ask for and the engine can't do."""
+    ranks = dist.get_world_size()
+    split = Layout("expert-parallel", "", 1, ranks, shard=ranks, expert_parallel=3)
+    for name, layout, wanted in (
+        ("published", split, "has 8 experts to split evenly over 3 ranks"),
+        ("llama", replace(split, expert_parallel=2), "LlamaForCausalLM has no experts"),
+        ("mixtral", Layout("full-shard", "", 1, ranks + 1, shard=ranks + 1), f"the layout is for {ranks + 1} ranks"),
+        ("tied", Layout("full-shard", "", 1, ranks, shard=ranks, offload=True), "host memory have nothing to offload"),
+    ):
+        assert wanted in refused(partial(load, read_base(root / name), layout))
+
+
+def kept_gathered(root: Path) -> None:
+    """A layer's weights are gathered after a backward between micro-batches, and no longer after the last one."""
+    model, _ = load(read_base(root / "published"), layouts()["no-reshard"])
+    modules = parallel.fsdp_modules(model)
     for keep in (True, False):
-        parallel.keep_gathered(parallel.fsdp_modules(model), keep)
+        parallel.keep_gathered(modules, keep)
         embedded = torch.zeros(1, 4, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         model(inputs_embeds=embedded).logits.float().sum().backward()
-        said.append(not isinstance(model.model.layers[0].self_attn.o_proj.weight, DTensor))
-    return said
+        assert isinstance(model.model.layers[0].self_attn.o_proj.weight, DTensor) is not keep
 
 
-def bounds(root: Path, ranks: int, base_dtype: str) -> list[dict[str, Any]]:
-    """A model large enough for its bytes and memory to be told from everything else's."""
-    checkpoint = read_base(root / "large")
-    _, made = load(checkpoint, replace(layouts(ranks, False)["full-shard"], base_dtype=base_dtype))
-    stored = sum(each.end - each.start for p in checkpoint.parameters for piece in p.pieces for each in [piece.stored])
-    elements = [math.prod(parameter.shape) for parameter in checkpoint.parameters]
-    return [{**each, "stored": stored, "bytes": 2 * sum(elements), "largest": 2 * max(elements)} for each in made.ranks]
+# --- training ---
 
 
-def refused(root: Path, ranks: int) -> list[str]:
-    """What a Layout may ask for and the engine can't do."""
-    said = []
-    for name, wrong in {
-        "published": Layout("expert-parallel", "", 1, ranks, shard=ranks, expert_parallel=3),
-        "llama": Layout("expert-parallel", "", 1, ranks, shard=ranks, expert_parallel=2),
-        "mixtral": Layout("full-shard", "", 1, ranks + 1, shard=ranks + 1),
-        "tied": Layout("full-shard", "", 1, ranks, shard=ranks, offload=True),
-    }.items():
-        try:
-            load(read_base(root / name), wrong)
-            said.append("")
-        except UserError as error:
-            said.append(str(error))
-    return said
+def steps(
+    base: Base,
+    layout: Layout,
+    *,
+    experts: bool,
+    bias: str,
+    dtype: torch.dtype,
+    count: int = 4,
+    micro: int = 1,
+    checkpointing: bool = False,
+) -> list[float]:
+    """Losses and norms of some optimizer steps of `micro` micro-batches; every rank with rows of its own."""
+    said = {"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "bias": bias}
+    lora = Lora.model_validate({**said, **({"experts": {"r": 2, "lora_alpha": 4}} if experts else {})})
+    model = attach(load(base, layout, dtype=dtype)[0], lora, resolve(lora, base, str), seed=1).train()
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    replicas = Replicas(model)
+    liveness, modules = Liveness(model, replicas, "the run"), parallel.fsdp_modules(model)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    found = []
+    for step in range(count):
+        loss = torch.zeros(1)
+        for number in range(micro):
+            if not layout.reshard_after_forward:
+                parallel.keep_gathered(modules, number < micro - 1)
+            dice = torch.Generator().manual_seed((step * micro + number) * dist.get_world_size() + dist.get_rank())
+            ids = torch.randint(20, 200, (2, 16), generator=dice)
+            own = model(input_ids=ids, labels=ids).loss / micro
+            own.backward()
+            loss += own.detach()
+        loss, before = replicas.average(loss) / replicas.world, replicas.norm()
+        norm = replicas.clip(0.05)
+        assert norm == before > 0.05
+        torch.testing.assert_close(replicas.norm(), torch.tensor(0.05), rtol=1e-4, atol=0)
+        liveness.before_update(1e-3)
+        optimizer.step()
+        liveness.after_update(1e-3)
+        optimizer.zero_grad()
+        found += [float(loss), float(norm)]
+    assert liveness.done
+    assert replicas.differing() == []
+    assert bool(replicas.sharded) == (bias != "none" and parallel.is_sharded(layout))
+    return found
+
+
+def same_training(root: Path, name: str, layout: str, base_dtype: str = "fp8", bias: str = "none", **how: Any) -> None:
+    """As with a base in 16 bits on every rank: each product is the same bit for bit, sums are in another order."""
+    base, dtype = read_base(root / name), how.pop("dtype", torch.float32)
+    both = partial(steps, base, experts=bias == "none", bias=bias, dtype=dtype)
+    plain = {key: value for key, value in how.items() if key != "checkpointing"}
+    wanted = both(layouts()["resident"], **plain)
+    found = both(replace(layouts(bias == "none")[layout], base_dtype=base_dtype), **how)
+    limit = 1e-6 if dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=limit, atol=0)
+
+
+def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    ranks = dist.get_world_size()
+    if ranks == 2:
+        yield from ((f"memory of loading {each}", partial(bounded, root, each)) for each in ("bf16", "fp8"))
+    for name in CHECKPOINTS if ranks == 2 else FOUR:
+        reference = truth(root / f"{name}-true", DTYPE.get(name, torch.bfloat16))
+        case = partial(equal, root, name, reference, passed(reference), {})
+        for which, layout in layouts("experts" in read_base(root / name).dims).items():
+            yield f"{name} under {which}", partial(case, layout)
+            if name == "published" or (ranks == 2 and name in IN_FP8 and which in ("full-shard", "expert-parallel")):
+                yield f"{name} in FP8 under {which}", partial(case, replace(layout, base_dtype="fp8"))
+    for what in (("bf16", "full-shard", "codes"), ("fp8", "full-shard", "codes"), ("fp8", "expert-parallel", "codes")):
+        yield f"swapped {what}", partial(swapped, root, *what)
+    yield "swapped scales", partial(swapped, root, "fp8", "expert-parallel", "scales")
+    for fault in (one_rank_wrong, one_scale_wrong, unsharded, unsupported, kept_gathered):
+        yield fault.__name__, partial(fault, root)
+    for name, how in (
+        ("published", {"layout": "resident", "count": 20}),
+        ("published", {"layout": "full-shard"}),
+        ("published", {"layout": "full-shard", "dtype": torch.bfloat16}),
+        ("published", {"layout": "no-reshard", "micro": 2}),
+        ("blocks", {"layout": "hybrid"}),
+        ("blocks", {"layout": "expert-parallel", "checkpointing": True}),
+        ("qwen3_moe", {"layout": "expert-parallel", "base_dtype": "bf16"}),
+        ("llama", {"layout": "full-shard", "base_dtype": "bf16", "bias": "all"}),
+    ):
+        yield f"training {name} {how}", partial(same_training, root, name, **how)
 
 
 def main(root: Path, out: Path) -> None:
-    dist.init_process_group("gloo")
+    warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
-    ranks = dist.get_world_size()
-    results: dict[str, Any] = {}
-    if ranks == 2:
-        results["bounds"] = bounds(root, ranks, "bf16")
-        results["bounds in FP8"] = bounds(root, ranks, "fp8")
-    for name in CHECKPOINTS if ranks == 2 else FOUR:
-        reference = truth(root / f"{name}-true", DTYPE.get(name, torch.bfloat16))
-        with torch.no_grad():
-            logits = reference(TOKENS).logits
-        experts = CHECKPOINTS[name].get("family", "mistral4") in ("mistral4", "mixtral", "qwen3_moe")
-        for which, layout in layouts(ranks, experts).items():
-            results[f"{name}/{which}"] = equality(root, name, layout, reference, logits)
-            if name in IN_FP8 and (ranks == 2 or name == "published"):
-                results[f"fp8 {name} {which}"] = in_fp8(root, name, layout, reference)
-    results["swapped"] = swapped(root, "published", ranks)
-    for change in ("codes", "experts' codes", "experts' scales", "one rank's scale"):
-        results[change] = mixed_up(root, "published", ranks, change)
-    results["one_wrong"] = one_wrong(root, "published", ranks)
-    results["unsharded"] = unsharded(root, "published", ranks)
-    results["kept"] = kept(root, "published", ranks)
-    results["refused"] = refused(root, ranks)
-    (out / f"{ranks}-{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.init_process_group("gloo")
+    results: dict[str, str] = {}
+    for name, case in cases(root):
+        dist.barrier()
+        try:
+            case()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+        everyones: list[str] = gather(results[name])
+        results[name] = "\n".join(f"rank {rank}: {each}" for rank, each in enumerate(everyones) if each)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the group, and an interpreter that ends beside them aborts
 
 
 if __name__ == "__main__":

@@ -126,7 +126,10 @@ def _check_rows(
             found = got[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, place, strict=True))]
             counts["slices"] += 1
             counts["elements"] += found.numel()
-            true = true_values(found, weight, shared) if weight else found
+            true = found
+            if weight:
+                axes = [torch.arange(*span) for span in shared]
+                true = found.view(weight.format.codes).float() * own_scale(weight, axes)
             same = torch.equal(true, expected.to(true.dtype).reshape(true.shape))
             if weight and same:
                 same = torch.equal(found, disk.codes(piece, shared).view(found.dtype).view(found.shape))
@@ -135,31 +138,24 @@ def _check_rows(
     return ""
 
 
-def true_values(codes: Tensor, weight: Fp8Weight, box: Box) -> Tensor:
-    """Codes x scales in float32, each element with the scale of its place in the parameter."""
-    rows, columns = (torch.arange(*span) // side for span, side in zip(box[-2:], weight.format.block, strict=True))
-    outer = [torch.arange(*span) - weight.first for span in box[:-2]]
-    scale = weight.scale.cpu()[torch.meshgrid(*outer, rows, columns, indexing="ij")]
-    return codes.view(weight.format.codes).float() * scale
+def own_scale(weight: Fp8Weight, axes: Sequence[Tensor]) -> Tensor:
+    """The scales that this rank has for the elements at the crossings of these indices of the parameter."""
+    blocks = [axis // side for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
+    outer = [axis - weight.first for axis in axes[:-2]]
+    return weight.scale.cpu()[torch.meshgrid(*outer, *blocks, indexing="ij")]
 
 
 def _check_scales(parameter: Parameter, weight: Fp8Weight, disk: Disk) -> str:
     """All scales that this rank has, at the first element of each block. Returns the first that differs."""
-    mine = weight.scale.cpu()
     for piece in parameter.pieces:
         box = piece_box(piece)
         axes = [torch.arange(*span) for span in box]
-        if len(box) == 3:
-            axes[0] = axes[0][(axes[0] >= weight.first) & (axes[0] < weight.first + len(mine))]
         axes[-2:] = [axis[::side] for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
-        if not all(len(axis) for axis in axes):
-            continue
+        if len(box) == 3:
+            axes[0] = axes[0][(axes[0] >= weight.first) & (axes[0] < weight.first + len(weight.scale))]
         there = [axis - start for axis, (start, _) in zip(axes, box, strict=True)][-len(piece.stored.shape) :]
-        places = [axes[0] - weight.first] if len(box) == 3 else []
-        places += [axis // side for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
-        got = mine[torch.meshgrid(*places, indexing="ij")]
-        name = f"{piece.stored.key}_scale_inv"
-        if not torch.equal(got, disk.scale(piece, there).float().expand(got.shape)):
+        got, name = own_scale(weight, axes), f"{piece.stored.key}_scale_inv"
+        if got.numel() and not torch.equal(got, disk.scale(piece, there).float().expand(got.shape)):
             return f"the scales of {parameter.name} are not what {name!r} of {disk.where[name].name} holds"
     return ""
 

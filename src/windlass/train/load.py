@@ -16,7 +16,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from windlass.train import parallel
 from windlass.train.certificate import Certificate, certificate, check
 from windlass.train.fp8 import Fp8Weight, fp8_weights
 from windlass.train.group import raise_together, rank
-from windlass.train.reading import NEEDS_SCALE, THREADS, Box, Files, TruncatedError, fill, fill_scale, piece_box
+from windlass.train.reading import NEEDS_SCALE, THREADS, Files, TruncatedError, fill, fill_scale
 
 NO_FP8: Mapping[str, Fp8Weight] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
@@ -55,20 +55,19 @@ def load(
     """
     started, before = time.perf_counter(), reset_peak_rss()
     where = str(base.path or base.name)
-    raise_together(incomplete(base), where, DAMAGED)
     model = parallel.build(base, layout, dtype, attn_implementation)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
     targets, in_fp8 = unique_tensors(model), fp8_weights(model)
     raise_together(unlike(targets, base), where, ANOTHER)
-    problems, filled, bytes_read = read_all(targets, base, in_fp8)
-    raise_together([*problems, *not_filled(targets, filled)], where, DAMAGED)
+    problems, bytes_read = read_all(targets, base, in_fp8)
+    raise_together(problems, where, DAMAGED)
     wrong, checked = check(targets, base, rank(), in_fp8)
     raise_together(wrong, where, FAULTY, RunError)
     model.requires_grad_(False)
     measured = {
         "rank": rank(),
-        "parameters": len(filled),
+        "parameters": len(targets),
         "bytes_read": bytes_read,
         "peak_rss_bytes": peak_rss(),
         "rss_before_bytes": before,
@@ -84,33 +83,6 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (name, tensor))
     return dict(named.values())
-
-
-def incomplete(base: Base) -> list[str]:
-    """Parameters that the stored tensors do not fill exactly, by the headers."""
-    problems = []
-    for parameter in base.parameters:
-        keys = [piece.stored.key for piece in parameter.pieces]
-        if not tiles([piece_box(piece) for piece in parameter.pieces], parameter.shape):
-            problems.append(f"{parameter.name} {list(parameter.shape)} is not filled exactly by {keys[:3]}")
-        unscaled = [p.stored.key for p in parameter.pieces if p.stored.dtype in NEEDS_SCALE and p.scale is None]
-        problems += [f"{key!r} is FP8 and has no scale" for key in unscaled]
-    return problems
-
-
-def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes cover a shape without gap or overlap, as stacks of stacks: rows of experts, halves of each."""
-    if not shape:
-        return len(boxes) == 1
-    groups: dict[tuple[int, int], list[Box]] = {}
-    for box in boxes:
-        groups.setdefault(box[0], []).append(box[1:])
-    reached = 0
-    for start, stop in sorted(groups):
-        if start != reached or stop <= start:
-            return False
-        reached = stop
-    return reached == shape[0] and all(tiles(group, shape[1:]) for group in groups.values())
 
 
 def unlike(targets: Mapping[str, Tensor], base: Base) -> list[str]:
@@ -139,31 +111,34 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 @torch.no_grad()
 def read_all(
     targets: Mapping[str, Tensor], base: Base, in_fp8: Mapping[str, Fp8Weight] = NO_FP8
-) -> tuple[list[str], set[str], int]:
-    """Fill this rank's part of every parameter. Returns what went wrong, the names filled, the bytes asked of files.
+) -> tuple[list[str], int]:
+    """Fill this rank's part of every parameter. Returns what went wrong, and the bytes asked of files.
 
     Those in FP8 get their codes as stored, and their scales: all of a matrix's, of a stack those of own experts.
+    Whatever the headers promised: memory that nothing was read into would train as random numbers.
     """
     problems: list[str] = []
-    filled: set[str] = set()
+    unread = dict.fromkeys(targets)
     with Files() as files, ThreadPoolExecutor(THREADS) as pool:
         for parameter in base.parameters:
             part, offset = own_part(targets[parameter.name])
             weight = in_fp8.get(parameter.name)
+            stored = [(piece.stored, piece.scale) for piece in parameter.pieces]
+            problems += [
+                f"{one.key!r} is FP8 and has no scale"
+                for one, scale in stored
+                if one.dtype in NEEDS_SCALE and not scale
+            ]
             try:
                 if weight:
                     fill_scale(weight.scale, weight.first, parameter, files, base.block, weight.format.block)
                     part = part.view(weight.format.codes)
-                fill(part, offset, parameter.pieces, files, base.block, pool, codes=weight is not None)
-                filled.add(parameter.name)
+                filled = fill(part, offset, parameter.pieces, files, base.block, pool, codes=weight is not None)
+                if filled == part.numel():
+                    del unread[parameter.name]
             except (OSError, TruncatedError) as error:
                 problems.append(f"{parameter.name}: {error}")
-        return problems, filled, files.bytes_read
-
-
-def not_filled(targets: Iterable[str], filled: Collection[str]) -> list[str]:
-    """Whatever the headers promised: memory that nothing was read into would train as random numbers."""
-    return [f"{name} was not read" for name in targets if name not in filled]
+        return [*problems, *(f"{name} was not read" for name in unread)], files.bytes_read
 
 
 def reset_peak_rss() -> int:

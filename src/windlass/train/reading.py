@@ -98,11 +98,11 @@ def fill(
     pool: ThreadPoolExecutor,
     *,
     codes: bool = False,
-) -> None:
+) -> int:
     """Fill `target`, the part of a parameter that begins at `offset`, with what its pieces hold of it.
 
-    Values are scaled in float32 and rounded once to the target's dtype; with `codes`, stored bytes are left as they
-    are.
+    Values are scaled in float32 and rounded once to the target's dtype; `codes` are left as they are. Returns how
+    many elements were filled.
     """
     own = tuple((start, start + size) for start, size in zip(offset, target.shape, strict=True))
 
@@ -122,14 +122,16 @@ def fill(
             values *= spread(scale, piece.stored.shape, there, block)
         region.copy_(values)
 
-    jobs = []
+    jobs, filled = [], 0
     for piece in pieces:
         if shared := intersection(own, piece_box(piece)):
             scaled_by = None if codes else piece.scale
             scale = whole(scaled_by, files).to(target.device, torch.float32) if scaled_by else None
             jobs += [pool.submit(fill_box, piece, box, scale) for box in chunks(shared, AT_ONCE)]
+            filled += math.prod(stop - start for start, stop in shared)
     for job in jobs:
         job.result()
+    return filled
 
 
 def fill_scale(
