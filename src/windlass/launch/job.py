@@ -17,7 +17,7 @@ from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile.kinds import RUN_NAME_LETTERS
 from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
-from windlass.variables import DEFAULTS, VARIABLES
+from windlass.variables import DEFAULTS, variables
 
 PORT = 29500  # torch's default; Run:ai and the Training Operator tell another one
 JOIN_SECONDS = 300  # until all nodes must have come; names resolve only once pods are ready
@@ -158,15 +158,16 @@ def slowest_save(folder: Path) -> float | None:
 
 def environment(cluster: Cluster) -> tuple[Variable, ...]:
     """What every job gets, then what the site says; the site's word counts."""
-    ours = [Variable(name, value, VARIABLES[name].about) for name, value in DEFAULTS.items() if name not in cluster.env]
+    known = variables()
+    ours = [Variable(name, value, known[name].about) for name, value in DEFAULTS.items() if name not in cluster.env]
     return (*ours, *(Variable(name, value, _reason(name)) for name, value in cluster.env.items()))
 
 
 def _reason(name: str) -> str:
-    known = VARIABLES.get(name)
+    known = variables().get(name)
     if known is None:
         return "cluster.env"
-    if not known.exists or "without effect" in known.verdict or "redundant" in known.verdict:
+    if known.status:
         return f"cluster.env; {known.verdict}"
     return f"cluster.env: {known.about}"
 
@@ -175,8 +176,8 @@ def environment_notes(cluster: Cluster) -> tuple[str, ...]:
     """What is outdated or idle among the variables that the run file sets."""
     notes = []
     for name in cluster.env:
-        known = VARIABLES.get(name)
-        if known and (not known.exists or known.verdict.startswith(("drop", "without", "redundant", "1 is the"))):
+        known = variables().get(name)
+        if known and known.status:
             notes.append(f"cluster.env.{name}: {known.verdict} (windlass explain {name})")
     return tuple(notes)
 
