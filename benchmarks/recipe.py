@@ -165,11 +165,26 @@ def run_file(engine: Engine, setting: Setting, out: Path) -> Path:
     return path
 
 
+def wrapped(model: Any) -> Any:
+    """Sharded layer by layer, adapter included. (Accelerate itself, on a CPU, runs DDP instead and says nothing.)"""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed import DistributedConfig
+
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    base_model = model.get_base_model()
+    base_model._is_distributed_loading_by_transformers = base_model._is_fsdp_managed_module = True
+    base_model.config.distributed_config = DistributedConfig(fsdp_size=2)
+    return model
+
+
 def rank_of(name: str, folder: Path, adapt_experts: bool) -> None:
     """One rank of TRL + PEFT: the recipe, repaired just enough to run (keys renamed, really sharded)."""
     import torch
     from datasets import load_dataset
-    from overhead import wrapped
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM
     from transformers.trainer_callback import PrinterCallback, TrainerCallback

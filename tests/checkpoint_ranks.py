@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import train_ranks
-from train_ranks import At
+from train_ranks import At, before
 
 from windlass.errors import RunError
 from windlass.train import checkpoint
@@ -21,21 +21,20 @@ from windlass.train.loop import Loop
 class Evaluating(At):
     """SIGTERM to one rank in the middle of an evaluation."""
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None: ...
-
-    def on_prediction_step(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        if state.global_step == self.step and self.rank == train_ranks.rank():
-            self.act(self.loop)
+    def plant(self, loop: Loop) -> None:
+        if self.rank == train_ranks.rank():
+            before(loop, "_evaluate_batch", lambda: self.act(loop) if loop.step == self.step else None)
 
 
 class Saved(At):
     """SIGTERM to one rank while the checkpoint of a step is being written."""
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None: ...
+    def plant(self, loop: Loop) -> None:
+        if self.rank == train_ranks.rank():
+            before(loop.recorder, "mark", lambda: self.act(loop) if self.now(loop) else None)
 
-    def on_save(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        if state.global_step == self.step and self.rank == train_ranks.rank():
-            self.act(self.loop)
+    def now(self, loop: Loop) -> bool:
+        return loop.step == self.step and loop.saving.writer.thread is not None
 
 
 def full_disk(loop: Loop) -> None:

@@ -16,7 +16,7 @@ from windlass.observe.meter.sample import Sampler
 from windlass.plan.layout import Layout
 from windlass.train import parallel
 from windlass.train.checkpoint.random_state import random_state, restore_random
-from windlass.train.progress import Progress
+from windlass.train.console import Progress
 from windlass.train.rank import Place
 from windlass.train.run import each_its_own, own_gpu
 
@@ -72,16 +72,14 @@ def test_the_live_line_shows_the_highest_peak_and_not_the_last(monkeypatch: pyte
     device = Device(monkeypatch)
     monkeypatch.setattr(Sampler, "_gpu", lambda _: None)  # NVML, which is not there
     sampler = Sampler(torch.device("cuda"))
-    loop: Any = type("Loop", (), {"meter": type("Meter", (), {"sampler": sampler})})
-    progress = Progress(Place(), console=None)  # type: ignore[arg-type]
-    progress.loop = loop
+    progress = Progress(Place(), None, 1, lambda: sampler.most_gib)  # type: ignore[arg-type]
     shown = []
     for peak in (5, 3, 7):
         device.peak = peak * 2**30
         sampler.sample()
-        shown.append(progress._most_gib())
+        shown.append(progress.peak_gib())
     device.peak = 9 * 2**30  # of a step that was not sampled
-    assert [*shown, progress._most_gib()] == [5, 5, 7, 9]
+    assert [*shown, progress.peak_gib()] == [5, 5, 7, 9]
 
 
 def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

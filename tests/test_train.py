@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -11,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +23,11 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import tiny
+from windlass.data.collate import PaddedCollator
 from windlass.errors import SAVED
 from windlass.train import checkpoint
-from windlass.train.loop import Loop
+from windlass.train.batches import Collate
+from windlass.train.loss import patch_forward, router_loss_weight
 
 STEPS = 20
 TOLERANCE = 1e-5
@@ -156,7 +158,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts go on": case(2, **GO_ON, **EXPERTS),
         "experts go on, split": case(2, **SPLIT, **GO_ON, **EXPERTS),
         "counted": case(2, count=4, train__max_steps=4, **COUNTED),
-        "TRL's figures": case(2, count=4, train__max_steps=4, faults=["figures 0", "figures 1"], **COUNTED),
+        "a wait for each": case(2, count=4, train__max_steps=4, faults=["wait 0"], **COUNTED),
         "uneven": case(2, micro=3, data__train_split="train[:13]", train__max_steps=6, **SAVING, **HELD_OUT),
         "nan": case(2, faults=["nan"], **SAVING, **HELD_OUT),
         "nan left out": case(2, faults=["nan"], watch__non_finite="skip"),
@@ -344,11 +346,10 @@ def test_sharded_is_sharded_and_the_adapter_is_whole(alone: Outcomes, two: Outco
     assert two["resident"]["placements"]["sharded"] == 0
 
 
-def test_a_step_is_one_collective_whatever_its_micro_batches(two: Outcomes) -> None:
-    """Besides that of the whole step's tokens, which the Trainer asks for before its first forward."""
+def test_a_step_is_one_collective_and_one_wait_whatever_its_micro_batches(two: Outcomes) -> None:
     assert two["counted"]["collectives"] == ["allreduce_"]
-    theirs = two["TRL's figures"]["collectives"]
-    assert len(theirs) == 1 + 4 * 4  # the fault that is guarded against: four for each micro-batch
+    assert two["counted"]["waits"] == ["train_step: tolist"]
+    assert two["a wait for each"]["waits"] == ["forward: __float__"] * 4 + ["train_step: tolist"]  # the fault
 
 
 def test_what_is_kept_gathered_travels_once_a_step_whatever_its_micro_batches(two: Outcomes) -> None:
@@ -412,15 +413,20 @@ def test_an_evaluation_is_the_same_in_every_layout_and_disturbs_no_step(
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
 
 
-@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning", "ignore:.*label_smoothing_factor.*:FutureWarning")
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_a_micro_batch_is_trls(tmp_path: Path, smoothing: float) -> None:
-    """Also with a router's balancing loss beside it, and whether or not the tokens of the whole step are known."""
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_loss_and_gradients_of_a_micro_batch_are_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a router's balancing loss, in chunks of a few tokens or at once, masked prompts and padding among them."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
     config.router_aux_loss_coef = 0.5
     torch.manual_seed(0)
-    rows = [{"input_ids": torch.randint(300, (length,)).tolist()} for length in (9, 5)]
+    rows: list[dict[str, Any]] = [
+        {"input_ids": torch.randint(300, (length,)).tolist(), "row": length} for length in (9, 5)
+    ]
+    rows[0]["labels"] = [-100] * 4 + rows[0]["input_ids"][4:]
+    rows[1]["labels"] = rows[1]["input_ids"]
+    theirs = MixtralForCausalLM(config)
+    ours = copy.deepcopy(theirs)
     settings = SFTConfig(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -428,26 +434,35 @@ def test_the_loss_of_a_micro_batch_is_trls(tmp_path: Path, smoothing: float) -> 
         report_to=[],
         activation_checkpointing=False,
         save_strategy="no",
-        label_smoothing_factor=smoothing,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    made = SFTTrainer(
-        model=MixtralForCausalLM(config),
+    trl = SFTTrainer(
+        model=theirs,
         args=settings,
         train_dataset=Dataset.from_list(rows),
         data_collator=DataCollatorForLanguageModeling(pad_token_id=0),
         processing_class=AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=300)),
     )
-    made.current_gradient_accumulation_steps, made.replicas = 2, SimpleNamespace(world=1)
-    made.model.train()
-    assert made.aux_loss_enabled
-    inputs = made.data_collator(rows)
-    for tokens in (None, torch.tensor(31)):
-        expected = made.compute_loss(made.model, dict(inputs), num_items_in_batch=tokens)
-        made.__class__ = Loop
-        found = made.compute_loss(made.model, dict(inputs), num_items_in_batch=tokens)
-        made.__class__ = SFTTrainer
-        assert torch.equal(found, expected)
+    trl.current_gradient_accumulation_steps = 2
+    tokens = 31.0  # of all micro-batches
+    expected = trl.compute_loss(theirs.train(), trl.data_collator(rows), num_items_in_batch=torch.tensor(tokens))
+    expected.backward()
+
+    patch_forward(ours)
+    ours.get_output_embeddings().requires_grad_(False)
+    batch = Collate(PaddedCollator(0), mark_tokens=True)(rows)
+    assert batch.supervised == 5 + 4
+    for chunk in (2, 256):
+        monkeypatch.setattr("windlass.train.loss.chunk_tokens", lambda *_, chunk=chunk: chunk)
+        ours.zero_grad()
+        sums = ours.train()(**batch.inputs, balance=True)
+        loss = sums.loss / tokens + router_loss_weight(ours) * sums.balance / 2
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for (name, one), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, msg=name)
+        figures = ours(**batch.inputs, per_token=True)
+        assert figures[0].sum() == pytest.approx(sums.loss.item(), rel=1e-6)
 
 
 # --- what the run leaves behind ---
@@ -469,7 +484,7 @@ def test_the_run_folder_tells_what_the_run_was(two: Outcomes) -> None:
     assert manifest["state"] == "finished"
     assert manifest["steps"] == STEPS
     assert manifest["run"]["lora"]["r"] == 4
-    assert {"torch", "transformers", "trl", "peft", "windlass"} <= manifest["versions"].keys()
+    assert {"torch", "transformers", "peft", "windlass"} <= manifest["versions"].keys()
     certificate = json.loads((folder / "load.json").read_text())
     assert certificate["loaded"] == len(certificate["parameters"]) == certificate["checked"]["parameters"]
     assert json.loads((folder / "plan.json").read_text())

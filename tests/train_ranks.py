@@ -7,21 +7,22 @@ import os
 import signal
 import sys
 import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
-from trl import SFTTrainer
+from torch.utils.data import Sampler
+from trl import SFTConfig, SFTTrainer
 
 from windlass import plan as planning
 from windlass import runfile
+from windlass.data.audit import PACKED
 from windlass.data.prepare import prepare
 from windlass.errors import RunError, UserError
 from windlass.model.targets import MERGED
@@ -29,21 +30,29 @@ from windlass.train import run
 from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
-from windlass.train.order import Order
 from windlass.train.rank import Place, place
-from windlass.train.settings import settings
 
 
-class At(TrainerCallback):  # type: ignore[misc]
+class At:
     """Do something to the loop before a step, on one rank: the faults that the run has to notice."""
 
     def __init__(self, step: int, rank: int, act: Callable[[Loop], None]) -> None:
         self.step, self.rank, self.act = step, rank, act
-        self.loop: Any = None
 
-    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        if state.global_step + 1 == self.step and self.loop.replicas.world > self.rank == rank():
-            self.act(self.loop)
+    def plant(self, loop: Loop) -> None:
+        if loop.replicas.world > self.rank == rank():
+            before(loop, "train_step", lambda: self.act(loop) if loop.step + 1 == self.step else None)
+
+
+def before(owner: Any, method: str, act: Callable[[], object]) -> None:
+    """Have `act` called before each call of one method."""
+    original = getattr(owner, method)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        act()
+        return original(*arguments, **named)
+
+    setattr(owner, method, wrapped)
 
 
 def rank() -> int:
@@ -101,40 +110,57 @@ def alone(loop: Loop) -> None:
 
 def each_time(loop: Loop) -> None:
     """Weights are given up after every micro-batch."""
-    loop.gather_once = False
+    loop.kept_gathered = []
 
 
-def trls_figures(loop: Loop) -> None:
-    """The loss as TRL takes it, with the figures that it gathers from all ranks."""
-    loop.compute_loss = types.MethodType(SFTTrainer.compute_loss, loop)  # type: ignore[method-assign]
+def a_wait_for_each(loop: Loop) -> None:
+    """Somebody looks at a value of the device after every micro-batch."""
+    original = loop.causal_lm.forward
 
+    def forward(**inputs: Any) -> Any:
+        sums = original(**inputs)
+        float(sums.loss)
+        return sums
 
-class Collectives(TrainerCallback):  # type: ignore[misc]
-    """Names of the collectives of one optimizer step, from its first forward to its update, and bytes gathered."""
-
-    def __init__(self, step: int) -> None:
-        self.step, self.names, self.gathered = step, list[str](), list[int]()
-        self.mode: TorchDispatchMode | None = None
-
-    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        if state.global_step + 1 == self.step:
-            self.mode = Seen(self.names, self.gathered)
-            self.mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        if self.mode is not None:
-            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self.mode = None
+    loop.causal_lm.forward = forward
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, names: list[str], gathered: list[int]) -> None:
+    """Names of the collectives of one optimizer step, bytes gathered, and where the loop asks for a device's values."""
+
+    WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+    HERE = ("loop.py", "loss.py", "sync.py", "liveness.py", "train_ranks.py")
+
+    def __init__(self, step: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names, self.gathered = names, gathered
+        self.step, self.names, self.gathered, self.waits = step, list[str](), list[int](), list[str]()
+
+    def plant(self, loop: Loop) -> None:
+        original = loop.train_step
+
+        def seen(micro_batches: Any) -> Any:
+            if loop.step + 1 != self.step:
+                return original(micro_batches)
+            with pytest.MonkeyPatch.context() as patch, self:
+                for name in self.WAITS:
+                    patch.setattr(torch.Tensor, name, self.counted(name, getattr(torch.Tensor, name)))
+                return original(micro_batches)
+
+        loop.train_step = seen  # type: ignore[method-assign]
+
+    def counted(self, name: str, original: Any) -> Any:
+        def method(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            caller = sys._getframe(1)
+            if Path(caller.f_code.co_filename).name in self.HERE:
+                self.waits.append(f"{caller.f_code.co_name}: {name}")
+            return original(tensor, *arguments, **named)
+
+        return method
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
         if "c10d" in func.namespace:
-            self.names.append(func.__name__.partition(".")[0])
+            self.names.append(name)
             if "allgather_base" in func.__name__:  # of weights; one number of each rank goes by way of lists
                 self.gathered.append(args[0].nbytes)
         return func(*args, **kwargs or {})
@@ -142,7 +168,7 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 FAULTS = {
     **{f"each time {rank}": At(1, rank, each_time) for rank in range(2)},
-    **{f"figures {rank}": At(1, rank, trls_figures) for rank in range(2)},
+    "wait 0": At(1, 0, a_wait_for_each),
     **{f"over all {rank}": At(1, rank, over_all) for rank in range(2)},
     **{f"twice {rank}": At(1, rank, twice) for rank in range(2)},
     **{f"alone {rank}": At(1, rank, alone) for rank in range(4)},
@@ -171,15 +197,14 @@ def placements(model: nn.Module) -> dict[str, int]:
 def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
     """One run, through the door that `windlass train` uses, with a fault planted where the case says so."""
     seen: dict[str, Any] = {}
-    collectives = Collectives(case.get("count", 0))
+    watched = Seen(case.get("count", 0))
 
     def loop_of(*arguments: Any, **others: Any) -> Loop:
-        seen["placements"] = placements(arguments[1])
+        seen["placements"] = placements(arguments[2])
         loop = original(*arguments, **others)
+        watched.plant(loop)
         for name in case.get("faults", []):
-            FAULTS[name].loop = loop
-            loop.add_callback(FAULTS[name])
-        loop.add_callback(collectives)
+            FAULTS[name].plant(loop)
         return loop
 
     original, run.loop_of = run.loop_of, loop_of
@@ -195,7 +220,7 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
         run.loop_of = original
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     seen["seconds"] = time.perf_counter() - began
-    seen["collectives"], seen["gathered"] = collectives.names, collectives.gathered
+    seen |= {"collectives": watched.names, "gathered": watched.gathered, "waits": watched.waits}
     return seen
 
 
@@ -208,6 +233,51 @@ class Plain(SFTTrainer):  # type: ignore[misc]
         return self.rows
 
 
+class Rows(Sampler[int]):
+    """The order of the rows that windlass has."""
+
+    def __init__(self, plan: Any, data: Any) -> None:
+        self.epoch, self.count = 0, len(data.lengths)
+        seed, sequences = plan.loaded.run.train.order_seed, plan.schedule.global_sequences
+        self.rows: Callable[[int], Any] = lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rows(self.epoch).tolist()
+
+    def __len__(self) -> int:
+        return self.count
+
+
+SAME = (
+    *("num_train_epochs", "max_steps", "optim", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "seed"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16"),
+)
+
+
+def sft_config(plan: Any, data: Any) -> SFTConfig:
+    """The run file in TRL's words."""
+    train = plan.loaded.run.train
+    return SFTConfig(
+        **{name: getattr(train, name) for name in SAME},
+        output_dir=train.output_dir,
+        per_device_train_batch_size=plan.batch.micro,
+        gradient_accumulation_steps=plan.batch.accumulation,
+        warmup_steps=train.warmup(train.max_steps),
+        activation_checkpointing=train.gradient_checkpointing,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        packing=data.batching == PACKED,
+        padding_free=data.batching == PACKED,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+
+
 def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make(runfile.read(file, case["overrides"]))
@@ -216,12 +286,9 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     model = attach(model, job.lora, plan.adapter, job.train.seed, MERGED)  # PEFT's own forward of experts' adapters
     tokenizer = run.tokenizer_of(plan)
     data = prepare(job, tokenizer)
-    arguments = settings(plan, data.arguments, cpu=True)
-    arguments.logging_steps, arguments.eval_strategy = 1, "no"
+    arguments = sft_config(plan, data)
     trainer = Plain(model=model, args=arguments, train_dataset=data.train, processing_class=tokenizer)
-    ordered = run.order_of(plan, data)
-    assert ordered is not None
-    trainer.rows = Order(ordered.rows, ordered.count, 1)  # a short last step stays short
+    trainer.rows = Rows(plan, data)
     trainer.save_model = trainer._save_checkpoint = lambda *_, **__: None
     trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]

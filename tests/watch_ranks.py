@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from windlass import plan as planning
 from windlass import runfile
@@ -29,21 +28,21 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-class Each(TrainerCallback):  # type: ignore[misc]
-    """The fault, before every step of one rank."""
+def plant(loop: Loop, act: Callable[[Loop, int], None]) -> None:
+    """The fault, before every step."""
+    original = loop.train_step
 
-    def __init__(self, at: int, act: Callable[[Loop, int], None], loop: Loop) -> None:
-        self.at, self.act, self.loop = at, act, loop
+    def train_step(micro_batches: Any) -> Any:
+        act(loop, loop.step + 1)
+        return original(micro_batches)
 
-    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        if rank() == self.at:
-            self.act(self.loop, int(state.global_step) + 1)
+    loop.train_step = train_step  # type: ignore[method-assign]
 
 
 def sleeper(loop: Loop, step: int) -> None:
     """Slow in forward."""
     if step == 1:
-        loop.model.register_forward_pre_hook(lambda *_: time.sleep(0.15))
+        loop.causal_lm.register_forward_pre_hook(lambda *_: time.sleep(0.15))
 
 
 def poison(loop: Loop, step: int) -> None:
@@ -136,7 +135,8 @@ def one(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
         loop = original(*arguments, **others)
         for name in case["faults"]:
             at, act = FAULTS[name]
-            loop.add_callback(Each(at, act, loop))
+            if rank() == at:
+                plant(loop, act)
         return loop
 
     original, run.loop_of = run.loop_of, loop_of

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan, ScriptPlan
     from windlass.train.best import Ranking
 
-TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
+TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
 BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
 
 Command = TypeVar("Command", bound=Callable[..., None])

@@ -15,7 +15,7 @@ import torch
 
 from windlass.hardware import GIB, Nvml, read_gpus, this_machine
 
-PACKAGES: Final = ("windlass", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
+PACKAGES: Final = ("windlass", "torch", "transformers", "peft", "accelerate", "datasets")
 INFINIBAND: Final = Path("/sys/class/infiniband")
 INFINIBAND_WORD: Final = 4  # bytes: port_xmit_data and port_rcv_data count 32-bit words
 PCIE_SECONDS: Final = 10.0  # between two PCIe readings, which block the host for 40 ms

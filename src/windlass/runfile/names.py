@@ -150,22 +150,13 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "warmup_stable_decay": ("num_decay_steps",),
 }
 
-# transformers 5.23, integrations.integration_utils.INTEGRATION_TO_CALLBACK, and the modules of which each needs one.
+# What train/trackers.py writes to, by transformers' names, and the modules of which each needs one.
 TRACKERS: dict[str, tuple[str, ...]] = {
     "none": (),
-    "azure_ml": ("azureml",),
-    "comet_ml": ("comet_ml",),
     "mlflow": ("mlflow",),
-    "neptune": ("neptune",),
-    "tensorboard": ("tensorboard", "tensorboardX"),
+    "tensorboard": ("tensorboard",),
     "trackio": ("trackio",),
     "wandb": ("wandb",),
-    "codecarbon": ("codecarbon",),
-    "clearml": ("clearml",),
-    "dagshub": ("dagshub",),
-    "flyte": ("flytekit",),
-    "dvclive": ("dvclive",),
-    "swanlab": ("swanlab",),
 }
 
 # transformers 5.23, modeling_utils.ALL_ATTENTION_FUNCTIONS, and eager, which every model has.

@@ -23,11 +23,11 @@ from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.train import checkpoint, group
+from windlass.train.console import quiet
 from windlass.train.load import load
 from windlass.train.lora import attach
 from windlass.train.rank import Place
 from windlass.train.run import join, precision, tokenizer_of
-from windlass.train.screen import quiet
 
 if TYPE_CHECKING:
     from windlass.plan import Plan

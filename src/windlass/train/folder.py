@@ -21,7 +21,7 @@ from windlass.train import checkpoint, group, manifest
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
-LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
 
 # What a run can't change and go on as the same run: whole sections, and of `train` what the update is made by. The
 # optimizer's and the schedule's settings come out of the checkpoint: a change would be silently without effect.

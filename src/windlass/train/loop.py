@@ -1,322 +1,388 @@
-"""TRL's SFTTrainer with what a sharded run needs added: every method here overrides one of its or the Trainer's."""
+"""The training loop. Read `Loop.run` and `Loop.train_step` from top to bottom; nothing is called from elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import Sampler
-from transformers import TrainerCallback
-from trl import SFTTrainer
+from peft import PeftModel
+from torch import Tensor
 
-from windlass.data.collate import PaddedPackingCollator
 from windlass.errors import RunError
-from windlass.observe.meter import LLMStepProfiler
-from windlass.observe.meter.batch import counts
 from windlass.train import checkpoint, group
-from windlass.train.liveness import Liveness
-from windlass.train.order import ROW, Order, Rows
-from windlass.train.parallel import fsdp_modules, keep_gathered
-from windlass.train.rank import Interruption
-from windlass.train.saving import Interrupted, Saving
-from windlass.train.sync import Replicas
+from windlass.train.batches import Batch, Batches
+from windlass.train.loss import patch_forward, router_loss_weight
+from windlass.train.optimizer import create_optimizer, create_scheduler, follows_evaluation
+from windlass.train.parallel import device_of_this_rank, fsdp_modules, keep_gathered
+from windlass.train.sync import local
+
+if TYPE_CHECKING:
+    from windlass.observe.recorder import Recorder
+    from windlass.observe.watch.run import RunWatch
+    from windlass.runfile import RunFile
+    from windlass.train.console import Progress
+    from windlass.train.liveness import Liveness
+    from windlass.train.rank import Interruption
+    from windlass.train.saving import Saving
+    from windlass.train.sync import Replicas
+    from windlass.train.trackers import Trackers
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """What one optimizer step did, over all ranks."""
 
     step: int
-    loss: float
-    grad_norm: float
+    loss: float  # mean per supervised token
+    grad_norm: float  # before clipping
     learning_rate: float
-    job_tokens: int  # padding not counted
+    job_tokens: int  # of all ranks, without padding
     skipped: bool = False
 
-    def known(self) -> dict[str, Any]:
-        """What the meter's hooks can't know, by the names of its step file."""
-        named = {name: getattr(self, name) for name in ("loss", "grad_norm", "learning_rate", "job_tokens")}
-        return {**named, "skipped": True} if self.skipped else named
 
-
-@dataclass
-class Micro:
-    """What this rank's micro-batches of the current step did, kept on the device until the step ends."""
-
-    loss: float | Tensor = 0.0
-    tokens: int | Tensor = 0
-    rows: list[int] = field(default_factory=list)
-
-
-class Loop(SFTTrainer):  # type: ignore[misc]
-    """One optimizer step = micro-batches, one all-reduce of the adapter's gradients, clip, checks, update.
-
-    In the order in which the Trainer calls:
-    on_step_begin             the callbacks; from the first step on there is something to save after a signal
-    training_step             once for each micro-batch: forward and backward (`compute_loss`); after the last one of
-      _end_of_step            the step's collective: gradients averaged; loss, tokens, faults and signals of all ranks
-    _clip_grad_norm           the gradient's norm, and the gradient scaled down to train.max_grad_norm
-    _get_grad_norm            `judge`: what is not finite stops the run or the step; the first steps prove liveness
-    on_optimizer_step         after the update: what was to move has moved, the same on all ranks
-    on_step_end               progress, the watch; after a signal, stop
-    _evaluate, _save_checkpoint   where they are due
-    """
+class Loop:
+    """Trains the adapter of `model` on `batches`. What it calls besides is handed to it, and none of that calls it."""
 
     def __init__(
         self,
+        job: RunFile,
+        model: PeftModel,
+        batches: Batches,
+        validation: Batches | None,
         *,
-        replicas: Replicas,
-        liveness: Liveness,
-        order: Order | None,
-        non_finite: str,
-        saving: Saving,
+        accumulation: int,
+        checkpointing: bool = False,
         gather_once: bool = False,
-        rows_apart: bool = False,
-        interruption: Interruption | None = None,
-        meter: LLMStepProfiler | None = None,
-        **trainer: Any,
+        replicas: Replicas,  # the adapter's gradients: one reduction, equal on all ranks
+        liveness: Liveness,  # the first steps prove that the whole adapter trains
+        interruption: Interruption,  # stop signals
+        recorder: Recorder,  # measures each step
+        watch: RunWatch,  # stalls, alarms
+        saving: Saving,  # checkpoints
+        progress: Progress,  # the terminal
+        trackers: Trackers,  # TensorBoard, W&B …
     ) -> None:
-        super().__init__(**trainer)
-        collator = self.data_collator  # type: ignore[has-type]
-        self.data_collator = Rows(PaddedPackingCollator(collator.pad_token_id) if rows_apart else collator)
-        self.replicas = replicas
-        self.liveness = liveness
-        self.order = order
-        self.non_finite = non_finite
-        self.saving = saving
-        self.interruption = interruption
-        self.gather_once = gather_once  # weights stay whole from a step's first micro-batch to its last
-        self.fsdp_modules = fsdp_modules(self.model)
-        self.meter = meter
-        self.micro = Micro()
-        self.culprits: list[int] = []  # ranks with something non-finite in this step
+        train, streamed = job.train, batches.order is None
+        self.train, self.non_finite = train, job.watch.non_finite
+        self.model, self.causal_lm = model, model.get_base_model()
+        self.batches, self.validation = batches, validation
+        self.replicas, self.liveness, self.interruption = replicas, liveness, interruption
+        self.recorder, self.watch, self.saving = recorder, watch, saving
+        self.progress, self.trackers = progress, trackers
+        self.accumulation = accumulation
+        self.steps_per_epoch = None if streamed else len(batches)
+        epochs = math.ceil(train.num_train_epochs * (self.steps_per_epoch or 1))
+        self.total = train.max_steps if train.max_steps > 0 else epochs
+        self.device = device_of_this_rank()
+        self.router_weight = router_loss_weight(self.causal_lm)
+        # Weights stay gathered from a step's first micro-batch to its last. Found once: a walk over thousands of
+        # modules takes milliseconds.
+        self.kept_gathered = fsdp_modules(model) if gather_once else []
+
+        patch_forward(self.causal_lm)
+        if checkpointing:
+            self.causal_lm.activation_checkpointing_enable()
+        trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        self.trained = [*replicas.parameters, *replicas.sharded]
+        assert trainable == {id(parameter) for parameter in self.trained}
+        self.optimizer = create_optimizer(train, model.named_parameters(), self.total)
+        self.scheduler = create_scheduler(train, self.optimizer, self.total)
+
+        self.step = 0  # optimizer steps done
         self.latest: Step | None = None
-        self.asked: Callable[[], int] = int  # what the watch asks all ranks for, on rank 0; elsewhere nothing
-        self.agreed = 0  # what all ranks have heard of it
-        self.signalled = False  # whether a signal has reached any rank, as far as all of them know
-        self.stopped = False  # whether all ranks have agreed to save and stop
-        self.evaluation_due = False  # the evaluation of this step was left out, to stop in time
-        self.add_callback(LoopCallbacks(self))
+        self.tokens = 0  # trained on by all ranks since the process started
+        self.stopped = False  # by a signal, with everything saved
+        self.evaluation_due = False  # an evaluation was left out, to stop in time: whoever resumes makes up for it
+        self.eval_loss: float | None = None  # of this very step
+        self.log_history: list[dict[str, Any]] = []
+        self.unlogged: list[float] = []  # losses of the steps since the last log
 
-    # --- data ---
+    @property
+    def epoch(self) -> float:
+        return self.step / (self.steps_per_epoch or self.total)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Rows in the run's own order, the same for every number of ranks."""
-        return self.order if self.order is not None else super()._get_train_sampler(train_dataset)
+    # --- the run ---
 
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        if ROW not in self._signature_columns:
-            self._signature_columns.append(ROW)
+    def run(self, resume: Path | None = None) -> None:
+        """Train to the end, or until a signal; with every step: train, log, evaluate, save."""
+        if resume is not None:
+            self._load(resume)
+        first, began = self.step, time.monotonic()
+        self.causal_lm.train()
+        self.recorder.start(self.step)
+        self.watch.start(self.step, self.total)
+        self.progress.start(self.total)
+        self.interruption.training = True  # until now a signal ended the rank at once: there was nothing to save
+        if self.evaluation_due:
+            self._make_up_evaluation()
+        micro_batches = self.batches.train(self.step, self.accumulation, self.steps_per_epoch)
+        while self.step < self.total and not self.stopped:
+            self.progress.start_step(self.step + 1)
+            step, requested, interrupted = self.train_step(micro_batches)
+            self.progress.end_step(step)
 
-    # --- one step ---
+            save_requested = self.watch.act(requested)  # an alarm saves, or stops the run
+            evaluate, save = self._due()
+            self._log_step()
+            if interrupted and self.step < self.total:
+                self.stopped, self.evaluation_due = True, evaluate
+            elif evaluate:
+                self.evaluate()
+            if save or save_requested or self.stopped:
+                self.save()
+        self.saving.close()
+        if not self.stopped:
+            self._log_totals(first, time.monotonic() - began)
+        self.recorder.event("end", self.step)
+        self.recorder.close()
+        self.trackers.log_steps()
 
-    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Replaces a broadcast (the replicas are equal, and proven so) and a hook that reduces tensor by tensor."""
+    def _due(self) -> tuple[bool, bool]:
+        """Whether this step is followed by an evaluation, and by a checkpoint."""
+        last = self.step == self.total
+        epoch_ends = last or (self.steps_per_epoch is not None and self.step % self.steps_per_epoch == 0)
+        train = self.train
+        evaluate = {"no": False, "steps": last or self.step % train.eval_steps == 0, "epoch": epoch_ends}
+        save = {"no": False, "steps": last or self.step % train.save_steps == 0, "epoch": epoch_ends}
+        return self.validation is not None and evaluate[train.eval_strategy], save[train.save_strategy]
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one micro-batch; the last one of a step also averages the gradients."""
-        self.micro.rows += inputs.pop(ROW, [])
-        counted = counts(inputs)
-        assert counted is not None
-        self.micro.tokens += counted[0]
-        if self.gather_once:
-            keep_gathered(self.fsdp_modules, keep=not self.accelerator.sync_gradients)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        self.micro.loss += loss.detach()
-        if self.accelerator.sync_gradients:
-            self._end_of_step(loss.device)
-        return loss
+    # --- one optimizer step ---
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """TRL's loss without its figures, for which ranks would wait on one another four times a micro-batch."""
-        if not self.model.training or self.label_smoother is not None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        asked = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        outputs = model(**inputs, **asked, use_cache=False, fused_lm_head=True)
-        tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
-        loss = -outputs.log_probs.sum() / torch.as_tensor(tokens).clamp(min=1)
-        if num_items_in_batch is not None:  # of all ranks, over which gradients are averaged
-            loss = loss * self.replicas.world
-        if self.aux_loss_enabled:  # a mean of each micro-batch
-            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
-        return loss
+    def train_step(self, micro_batches: Iterator[Batch]) -> tuple[Step, int, bool]:
+        """Micro-batches, one collective, one wait for the device, update.
 
-    def _end_of_step(self, device: torch.device) -> None:
-        """One collective: gradients averaged, and with them the loss, the tokens, and who saw something non-finite."""
-        micro, world = self.micro, self.replicas.world
-        bad = torch.zeros(world, device=device)
-        gradients = [p.grad.detach() for p in self.replicas.parameters if p.grad is not None]
-        largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else torch.zeros(1, device=device)
-        healthy = torch.isfinite(torch.as_tensor(micro.loss)) & torch.isfinite(largest).all()
-        bad[group.rank()] = (~healthy).float()
-        own = (micro.loss, micro.tokens, self.interrupted(), self.asked())
-        sums = torch.cat([torch.stack([torch.as_tensor(value, device=device).float() for value in own]), bad])
-        loss, tokens, interrupted, asked, *flags = self.replicas.average(torch.nan_to_num(sums)).tolist()
-        self.culprits = [rank for rank, flag in enumerate(flags) if flag]
-        self.signalled = self.signalled or interrupted > 0
-        self.agreed = round(asked)
-        self.latest = Step(
-            step=self.state.global_step + 1,
-            loss=loss / world if not self.culprits else math.nan,
-            grad_norm=math.nan,
-            learning_rate=self._get_learning_rate(),
-            job_tokens=int(tokens),
-        )
-        self._total_train_tokens += self.latest.job_tokens
-        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        Returns what the step did, what the watch of rank 0 requests, and whether a signal has reached any rank.
+        """
+        rows: list[int] = []
+        tokens = supervised = 0
+        loss = torch.zeros((), device=self.device)
+        of_step: Iterator[Batch] = islice(micro_batches, self.accumulation)
+        share = None
+        if self.router_weight:  # a mean per micro-batch: how it compares with the tokens' sum has to be known before
+            all_of_step = list(of_step)
+            share = self._balance_share(sum(batch.supervised for batch in all_of_step))
+            of_step = iter(all_of_step)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """The Trainer takes what a rank holds for the whole gradient."""
-        if not self.replicas.split:
-            return super()._clip_grad_norm(model)
-        self.accelerator.unscale_gradients()
-        return self.replicas.clip(self.args.max_grad_norm)
+        for number, host_batch in enumerate(of_step, 1):
+            self.recorder.count_tokens(host_batch.collated)
+            batch = host_batch.to(self.device)
+            self.recorder.mark("data")
+            if self.kept_gathered:
+                keep_gathered(self.kept_gathered, keep=number < self.accumulation)
+            with self._autocast():
+                sums = self.causal_lm(**batch.inputs, balance=bool(self.router_weight))
+            self.recorder.mark("forward")
+            of_batch = sums.loss if share is None else sums.loss + share * sums.balance
+            of_batch.backward()
+            self.recorder.mark("backward")
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The last that the Trainer calls before the update, and on every rank."""
-        if grad_norm is None and self.replicas.split:
-            grad_norm = self.replicas.norm()
-        return self.judge(model, super()._get_grad_norm(model, grad_norm))
+            loss += of_batch.detach()
+            rows, tokens, supervised = rows + batch.rows, tokens + batch.tokens, supervised + batch.supervised
 
-    def judge(self, model: nn.Module, norm: Any) -> Any:
-        """Let the step through to its update, or not. Returns the norm of its gradient."""
-        step = self.latest
-        assert step is not None
-        step.grad_norm = float(norm)
-        if self.culprits or not math.isfinite(step.grad_norm):
-            self._poisoned(step)
-            model.zero_grad()  # to None: the optimizer passes over such parameters
+        # The step's one collective: gradients, and with them loss, tokens, faults, signals, and what the watch asks.
+        sums = self.replicas.average(self._own_sums(loss, supervised, tokens))
+        self.recorder.mark("communication")
+        # Gradients are of the tokens' sum, averaged over ranks: made those of the mean, and clipped, in one pass.
+        gradients = self._gradients()
+        scale = self.replicas.world / sums[1].clamp(min=1)
+        norm = self.replicas.norm() * scale
+        if self.train.max_grad_norm:
+            scale = scale * (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        # The step's one wait for the device.
+        total, counted, job_tokens, interrupted, requested, *faults, grad_norm = torch.cat([sums, norm[None]]).tolist()
+
+        faulty = [rank for rank, fault in enumerate(faults) if fault]
+        step = Step(self.step + 1, total / max(counted, 1), grad_norm, self._learning_rate(), int(job_tokens))
+        if faulty or not math.isfinite(grad_norm):
+            step.loss, step.skipped = math.nan if faulty else step.loss, True
+            self._report_non_finite(step, faulty, rows)
+            self.optimizer.zero_grad()  # to None: the optimizer passes over such parameters
         else:
             self.liveness.before_update(step.learning_rate)
-        if self.meter is not None:
-            self.meter.note(**step.known(), rows=self.micro.rows)
-        self.micro = Micro()
-        return norm
+        self.optimizer.step()
+        self.recorder.mark("optimizer")
+        self.liveness.after_update(step.learning_rate)
+        if not follows_evaluation(self.scheduler):
+            self.scheduler.step()
+        self.optimizer.zero_grad()
 
-    def _poisoned(self, step: Step) -> None:
-        """Say which rank and which rows, then stop, or leave this step out."""
-        rows: list[list[int]] = group.gather(self.micro.rows)
-        where = "; ".join(f"rank {rank}, rows {', '.join(map(str, rows[rank]))}" for rank in self.culprits)
-        where = where or "on no single rank: the sum over all ranks overflowed"
+        self.step, self.latest, self.eval_loss = step.step, step, None
+        self.tokens += step.job_tokens
+        self.recorder.end_step(
+            step.step,
+            epoch=self.epoch,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            learning_rate=step.learning_rate,
+            job_tokens=step.job_tokens,
+            rows=rows,
+            skipped=step.skipped or None,
+        )
+        return step, round(requested), interrupted > 0
+
+    def _gradients(self) -> list[Tensor]:
+        return [local(p.grad) for p in self.trained if p.grad is not None]
+
+    def _own_sums(self, loss: Tensor, supervised: int, tokens: int) -> Tensor:
+        """What is added up over the ranks: five numbers, and for every rank whether it saw something non-finite."""
+        gradients = self._gradients()
+        largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
+        finite = torch.isfinite(loss) & torch.isfinite(largest).all()
+        own = [supervised, tokens, self.interruption(), self.watch.request, *[0] * self.replicas.world]
+        counts = torch.tensor(own, dtype=torch.float32, pin_memory=self.device.type == "cuda")
+        sums = torch.cat([loss.reshape(1), counts.to(self.device, non_blocking=True)])
+        sums[5 + group.rank()] = (~finite).float()
+        return torch.nan_to_num(sums)
+
+    def _balance_share(self, supervised: int) -> Tensor:
+        """What a micro-batch's balancing loss counts beside the sum of the tokens' losses.
+
+        The step's loss is the mean over its tokens, and the mean of this over its micro-batches. The one other
+        collective of a step, in mixtures whose config has such a loss alone.
+        """
+        total = torch.tensor(float(supervised), device=self.device)
+        if self.replicas.world > 1:
+            dist.all_reduce(total)
+        return self.router_weight * total.clamp(min=1) / (self.accumulation * self.replicas.world)
+
+    def _report_non_finite(self, step: Step, faulty: list[int], rows: list[int]) -> None:
+        """Name the ranks and rows, and stop, unless watch.non_finite says to skip such steps. A collective."""
+        everyones: list[list[int]] = group.gather(rows)
+        where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
         if self.non_finite == "stop":
             raise RunError(
-                f"non-finite loss or gradient at step {step.step}: {where}",
+                f"non-finite loss or gradient at step {step.step}: "
+                f"{where or 'on no single rank: the sum over all ranks overflowed'}",
                 "watch.non_finite",
                 "nothing of this step was saved; look at these rows, lower train.learning_rate, "
                 "or set watch.non_finite: skip to leave such steps out",
             )
-        step.skipped = True
 
-    # --- signals ---
+    def _learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
-    def interrupted(self) -> bool:
-        """Whether a signal has reached this rank."""
-        return self.interruption is not None and self.interruption()
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.train.bf16 else contextlib.nullcontext()
 
-    def stop(self) -> None:
-        """Save and end, without the evaluation that may be due: whoever resumes makes up for it."""
-        self.stopped = True
-        self.evaluation_due = self.evaluation_due or self.control.should_evaluate
-        self.control.should_evaluate = False
-        self.control.should_save = self.control.should_training_stop = True
+    # --- evaluate ---
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Not a step more than asked for: the Trainer would take one when it resumes from the last checkpoint."""
-        if self.stopped or self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
+    def evaluate(self) -> None:
+        """The mean loss of the validation rows. A signal interrupts it: then the run stops, and it stays due."""
+        assert self.validation is not None
+        began, count = time.monotonic(), len(self.validation.rows)
+        self.causal_lm.eval()
+        self._schedule_free("eval")
+        sums = torch.zeros(5, dtype=torch.float64)  # loss, right first choices, entropy, tokens; interruptions
+        batches = 0
+        for host_batch in self.validation.epoch(0):
+            self.recorder.mark("pause")
+            self.progress.evaluating(self.step)
+            sums += self._evaluate_batch(host_batch.to(self.device))
+            batches += 1
+            if sums[4]:
+                break
+        self.causal_lm.train()
+        self._schedule_free("train")
+        if sums[4]:
+            self.stopped = self.evaluation_due = True
             return
-        super()._run_epoch(*args, **kwargs)
+        loss, right, entropy, tokens = sums[:4].tolist()
+        seconds = time.monotonic() - began
+        self.eval_loss, self.evaluation_due = loss / max(tokens, 1), False
+        if follows_evaluation(self.scheduler):
+            self.scheduler.step(self.eval_loss)
+        metrics = {
+            "eval_loss": self.eval_loss,
+            "eval_mean_token_accuracy": right / max(tokens, 1),
+            "eval_entropy": entropy / max(tokens, 1),
+            "eval_num_tokens": self.tokens,
+            "eval_runtime": seconds,
+            "eval_samples_per_second": count / seconds,
+            "eval_steps_per_second": batches / seconds,
+        }
+        self.recorder.event("eval", self.step, **metrics)
+        self.progress.end_evaluation(self.step, self.eval_loss)
+        self._log(metrics)
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """An evaluation takes nothing from training, and gives way to a signal."""
-        with checkpoint.preserved():
-            try:
-                metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
-            except Interrupted:
-                self.stop()
-                return {"eval_loss": math.inf}  # never the best
-        return metrics
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch of an evaluation. An evaluation can take longer than the time to save after a signal."""
-        interrupted = torch.tensor(float(self.interrupted()), device=self.args.device)
+    @torch.no_grad()
+    def _evaluate_batch(self, batch: Batch) -> Tensor:
+        """Over all ranks; the signals too, for an evaluation can take longer than the time to save after one."""
+        with self._autocast():
+            figures = self.causal_lm(**batch.inputs, per_token=True)
+        counts = figures.new_tensor([batch.supervised, self.interruption()])
+        sums = torch.cat([figures.double().sum(1), counts.double()])
         if self.replicas.world > 1:
-            dist.all_reduce(interrupted)
-        if interrupted:
-            raise Interrupted
-        return super().prediction_step(*args, **kwargs)
+            dist.all_reduce(sums)
+        return sums.cpu()
 
-    # --- checkpoints: the Trainer has none for a model sharded at load time ---
-
-    def _save_checkpoint(self, *_: Any) -> None:
-        self.saving.save(self, evaluation_due=self.evaluation_due, wait=self.stopped)
-
-    def _load_from_checkpoint(self, from_checkpoint: str, *_: Any) -> None:
-        checkpoint.load_adapter(self.model, Path(from_checkpoint))
-        self.evaluation_due = bool(checkpoint.read_manifest(Path(from_checkpoint)).get("evaluation_due"))
-
-    def _load_optimizer_and_scheduler(self, from_checkpoint: str | None) -> None:
-        if from_checkpoint is not None:
-            checkpoint.load_optimizer(self.optimizer, self.lr_scheduler, Path(from_checkpoint), self.model)
-
-    def _load_rng_state(self, from_checkpoint: str | None) -> None:
-        if from_checkpoint is not None:
-            checkpoint.load_random(Path(from_checkpoint))
-
-    def make_up_evaluation(self) -> None:
+    def _make_up_evaluation(self) -> None:
         """The evaluation that an interrupted run left out; its loss belongs to the checkpoint it was resumed from."""
-        self._load_rng_state(str(self.saving.checkpoints / f"step-{self.state.global_step}"))
-        self._determine_best_metric(self._evaluate(None, None), None)
+        self.evaluate()
         if not self.stopped:
-            self.evaluation_due = False
-            self._save_checkpoint()
+            self.save()
 
+    def _schedule_free(self, mode: str) -> None:
+        """Optimizers of that kind keep two sets of weights, one to train and one to use."""
+        if callable(switch := getattr(self.optimizer, mode, None)):
+            switch()
 
-class LoopCallbacks(TrainerCallback):  # type: ignore[misc]
-    """The loop's work at moments for which the Trainer has no method to override."""
+    # --- save and resume ---
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
+    def save(self) -> None:
+        state = {
+            "global_step": self.step,
+            "epoch": self.epoch,
+            "max_steps": self.total,
+            "num_input_tokens_seen": self.tokens,
+            "log_history": self.log_history,
+        }
+        self.saving.save(self, state, wait=self.stopped)
+        self.recorder.mark("pause")
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        if self.loop.evaluation_due:
-            self._take_signals()
-            self.loop.make_up_evaluation()
+    def _load(self, folder: Path) -> None:
+        manifest = checkpoint.read_manifest(folder)
+        self.step = int(manifest["step"])
+        self.evaluation_due = bool(manifest.get("evaluation_due"))
+        state = checkpoint.load_state(folder)
+        self.log_history = list(state.get("log_history", []))
+        self.tokens = int(state.get("num_input_tokens_seen") or 0)
+        checkpoint.load_adapter(self.model, folder)
+        checkpoint.load_optimizer(self.optimizer, self.scheduler, folder, self.model)
+        checkpoint.load_random(folder)
 
-    def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Accelerate tells the sampler its epoch too, but not through the wrapper that skips batches on resume."""
-        if self.loop.order is not None:
-            self.loop.order.set_epoch(int(state.epoch or 0))
+    # --- log ---
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._take_signals()
+    def _log_step(self) -> None:
+        """Every step's line to the trackers, and every train.logging_steps the means since the last time."""
+        assert self.latest is not None
+        self.unlogged.append(self.latest.loss)
+        if self.step % self.train.logging_steps == 0:
+            means = {"loss": sum(self.unlogged) / len(self.unlogged), "grad_norm": self.latest.grad_norm}
+            self._log({**means, "learning_rate": self.latest.learning_rate, "num_tokens": float(self.tokens)})
+            self.unlogged = []
+        self.trackers.log_steps()
 
-    def _take_signals(self) -> None:
-        """From now on there is something to save; until now a signal ended the rank at once."""
-        if self.loop.interruption is not None:
-            self.loop.interruption.training = True
+    def _log_totals(self, first: int, seconds: float) -> None:
+        steps = self.step - first
+        sequences = steps * self.batches.round_rows
+        self._log(
+            {
+                "train_runtime": seconds,
+                "train_samples_per_second": sequences / max(seconds, 1e-9),
+                "train_steps_per_second": steps / max(seconds, 1e-9),
+            }
+        )
 
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        assert self.loop.latest is not None
-        self.loop.liveness.after_update(self.loop.latest.learning_rate)
-
-    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        if self.loop.signalled and state.global_step < state.max_steps:  # else it is done, and ends by itself
-            self.loop.stop()
-
-    def on_epoch_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What is done per epoch is not done for the part of one before a stop."""
-        if self.loop.stopped and state.epoch == int(state.epoch):
-            self.loop.stop()
-        elif self.loop.stopped:
-            control.should_evaluate = control.should_save = False
+    def _log(self, values: dict[str, float]) -> None:
+        self.log_history.append({**values, "epoch": self.epoch, "step": self.step})
+        self.trackers.log({**values, "epoch": self.epoch}, self.step)

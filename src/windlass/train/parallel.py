@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.distributed import DistributedConfig
@@ -144,14 +143,6 @@ def keep_gathered(modules: Iterable[FSDPModule], keep: bool) -> None:
     """Keep what a backward gathered for the next micro-batch, or free it as usual (on the last one of a step)."""
     for module in modules:
         module.set_reshard_after_backward(not keep, recurse=False)
-
-
-def keep_out_of_ddp(model: PeftModel) -> None:
-    """Keep Accelerate from wrapping the model in DDP, whose part `Replicas` plays, also where nothing is sharded.
-
-    It asks this mark, which transformers gives to a model that it has sharded while loading.
-    """
-    model.get_base_model()._is_distributed_loading_by_transformers = True
 
 
 def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback
 
 from windlass.data.prepare import Prepared, prepare
-from windlass.errors import SAVED, UserError
-from windlass.observe.meter import LLMStepProfiler
-from windlass.observe.meter.page import Page
-from windlass.observe.watch import hook as watch
+from windlass.errors import SAVED, Problem, UserError
+from windlass.observe.flops import Rates
+from windlass.observe.recorder import Recorder
+from windlass.observe.report.background import BackgroundReport
+from windlass.observe.watch import patrol
+from windlass.observe.watch.run import RunWatch
 from windlass.train import checkpoint as checkpoints
 from windlass.train import folder as folders
 from windlass.train import group, manifest
+from windlass.train.batches import Batches, Collate
+from windlass.train.console import Progress, header, quiet
 from windlass.train.liveness import Liveness
 from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
-from windlass.train.order import Order, numbered
-from windlass.train.parallel import assert_sharded, is_sharded, keep_out_of_ddp
-from windlass.train.progress import Progress
+from windlass.train.loss import router_loss_weight
+from windlass.train.parallel import assert_sharded, device_of_this_rank, is_sharded
 from windlass.train.rank import Interruption, Place
 from windlass.train.ranks import clear_accelerate
 from windlass.train.saving import Saving
-from windlass.train.screen import header, quiet
-from windlass.train.settings import settings
 from windlass.train.sync import Replicas
+from windlass.train.trackers import Trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +56,7 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
 
     # 1. Meet the other ranks; from here on only rank 0 speaks.
     console, interruption = quiet(here), Interruption()
-    join(here, job.train.ddp_timeout, watch.environment(os.environ, job, folder))
+    join(here, job.train.ddp_timeout, patrol.environment(os.environ, job, folder))
     agree_on(plan)
 
     # 2. Take the run folder: a new one, or an unfinished one to go on with. A finished one is never touched.
@@ -76,26 +79,24 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     model = attach(model, job.lora, plan.adapter, job.train.seed, plan.expert_path)
     assert_sharded(model, plan.layout)
 
-    # 6. The loop: TRL's, with one all-reduce per step, checks of every step, and our checkpoints.
+    # 6. The loop, and what it calls by name.
     here.phase("setting up the loop")
-    page = Page(folder)  # report.html, made anew after every checkpoint
-    meter = meter_of(plan, debug_freq)
-    progress = Progress(here, console)
-    saving = saving_of(plan, data, say=console.print, saved=page.start)
-    loop = loop_of(plan, model, data, tokenizer, saving=saving, meter=meter, progress=progress, stop=interruption)
+    report = BackgroundReport(folder)  # report.html, written again after every checkpoint
+    loop = loop_of(plan, here, model, data, tokenizer, console, interruption, report, debug_freq)
 
-    # 7. Train, and be watched. The first steps prove that every part of the adapter lives.
-    watchman = watch.Watchman(job, loop, note=here.note, say=console.print, ranks=here.world, report=page.finish)
-    with watchman, folders.failing(folder), closing(saving), closing(progress), closing(meter):
-        loop.train(resume_from_checkpoint=str(from_checkpoint) if from_checkpoint else None)
+    # 7. Train. The first steps prove that gradients reach every part of the adapter.
+    with loop.watch, folders.failing(folder), contextlib.ExitStack() as stack:
+        for part in (loop.saving, loop.progress, loop.trackers, loop.recorder):
+            stack.callback(part.close)
+        loop.run(from_checkpoint)
     if loop.stopped:
         return stopped(folder, loop, console)
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
-    load_best(plan, saving, model, console)
+    load_best(plan, loop.saving, model, console)
     save_final(folder / "final", model, tokenizer, console)
-    folders.note(folder, state=manifest.FINISHED, steps=loop.state.global_step)
+    folders.note(folder, state=manifest.FINISHED, steps=loop.step)
     return 0
 
 
@@ -190,74 +191,90 @@ def precision(model: Model) -> dict[str, Any]:
     }
 
 
-def meter_of(plan: Plan, debug_freq: int | None) -> LLMStepProfiler:
-    """Measures every step; what costs a synchronisation, every `debug_freq` steps."""
-    job = plan.loaded.run
-    return LLMStepProfiler(
-        job.train.logging_steps if debug_freq is None else debug_freq,
-        seq_len=plan.batch.length,
-        output_dir=job.train.output_dir,
-        script_name="windlass train",
-        flops_per_token=plan.cost.flops_per_token,
-        recompute_flops_per_token=plan.cost.recompute_flops_per_token,
-        report=False,  # the page is made by `run`, which knows of alarms and stops
-        saves=False,  # written down by `Saving`
-    )
-
-
-def saving_of(plan: Plan, data: Prepared, *, say: Callable[[str], None], saved: Callable[[], None]) -> Saving:
-    job, facts = plan.loaded.run, {**folders.facts(plan), "data": data.fingerprint}
-    return Saving(Path(job.train.output_dir), job.train.save_total_limit, facts, say=say, saved=saved)
-
-
 def loop_of(
     plan: Plan,
+    here: Place,
     model: PeftModel,
     data: Prepared,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    saving: Saving,
-    meter: LLMStepProfiler,
-    progress: Progress,
-    stop: Interruption,
+    console: Console,
+    interruption: Interruption,
+    report: BackgroundReport,
+    debug_freq: int | None,
 ) -> Loop:
-    """Everything above, handed to the loop."""
-    job = plan.loaded.run
-    replicas = Replicas(model)
-    keep_out_of_ddp(model)
-    loop = Loop(
-        model=model,
-        args=settings(plan, data.arguments, cpu=not torch.cuda.is_available()),
-        train_dataset=numbered(data.train),
-        eval_dataset=data.validation if job.train.eval_strategy != "no" else None,
-        processing_class=tokenizer,
-        callbacks=[saving, meter, progress],
-        meter=meter,
-        replicas=replicas,
-        liveness=Liveness(model, replicas, job.train.output_dir),
-        order=order_of(plan, data),
-        saving=saving,
-        interruption=stop,
-        non_finite=job.watch.non_finite,
-        rows_apart=job.masked,
-        gather_once=is_sharded(plan.layout) and not plan.layout.reshard_after_forward,
+    """Everything that the plan and the run file decide, put together."""
+    job, train, folder = plan.loaded.run, plan.loaded.run.train, Path(plan.loaded.run.train.output_dir)
+    replicas, device = Replicas(model), device_of_this_rank()
+    report_to = train.report_to if here.rank == 0 else "none"
+    rates = Rates(
+        device,
+        seq_len=plan.batch.length,
+        flops_per_token=plan.cost.flops_per_token,
+        recompute_flops_per_token=plan.cost.recompute_flops_per_token,
     )
-    loop.remove_callback(PrinterCallback)
-    progress.loop = loop
-    return loop
+    recorder = Recorder(
+        folder,
+        here.rank,
+        here.world,
+        device,
+        sample_every=train.logging_steps if debug_freq is None else debug_freq,
+        model=model,
+        rates=rates,
+        about={"script_name": "windlass train"},
+    )
 
+    def on_stall(problem: Problem) -> None:
+        here.note("error", json.dumps({"problems": [problem.as_dict()], "code": 1, "time": 0}))
+        here.note("code", "1")
 
-def order_of(plan: Plan, data: Prepared) -> Order | None:
-    """Rows by seed and epoch alone; a stream has its own order."""
-    if data.lengths is None:
-        return None
-    sequences, seed = plan.schedule.global_sequences, plan.loaded.run.train.order_seed
-    return Order(lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences), len(data.lengths), sequences)
+    watch = RunWatch(
+        folder,
+        here.rank,
+        here.world,
+        job.watch,
+        recorder,
+        name=job.name or folder.resolve().name,
+        network=str(job.cluster.network),
+        stall_seconds=job.watch.stall_seconds or train.ddp_timeout / 2,
+        say=console.print,
+        on_stall=on_stall,
+        report=report.finish,
+    )
+    facts = {**folders.facts(plan), "data": data.fingerprint}
+    collator = data.collator(tokenizer.pad_token_id)
+    collate = Collate(collator, mark_tokens=bool(router_loss_weight(model.get_base_model())))
+    options: dict[str, Any] = {"workers": train.dataloader_num_workers, "pin": train.dataloader_pin_memory}
+    validation = None
+    if train.eval_strategy != "no" and data.validation is not None:
+        rows, size = np.arange(len(data.validation)), train.per_device_eval_batch_size
+        validation = Batches(
+            data.validation, Collate(collator), size, order=lambda _: rows, round_rows=size * here.world, **options
+        )
+    seed, sequences = train.order_seed, plan.schedule.global_sequences
+    # By seed and epoch alone: the same rows on any number of ranks. A stream has its own order.
+    order = None if data.lengths is None else lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
+    return Loop(
+        job,
+        model,
+        Batches(data.train, collate, plan.batch.micro, order=order, round_rows=sequences, **options),
+        validation,
+        accumulation=plan.batch.accumulation,
+        checkpointing=train.gradient_checkpointing or plan.layout.activation_checkpointing,
+        gather_once=is_sharded(plan.layout) and not plan.layout.reshard_after_forward,
+        replicas=replicas,
+        liveness=Liveness(model, replicas, train.output_dir),
+        interruption=interruption,
+        recorder=recorder,
+        watch=watch,
+        saving=Saving(folder, train.save_total_limit, facts, say=console.print, saved=report.start),
+        progress=Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib),
+        trackers=Trackers(report_to, folder, train.run_name, folders.resolved(plan)),
+    )
 
 
 def stopped(folder: Path, loop: Loop, console: Console) -> int:
     folders.note(folder, state=manifest.STOPPED)
-    console.print(f"stopped by a signal; step {loop.state.global_step} is saved; --resume continues from it")
+    console.print(f"stopped by a signal; step {loop.step} is saved; --resume continues from it")
     group.barrier()  # launchers take the first rank's end for a failure, and soon kill those still writing
     return SAVED
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from transformers import TrainerCallback
 
 from windlass.errors import RunError
 from windlass.observe import steps
@@ -19,11 +16,7 @@ if TYPE_CHECKING:
     from windlass.train.loop import Loop
 
 
-class Interrupted(Exception):  # noqa: N818  (it is no error)
-    """All ranks have agreed to stop in the middle of an evaluation."""
-
-
-class Saving(TrainerCallback):  # type: ignore[misc]
+class Saving:
     """The loop's checkpoints. Every method is a collective unless it says otherwise; rank 0 writes."""
 
     def __init__(
@@ -41,21 +34,21 @@ class Saving(TrainerCallback):  # type: ignore[misc]
         self.saved = saved  # called on rank 0 after every checkpoint, from the thread that wrote it
         self.proven = False  # one file has been read back and held against the ranks' tensors
 
-    def save(self, loop: Loop, *, evaluation_due: bool, wait: bool) -> None:
+    def save(self, loop: Loop, state: dict[str, Any], *, wait: bool) -> None:
         """Copy what is to be saved; training waits for the rest only when asked to, and the first time."""
         self._require_equal_replicas(loop)
-        step, began = loop.state.global_step, time.monotonic()
+        step, began = loop.step, time.monotonic()
         made = checkpoint.contents(
             step,
             model=loop.model,
             optimizer=loop.optimizer,
-            scheduler=loop.lr_scheduler,
-            trainer_state=json.dumps(asdict(loop.state), indent=2, sort_keys=True),
+            scheduler=loop.scheduler,
+            trainer_state=json.dumps(state, indent=2, sort_keys=True),
             manifest={
                 **self.facts,
-                "epoch": loop.state.epoch,
-                "eval_loss": _evaluated(loop.state),
-                "evaluation_due": evaluation_due,
+                "epoch": loop.epoch,
+                "eval_loss": loop.eval_loss,
+                "evaluation_due": loop.evaluation_due,
             },
         )
         if made is not None:
@@ -80,10 +73,6 @@ class Saving(TrainerCallback):  # type: ignore[misc]
     def close(self) -> None:
         """The run ends, perhaps by a failure: a checkpoint that is nearly there is not thrown away. No collective."""
         self.writer.finish()
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Before the meter says that the run has ended. No collective."""
-        self.close()
 
     def _ended(self, step: int, seconds: float, size: int, problem: str) -> None:
         """What became of it, written down when it is known; a resubmitted job gets the time that saving took."""
@@ -115,11 +104,3 @@ class Saving(TrainerCallback):  # type: ignore[misc]
                 str(self.folder),
                 "nothing was saved; a rank with faulty memory or other library versions does this",
             )
-
-
-def _evaluated(state: Any) -> float | None:
-    """The evaluation loss at this very step, if there was one."""
-    losses = [
-        line["eval_loss"] for line in state.log_history if "eval_loss" in line and line["step"] == state.global_step
-    ]
-    return losses[-1] if losses else None

@@ -42,7 +42,6 @@ class Tested:
 TESTED: dict[str, Tested] = {
     "torch": Tested("2.11", "3", "2.13.0"),
     "transformers": Tested("5.23", "5.24", "5.23.0"),
-    "trl": Tested("1.16", "1.17", "1.16.0"),
     "peft": Tested("0.21", "0.22", "0.21.2"),
     "accelerate": Tested("1.15", "2", "1.15.0"),
     "datasets": Tested("5", "6", "5.2.0"),

@@ -14,7 +14,7 @@ from windlass import hardware as machine
 from windlass.observe.meter import nvml
 from windlass.observe.meter.host import INFINIBAND, infiniband_ports
 
-PACKAGES = ("windlass", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
+PACKAGES = ("windlass", "torch", "transformers", "peft", "accelerate", "datasets")
 
 
 def hardware(device: torch.device | None = None) -> dict[str, Any]:

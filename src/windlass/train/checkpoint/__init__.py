@@ -14,7 +14,14 @@ random_state  random numbers of Python, NumPy and torch
 """
 
 from windlass.train.checkpoint.adapter import ADAPTER, load_adapter, read_back, save_adapter
-from windlass.train.checkpoint.contents import Contents, contents, load_optimizer, load_random, read_manifest
+from windlass.train.checkpoint.contents import (
+    Contents,
+    contents,
+    load_optimizer,
+    load_random,
+    load_state,
+    read_manifest,
+)
 from windlass.train.checkpoint.disk import appear, damage, flush, flush_one, save_tensors, sweep
 from windlass.train.checkpoint.keep import best, best_of, evaluated, newest, point, prune, saved, set_aside, step_of
 from windlass.train.checkpoint.random_state import preserved
@@ -35,6 +42,7 @@ __all__ = [
     "load_adapter",
     "load_optimizer",
     "load_random",
+    "load_state",
     "newest",
     "point",
     "preserved",

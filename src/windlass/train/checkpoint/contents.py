@@ -22,7 +22,7 @@ from windlass.train.group import gather, rank
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.json"
 RANDOM = "random.json"
-TRAINER_STATE = "trainer_state.json"  # the Trainer looks for this name itself
+TRAINER_STATE = "trainer_state.json"  # the name that other tools look for
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,12 @@ def load_random(folder: Path) -> None:
     """The random state of this rank. Another number of ranks than it was saved by: the last one's for the new ones."""
     states = json.loads((folder / RANDOM).read_text())
     restore_random(states[min(rank(), len(states) - 1)])
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """Counters and the log, as they were."""
+    state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text())
+    return state
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -116,7 +116,7 @@ printf '%s\n' "--- $title" \
   "run      $run"
 python3 - <<'PYTHON' || fail 13 "windlass is not installed in this image"
 import importlib.metadata as m, sys
-names = ("windlass", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
+names = ("windlass", "torch", "transformers", "peft", "accelerate", "datasets")
 found = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.metadata["Name"]}
 print("versions python", sys.version.split()[0], *(f"{n} {found.get(n, '-')}" for n in names))
 sys.exit("windlass" not in found)

@@ -1,0 +1,158 @@
+"""Which rows come when, and the micro-batches of this rank: the same steps on every number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from windlass.data.collate import Collator
+from windlass.observe.steps import IGNORED
+from windlass.train import group
+
+FILL: Final = -1  # the number of a row without supervised tokens, which fills up a short last step
+ROW: Final = "row"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch."""
+
+    inputs: dict[str, Any]  # what the model's forward takes
+    collated: dict[str, Any]  # with labels and mask, in host memory: for counting without asking the device
+    rows: list[int]  # their numbers in the data set
+    tokens: int  # without padding
+
+    @property
+    def supervised(self) -> int:
+        return len(self.inputs["targets"])
+
+    def pin_memory(self) -> Self:
+        return self._each(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Self:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, move: Callable[[Tensor], Tensor]) -> Self:
+        inputs = {name: move(value) if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
+        return replace(self, inputs=inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Collate:
+    """Rows to a batch whose supervised positions are known.
+
+    The attention mask of padded rows is left out: padding stands behind a row's tokens, and none of these looks ahead,
+    so that attention without a mask (and its faster kernels) gives them the same values.
+    """
+
+    collator: Collator
+    mark_tokens: bool = False  # keep the mask, for a router's balancing loss
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
+        collated = self.collator(list(rows))
+        # Rows come as 32-bit integers, and padding as 64-bit ones.
+        collated |= {name: collated[name].long() for name in ("input_ids", "labels")}
+        inputs = {name: value for name, value in collated.items() if name not in ("labels", "attention_mask")}
+        if self.mark_tokens:
+            inputs["tokens"] = collated.get("attention_mask")
+        following = torch.full_like(collated["labels"], IGNORED)
+        following[:, :-1] = collated["labels"][:, 1:]  # position i predicts the token at i + 1
+        supervised = (following != IGNORED).flatten().nonzero().squeeze(1)
+        inputs |= {"supervised": supervised, "targets": following.flatten()[supervised]}
+        known = [row for row in rows if row[ROW] != FILL]
+        return Batch(inputs, collated, [row[ROW] for row in known], sum(len(row["input_ids"]) for row in known))
+
+
+class Batches:
+    """Micro-batches of this rank. `round_rows` is what every rank together takes at a time: filled up to that.
+
+    order: the rows of an epoch. The micro-batch k of rank r is the rows from (k x ranks + r) x micro on, so that a
+    step has the same rows on every number of ranks.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        collate: Collate,
+        micro: int,
+        *,
+        order: Callable[[int], np.ndarray[Any, Any]] | None,
+        round_rows: int,
+        workers: int = 0,
+        pin: bool = False,
+    ) -> None:
+        self.rows, self.collate, self.micro, self.order, self.round_rows = rows, collate, micro, order, round_rows
+        self.rank, self.world = group.rank(), group.world()
+        pinned = pin and torch.cuda.is_available()
+        # A generator of its own: torch's loader draws a seed at every start, which would else be training's.
+        self.options = {"num_workers": workers, "pin_memory": pinned, "generator": torch.Generator()}
+
+    def __len__(self) -> int:
+        """Rounds of an epoch."""
+        return -(-len(self.rows) // self.round_rows)
+
+    def epoch(self, number: int, rounds_done: int = 0) -> Iterator[Batch]:
+        """From the round on that comes after those done. A stream has one epoch, without end."""
+        micro_batches = rounds_done * self.round_rows // (self.micro * self.world)
+        if self.order is None:
+            stream = _Stream(self, micro_batches)
+            loader = DataLoader(stream, batch_size=None, **self.options)  # type: ignore[arg-type]
+        else:
+            order = self.order(number)
+            fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
+            dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
+            loader = DataLoader(
+                _Numbered(self.rows),
+                batch_sampler=dealt.tolist(),
+                collate_fn=self.collate,
+                **self.options,  # type: ignore[arg-type]
+            )
+        return iter(loader)
+
+    def train(self, step: int, accumulation: int, steps_per_epoch: int | None) -> Iterator[Batch]:
+        """Epoch after epoch, from the micro-batch on that follows optimizer step `step`."""
+        first, done = (0, step) if steps_per_epoch is None else divmod(step, steps_per_epoch)
+        assert self.round_rows == accumulation * self.micro * self.world
+        for number in itertools.count(first):
+            yield from self.epoch(number, done)
+            done = 0
+
+
+class _Numbered(Dataset[Any]):
+    """Rows with their numbers, and the row that fills."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows.with_format("numpy")  # as lists of Python's integers they would take ten times as long
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+        found = iter(self.rows.__getitems__([number for number in numbers if number != FILL]))
+        return [_fill() if number == FILL else {**next(found), ROW: number} for number in numbers]
+
+
+def _fill() -> dict[str, Any]:
+    return {"input_ids": [0, 0], "labels": [IGNORED] * 2, "seq_lengths": [2], ROW: FILL}
+
+
+class _Stream(IterableDataset[Batch]):
+    """This rank's micro-batches of a stream that every rank reads in full; loader workers take turns."""
+
+    def __init__(self, batches: Batches, first: int) -> None:
+        self.batches, self.first = batches, first
+
+    def __iter__(self) -> Iterator[Batch]:
+        of = self.batches
+        worker = get_worker_info()
+        turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
+        numbered = ({**row, ROW: number} for number, row in enumerate(of.rows))
+        skipped = itertools.islice(numbered, self.first * of.micro * of.world, None)
+        for number in itertools.count():
+            everyones = list(itertools.islice(skipped, of.micro * of.world))
+            if number % turns == turn:
+                yield of.collate(everyones[of.rank * of.micro :][: of.micro])

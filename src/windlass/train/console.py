@@ -1,0 +1,142 @@
+"""What is seen of a run: its header, one live line or plain lines, and nothing of the libraries'."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from windlass.observe.meter.summary import hardware
+from windlass.observe.steps import clock
+from windlass.train.folder import versions
+from windlass.train.rank import Place
+
+if TYPE_CHECKING:
+    from windlass.plan import Plan
+    from windlass.train.loop import Step
+
+WINDOW: Final = 20  # steps that the speed and the time left are averaged over
+
+
+def quiet(here: Place) -> Console:
+    """The one console of this run, on stderr; ranks other than 0 print nothing.
+
+    Libraries' progress bars and warnings are switched off: windlass checks and reports what matters in them.
+    """
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    for name in ("accelerate", "peft", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore")
+    width = None if sys.stderr.isatty() else 240  # a log has no width to break lines at
+    return Console(stderr=True, width=width, highlight=False, emoji=False, markup=False, quiet=here.rank != 0)
+
+
+def header(console: Console, plan: Plan) -> None:
+    """Model, adapter, layout, batch, machine: what this run is, in seven lines."""
+    job, layout, adapter, batch = plan.loaded.run, plan.layout, plan.adapter, plan.batch
+    total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)
+    sequences = plan.schedule.global_sequences
+    rows = {
+        "model": f"{plan.base.name}: {plan.base.family.causal_lm}, {total:,} parameters",
+        "adapter": f"rank {adapter.r}, {adapter.trainable:,} parameters ({adapter.trainable / total:.3%}): "
+        + ", ".join(f"{target.pattern} in {target.part} x {len(target.modules)}" for target in adapter.targets),
+        "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}",
+        "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = {sequences} sequences"
+        f" of up to {batch.length} tokens",
+        "machine": machine(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "folder": job.train.output_dir,
+    }
+    for name, value in rows.items():
+        console.print(Text(f"{name:9}", style="bold") + Text(str(value)))
+
+
+def machine() -> str:
+    """GPUs with their memory, driver and network, or the CPU that stands in for them."""
+    found = hardware()
+    if not torch.cuda.is_available():
+        return f"{found['processor']}, {found['memory_gib']} GiB, {torch.get_num_threads()} threads per rank, gloo"
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])
+    network = ", ".join(found["infiniband"]) or "no InfiniBand"
+    return f"{gpus}, driver {found['driver']}, CUDA {found['cuda']}, {network}"
+
+
+class Progress:
+    """Rank 0 shows how far the run is; every rank notes what it is doing, for the message should it be killed."""
+
+    def __init__(
+        self, here: Place, console: Console, logging_steps: int, sampled_gib: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self.here, self.console, self.logging_steps = here, console, logging_steps
+        self.sampled_gib = sampled_gib  # the recorder's peak: its samples reset torch's own
+        self.live: Live | None = None
+        self.seconds: deque[float] = deque(maxlen=WINDOW)
+        self.tokens: deque[int] = deque(maxlen=WINDOW)
+        self.total, self.began = 0, 0.0
+
+    def start(self, total: int) -> None:
+        self.total = total
+        if self.here.rank == 0 and self.console.is_terminal:
+            self.live = Live(Text("first step …"), console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
+
+    def start_step(self, step: int) -> None:
+        self.here.phase(f"training step {step}")
+        self.began = time.monotonic()
+
+    def end_step(self, step: Step) -> None:
+        if self.here.rank:
+            return
+        self.seconds.append(time.monotonic() - self.began)
+        self.tokens.append(step.job_tokens)
+        line = self._line(step)
+        if self.live is not None:
+            self.live.update(line)
+        if step.skipped:
+            self.console.print(Text(f"step {step.step}: non-finite, skipped", style="yellow"))
+        if step.step == 1 or step.step % self.logging_steps == 0 or step.step == self.total:
+            self.console.print(line)
+
+    def evaluating(self, step: int) -> None:
+        self.here.phase(f"evaluating after step {step}")
+
+    def end_evaluation(self, step: int, loss: float) -> None:
+        if self.here.rank == 0:
+            self.console.print(f"step {step:>5}  evaluation loss {loss:.4f}")
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _line(self, step: Step) -> Text:
+        left = (self.total - step.step) * sum(self.seconds) / len(self.seconds)
+        speed = sum(self.tokens) / sum(self.seconds)
+        return Text(
+            f"step {step.step:>5}/{self.total}  loss {step.loss:.4f}  grad norm {step.grad_norm:.3f}"
+            f"  lr {step.learning_rate:.2e}  {speed:,.0f} tokens/s  {self.peak_gib():.1f} GiB  {clock(left)} left"
+        )
+
+    def peak_gib(self) -> float:
+        """This rank's peak: of the GPU, or resident in the host if there is none."""
+        if torch.cuda.is_available():
+            return max(torch.cuda.max_memory_allocated() / 2**30, self.sampled_gib())
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

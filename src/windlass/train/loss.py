@@ -1,0 +1,175 @@
+"""Next-token loss of a causal LM, in chunks of tokens: the logits of a whole batch never exist at once."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from windlass.errors import UserError
+from windlass.plan.cost.activations import TILE_TOKENS, TILE_VOCABULARY
+
+# A head's weight is read once per chunk. Below so many tokens a GPU would wait for that and not for the arithmetic.
+LEAST_TOKENS: Final = 256
+ONE_SLICE: Final = 2**20  # logits that are cheap enough to be in float32 all at once
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """Of one micro-batch, on the device; divide by the number of supervised tokens."""
+
+    loss: Tensor  # summed over the supervised tokens, in float32
+    balance: Tensor | None = None  # the router's balancing loss, a mean of this micro-batch
+
+
+def patch_forward(model: PreTrainedModel) -> None:
+    """Give a causal LM a forward that returns `LossSums`, or per-token figures if `per_token` is set.
+
+    It replaces `forward` rather than wrapping the model: the hooks by which FSDP2 gathers weights stay in place.
+    """
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+    if odd := [name for name in scaled if getattr(config, name, None) is not None]:
+        raise UserError(f"{type(model).__name__} has {odd[0]}, which this loss does not apply", "model")
+    if getattr(head, "bias", None) is not None:
+        raise UserError(f"the head of {type(model).__name__} has a bias, which this loss does not apply", "model")
+
+    def forward(
+        self: PreTrainedModel,
+        input_ids: Tensor,
+        supervised: Tensor,
+        targets: Tensor,
+        tokens: Tensor | None = None,
+        balance: bool = False,
+        per_token: bool = False,
+        **inputs: Any,
+    ) -> LossSums | Tensor:
+        """supervised: positions, of the flattened batch, whose next token counts; targets: those tokens.
+
+        tokens: 1 for every token that is not padding, for the router's balancing loss. No layer needs it: padding
+        stands behind a row's tokens, and none of these looks ahead.
+        """
+        outputs = self.base_model(
+            input_ids=input_ids, use_cache=False, **inputs, **({"output_router_logits": True} if balance else {})
+        )
+        hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
+        weight = self.get_output_embeddings().weight
+        if isinstance(weight, DTensor):  # a head that FSDP2 has in a group of its own
+            weight = weight.full_tensor()
+        if per_token:
+            return token_figures(hidden, weight, targets)
+        loss = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets)  # type: ignore[no-untyped-call]
+        return LossSums(loss, balancing_loss(outputs.router_logits, config, tokens) if balance else None)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def router_loss_weight(model: PreTrainedModel) -> float:
+    """What a mixture's own config gives its balancing loss in training; 0: it has none. As TRL's SFTTrainer does."""
+    config = model.config.get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        return 0.0
+    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+
+
+def balancing_loss(router_logits: Any, config: Any, tokens: Tensor | None) -> Tensor:
+    """Mixtral's; every mixture in transformers has taken it over."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    loss: Tensor = load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, tokens)
+    return loss
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The summed cross entropy of `hidden @ weight.T` against `targets`; `weight` is frozen.
+
+    The gradient is formed beside the loss, chunk by chunk, while the logits are there: the head is multiplied by
+    twice, and not a third time to get the logits back. It is that of the sum: what the sum is divided by is known
+    only once all ranks have counted their tokens, and divides the adapter's gradients then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        wants_gradient = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if wants_gradient else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for rows, logits, blocks in _chunks(hidden, weight):
+            of_chunk = targets[rows]
+            for part in _slices(logits):
+                log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)
+                target = of_chunk[part].unsqueeze(1)
+                total -= log_probs.gather(1, target).sum()
+                if wants_gradient:  # softmax - 1 at the target, in the place of the logits
+                    at_target = log_probs.exp_().gather(1, target) - 1
+                    logits[part] = log_probs.scatter_(1, target, at_target)
+            if gradient is not None:
+                gradient[rows] = _times_weight(logits, blocks)
+        ctx.gradient = gradient
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(upstream) if gradient is not None else None, None, None
+
+
+@torch.no_grad()
+def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Of every supervised token its loss, whether the model's first choice is right, and the entropy: 3 x tokens."""
+    figures = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
+    for rows, logits, _ in _chunks(hidden, weight):
+        of_chunk, into = targets[rows], figures[:, rows]
+        for part in _slices(logits):
+            log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)
+            into[0, part] = -log_probs.gather(1, of_chunk[part].unsqueeze(1)).squeeze(1)
+            into[1, part] = (log_probs.argmax(1) == of_chunk[part]).float()
+            into[2, part] = -(log_probs.exp() * log_probs).sum(1)
+    return figures
+
+
+def chunk_tokens(count: int, vocabulary: int) -> int:
+    """Tokens whose logits fit in the memory that the plan has for them: a quarter of it is for float32 copies."""
+    return max(LEAST_TOKENS, min(count, TILE_TOKENS) * TILE_VOCABULARY * 3 // (4 * vocabulary))
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Any:
+    """Rows, their logits, and the blocks of the weight in the dtype of compute (one block, unless it is cast)."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    blocks = (weight,) if weight.dtype == dtype else torch.split(weight, TILE_VOCABULARY)
+    count, vocabulary = len(hidden), len(weight)
+    tokens = chunk_tokens(count, vocabulary)
+    with torch.autocast(device, enabled=False):
+        for start in range(0, count, tokens):
+            rows = slice(start, min(start + tokens, count))
+            chunk = hidden[rows].to(dtype)
+            if len(blocks) == 1:
+                logits = chunk @ blocks[0].to(dtype).t()
+            else:
+                logits = torch.cat([chunk @ block.to(dtype).t() for block in blocks], 1)
+            yield rows, logits, blocks
+
+
+def _slices(logits: Tensor) -> list[slice]:
+    """Where a chunk is large, an eighth of its rows at a time is copied to float32."""
+    rows = len(logits) if logits.numel() <= ONE_SLICE else max(1, len(logits) // 8)
+    return [slice(start, start + rows) for start in range(0, len(logits), rows)]
+
+
+def _times_weight(logits: Tensor, blocks: tuple[Tensor, ...]) -> Tensor:
+    if len(blocks) == 1:
+        return logits @ blocks[0].to(logits.dtype)
+    parts = torch.split(logits, [len(block) for block in blocks], 1)
+    total = torch.zeros(len(logits), blocks[0].shape[1], dtype=torch.float32, device=logits.device)
+    for part, block in zip(parts, blocks, strict=True):
+        total += part @ block.to(logits.dtype)
+    return total
