@@ -22,8 +22,9 @@ from rich.console import Console
 
 from windlass.errors import UserError
 from windlass.observe import report, steps
+from windlass.observe.report.charts import smooth
+from windlass.observe.report.read import edges, thin
 from windlass.observe.report.show import show
-from windlass.observe.report.thin import edges, smooth, thin
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = ("plan.json", "load.json", "data.json", "manifest.json", "events.jsonl", "alarms.jsonl")
@@ -177,7 +178,7 @@ def test_a_rank_that_stopped_early_and_one_that_left_nothing(tmp_path: Path) -> 
     [
         ({"loss": math.nan}, "bad", "not a finite number at step 25"),
         ({"loss": None, "non_finite": ["loss"]}, "bad", "not a finite number at step 25"),
-        ({"skipped": True}, "warn", "1 step was left out"),
+        ({"skipped": True}, "warn", "1 step was skipped"),
         ({"gpu_throttle": ["hardware thermal slowdown"]}, "warn", "hardware thermal slowdown"),
     ],
 )
@@ -233,10 +234,10 @@ def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path) -> None:
 def test_no_alarm_is_good_news_only_where_somebody_watched(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=30)
     (folder / "alarms.jsonl").unlink()
-    assert "Nobody watched this run" in (report.make([folder]).html).read_text()
+    assert "This run was not watched" in (report.make([folder]).html).read_text()
     (folder / "heartbeat-rank0.json").write_text(json.dumps({"rank": 0, "time": time.time()}))
     made = report.make([folder])
-    assert "Nobody watched" not in made.html.read_text()
+    assert "was not watched" not in made.html.read_text()
     assert "alarms.jsonl is absent" not in made.runs[0]["absent"]
 
 
@@ -401,7 +402,7 @@ def test_terminal_summary(folder: Path, tmp_path: Path) -> None:
     with (tmp_path / "shown").open("w") as file:
         show(report.make([folder]), Console(file=file, width=100))
     shown = (tmp_path / "shown").read_text()
-    for wanted in ("Finished after 400 of 400 steps", "waiting for ranks", "x the plan's 3.1", "report.html"):
+    for wanted in ("Finished after 400 of 400 steps", "waiting for ranks", "x the planned 3.1", "report.html"):
         assert wanted in shown
 
 

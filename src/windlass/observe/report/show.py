@@ -7,9 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.observe.report import Report
-from windlass.observe.report.charts import NAMES
-from windlass.observe.report.compare import rows
-from windlass.observe.report.html import duration, figure, percent
+from windlass.observe.report.charts import PHASES, comparison
+from windlass.observe.report.format import duration, figure, percent
 
 STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 
@@ -19,25 +18,25 @@ def show(report: Report, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     for facts in report.runs:
         verdict = facts["verdict"]
-        console.print(Text(f"{facts['name']}: ", style="bold") + Text(verdict["text"], style=STYLES[verdict["level"]]))
+        style = STYLES[verdict["level"]]
+        console.print(Text(f"{facts['name']}: ", style="bold") + Text(verdict["text"], style=style))
         for reason in verdict["against"]:
-            console.print(Text(f"  {reason}", style=STYLES[verdict["level"]]))
+            console.print(Text(f"  {reason}", style=style))
     table = Table(box=None, pad_edge=False, show_header=len(report.runs) > 1)
     table.add_column("")
     for facts in report.runs:
         table.add_column(Text(facts["name"]), justify="right")
-    for name, values in rows(report.runs):
-        table.add_row(Text(name), *(Text(str(value)) for value in values))
-    for phase, label in NAMES.items():
-        seconds = [facts["step_time"]["seconds"].get(phase) for facts in report.runs]
-        shares = [facts["step_time"]["shares"].get(phase) for facts in report.runs]
-        if any(share for share in shares):
-            cells = (f"{duration(s)} {percent(share):>6}" for s, share in zip(seconds, shares, strict=True))
+    for name, values in comparison(report.runs):
+        table.add_row(Text(name), *map(Text, values))
+    times = [facts["step_time"] for facts in report.runs]
+    for phase, label in PHASES.items():
+        if any(time["shares"].get(phase) for time in times):
+            cells = [f"{duration(t['seconds'].get(phase))} {percent(t['shares'].get(phase)):>6}" for t in times]
             table.add_row(Text(f"  {label}"), *map(Text, cells))
     console.print(table)
     for facts in report.runs:
         for row in facts["planned"]:
             if row["ratio"] is not None:
-                ratio = f"{row['ratio']:.2f} x the plan's {figure(row['planned'])}"
+                ratio = f"{row['ratio']:.2f} x the planned {figure(row['planned'])}"
                 console.print(Text(f"{row['what']}: {figure(row['measured'])}, {ratio}"))
     console.print(Text(f"{report.html}\n{report.json}"), soft_wrap=True)

@@ -119,7 +119,7 @@
           return [min - pad, max + pad];
         } } },
       axes: [
-        { ...axis, size: 26, space: 70, values: (u, all) => all.map((v) => (Number.isInteger(v) ? number(v) : "")) },
+        { ...axis, label: "step", labelSize: 15, labelFont: axis.font, labelGap: -4, size: 26, space: 70, values: (u, all) => all.map((v) => (Number.isInteger(v) ? number(v) : "")) },
         { ...axis, size: 46, gap: 4, space: 34, values: (u, all) => all.map(number) },
       ],
       cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false,

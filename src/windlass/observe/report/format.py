@@ -1,0 +1,71 @@
+"""Numbers for reading. A dash for what is unknown, whatever it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+NONE: Final = "–"
+SPACE: Final = "\N{NO-BREAK SPACE}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def figure(value: Any, unit: str = "", digits: int = 3) -> str:
+    """12,345 or 1.23 or 4.2e-05."""
+    if not _is_number(value):
+        return NONE
+    size = abs(value)
+    if isinstance(value, int) or size >= 1000:
+        shown = f"{value:,.0f}"
+    elif size >= 100:
+        shown = f"{value:.0f}"
+    elif size >= 0.001 or value == 0:
+        shown = f"{value:.{digits}g}"
+    else:
+        shown = f"{value:.1e}"
+    return f"{shown}{SPACE}{unit}" if unit else shown
+
+
+def percent(share: Any, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f}{SPACE}%" if _is_number(share) else NONE
+
+
+def _scaled(value: Any, scales: tuple[tuple[float, str], ...], unit: str) -> str:
+    if not _is_number(value):
+        return NONE
+    for scale, name in scales:
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{SPACE}{name}"
+    return f"{value:,.0f}{f'{SPACE}{unit}' if unit else ''}"
+
+
+def count(value: Any) -> str:
+    """Large whole numbers short: 27.5 M."""
+    if _is_number(value) and abs(value) < 1e4:
+        return f"{value:,.0f}"
+    return _scaled(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")), "")
+
+
+def size(value: Any) -> str:
+    """Bytes."""
+    return _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "B")
+
+
+def duration(seconds: Any) -> str:
+    if not _is_number(seconds) or seconds < 0:
+        return NONE
+    if seconds < 1:
+        return f"{1000 * seconds:.3g}{SPACE}ms"
+    if seconds < 90:
+        return f"{seconds:.3g}{SPACE}s"
+    minutes = seconds / 60
+    if minutes < 90:
+        return f"{minutes:.0f}{SPACE}min"
+    return f"{int(minutes // 60):,}{SPACE}h {int(minutes % 60):02d}"
+
+
+def count_of(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
