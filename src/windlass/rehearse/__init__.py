@@ -1,17 +1,126 @@
-"""`windlass rehearse`: the user's own run, start to end, on a twin of the model and this machine's CPU.
-
-run       the phases in their order
-before    the user's run file through plan, check and submit; first rows and twin   } each phase starts
-during    the run in small through its launch script: stopped, resumed              } commands as a user would
-after     best, export, merge, and plain transformers opening them                  }
-spread    how many ranks        derived  the run file in small        sizes   the twin's numbers
-make      a process: rows (ends: do they?) and twin        reload  a process: plain transformers and PEFT
-stage     the folder, the record, the commands        process  one of them        record, show  what came of it
-"""
+"""`windlass rehearse`: the user's own run, start to end, with a tiny replica of the model on this machine's CPU."""
 
 from __future__ import annotations
 
-from windlass.rehearse.record import Record
-from windlass.rehearse.run import rehearse
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import UserError
+from windlass.rehearse.process import exit_on_sigterm, make_environment
+from windlass.rehearse.record import RECORD, Failed, Record
+from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal, Screen
+from windlass.run_folder import is_finished
+from windlass.runfile import kind, read_any
 
 __all__ = ["Record", "rehearse"]
+
+# All that a rehearsal leaves in its folder.
+OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
+
+
+def rehearse(
+    run: Path,
+    *,
+    overrides: Sequence[str] = (),
+    accelerate: Path | None = None,
+    keep: Path | None = None,
+    environ: Mapping[str, str],
+    screen: Screen,
+) -> Record:
+    """Rehearse a run file on this machine's CPU. Faults of the run are in the record, not raised."""
+    options = [word for one in overrides for word in ("--override", one)]
+    options += ["--accelerate", str(accelerate)] if accelerate else []
+    record, began = Record(str(run)), time.monotonic()
+    folder = empty_folder(keep) if keep else Path(tempfile.mkdtemp(prefix="windlass-rehearsal-"))
+    try:
+        with (
+            exit_on_sigterm(),
+            tempfile.TemporaryDirectory(prefix="windlass-") as scratch,  # short: sockets have short names
+            contextlib.ExitStack() as processes,
+        ):
+            (folder / "logs").mkdir()
+            environment = make_environment(environ, Path(scratch))
+            rehearsal = Rehearsal(run, options, folder, environment, record, screen, processes)
+            script = kind(run, overrides) == "script"
+            for stage in SCRIPT_STAGES if script else STAGES:
+                if stage.needed(rehearsal):
+                    rehearsal.stage(stage)
+            if not script:
+                record.not_proved += unproved(rehearsal)
+    except Failed:
+        pass  # it is in the record
+    except (KeyboardInterrupt, SystemExit):
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    record.seconds = round(time.monotonic() - began, 1)
+    record.folder = str(folder)
+    if keep is None and (record.failure is None or record.failure["phase"] in SELF_EXPLAINED):
+        shutil.rmtree(folder)
+        record.folder = None
+        if record.failure:
+            record.failure["log"] = None
+    for place in {folder if record.folder else None, own_run_folder(run, overrides)}:
+        if place is not None:
+            with contextlib.suppress(OSError):
+                record.write(place)
+    return record
+
+
+def empty_folder(keep: Path) -> Path:
+    """The folder to keep everything in; what an earlier rehearsal left there is removed."""
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+        ours = OURS if (keep / "logs" / "plan.log").is_file() else set()
+        if others := sorted(path.name for path in keep.iterdir() if path.name not in ours):
+            raise UserError(f"the folder holds other files ({others[0]} …)", f"--keep {keep}", "name a new one")
+        for path in keep.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", f"--keep {keep}", "name another folder") from None
+    return keep.resolve()
+
+
+def own_run_folder(run: Path, overrides: Sequence[str]) -> Path | None:
+    """The user's run folder where it exists already: plan.json and check.json are written there too.
+
+    A fault is written as well, for it takes an older record's place. What a finished run left is not touched.
+    """
+    try:
+        folder = Path(read_any(run, overrides).run.folder)
+    except UserError:
+        return None
+    return folder if folder.is_dir() and not is_finished(folder) else None
+
+
+def unproved(rehearsal: Rehearsal) -> list[dict[str, str]]:
+    """What no CPU can show, with what the plan estimates of it."""
+    plan, run = rehearsal.plan, rehearsal.load().run
+    memory, estimate, nodes = plan["memory"], plan["estimate"], plan["layout"]["nodes"]
+    found: dict[str, Any] = {}
+    gpus = run.cluster.gpu != "cpu"
+    if gpus:
+        found["NCCL and GPUs"] = "the ranks talk over gloo, between processes of one machine"
+        found["kernels"] = "flash attention, grouped matrix products and FP8 arithmetic of the GPU do not run on a CPU"
+    found["GPU memory" if gpus else "memory"] = (
+        f"the plan estimates {memory['gpu_gib']:.1f} of {memory['gpu_memory_gib']:.1f} GiB for each rank, "
+        f"{memory['host_gib']:.1f} GiB of each host"
+    )
+    found["speed"] = (
+        f"the plan estimates {estimate['step_seconds']:.3g} s a step, {estimate['tokens_per_second']:,.0f} tokens/s"
+    )
+    if nodes > 1:
+        network = run.cluster.network if isinstance(run.cluster.network, str) else "the network"
+        found[f"{network} between {nodes} nodes"] = (
+            f"the plan estimates {estimate['wire_gb_per_step']:.1f} GB a step over it; "
+            "`windlass check RUN --in-pod` measures it where the run starts"
+        )
+    for change in rehearsal.record.changes:
+        if change.key in ("lora.adapter", "model.attn_implementation", "train.report_to"):
+            found[change.key] = f"{change.yours}: {change.why}"
+    return [{"what": what, "why": why} for what, why in found.items()]

@@ -1,4 +1,4 @@
-"""One started command: its output in files, a bounded time, and nothing of it left behind. No torch."""
+"""Start one command of the rehearsal: output in files, a time limit, and nothing left running afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.errors import RANK_USER_INPUT, SAVED, USER_INPUT, RunError
@@ -18,8 +18,8 @@ from windlass.errors import RANK_USER_INPUT, SAVED, USER_INPUT, RunError
 LIMIT_SECONDS = 600.0  # of one command: an hour's rehearsal would be none
 GRACE_SECONDS = 20.0  # to end in when the rehearsal itself is stopped
 POLL_SECONDS = 0.1
-INPUT, WELL = (USER_INPUT, RANK_USER_INPUT), (0, SAVED)
 ERROR = "error: "  # how a command begins to say what is wrong
+LAST_LINES = 40  # of a log, where a command that failed said nothing shorter
 # Variables by which a platform tells a process its place among others, and what only GPUs need.
 PLACES = ("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "JOB_COMPLETION_INDEX", "WINDLASS_", "NCCL_")
 
@@ -32,73 +32,32 @@ class Ended:
     out: str
     log: Path
 
-
-@dataclass(slots=True)
-class Running:
-    """A command that is running, perhaps on several nodes that this machine plays. It writes NAME.out and NAME.log."""
-
-    name: str
-    folder: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    deadline: float = field(default_factory=lambda: time.monotonic() + LIMIT_SECONDS)
-
-    @property
-    def has_ended(self) -> bool:
-        return None not in [process.poll() for process in self.processes]  # each of them is asked
-
-    @property
-    def log(self) -> Path:
-        """Of the node that says why, where several have ended."""
-        codes = [process.poll() for process in self.processes]
-        failed = [node for node, code in enumerate(codes) if code]
-        told = [node for node in failed if ERROR in self._log(node).read_text(encoding="utf-8", errors="replace")]
-        return self._log((told or failed or [0])[0])
-
-    def _log(self, node: int) -> Path:
-        return self.folder / f"{named(self.name, node, len(self.processes))}.log"
-
-    def until(self, done: Callable[[], bool], tick: Callable[[], None]) -> bool:
-        """Wait until something is there; False when the command ended before it came."""
-        while not done():
-            if self.has_ended:
-                return done()
-            if time.monotonic() > self.deadline:
-                raise RunError(
-                    f"{self.name} has not ended within {LIMIT_SECONDS:.0f} s",
-                    str(self.log),
-                    "its log says how far it came; is the machine very busy?",
-                )
-            tick()
-            time.sleep(POLL_SECONDS)
-        return True
-
-    def ended(self, tick: Callable[[], None]) -> Ended:
-        """Wait for all nodes. Wrong input is the cause where one says so, else any failure."""
-        self.until(lambda: self.has_ended, tick)
-        out = self.folder / f"{named(self.name, 0, len(self.processes))}.out"
-        codes = [process.returncode for process in self.processes]
-        code = min(codes, key=lambda code: (code not in INPUT, code in WELL, code == 0))
-        return Ended(code, out.read_text(encoding="utf-8", errors="replace"), self.log)
+    def explain(self) -> str:
+        """What it said: from its first `error:` on, else its last lines."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        first = next((i for i, line in enumerate(lines) if line.startswith(ERROR)), -LAST_LINES)
+        return "\n".join(lines[first:]) or f"it ended with {self.code} and printed nothing"
 
 
-def named(name: str, node: int, nodes: int) -> str:
-    return name if nodes == 1 else f"{name}-node{node}"
+class Command:
+    """A command as it runs, once for each node that this machine plays (`nodes`: variables of each).
 
+    Writes NAME.out and NAME.log.
+    """
 
-@contextlib.contextmanager
-def started(
-    name: str,
-    command: Sequence[str],
-    folder: Path,
-    environ: Mapping[str, str],
-    nodes: Sequence[Mapping[str, str]] = ({},),
-) -> Iterator[Running]:
-    """Run a command; whatever happens to the rehearsal, it has ended afterwards. `nodes`: variables of each."""
-    running = Running(name, folder)
-    try:
-        for node, variables in enumerate(nodes):
-            output = named(name, node, len(nodes))
-            with (folder / f"{output}.out").open("wb") as out, (folder / f"{output}.log").open("wb") as log:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        folder: Path,
+        environ: Mapping[str, str],
+        nodes: Sequence[Mapping[str, str]] = ({},),
+    ) -> None:
+        self.name, self.processes = name, list[subprocess.Popen[bytes]]()
+        self.files = [folder / (name if len(nodes) == 1 else f"{name}-node{node}") for node in range(len(nodes))]
+        self.deadline = time.monotonic() + LIMIT_SECONDS
+        for path, variables in zip(self.files, nodes, strict=True):
+            with path.with_suffix(".out").open("wb") as out, path.with_suffix(".log").open("wb") as log:
                 process = subprocess.Popen(
                     list(command),
                     env={**environ, **variables},
@@ -107,70 +66,83 @@ def started(
                     stderr=log,
                     start_new_session=True,
                 )
-            running.processes.append(process)
-        yield running
-    finally:
-        end([process for process in running.processes if process.poll() is None])
+            self.processes.append(process)
+
+    @property
+    def has_ended(self) -> bool:
+        return None not in [process.poll() for process in self.processes]  # each of them is asked
+
+    @property
+    def log(self) -> Path:
+        """Of the node that says why, where several have ended."""
+        logs = [path.with_suffix(".log") for path in self.files]
+        failed = [log for log, process in zip(logs, self.processes, strict=True) if process.poll()]
+        explained = [log for log in failed if ERROR in log.read_text(encoding="utf-8", errors="replace")]
+        return (explained or failed or logs)[0]
+
+    def wait_until(self, done: Callable[[], bool], tick: Callable[[], None]) -> bool:
+        """Wait until something is there; False when the command ended before it came."""
+        while not done():
+            if self.has_ended:
+                return done()
+            if time.monotonic() > self.deadline:
+                problem = f"{self.name} has not ended within {LIMIT_SECONDS:.0f} s"
+                raise RunError(problem, str(self.log), "its log says how far it came; is the machine very busy?")
+            tick()
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def wait(self, tick: Callable[[], None] = lambda: None) -> Ended:
+        """Wait for all nodes. Wrong input is the cause where one says so, else any failure."""
+        self.wait_until(lambda: self.has_ended, tick)
+        codes = [process.returncode for process in self.processes]
+        inputs, fine = (USER_INPUT, RANK_USER_INPUT), (0, SAVED)
+        code = min(codes, key=lambda code: (code not in inputs, code in fine, code == 0))
+        out = self.files[0].with_suffix(".out").read_text(encoding="utf-8", errors="replace")
+        return Ended(code, out, self.log)
+
+    def stop(self) -> None:
+        """End what still runs. Ranks have sessions of their own: whoever started them is asked first, and forwards."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ranks have sessions of their own: whoever started them is asked first, and forwards it."""
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def places(nodes: int) -> list[dict[str, str]]:
+def node_variables(nodes: int) -> list[dict[str, str]]:
     """What a platform tells each of so many nodes, all of them played by this machine."""
-    port = free_ports()
-    told = {"PET_NNODES": str(nodes), "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)}
-    return [{**told, "PET_NODE_RANK": str(node)} for node in range(nodes)]
-
-
-def free_ports() -> int:
-    """A port that is free, and the one above it, where nodes meet."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("localhost", 0))
             port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
+            with contextlib.suppress(OSError, OverflowError):  # the port above it is where nodes meet
                 second.bind(("localhost", port + 1))
-                return port
+                break
+    told = {"PET_NNODES": str(nodes), "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)}
+    return [{**told, "PET_NODE_RANK": str(node)} for node in range(nodes)]
 
 
 @contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """A job that is cancelled ends what it started, as with Ctrl-C."""
-
-    def leave(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def windlass(*arguments: str) -> list[str]:
-    """A command as a user would type it, with this Python."""
-    return [sys.executable, "-m", "windlass", *arguments]
-
-
-def environment(environ: Mapping[str, str], ranks: int, scratch: Path) -> dict[str, str]:
-    """This machine's CPU, no network, and no other's word on where this process stands among others."""
-    kept = {key: value for key, value in environ.items() if not key.startswith(PLACES)}
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+def make_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
+    """This machine's CPU, no network, and nothing that says where this process stands among others."""
     return {
-        "OMP_NUM_THREADS": str(threads),
-        **kept,
+        **{key: value for key, value in environ.items() if not key.startswith(PLACES)},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}",
         "TMPDIR": str(scratch),
         "CUDA_VISIBLE_DEVICES": "",

@@ -1,4 +1,4 @@
-"""What a rehearsal found, phase by phase. The keys of rehearsal.json are an interface: add, never rename."""
+"""What a rehearsal found, stage by stage. The keys of rehearsal.json are an interface: add, never rename."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, USER_INPUT
-from windlass.rehearse.derived import Change
+from windlass.files import write_atomic
+from windlass.rehearse.scale import Change
 
 RECORD = "rehearsal.json"
 
 
 class Failed(Exception):  # noqa: N818  (it is no error of the rehearsal)
-    """A phase that found a fault: the command's own words, its exit code, and where its whole log lies."""
+    """A stage that found a fault: the command's own words, its exit code, and where its log is."""
 
     def __init__(self, text: str, code: int, log: Path | None = None) -> None:
         super().__init__(text)
@@ -25,7 +26,7 @@ class Failed(Exception):  # noqa: N818  (it is no error of the rehearsal)
 
 @dataclass
 class Phase:
-    """One part of the rehearsal: how long it took, and what it proved."""
+    """One stage of the rehearsal: how long it took, and what it proved."""
 
     name: str
     seconds: float = 0.0
@@ -39,13 +40,13 @@ class Record:
 
     run: str
     ranks: dict[str, Any] = field(default_factory=dict)
-    twin: dict[str, Any] = field(default_factory=dict)
+    twin: dict[str, Any] = field(default_factory=dict)  # the tiny replica
     phases: list[Phase] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     stand_ins: list[str] = field(default_factory=list)
     not_proved: list[dict[str, str]] = field(default_factory=list)
     failure: dict[str, Any] | None = None
-    folder: str | None = None  # where everything lies, if it was kept
+    folder: str | None = None  # where everything is, if it was kept
     seconds: float = 0.0
 
     @property
@@ -56,22 +57,10 @@ class Record:
         passed = self.failure is None
         return {"windlass": __version__, "passed": passed, "exit_code": self.exit_code, **asdict(self)}
 
-    def gone(self) -> None:
-        """The folder was removed, and the logs with it."""
-        self.folder = None
-        if self.failure:
-            self.failure["log"] = None
+    def fail(self, phase: Phase, failed: Failed) -> None:
+        log = str(failed.log) if failed.log else None
+        self.failure = {"phase": phase.name, "exit_code": failed.code, "text": failed.text, "log": log}
 
-    def write(self, folder: Path) -> Path:
-        path = folder / RECORD
-        path.write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-        return path
-
-
-def fail(record: Record, phase: Phase, failed: Failed) -> None:
-    record.failure = {
-        "phase": phase.name,
-        "exit_code": failed.code,
-        "text": failed.text,
-        "log": str(failed.log) if failed.log else None,
-    }
+    def write(self, folder: Path) -> None:
+        text = json.dumps(self.as_dict(), indent=2, ensure_ascii=False, default=str) + "\n"
+        write_atomic(folder / RECORD, text)

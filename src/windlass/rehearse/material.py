@@ -1,0 +1,273 @@
+"""A process of the rehearsal: tokenize and judge the user's first rows, write them out, and write the tiny replica.
+
+`python -m windlass.rehearse.material REQUEST.json` prints one line of JSON for each part when it is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from windlass import tiny
+from windlass.data.audit import audit_split, find_problems
+from windlass.data.formats import choose_format, parse_template
+from windlass.data.prepare import check_selection, select_rows
+from windlass.data.readers import Row, read_rows
+from windlass.data.sources import Where, resolve
+from windlass.data.tokenize import Documents, tokenize
+from windlass.errors import UserError, raise_all
+from windlass.files import read_json
+from windlass.model import Base, find_base, read_base
+from windlass.rehearse.scale import STAND_IN_VOCAB, scale_config
+from windlass.runfile import Data, Loaded, read
+
+MOST_ROWS, MOST_BYTES = 2000, 8 << 20  # that are read
+LEAST_ROWS, VALIDATION_ROWS = 32, 16
+LENGTH, LENGTH_OF_MANY, MANY = 512, 256, 32768  # tokens; shorter where each has the logits of a large vocabulary
+LEAST_SUPERVISED = 16  # rows that must have a supervised token within the rehearsal's length
+TAIL = 3  # supervised tokens at a row's end among which the end token is: templates write a line break behind it
+ENOUGH = 0.5  # share of the rows, of those that were not cut, that must end so
+
+TOKENIZER = (  # every file that a tokenizer may be made of, and what says where answers end
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
+)
+
+
+def main(request: Path) -> None:
+    asked = json.loads(request.read_text())
+    loaded = read(Path(asked["run"]), asked["overrides"])
+    base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
+    model, own = Path(asked["folder"]) / "model", base.path is not None
+    rows = take_rows(
+        loaded, base, copy_tokenizer(base, loaded, model), Path(asked["folder"]) / "data", asked["sequences"]
+    )
+    print(json.dumps({"part": "data", **rows}), flush=True)
+    vocab = base.dims["vocab"] if own else None
+    replica = read_base(
+        tiny.write_like(base, scale_config(base, experts_over=asked["experts_over"], vocab=vocab), model)
+    )
+    # What code depends on is as it was.
+    kept = (replica.family.causal_lm, replica.wrapper, bool(replica.quantization))
+    assert kept == (base.family.causal_lm, base.wrapper, bool(base.quantization)), kept
+    compared = ("layers", "hidden", "heads", "kv_heads", "experts", "top_k", "vocab")
+    facts = {
+        "parameters": replica.total,
+        "yours": base.total,
+        "class": replica.family.causal_lm,
+        "wrapper": replica.wrapper,
+        "quantization": (replica.quantization or {}).get("quant_method"),
+        "sizes": {name: [base.dims[name], replica.dims[name]] for name in compared if name in replica.dims},
+    }
+    print(json.dumps({"part": "replica", **facts}), flush=True)
+
+
+def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
+    """The model's own, copied beside the replica; a stand-in where there is none on this machine."""
+    from transformers import AutoTokenizer
+
+    model.mkdir(parents=True, exist_ok=True)
+    if base.path is None:
+        tiny.write_tokenizer(model, STAND_IN_VOCAB)
+    for path in base.path.iterdir() if base.path else ():
+        if path.name in TOKENIZER or path.suffix == ".py":
+            shutil.copy(path, model)
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=loaded.run.model.trust_remote_code)
+
+
+def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequences: int) -> dict[str, Any]:
+    """Judge the first rows of the user's data as training will, and write those that the rehearsal trains on."""
+    run, data, where, own, stand_ins = loaded.run, loaded.run.data, loaded.where, base.path is not None, []
+    rows: dict[str, list[Row]] = {}
+    if reason := why_unreachable(data, where):
+        forms = requested_columns(data)
+        rows = {"train": list(made_up_rows(forms, 600)), "validation": list(made_up_rows(forms, 60))}
+        columns = tuple(forms)
+        stand_ins.append(f"data: {reason}; 600 rows with the columns {', '.join(columns)} stand in")
+    else:
+        selection = select_rows(data, where, lambda _: None)
+        columns = selection.columns
+        for name, parts in (("train", selection.train), ("validation", selection.validation)):
+            if parts:
+                rows[name] = list(first_rows(read_rows(selection.source, parts)))
+        raise_all(check_selection(run, selection, where))
+        if rows.get("validation") == []:
+            raise UserError(f"{data.val_split} has no rows", where("data.val_split"), "name a split that has some")
+    if not own:
+        what = f"{STAND_IN_VOCAB} tokens in Mistral's format stand in"
+        stand_ins.append(f"tokenizer and chat template: the model's folder is not on this machine; {what}")
+    kind = choose_format(data, columns, tokenizer, where)
+    tokens = {name: tokenize(part, kind, tokenizer, data.max_length) for name, part in rows.items()}
+    audit = {"splits": {name: audit_split(part, tokenizer.eos_token_id) for name, part in tokens.items()}}
+    vocab = base.dims["vocab"] if own else None
+    least = run.watch.min_supervised_fraction
+    raise_all(find_problems(audit, vocabulary=vocab, least_fraction=least, where=where))
+    end = check_ends(tokens["train"], tokenizer, base if own else None, data.max_length, kind.name == "chat", where)
+    length = fitting_length(tokens["train"], data.max_length, LENGTH_OF_MANY if (vocab or 0) > MANY else LENGTH)
+
+    # As many rows as make an epoch of `sequences`: empty ones make none, and packed several are one sequence.
+    documents = tokens["train"]
+    wanted = sequences * len(rows["train"]) / len(documents.lengths)
+    if data.packing:
+        wanted *= length / float(documents.lengths.clip(max=length).mean())
+    counts = {"train": max(LEAST_ROWS, math.ceil(wanted))}
+    if "validation" in rows:
+        per_document = len(rows["validation"]) / len(tokens["validation"].lengths)
+        counts["validation"] = math.ceil(VALIDATION_ROWS * per_document)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in counts.items():
+        lines = (json.dumps(row, default=str) + "\n" for row in rows[name][:count])
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {
+        "rows": min(len(rows["train"]), counts["train"]),
+        "validation": "validation" in rows,
+        "length": length,
+        "format": kind.description,
+        "columns": list(columns),
+        "rows_seen": len(rows["train"]),
+        "supervised_share": audit["splits"]["train"]["supervised_fraction"],
+        "end": end,
+        "stand_ins": stand_ins,
+    }
+
+
+def first_rows(found: Iterator[Row]) -> Iterator[Row]:
+    """So many rows, and not more than so many bytes of them."""
+    size = 0
+    for row in itertools.islice(found, MOST_ROWS):
+        yield row
+        size += len(str(row))
+        if size > MOST_BYTES:
+            return
+
+
+def why_unreachable(data: Data, where: Where) -> str:
+    """Why the rows can't be read on this machine; empty where they can. A path that should be here is an error."""
+    name = data.dataset_name_or_path
+    try:
+        source = resolve(data, where)
+    except UserError:
+        top = Path(name).expanduser()
+        if top.is_absolute() and not top.parent.is_dir():  # the volume is not mounted here
+            return f"{name} is not on this machine"
+        raise
+    if source.format == "hub":
+        from windlass.data.hub import fetch_source
+
+        try:  # a rehearsal's processes have HF_HUB_OFFLINE: only what was fetched before is there
+            fetch_source(data, where, lambda _: None)
+        except UserError:
+            return f"{name} has not been fetched from the hub (windlass fetch RUN brings it)"
+    return ""
+
+
+# --- rows that stand in ---
+
+
+def requested_columns(data: Data) -> dict[str, Any]:
+    """The columns that the data section names, each with a value's form; `{}` stands for the text."""
+    if data.prompt_template:
+        forms: dict[str, Any] = {}
+        for piece in parse_template(data.prompt_template, "data.prompt_template"):
+            if piece.field is not None:  # `answers[text][0]` -> answers, {"text": ["{}"]}
+                form: Any = "{}"
+                for step in reversed(re.findall(r"[^\[\].]+", piece.field)[1:]):
+                    form = [form] * (int(step) + 1) if step.isdecimal() else {step: form}
+                forms[piece.column] = form
+        return forms
+    if data.messages_field:
+        turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "{}"}]
+        return {data.messages_field: turns}
+    if data.prompt_field and data.completion_field:
+        return {data.prompt_field: "What is it? ", data.completion_field: "{}"}
+    return {data.text_field: "{}"}
+
+
+def made_up_rows(forms: dict[str, Any], count: int) -> Iterator[Row]:
+    """Rows of the text that every Python carries, in these forms."""
+    from pydoc_data.topics import topics
+
+    def fill(form: Any, text: str) -> Any:
+        if isinstance(form, dict):
+            return {key: fill(value, text) for key, value in form.items()}
+        if isinstance(form, list):
+            return [fill(value, text) for value in form]
+        return text if form == "{}" else form
+
+    lines = [" ".join(part.split()) for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 40]
+    for text in itertools.islice(itertools.cycle(lines), count):
+        yield {name: fill(form, text) for name, form in forms.items()}
+
+
+# --- how long, and whether rows end ---
+
+
+def fitting_length(documents: Documents, longest: int, wanted: int) -> int:
+    """The rehearsal's length: short, and long enough that enough rows have a supervised token within it."""
+    # A document's first token is never predicted.
+    firsts = [int(documents.supervised[span][1:].argmax()) + 1 for span in documents.spans()]
+    length = min(wanted, longest)
+    while length < longest and sum(place < length for place in firsts) < min(LEAST_SUPERVISED, len(firsts)):
+        length = min(2 * length, longest)
+    return length
+
+
+def check_ends(documents: Documents, tokenizer: Any, base: Base | None, longest: int, chat: bool, where: Where) -> str:
+    """Whether the model will learn to stop: rows must end with a supervised token that generation stops at."""
+    stops, named = stop_tokens(tokenizer, base)
+    tails = [
+        documents.ids[span][documents.supervised[span]][-TAIL:].tolist()
+        for span in documents.spans()
+        if span.stop - span.start < longest
+    ]
+    if not tails:
+        return "every row is cut before its end"
+    ended = sum(bool(stops & set(tail)) for tail in tails)
+    if ended >= ENOUGH * len(tails):
+        return f"{ended} of {len(tails)} rows end with a token that generation stops at"
+    place = where("data.messages_field" if chat else "model.model_name_or_path")
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    marks = Counter(token for tail in tails for token in tail[::-1] if token in special).most_common(1)
+    if marks and marks[0][1] >= ENOUGH * len(tails):
+        token = marks[0][0]
+        name = f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})"
+        problem = f"rows end with {name}, and generation stops at {named}: the model would never stop"
+        hint = f"put {token} into eos_token_id of the model's generation_config.json, or fix the tokenizer's eos_token"
+        raise UserError(problem, place, hint)
+    closing = "the chat template writes no end of turn" if chat else "the end of a row is not supervised"
+    hint = "let [[ ]] reach the end of the template, and the tokenizer have an eos_token"
+    hint = "let the template close the assistant's turn with eos_token" if chat else hint
+    counted = f"{ended} of {len(tails)} rows end with a supervised token that generation stops at ({named})"
+    raise UserError(f"{closing}: {counted}", place, hint)
+
+
+def stop_tokens(tokenizer: Any, base: Base | None) -> tuple[set[int], str]:
+    """The ids that generation stops at, and who says so: generation_config.json, config.json, else the tokenizer."""
+    sources: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
+    if base is not None and base.path is not None:
+        generation = read_json(base.path / "generation_config.json").get("eos_token_id")
+        config = base.config.get("eos_token_id")
+        sources = [("generation_config.json", generation), ("config.json", config), *sources]
+    for who, value in sources:
+        if ids := {one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)}:
+            words = ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} ({one})" for one in sorted(ids))
+            return ids, f"{words}, as {who} says"
+    return set(), "nothing: neither config.json nor the tokenizer names an end token"
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except UserError as error:
+        found = [asdict(problem) for problem in error.problems]
+        print(json.dumps({"part": "problems", "problems": found}), flush=True)
+        sys.exit(2)

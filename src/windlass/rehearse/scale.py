@@ -1,0 +1,302 @@
+"""Scale a run down to this machine: fewer ranks, a tiny model config, and the run file with every difference listed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from windlass.hardware import LocalMachine
+from windlass.model import Base
+from windlass.runfile import LayoutSection, RunFile, Secret
+
+STEPS = 20  # optimizer steps of the rehearsal: enough that a fast machine is still at it when it is stopped
+EVERY = 4  # steps between two evaluations or saves, and steps of an epoch
+STOP_AT = EVERY + 1  # SIGTERM comes after the first evaluation and save
+MOST_ROWS, MOST_MICRO_BATCHES = 2, 2  # of a micro-batch, of an optimizer step: what is summed once is summed always
+PATIENCE_SECONDS = 120  # of a collective: between processes of one machine
+FEW_RANKS = 4  # so many processes share even two cores in bearable time
+RANK_GIB = 1.5  # of host memory: Python, torch, transformers; the replica is next to nothing
+OTHER_NETWORK = ("NCCL_", "GLOO_", "MASTER_", "UCX_")  # variables that name another machine's interfaces
+
+# Ids of the stand-in tokenizer, which has Mistral's order: tiny.SPECIAL.
+STAND_IN_IDS = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
+STAND_IN_VOCAB = 1024
+WIDTH, WIDTH_OF_BLOCKS = 64, 256  # FP8 with a scale a block: two blocks in each direction
+USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' own, where config.json says none; and for what width
+
+
+# --- how many ranks ---
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """shard x replicate = ranks; `expert_parallel` divides `shard`."""
+
+    shard: int
+    replicate: int
+    expert_parallel: int
+
+    @property
+    def ranks(self) -> int:
+        return self.shard * self.replicate
+
+
+def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, str]:
+    """The run's own ranks where this machine can hold them, else as many of their kind as it can; and why."""
+    own = Spread(layout["shard"], layout["replicate"], layout["expert_parallel"])
+    most = max(1, min(max(FEW_RANKS, here.cpus), int(here.memory_gib / RANK_GIB)))
+    if own.ranks <= most:
+        return own, ""
+    # The fewest ranks that still shard, replicate and split experts as the run does.
+    parallel = min(own.expert_parallel, 2)
+    shard = 1 if own.shard == 1 else 2 if own.expert_parallel in (1, own.shard) else 2 * parallel
+    replicate = min(own.replicate, 2)
+    # What is left of the machine goes where the run has more.
+    rest = max(1, most // (shard * replicate))
+    if own.shard > shard:
+        shard = min(own.shard, shard * rest)
+    else:
+        replicate = min(own.replicate, replicate * rest)
+    scaled = Spread(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel)
+    return scaled, f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {scaled.ranks} of its kind"
+
+
+def scale_nodes(own: int, ranks: int) -> int:
+    """As many as the run has, or fewer, so that each has as many ranks. This machine plays all of them."""
+    return next(count for count in range(min(own, ranks), 0, -1) if ranks % count == 0)
+
+
+# --- how large a model ---
+
+
+def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[str, Any]:
+    """The text config of the replica: what code depends on keeps its kind, everything else shrinks.
+
+    experts_over: ranks that must divide the experts. vocab: rows of the embedding, which are the model's own where its
+    tokenizer is used; None: those of the stand-in.
+    """
+    config, dims = dict(base.config), dict(base.dims)
+    blocks = bool((base.quantization or {}).get("weight_block_size"))
+    # Two layers, and as many as it takes for every kind of layer to be there.
+    kinds = len(set(config.get("layer_types") or ()))
+    heads = min(4, dims["heads"])
+    shared = heads if dims["kv_heads"] == dims["heads"] else 1 if dims["kv_heads"] == 1 else max(1, heads // 2)
+    new = {
+        "hidden": min(dims["hidden"], WIDTH_OF_BLOCKS if blocks else WIDTH),
+        "vocab": vocab or STAND_IN_VOCAB,
+        "layers": min(dims["layers"], max(2, kinds, dims.get("sparse_step", 1))),
+        "heads": heads,
+        "kv_heads": shared,  # whether keys are shared by some, all or no queries stays
+        "head_dim": 16,
+    }
+    for name, width in (("intermediate", 256 if blocks else 128), ("expert_intermediate", 128 if blocks else 32)):
+        if name in dims:
+            new[name] = min(width, dims[name])
+    if "kv_rank" in dims:  # latent attention's parts of a head keep their ratios: positions are rotated by it
+        parts = {name: dims[name] for name in ("rope_dim", "nope_dim", "v_head_dim")}
+        new |= {name: 8 * value // min(parts.values()) // 2 * 2 for name, value in parts.items()}
+        new |= {"kv_rank": 16, "q_rank": 32 if dims.get("q_rank") else 0}
+    if "experts" in dims:  # that the ranks divide, in groups as they were, enough to choose from
+        unit = math.lcm(experts_over, 2 * int(config.get("n_group") or 1))
+        wanted = max(min(8, dims["experts"]), min(2 * dims["top_k"], dims["experts"]))
+        new["experts"] = unit * math.ceil(wanted / unit)
+        new |= {"top_k": min(dims["top_k"], new["experts"]), "first_dense": min(1, dims.get("first_dense", 0))}
+    for name, value in new.items():
+        size = base.family.sizes.get(name)
+        for key in size.keys if size else ():
+            if config.get(key) is not None:
+                config[key] = value
+
+    # Keys beside the sizes that must go with them.
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == dims["layers"]:  # an entry for each layer
+            distinct = list({str(one): one for one in value}.values())
+            config[key] = [distinct[i % len(distinct)] for i in range(new["layers"])]
+    if config.get("mlp_only_layers"):
+        config["mlp_only_layers"] = [0]
+    for key in ("head_dim", "qk_head_dim") if "kv_rank" in dims else ():
+        if config.get(key):
+            config[key] = new["rope_dim"] + new["nope_dim"]
+    # Products of narrower matrices have a smaller spread: without this every answer would be the same. Much above it,
+    # 16-bit rounding decides which expert a token visits, and a merged model answers otherwise than it should.
+    deviation = float(config.get("initializer_range") or USUAL_DEVIATION) * math.sqrt(dims["hidden"] / new["hidden"])
+    config["initializer_range"] = min(deviation, USUAL_DEVIATION * math.sqrt(USUAL_HIDDEN / new["hidden"]))
+    dropped = {"architectures", "quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
+    config |= dict.fromkeys(dropped & config.keys())
+    return config if vocab else config | STAND_IN_IDS
+
+
+# --- the run file ---
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What was made for the rehearsal."""
+
+    model: Path
+    data: Path
+    validation: bool  # a split of its own
+    length: int
+    rows: int  # for training
+    layers: int  # of the replica
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key that is not as the user has it."""
+
+    key: str
+    yours: Any
+    here: Any
+    why: str
+
+
+def micro_batches(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows of a micro-batch and micro-batches of an optimizer step, of those that the plan has."""
+    return min(MOST_ROWS, batch["micro"]), min(MOST_MICRO_BATCHES, batch["accumulation"])
+
+
+def scale_run(
+    run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path, nodes: int = 1
+) -> tuple[str, list[Change]]:
+    """The run file of the rehearsal, and its differences. `plan` says what `auto` and an Accelerate file came to."""
+    tree: dict[str, Any] = run.model_dump(mode="json", exclude_unset=True)
+    changes: list[Change] = []
+    for key, value, why in _scaled_keys(run, plan, spread, material, folder):
+        section, _, name = key.partition(".")
+        yours = getattr(getattr(run, section), name)
+        if yours != value:
+            tree.setdefault(section, {})[name] = value
+            changes.append(Change(key, yours, value, why))
+    layout = plan["layout"]
+    but = "; a CPU has nowhere to offload from" if layout["offload"] else ""
+    sections = {
+        "layout": (_scaled_layout(layout, spread), f"as the plan lays it out on your machines{but}"),
+        "cluster": (_scaled_cluster(run, spread, nodes), "this machine is another"),
+    }
+    for section, (here, why) in sections.items():  # replaced: what the user says there and is not here is dropped
+        own = getattr(run, section).model_dump(mode="json", exclude_unset=True)
+        tree[section] = here
+        keys = [key for key in dict.fromkeys((*own, *here)) if own.get(key) != here.get(key)]
+        changes += [Change(f"{section}.{key}", own.get(key), here.get(key), why) for key in keys]
+    head = "# Written by `windlass rehearse`: your run scaled down. rehearsal.json lists the differences.\n"
+    return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), changes
+
+
+def _scaled_keys(
+    run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path
+) -> list[tuple[str, Any, str]]:
+    """Key, value here, and why. A value that the user has as well is no change."""
+    model, lora, data, train = run.model, run.lora, run.data, run.train
+    attention = model.attn_implementation or ""
+    half, less = "CPUs have no arithmetic in float16", "one is like another"
+    rows, sooner, untracked = (
+        "the first rows, written out",
+        "in the run's own order, sooner",
+        "a rehearsal is not tracked",
+    )
+    micro, accumulation = micro_batches(plan["batch"])
+    # A share of validation rows is held out of few rows, unless the set has a validation split.
+    fraction = None if material.validation else data.val_fraction
+    if fraction is not None:
+        fraction = max(fraction, round(min(0.5, 8 / material.rows), 3))
+    own_config = "dataset_config_name" in data.model_fields_set
+    both = train.global_batch_size and "gradient_accumulation_steps" not in train.model_fields_set
+    return [
+        ("model.model_name_or_path", str(material.model), "the tiny replica"),
+        ("model.torch_dtype", "float32" if model.torch_dtype == "float16" else model.torch_dtype, half),
+        (
+            "model.attn_implementation",
+            "sdpa" if "flash" in attention or "/" in attention else model.attn_implementation,
+            "the kernels run on GPUs alone",
+        ),
+        ("lora.adapter", None, "it has the shapes of the model, not of the replica"),
+        (
+            "lora.target_modules",
+            _scaled_targets(lora.target_modules, plan["adapter"]["targets"], material.layers),
+            f"the replica has layers 0 to {material.layers - 1}",
+        ),
+        ("data.dataset_name_or_path", str(material.data), rows),
+        ("data.dataset_config_name", None if own_config else data.dataset_config_name, rows),
+        ("data.train_split", "train", rows),
+        ("data.val_split", "validation" if material.validation else None, rows),
+        ("data.val_fraction", fraction, "of few rows" if fraction else "the validation split is there"),
+        ("data.max_length", material.length, "shorter sequences take less time"),
+        ("train.output_dir", str(folder), "the rehearsal's own run folder"),
+        ("train.max_steps", STEPS, "enough to evaluate, save, stop and resume"),
+        ("train.per_device_train_batch_size", micro, less),
+        ("train.per_device_eval_batch_size", min(MOST_ROWS, train.per_device_eval_batch_size), less),
+        ("train.global_batch_size", micro * spread.ranks * accumulation if train.global_batch_size else None, less),
+        ("train.gradient_accumulation_steps", train.gradient_accumulation_steps if both else accumulation, less),
+        ("train.eval_steps", EVERY // 2 if train.save_steps > train.eval_steps else EVERY, sooner),
+        ("train.save_steps", EVERY // 2 if train.eval_steps > train.save_steps else EVERY, sooner),
+        ("train.logging_steps", 1, "every step is looked at"),
+        ("train.warmup_steps", min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps, f"of {STEPS} steps"),
+        ("train.fp16", False, half),
+        ("train.report_to", "none", untracked),
+        ("train.run_name", None, untracked),
+        ("train.dataloader_num_workers", min(1, train.dataloader_num_workers), less),
+        ("train.ddp_timeout", min(PATIENCE_SECONDS, train.ddp_timeout), "what hangs is seen sooner"),
+        ("watch.prometheus_port", None, "the port may be taken on this machine"),
+    ]
+
+
+def _scaled_targets(patterns: str | list[str], targets: list[Mapping[str, Any]], layers: int) -> str | list[str]:
+    """Names of layers that the replica does not have are left out: the same modules are adapted in all that it has."""
+
+    def present(module: str) -> bool:
+        found = re.search(r"\.layers\.(\d+)\.", module)
+        return found is None or int(found[1]) < layers
+
+    leaves: dict[str, list[str]] = {}  # of each pattern that would match nothing
+    for target in targets:
+        if target["matched"] and target["part"] != "experts":
+            names = [] if any(map(present, target["matched"])) else target["matched"]
+            leaves.setdefault(target["pattern"], []).extend(name.rpartition(".")[2] for name in names)
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    kept = list(dict.fromkeys(name for one in listed for name in (leaves.get(one) or [one])))
+    return patterns if kept == listed else kept
+
+
+def _scaled_layout(layout: Mapping[str, Any], spread: Spread) -> dict[str, Any]:
+    """The engine refuses to offload where ranks compute in the host's memory, so that is left out."""
+    here = {"name": layout["name"], "shard": spread.shard, "replicate": spread.replicate}
+    if spread.expert_parallel > 1:
+        here["expert_parallel"] = spread.expert_parallel
+    usual = LayoutSection()
+    keys = ("reshard_after_forward", "base_dtype", "activation_checkpointing")
+    return here | {key: layout[key] for key in keys if layout[key] != getattr(usual, key)}
+
+
+def _scaled_cluster(run: RunFile, spread: Spread, nodes: int) -> dict[str, Any]:
+    cluster = run.cluster
+    here: dict[str, Any] = {"nodes": nodes, "gpus_per_node": spread.ranks // nodes, "gpu": "cpu", "platform": "script"}
+    if nodes > 1:
+        here["network"] = "ethernet-25"  # what a machine has to itself is faster
+    # Variables that mean something on this machine: no secret, no device, no folder that is elsewhere.
+    env = {
+        name: value
+        for name, value in cluster.env.items()
+        if not isinstance(value, Secret)
+        and not name.startswith(OTHER_NETWORK)
+        and (not value.startswith("/") or Path(value).exists())
+    }
+    if env:
+        here["env"] = env
+    return here | {
+        key: getattr(cluster, key) for key in ("grace_seconds", "max_restarts") if key in cluster.model_fields_set
+    }
+
+
+def shown(value: Any) -> str:
+    """A value in a table."""
+    if value is None:
+        return "unset"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
