@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from windlass.plan.cost import cost
-from windlass.plan.cost.flops import causal_attention
-from windlass.plan.cost.shape import read
+from windlass.plan.time import causal_attention
+from windlass.plan.work import read_shape
 
 CASES = [
     Case("llama", length=512),
@@ -51,7 +51,7 @@ def count(case: Case) -> tuple[int, float, float]:
     peft, adapter = adapt(case, model)
     planned = replace(work(case, found, adapter), full_logits=True)
     predicted = cost(planned)
-    square = 0.0 if case.packed else causal_attention(read(found, adapter), case.length)
+    square = 0.0 if case.packed else causal_attention(read_shape(found, adapter), case.length)
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
     with FakeTensorMode(allow_non_fake_inputs=True):
         peft.to_empty(device="cpu")

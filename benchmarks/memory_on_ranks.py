@@ -33,7 +33,8 @@ from windlass import model as weights
 from windlass import tiny
 from windlass.hardware import Machine, fabric, gpu
 from windlass.model import targets as adapters
-from windlass.plan.cost import Batch, Work, activations, cost
+from windlass.plan import memory
+from windlass.plan.cost import Batch, Work, cost
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
@@ -96,7 +97,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     peft.train()
     once = layout.shard > 1 and not layout.reshard_after_forward
     measured = _peak(peft, model, torch.randint(0, 8000, (MICRO, LENGTH)), once=once)
-    activations.IMBALANCE = 1.0
+    memory.IMBALANCE = 1.0
     answer = cost(work)
     rows = {
         r.item: r.bytes for r in answer.rows if (r.phase, r.place) == ("step", "gpu") and r.item not in model_of.ASSUMED

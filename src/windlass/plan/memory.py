@@ -1,0 +1,489 @@
+"""Bytes on one GPU and on one host, by phase and by moment of a step, each with the formula that it comes from.
+
+What the forward keeps for the backward follows from which tensors autograd saves in transformers' layers with a frozen
+base: a frozen linear keeps nothing but its weight, which is there already; only norms, activation functions, attention,
+routing and the adapters keep inputs. benchmarks/memory_model.py prints these against torch's own tracker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, prod
+
+from windlass.hardware import GIB
+from windlass.model import Parameter
+from windlass.plan.work import ElementBytes, Layer, Lora, Shape, Work
+
+FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
+# Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. And what
+# CUDA does not give of the driver's total: an H100 has 79.65 GiB for nvidia-smi, 79.11 for torch (vllm#27508).
+RESERVE_GPU = 2.6 * GIB
+RESERVE_CPU = 0.6 * GIB  # a process that has imported torch, transformers, peft and trl
+# What the caching allocator cannot use of its memory, of everything that comes and goes; an assumption.
+FRAGMENTATION = 0.05
+# Of a stack of experts in FP8, so many bytes are in 16 bits at once, but at least so many columns of each.
+DEQUANTISED, COLUMNS = 2**30, 128
+# Resident memory of one training process on the host: interpreter, libraries, CUDA's and NCCL's host side, pinned
+# batches; an assumption, and a generous one: a pod that runs out of it is killed without a word.
+HOST_PROCESS = 8.0 * GIB
+THREADS, AT_ONCE = 4, 2**20  # the loader reads so many values at a time in each of so many threads (train/reading.py)
+# TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
+# Families whose router hands its weights on in the width of compute; elsewhere softmax leaves them in float32, and the
+# experts' weighted rows with them.
+NARROW_ROUTING = {"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "ernie4_5_moe", "hunyuan_v1_moe"}
+# Ranks do not receive equal shares of tokens: the fullest one's surplus over the mean, an assumption.
+IMBALANCE = 1.2
+# Bytes of optimizer state per trained parameter: states in the adapter's own dtype, fixed bytes, words.
+OPTIMIZERS: dict[str, tuple[float, float, str]] = {
+    "adamw": (2, 0, "two moments"),
+    "adam": (2, 0, "two moments"),
+    "nadamw": (2, 0, "two moments"),
+    "radam": (2, 0, "two moments"),
+    "adamw_8bit": (0, 2.03, "two moments in 8 bits and their block scales"),
+    "sgd": (0, 0, "no state: transformers' sgd has no momentum"),
+    "rmsprop": (1, 0, "one moment"),
+    "adagrad": (1, 0, "one sum of squares"),
+    "adafactor": (0, 0.1, "row and column sums"),
+    "lion": (1, 0, "one moment"),
+    "lomo": (0, 0, "no state"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the memory table."""
+
+    phase: str  # load, step, save
+    place: str  # gpu, host
+    item: str
+    bytes: float
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    item: str
+    bytes: float
+    formula: str
+
+
+def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
+    """The table of the peak, and the moment of the step that it belongs to."""
+    base, reserve, adapter, gradients, optimizer = _permanent(work)
+    moments = {name: [base, adapter, gradients, optimizer, reserve, *items] for name, items in _moments(work).items()}
+    moments |= {name: [base, adapter, optimizer, reserve, *items] for name, items in _evaluation(work).items()}
+    peak = max(moments, key=lambda name: sum(item.bytes for item in moments[name]))
+    permanent = (base, adapter, optimizer, reserve)
+    moving = sum(item.bytes for item in moments[peak] if item not in permanent)
+    slack = Item("fragmentation", FRAGMENTATION * moving, f"{FRAGMENTATION:.0%} of what comes and goes, assumed")
+    chunks = THREADS * AT_ONCE * (2 + FLOAT + FLOAT)
+    words = f"{THREADS} chunks of {AT_ONCE} values: as stored, in float32, and their scales"
+    gpu = {
+        "load": [base, reserve, Item("chunks being read", chunks, words)],
+        "step": [*moments[peak], slack],
+        "save": [base, adapter, gradients, optimizer, reserve],
+    }
+    table = [Row(phase, "gpu", i.item, i.bytes, i.formula) for phase, items in gpu.items() for i in items]
+    own = {phase: sum(item.bytes for item in items) for phase, items in gpu.items()}
+    table += [Row(phase, "host", i.item, i.bytes, i.formula) for phase, i in _host(work, own)]
+    return tuple(row for row in table if row.bytes > 0), peak
+
+
+def total(table: Iterable[Row], place: str) -> float:
+    """Bytes at the fullest phase."""
+    sums: dict[str, float] = {}
+    for row in table:
+        if row.place == place:
+            sums[row.phase] = sums.get(row.phase, 0.0) + row.bytes
+    return max(sums.values(), default=0.0)
+
+
+# --- what stays from step to step ------------------
+
+
+def _permanent(work: Work) -> tuple[Item, Item, Item, Item, Item]:
+    """Base, reserve, adapter, its gradients, optimizer."""
+    base, formula = base_bytes(work)
+    mine, words = adapter_share(work)
+    size = work.adapter.dtype_bytes
+    states, fixed, kind = optimizer_states(work.optim)
+    reserve = Item("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
+    if work.on_cpu:
+        reserve = Item("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
+    return (
+        Item("base weights", 0.0 if work.layout.offload else base, formula),
+        reserve,
+        Item("adapter", mine * size, f"{words}, x {size}"),
+        Item("adapter gradients", mine * size, f"{mine} x {size}"),
+        Item("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}"),
+    )
+
+
+def optimizer_states(name: str) -> tuple[float, float, str]:
+    """The longest known prefix of transformers' name; an unknown optimizer is taken for Adam."""
+    known = max((key for key in OPTIMIZERS if name.startswith(key)), key=len, default="adamw")
+    return OPTIMIZERS["adamw_8bit" if "8bit" in name else known]
+
+
+def stored_bytes(work: Work) -> ElementBytes:
+    """Bytes of an element of the base, as this run stores it."""
+    if work.layout.base_dtype != "fp8":
+        return ElementBytes(work.base_bytes, work.base_bytes)
+    block = (work.base.quantization or {}).get("weight_block_size")
+    return ElementBytes(work.base_bytes, 1 + FLOAT / prod(block) if block else 1)
+
+
+def gathered_bytes(work: Work) -> ElementBytes:
+    """The same once it is gathered: FSDP2 casts float32 to the dtype of compute before it is sent."""
+    size = stored_bytes(work)
+    narrow = work.layout.shard > 1 and work.layout.precision == "bf16" and work.base_bytes > 2
+    return ElementBytes(2, min(size.fp8, 2)) if narrow else size  # bytes of codes are left alone
+
+
+def base_bytes(work: Work) -> tuple[float, str]:
+    """The frozen base on one rank."""
+    layout, size, shape = work.layout, stored_bytes(work), work.shape
+    if layout.shard == 1:
+        return size.of(shape.all), f"{size.describe(shape.all)}, unsharded on every rank"
+    if layout.expert_parallel == 1:
+        mine = shape.sharded(layout.shard, experts=True)
+        return size.of(mine), f"({size.describe(shape.all)}) / {layout.shard}, rows rounded up"
+    own = shape.routed // layout.expert_parallel
+    mine = shape.sharded(layout.shard, experts=False) + own // (layout.shard // layout.expert_parallel)
+    dense = shape.all - shape.routed
+    words = f"({dense.all} dense + {shape.routed.all} of the experts) / {layout.shard}: {size.describe(mine)}"
+    return size.of(mine), words
+
+
+def adapter_share(work: Work) -> tuple[int, str]:
+    """Trained parameters on one rank. Adapters of experts stay with their expert; all others are replicated."""
+    ranks, all_of, experts = work.layout.expert_parallel, work.adapter.trainable, work.shape.expert_adapter_parameters
+    if ranks == 1 or not experts:
+        return all_of, f"{all_of} parameters, all on every rank"
+    return all_of - experts + experts // ranks, f"{all_of - experts} replicated + {experts} of the experts / {ranks}"
+
+
+# --- what comes and goes in a step ------------------
+
+
+def _moments(work: Work) -> dict[str, list[Item]]:
+    """Each moment that can be the peak."""
+    shape, t = work.shape, Tokens.of(work)
+    layers = len(shape.layers)
+    kept, words = _kept(work, t)
+    saved = Item("activations", kept, words)
+    early = Item("activations", kept * (layers - 1) / layers, words)
+    first = Item("activations", kept / layers, words)
+    loss, loss_words = loss_bytes(shape, t, work.full_logits)
+    states = t.count * shape.hidden * (FLOAT + t.width)
+    gradient = f"{loss_words}; gradient of {t.count} x {shape.hidden} in float32 and {t.width}"
+    g = Gathered.of(work)
+    last = Item("all-gather buffers", g.tail.bytes + g.last.bytes / 3, "the head's own and the last layer's")
+    mine, _ = adapter_share(work)
+    recompute = work.layout.activation_checkpointing
+    worst = max(
+        backward_bytes(layer, shape.hidden, t) + (layer_bytes(layer, t) if recompute else 0) for layer, _ in shape.kinds
+    )
+    words = "gradients within the widest layer"
+    words += ", and all that its forward keeps, computed again" if recompute else ""
+    backward = [Item("backward of a layer", worst, words), *_dequantised(work, t)]
+    return {
+        "last layer's gather": [early, *g.always, g.last],
+        "head's gather": [saved, *g.always, g.tail, last],
+        "loss": [saved, *g.always, g.tail, g.tail_buffer, Item("loss", loss, loss_words)],
+        "loss's backward": [saved, *g.always, g.tail, Item("loss", loss + states, gradient)],
+        "backward of a layer": [saved, *g.always, g.layers, *backward],
+        "backward of the first layer": [first, *g.always, g.first, *backward],
+        "optimizer": [Item("optimizer's temporaries", mine * 4.0, "one float32 copy of the adapter")],
+    }
+
+
+def _evaluation(work: Work) -> dict[str, list[Item]]:
+    """Its fullest moments: nothing is kept for a backward, but its batches may be larger than training's."""
+    if not work.evaluated:
+        return {}
+    shape, t, g = (
+        work.shape,
+        Tokens.of(replace(work, batch=replace(work.batch, micro=work.evaluated))),
+        Gathered.of(work),
+    )
+    worst = max(forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
+    words = f"an evaluation batch of {t.count} tokens, within the widest layer"
+    hidden = f"2 x {t.count} x {shape.hidden} x {t.width}"
+    loss, loss_words = loss_bytes(shape, t, work.full_logits)
+    states = t.count * shape.hidden * (FLOAT + t.width)
+    loss_words = f"an evaluation's; {loss_words}; hidden states, and the final norm's in float32"
+    return {
+        "evaluation": [*g.always, g.layers, Item("forward of a layer", worst, words), *_dequantised(work, t)],
+        "evaluation's gather": [
+            *g.always,
+            g.last,
+            Item("hidden states", 2.0 * t.count * shape.hidden * t.width, hidden),
+        ],
+        "evaluation's loss": [*g.always, g.tail, g.tail_buffer, Item("loss", loss + states, loss_words)],
+    }
+
+
+def _kept(work: Work, t: Tokens) -> tuple[float, str]:
+    """All layers' saved tensors, or with checkpointing each layer's input."""
+    shape = work.shape
+    count = len(shape.layers)
+    final = t.count * shape.hidden * (FLOAT + t.width)  # final norm's float32 input, and its result
+    final += t.count * t.masked  # one mask for all layers, a byte a pair, before each makes its own of it
+    stream = count * t.count * shape.hidden * t.width
+    if work.layout.activation_checkpointing:
+        words = f"{count} layer inputs of {t.count} tokens x {shape.hidden} x {t.width}, and the final norm's"
+        return stream + final, words
+    layers = sum(layer_bytes(layer, t) * times for layer, times in shape.kinds)
+    each = layers / t.count / count
+    words = f"{count} layers x {t.count} tokens x {each:.0f} bytes of norms, attention, feed-forward, adapters"
+    return stream + layers + final, words
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What FSDP2 has gathered of the weights at one moment or another."""
+
+    always: list[Item]  # without resharding: all layers, stored besides their shards
+    layers: Item  # in the middle of a pass
+    last: Item  # at the end of the forward
+    first: Item  # at the end of the backward
+    tail: Item  # head and final norm
+    tail_buffer: Item
+
+    @classmethod
+    def of(cls, work: Work) -> Gathered:
+        layout, shape, size = work.layout, work.shape, gathered_bytes(work)
+        split, reshards = layout.expert_parallel > 1, layout.reshard_after_forward
+        counts = [layer.dense if split else layer.all for layer in shape.layers]
+        tail = 0.0 if layout.shard == 1 else size.of(shape.tail)
+        always, layers, last, first = [], Item("", 0.0, ""), Item("", 0.0, ""), Item("", 0.0, "")
+        if layout.shard > 1 and not reshards:
+            every = shape.before_tail
+            for layer, times in shape.kinds:
+                every += (layer.dense + layer.routed // layout.expert_parallel) * times
+            always = [Item("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
+        if layout.shard > 1:
+            # In the forward FSDP2 keeps the previous layer's buffer until the next is copied out: three layers at once.
+            now, before = size.of(counts[-1]), size.of(counts[-2]) if len(counts) > 1 else 0.0
+            words = f"the layer's {size.describe(counts[-1])}, its buffer, and the previous layer's"
+            if not reshards:  # the layer itself is among those that stay
+                words = f"buffers of the layer, {size.describe(counts[-1])}, and of the previous one"
+            last = Item("gathered layers", before + (2 if reshards else 1) * now, words)
+        if layout.shard > 1 and reshards:
+            # FSDP2 copies what it gathers out of the buffer, and has the next layer's buffer on its way meanwhile.
+            most = max([size.of(a) + size.of(b) for a, b in pairwise(counts)] or [size.of(counts[0])])
+            words = f"a layer of {size.describe(max(counts, key=size.of))}, and the next one's buffer"
+            if split:
+                own = max((layer.routed for layer in shape.layers), key=size.of) // layout.expert_parallel
+                most += size.of(own) * (2 if layout.shard > layout.expert_parallel else 1)
+                words += f"; the rank's own experts of a layer, which FSDP2 copies even unsent: {size.describe(own)}"
+            layers = Item("gathered layers", most, words)
+        if layout.shard > 1 and reshards and layout.activation_checkpointing:
+            # With checkpointing the embedding's output asks for a gradient, so its weights are fetched once more.
+            words = f"a layer of {counts[0].all} parameters and the embedding's {shape.embedding.all}"
+            first = Item("gathered layers", size.of(counts[0] + shape.embedding), words)
+        kept = "kept gathered from the end of the forward to the backward"
+        tails = Item("head and final norm, gathered", tail, kept), Item("all-gather buffers", tail, "the head's")
+        return cls(always, layers, last, first, *tails)
+
+
+def _dequantised(work: Work, t: Tokens) -> list[Item]:
+    """The true values of the widest FP8 parameter, as far as they exist at once."""
+    if work.layout.base_dtype != "fp8":
+        return []
+    shape = work.shape
+    narrow = [p for layer, _ in shape.kinds for p in layer.parameters if p.name in shape.fp8]
+    if work.on_cpu:  # one expert after the other, in float32 and then in the products' dtype
+        widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
+        each = FLOAT + (t.width if t.width < FLOAT else 0)
+        return [Item("dequantised weights", widest * each, f"the widest matrix: {widest} x {each}")]
+    most = max((dequantised_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
+    return [Item("dequantised weights", most, f"of the widest stack at most {DEQUANTISED} bytes at once")]
+
+
+def dequantised_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
+    """Bytes of one parameter's true values at their fullest: all of a matrix, a stack some columns at a time."""
+    if len(shape) < 3:
+        return prod(shape) * width
+    experts, rows, columns = shape[0] // expert_parallel, *shape[1:]
+    return max(
+        experts * other * width * min(side, max(COLUMNS, DEQUANTISED // (experts * other * width) // COLUMNS * COLUMNS))
+        for side, other in ((rows, columns), (columns, rows))
+    )
+
+
+# --- one layer ------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a layer's bytes depend on besides the layer."""
+
+    count: int  # per GPU and micro-batch
+    width: int  # bytes of a value in compute
+    cast: bool  # adapters in a wider dtype than compute: autocast makes each module its own copy of its input
+    mask: float  # bytes that dropout keeps per input value
+    heads: int
+    top_k: int
+    routed: int  # bytes of a weighted value on its way from the experts
+    surplus: float  # of tokens at the fullest rank's experts
+    merged: bool  # expert adapters are merged into a copy of the weights
+    masked: int  # tokens that each one's mask is over; 0: there is no mask
+
+    @classmethod
+    def of(cls, work: Work) -> Tokens:
+        width = 2 if work.layout.precision == "bf16" else max(work.base_bytes, 2)
+        return cls(
+            count=work.batch.tokens,
+            width=width,
+            cast=work.adapter.dtype_bytes > width,
+            mask=0.0 if not work.dropout else (FLOAT if work.on_cpu else 1.0),
+            heads=work.shape.heads,
+            top_k=work.shape.top_k,
+            routed=width if work.base.family.model_type in NARROW_ROUTING else FLOAT,
+            surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
+            merged=work.expert_path == "merged",
+            masked=work.batch.length if work.masked else 0,
+        )
+
+    @property
+    def rows(self) -> float:
+        """Rows that each token has at the experts."""
+        return self.top_k * self.surplus
+
+
+def layer_bytes(layer: Layer, t: Tokens) -> float:
+    """All that one layer keeps until its backward."""
+    norms = FLOAT * layer.norms + 2 * FLOAT  # each norm's input in float32, and one reciprocal a token
+    per_token = norms + _attention_bytes(layer, t) + 3 * layer.mlp * t.width
+    # Inputs of the adapted modules, and their low-rank results.
+    per_token += _adapter_inputs(layer.plain_lora, t) + sum(lora.r * t.width for lora in layer.plain_lora)
+    per_token += sum(_expert_adapter_bytes(lora, t) for lora in layer.expert_lora)
+    if layer.expert:  # router's scores, indices, and for each chosen expert gate, up, activated gate and result
+        hidden = next(p.shape[1] for p in layer.parameters if p.part == "experts" and "down_proj" in p.name)
+        per_token += layer.experts * FLOAT + t.top_k * 5 * INDEX + t.rows * (3 * layer.expert + hidden) * t.width
+    copies = 0.0
+    if t.cast:  # of the adapters in the width of compute; those computed separately from experts are cast anew
+        copies += sum(lora.parameters for lora in (layer.lora if t.merged else layer.plain_lora)) * t.width
+    if t.merged:  # W + s B A of every expert
+        copies += sum(_merged_sizes(layer)) * t.width
+    return t.count * per_token + copies
+
+
+def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
+    """The most that a layer's forward needs at once if nothing is kept for a backward."""
+    stream = hidden * (2 * t.width + FLOAT)  # the residual, the branch, and the norm's float32
+    adapted = any(lora.leaf == "up_proj" for lora in layer.lora)
+    # An adapted up_proj has its own product, the adapter's, that scaled, and their sum, besides the gate.
+    options = [_attention_bytes(layer, t) + 2 * layer.query * t.width, (5 if adapted else 3) * layer.mlp * t.width]
+    if layer.expert:
+        # rows in expert order, gate and up, activated gate, product; or the rows, results, their weighted, unsorted
+        options.append(t.rows * (hidden + 4 * layer.expert) * t.width)
+        options.append(t.rows * hidden * 2 * (t.width + t.routed))
+    return t.count * (stream + max(options) + t.masked)
+
+
+def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
+    """What the deepest moment of a layer's backward needs on top of what the forward kept."""
+    stream = t.count * hidden * 2 * t.width  # gradient of the residual stream and of the branch
+    # The widest linear: gradient of its input from the base and from the adapter, the latter also in float32.
+    widest = max(layer.mlp, hidden, *(lora.inputs for lora in layer.plain_lora))
+    options: list[float] = [t.count * widest * (2 * t.width + (FLOAT if t.cast else 0))]
+    if layer.expert:
+        # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
+        # shared expert, which ran last, is done, and what it and its adapters kept is freed
+        shared = [lora for lora in layer.lora if lora.part == "shared_experts"]
+        freed = t.count * (3 * layer.mlp * t.width + _adapter_inputs(shared, t))
+        options.append(t.count * t.rows * hidden * 3 * t.routed - freed)
+    if t.merged:
+        # The merged path's backward forms each stack's full gradient; the smaller stacks' copies are gone by then.
+        sizes = _merged_sizes(layer)
+        options.append((2 * max(sizes, default=0) - sum(sizes)) * t.width)
+    return stream + max(options)
+
+
+def loss_bytes(shape: Shape, t: Tokens, full_logits: bool) -> tuple[float, str]:
+    """What the loss needs on top of the hidden states, forward; its backward adds the states' gradient."""
+    if full_logits:
+        total = 3.0 * t.count * shape.vocab * FLOAT
+        return total, f"all logits: 3 x {t.count} tokens x {shape.vocab} vocabulary x 4"
+    rows = min(t.count, TILE_TOKENS)
+    words = f"fused head: a tile of {rows} tokens x {TILE_VOCABULARY} x {t.width}, and its input"
+    return rows * TILE_VOCABULARY * t.width + t.count * shape.hidden * t.width, words
+
+
+def _attention_bytes(layer: Layer, t: Tokens) -> float:
+    """Query, key, value and result, and the log-sum-exp of each head. No score matrix: the kernels are fused.
+
+    Under a mask keys and values are repeated for every head, and the mask is kept as each layer's kernel takes it,
+    in the width of compute.
+    """
+    key, value = layer.key, layer.value
+    if t.masked:
+        key, value = max(key, layer.query), max(value, layer.attended)
+    return (layer.query + key + value + layer.attended + t.masked) * t.width + FLOAT * t.heads
+
+
+def _adapter_inputs(adapted: Sequence[Lora], t: Tokens) -> float:
+    """Copies of their own if they are cast or dropped out; else modules that read the same tensor keep it once, and
+    o_proj's input is the attention's result, kept already."""
+    if t.cast or t.mask:
+        return sum((t.width + t.mask) * lora.inputs for lora in adapted)
+    return sum(width * t.width for _, width in {(lora.part, lora.inputs) for lora in adapted if lora.leaf != "o_proj"})
+
+
+def _expert_adapter_bytes(lora: Lora, t: Tokens) -> float:
+    """Merged, the weight needs its input rows in expert order. Separate from it the low-rank rows are kept, and those
+    that dropout made; other input rows are made again, of gate and up (kept anyway) or of each token's hidden state."""
+    if t.merged:
+        return t.rows * lora.inputs * t.width
+    hidden = lora.inputs * t.width if lora.leaf == "gate_up_proj" else 0
+    return t.rows * lora.r * t.width + (t.rows * (t.width + t.mask) * lora.inputs if t.mask else hidden)
+
+
+def _merged_sizes(layer: Layer) -> list[int]:
+    return [lora.inputs * lora.outputs * lora.experts for lora in layer.expert_lora]
+
+
+# --- the host ------------------
+
+
+def _host(work: Work, own: Mapping[str, float]) -> list[tuple[str, Item]]:
+    """Per node, with the phase of each item. `own`: what a rank on a CPU needs, which is memory of the host."""
+    ranks, layout = work.layout.gpus_per_node, work.layout
+    # Rank 0 alone writes, and all of the adapter, whichever ranks train parts of it.
+    count, size = work.adapter.trainable, work.adapter.dtype_bytes
+    states, fixed, _ = optimizer_states(work.optim)
+    moments = states * size + fixed
+    words = f"rank 0: {count} x ({size} + optimizer {moments:g}), and the optimizer's file of {moments:g} more"
+    written = ("save", Item("adapter being written", count * (size + 2 * moments), words))
+    if work.on_cpu:
+        words = f"{ranks} x what a rank needs"
+        return [*((phase, Item("ranks", ranks * each, words)) for phase, each in own.items()), written]
+    process = Item("processes", ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed")
+    read = ranks * THREADS * AT_ONCE * 2
+    chunks = Item("chunks being read", read, f"{ranks} x {THREADS} of {AT_ONCE} values as stored")
+    items = [*((phase, process) for phase in own), written, ("load", chunks)]
+    if layout.offload:
+        _, formula = base_bytes(work)
+        words = f"{ranks} x {formula}, pinned: each parameter's part takes a power of two"
+        items += [(phase, Item("offloaded base weights", ranks * _pinned_bytes(work), words)) for phase in own]
+    return items
+
+
+def _pinned_bytes(work: Work) -> float:
+    """What one rank pins: torch's allocator of pinned memory rounds each request up to a power of two."""
+    shard, split = work.layout.shard, work.layout.expert_parallel
+
+    def pinned(parameter: Parameter) -> int:
+        rows, *rest = parameter.shape
+        for ways in [split, shard // split] if parameter.part == "experts" else [shard]:
+            rows = ceil(rows / ways)
+        return 1 << (rows * prod(rest) * work.base_bytes - 1).bit_length()
+
+    layers = sum(times * sum(map(pinned, layer.parameters)) for layer, times in work.shape.kinds)
+    return float(layers + sum(map(pinned, work.shape.outside)))
