@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from windlass.errors import UserError
-from windlass.plan.cost.activations import TILE_TOKENS, TILE_VOCABULARY
+from windlass.plan.memory import TILE_TOKENS, TILE_VOCABULARY
 
 # A head's weight is read once per chunk. Below so many tokens a GPU would wait for that and not for the arithmetic.
 LEAST_TOKENS: Final = 256
