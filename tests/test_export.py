@@ -1,4 +1,4 @@
-"""Exports against PEFT's own merge and transformers' own loading; faults are in test_export_faults.py."""
+"""Exports against PEFT's own merge and transformers' own loading. Faults are in test_export_faults.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ ALONE = Layout(name="resident", reason="test", nodes=1, gpus_per_node=1, shard=1
 EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MLA = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
-# name -> (the twin, PEFT's config)
+# name -> (the tiny base, PEFT's config)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "published": (
         {"family": "mistral4", "files": 3, "decoys": True},
@@ -90,145 +91,118 @@ def peft_model(base: Path, config: dict[str, Any]) -> PeftModel:
     return model
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    root = tmp_path_factory.mktemp("export")
-    yield {name: make(root / name, name) for name in CASES}
-    shutil.rmtree(root)
-
-
 def silent(_text: str) -> None:
     return
 
 
+class Case:
+    """One base and adapter, PEFT's own merge of them in float32, and windlass's, each made once."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.folder = name, make(folder, name)
+        self.base, self.adapter = folder / "base", folder / "adapter"
+        self.records: dict[str, dict[str, Any]] = {}
+
+    @cached_property
+    def plain(self) -> dict[str, Tensor]:
+        return plain_model(self.base).state_dict()
+
+    @cached_property
+    def truth(self) -> dict[str, Tensor]:
+        model = PeftModel.from_pretrained(plain_model(self.base), str(self.adapter))
+        return dict(model.merge_and_unload().state_dict())
+
+    def merged(self, dtype: str | None) -> Path:
+        to = self.folder / f"merged-{dtype}"
+        if not to.exists():
+            self.records[str(dtype)] = export(self.adapter, to, merge=True, dtype=dtype, say=silent).record
+        return to
+
+
 @pytest.fixture(scope="module")
-def truths(cases: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
-    """PEFT's own merge, in float32."""
-    found = {}
-    for name, folder in cases.items():
-        model = PeftModel.from_pretrained(plain_model(folder / "base"), str(folder / "adapter"))
-        found[name] = {key: tensor.clone() for key, tensor in model.merge_and_unload().state_dict().items()}
-    return found
-
-
-def merged_to(folder: Path, dtype: str | None, to: Path) -> dict[str, Any]:
-    return export(folder / "adapter", to, merge=True, dtype=dtype, say=silent).record
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_merged_in_16_bits_is_what_peft_merges(
-    name: str, cases: dict[str, Path], truths: dict[str, dict[str, Tensor]], tmp_path: Path
-) -> None:
-    record = merged_to(cases[name], "bf16", tmp_path / "out")
-    assert record["deviations"] == []
-    assert record["logits"]["kl"] <= record["logits"]["bound_kl"]
-    state = plain_model(tmp_path / "out").state_dict()
-    assert state.keys() == truths[name].keys()
-    for key, true in truths[name].items():
-        # Rounded once; sums in another order may move a value across the middle between two neighbours.
-        off = (state[key] - true).abs() > true.abs() * 2.0**-8 * 1.001 + 1e-7
-        assert not off.any(), f"{key}: {int(off.sum())} of {off.numel()}"
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert {stored.dtype for stored in stored_of(tmp_path / "out").values()} <= {"BF16"}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_merged_in_its_own_dtype_keeps_every_byte_that_it_can(
-    name: str, cases: dict[str, Path], truths: dict[str, dict[str, Tensor]], tmp_path: Path
-) -> None:
-    record = merged_to(cases[name], None, tmp_path / "out")
-    assert record["deviations"] == []
-    base, out = cases[name] / "base", tmp_path / "out"
-    for path in base.glob("model*"):  # also the index, and every file's header
-        assert (out / path.name).stat().st_size == path.stat().st_size
-    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
-    before, after = tensors_of(base), tensors_of(out)
-    assert list(before) == list(after)
-    touched = adapted(cases[name])
-    for key, tensor in before.items():
-        assert (after[key].dtype, after[key].shape) == (tensor.dtype, tensor.shape)
-        if not any(part in key for part in touched):
-            assert torch.equal(raw(after[key]), raw(tensor)), key
-    state = plain_model(out).state_dict()
-    for key, true in truths[name].items():  # on average the adapter is all there, whatever the rounding
-        change = true - plain_state(base)[key]
-        if change.abs().max() > 0:
-            kept = float(((state[key] - plain_state(base)[key]) * change).sum() / (change * change).sum())
-            assert abs(kept - 1) < 0.1, f"{key}: {kept}"
-
-
-def raw(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-_states: dict[Path, dict[str, Tensor]] = {}
-
-
-def plain_state(base: Path) -> dict[str, Tensor]:
-    if base not in _states:
-        _states[base] = plain_model(base).state_dict()
-    return _states[base]
-
-
-def adapted(folder: Path) -> set[str]:
-    """Parts of names that the case's adapter touches: names on disk differ between families."""
-    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
-    names = {*config["target_modules"], *(config["modules_to_save"] or [])}
-    return names | ({"experts"} if config["target_parameters"] else set())
-
-
-def stored_of(folder: Path) -> dict[str, Any]:
-    checkpoint = read_base(folder)
-    return {piece.stored.key: piece.stored for p in checkpoint.parameters for piece in p.pieces}
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    root = tmp_path_factory.mktemp("export")
+    yield {name: Case(root / name, name) for name in CASES}
+    shutil.rmtree(root)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        found |= load_file(path)
-    return found
+    return {key: value for path in sorted(folder.glob("model*.safetensors")) for key, value in load_file(path).items()}
 
 
-def test_transformers_opens_the_merged_model(
-    cases: dict[str, Path], truths: dict[str, dict[str, Tensor]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_merged_in_16_bits_is_what_peft_merges(name: str, cases: dict[str, Case]) -> None:
+    case = cases[name]
+    folder = case.merged("bf16")
+    record = case.records["bf16"]
+    assert record["deviations"] == []
+    assert record["logits"]["kl"] <= record["logits"]["bound_kl"]
+    state = plain_model(folder).state_dict()
+    assert state.keys() == case.truth.keys()
+    for key, true in case.truth.items():
+        # Rounded once; sums in another order may move a value across the middle between two neighbours.
+        off = (state[key] - true).abs() > true.abs() * 2.0**-8 * 1.001 + 1e-7
+        assert not off.any(), f"{key}: {int(off.sum())} of {off.numel()}"
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    base = read_base(folder)
+    assert {piece.stored.dtype for p in base.parameters for piece in p.pieces} <= {"BF16"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_merged_in_its_own_dtype_keeps_every_byte_that_it_can(name: str, cases: dict[str, Case]) -> None:
+    case = cases[name]
+    folder = case.merged(None)
+    assert case.records["None"]["deviations"] == []
+    for path in case.base.glob("model*"):  # also the index, and every file's header
+        assert (folder / path.name).stat().st_size == path.stat().st_size
+    assert (folder / "config.json").read_bytes() == (case.base / "config.json").read_bytes()
+    before, after = tensors_of(case.base), tensors_of(folder)
+    assert list(before) == list(after)
+    config = json.loads((case.adapter / "adapter_config.json").read_text())
+    touched = {*config["target_modules"], *(config["modules_to_save"] or [])}
+    touched |= {"experts"} if config["target_parameters"] else set()
+    for key, tensor in before.items():
+        assert (after[key].dtype, after[key].shape) == (tensor.dtype, tensor.shape)
+        if not any(part in key for part in touched):
+            assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (after[key], tensor))), key
+    state = plain_model(folder).state_dict()
+    for key, true in case.truth.items():  # on average the adapter is all there, whatever the rounding
+        change = true - case.plain[key]
+        if change.abs().max() > 0:
+            kept = float(((state[key] - case.plain[key]) * change).sum() / (change * change).sum())
+            assert abs(kept - 1) < 0.1, f"{key}: {kept}"
+
+
+def test_transformers_opens_the_merged_model(cases: dict[str, Case]) -> None:
     """The published layout: wrapper, vision part, fused experts, and nothing missing or unexpected."""
     from transformers import Mistral3ForConditionalGeneration
 
-    merged_to(cases["published"], "bf16", tmp_path / "out")
+    base, folder = cases["published"].base, cases["published"].merged("bf16")
     model, info = Mistral3ForConditionalGeneration.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+        folder, dtype=torch.float32, output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     rows = torch.arange(24).view(2, 12) + 20
     with torch.no_grad():
-        theirs = model(input_ids=rows).logits
-        ours = plain_model(tmp_path / "out")(input_ids=rows).logits
-    assert torch.allclose(theirs, ours, atol=1e-4)
-    assert not (tmp_path / "out" / "params.json").exists()  # it would lead servers to weights without the adapter
-    assert not list((tmp_path / "out").glob("consolidated*"))
+        assert torch.allclose(model(input_ids=rows).logits, plain_model(folder)(input_ids=rows).logits, atol=1e-4)
+    assert not (folder / "params.json").exists()  # it would lead servers to weights without the adapter
+    assert not list(folder.glob("consolidated*"))
     for name in ("tokenizer.json", "chat_template.jinja", "tekken.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (cases["published"] / "base" / name).read_bytes()
-
-
-def test_files_of_another_dtype_are_no_larger_than_the_bases_largest(cases: dict[str, Path], tmp_path: Path) -> None:
-    merged_to(cases["published"], "bf16", tmp_path / "out")
-    largest = max(path.stat().st_size for path in (cases["published"] / "base").glob("model-*"))
-    files = sorted((tmp_path / "out").glob("model-*"))
-    widest = max(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
+        assert (folder / name).read_bytes() == (base / name).read_bytes()
+    files = sorted(folder.glob("model-*"))
+    largest = max(path.stat().st_size for path in base.glob("model-*"))
+    widest = max(tensor.nbytes for tensor in tensors_of(folder).values())
     assert len(files) > 3
     assert all(path.stat().st_size <= max(largest, widest) + 8192 for path in files)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in files}
 
 
-def test_the_same_merge_twice_is_the_same_bytes_whatever_the_workers(cases: dict[str, Path], tmp_path: Path) -> None:
-    for name, workers in (("one", 1), ("other", 4)):
-        export(cases["published"] / "adapter", tmp_path / name, merge=True, workers=workers, say=silent)
-    for path in (tmp_path / "one").iterdir():
-        assert path.read_bytes() == (tmp_path / "other" / path.name).read_bytes(), path.name
+def test_the_same_merge_is_the_same_bytes_whatever_the_workers(cases: dict[str, Case], tmp_path: Path) -> None:
+    export(cases["published"].adapter, tmp_path, merge=True, workers=1, say=silent)
+    for path in cases["published"].merged(None).iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
 
 
 @settings(max_examples=60, deadline=None)
@@ -264,44 +238,33 @@ def test_what_is_far_below_a_code_survives_on_average() -> None:
     assert float((rows - 2 / 50).abs().max()) < 2 / 50
 
 
-def test_the_adapter_alone(cases: dict[str, Path], tmp_path: Path) -> None:
-    folder = cases["published"]
-    made = export(folder / "adapter", tmp_path / "out", called="org/published", say=silent)
-    assert made.record["deviations"] == []
-    before = load_file(folder / "adapter" / "adapter_model.safetensors")
-    after = load_file(tmp_path / "out" / "adapter_model.safetensors")
+def test_the_adapter_alone(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["published"]
+    assert export(case.adapter, tmp_path, called="org/published", say=silent).record["deviations"] == []
+    before = load_file(case.adapter / "adapter_model.safetensors")
+    after = load_file(tmp_path / "adapter_model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    for path in (tmp_path / "out").iterdir():
+    for path in tmp_path.iterdir():
         if path.suffix in (".md", ".json"):
-            assert str(folder) not in path.read_text(), path.name
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+            assert str(case.folder) not in path.read_text(), path.name
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/published"
-    model = PeftModel.from_pretrained(plain_model(folder / "base"), str(tmp_path / "out"))
-    assert isinstance(model, PeftModel)
-    chosen = choose_adapter(tmp_path / "out")  # it names its base, which is no folder here
+    assert isinstance(PeftModel.from_pretrained(plain_model(case.base), str(tmp_path)), PeftModel)
+    source = choose_adapter(tmp_path)  # it names its base, which is no folder here
     with pytest.raises(UserError, match="the weights of the base model org/published are not on this machine") as no:
-        base_of(chosen, None)
+        base_of(source, None)
     assert "--base DIR" in str(no.value)
-    assert base_of(chosen, str(folder / "base")).path == folder / "base"
-
-
-def test_the_adapter_in_16_bits(cases: dict[str, Path], tmp_path: Path) -> None:
-    export(cases["wide"] / "adapter", tmp_path / "out", dtype="bf16", say=silent)
-    before = load_file(cases["wide"] / "adapter" / "adapter_model.safetensors")
-    after = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert base_of(source, str(case.base)).path == case.base
+    # Again into the same folder, in 16 bits
+    export(case.adapter, tmp_path, dtype="bf16", say=silent)
+    after = load_file(tmp_path / "adapter_model.safetensors")
     assert all(torch.equal(before[key].bfloat16(), after[key]) for key in before)
-    assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
-
-
-def test_an_adapter_is_exported_again_where_one_was(cases: dict[str, Path], tmp_path: Path) -> None:
-    for dtype in (None, "bf16"):
-        export(cases["wide"] / "adapter", tmp_path, dtype=dtype, say=silent)
-    assert {value.dtype for value in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
+    assert (tmp_path / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 @pytest.fixture
-def run(cases: dict[str, Path], tmp_path: Path) -> Path:
+def run(cases: dict[str, Case], tmp_path: Path) -> Path:
     """A run folder as training leaves it: three saves, the second the best, steps and evaluations."""
     folder = tmp_path / "my run"
     manifest = {
@@ -315,9 +278,9 @@ def run(cases: dict[str, Path], tmp_path: Path) -> Path:
     }
     losses = {10: 2.5, 20: 1.5, 30: 2.0}
     for step, loss in losses.items():
-        held = folder / "checkpoints" / f"step-{step}"
-        shutil.copytree(cases["wide"] / "adapter", held)
-        seal(held, {**manifest, "eval_loss": loss})
+        saved = folder / "checkpoints" / f"step-{step}"
+        shutil.copytree(cases["wide"].adapter, saved)
+        seal(saved, {**manifest, "eval_loss": loss})
     (folder / "manifest.json").write_text(json.dumps(manifest))
     lines = [{"step": i, "loss": 3 - i / 20} for i in range(1, 31)]
     (folder / "steps-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -327,26 +290,21 @@ def run(cases: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def test_the_best_checkpoint_is_chosen_and_a_damaged_one_is_not(run: Path) -> None:
-    assert choose_adapter(run).folder.name == "step-20"
-    with (run / "checkpoints" / "step-20" / "adapter_model.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x7f")
-    chosen = choose_adapter(run)
-    assert chosen.folder.name == "step-30"
-    assert "skipped step-20: adapter_model.safetensors" in chosen.why
-
-
-def test_the_best_is_what_the_run_itself_took_for_the_best(run: Path) -> None:
-    """Its checkpoints say how they evaluated. The log may have lost lines, or have those of steps that were undone."""
+    """Its checkpoints know how they evaluated. The log may have lost lines, or have those of steps that were undone."""
     (run / "events.jsonl").write_text('{"kind": "eval", "step": 30, "eval_loss": 0.1}\n{"kind": "ev')
     assert choose_adapter(run).folder == checkpoint.best(run / "checkpoints") == run / "checkpoints" / "step-20"
     assert "lowest evaluation loss of 3 saved: 1.5000 at step-20" in choose_adapter(run).why
+    with (run / "checkpoints" / "step-20" / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    assert choose_adapter(run).folder.name == "step-30"
+    assert "skipped step-20: adapter_model.safetensors" in choose_adapter(run).why
 
 
-def test_the_card_says_what_was_trained(run: Path, tmp_path: Path) -> None:
+def test_the_card(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "out", say=silent)
     card = (tmp_path / "out" / "README.md").read_text()
-    for said in (
+    for text in (
         'base_model: "base"',
         "library_name: peft",
         "| 20 | 1.5000 |",
@@ -354,7 +312,7 @@ def test_the_card_says_what_was_trained(run: Path, tmp_path: Path) -> None:
         "torch 2.13.0",
         "# license",
     ):
-        assert said in card, said
+        assert text in card, text
     assert "/secret" not in card
     import yaml
 
@@ -371,10 +329,9 @@ def test_the_card_says_what_was_trained(run: Path, tmp_path: Path) -> None:
     assert heights == sorted(heights)  # the loss falls: down the page
 
 
-def test_what_servers_do_is_said_by_target(cases: dict[str, Path], tmp_path: Path) -> None:
-    source = cases["published"] / "adapter"
-    made = export(source, tmp_path / "out", say=silent)
-    answer = hints(source, made, None)
+def test_what_servers_do_with_each_target(cases: dict[str, Case], tmp_path: Path) -> None:
+    source = cases["published"].adapter
+    answer = hints(source, export(source, tmp_path / "out", say=silent), None)
     vllm = {row.target: row for row in answer.rows if row.server == "vLLM"}
     assert vllm["kv_b_proj"].unmerged == "not applied"
     assert "48974" in vllm["kv_b_proj"].source
@@ -385,7 +342,7 @@ def test_what_servers_do_is_said_by_target(cases: dict[str, Path], tmp_path: Pat
 
 
 class Elsewhere(nn.Module):
-    """A model on another device than the host, which takes what lies there as well."""
+    """A model on another device than the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,12 +362,10 @@ def test_rows_go_to_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_memory() == 12345
 
 
-def test_generate_says_the_same_merged_and_unmerged(cases: dict[str, Path], tmp_path: Path) -> None:
-    folder = cases["wide"]
-    merged_to(folder, None, tmp_path / "out")
+def test_generate_gives_the_same_merged_and_unmerged(cases: dict[str, Case], tmp_path: Path) -> None:
     pieces: list[str] = []
-    one = generate(tmp_path / "out", "def f", tokens=8, say=silent, write=pieces.append)
-    other = generate(folder / "adapter", "def f", tokens=8, say=silent)
+    one = generate(cases["wide"].merged(None), "def f", tokens=8, say=silent, write=pieces.append)
+    other = generate(cases["wide"].adapter, "def f", tokens=8, say=silent)
     assert one == other
     assert "".join(pieces).strip() == one.strip()
     with pytest.raises(UserError, match="neither a run folder nor an adapter"):
@@ -418,18 +373,16 @@ def test_generate_says_the_same_merged_and_unmerged(cases: dict[str, Path], tmp_
 
 
 @pytest.mark.parametrize("name", ["published", "blocks"])
-def test_generate_says_the_same_with_the_base_in_fp8(cases: dict[str, Path], name: str) -> None:
-    """Where 16 bits don't fit. Adapters of experts lie beside codes then."""
-    chosen, checkpoint = choose_adapter(cases[name] / "adapter"), read_base(cases[name] / "base")
+def test_generate_gives_the_same_with_the_base_in_fp8(cases: dict[str, Case], name: str) -> None:
+    """If 16 bits don't fit. Adapters of experts are not merged into codes then."""
+    source, base = choose_adapter(cases[name].adapter), read_base(cases[name].base)
     tokens = torch.arange(20)[None]
-    one, other = (load_model(checkpoint, chosen, held)(tokens).logits for held in ("bf16", "fp8"))
+    one, other = (load_model(base, source, dtype)(tokens).logits for dtype in ("bf16", "fp8"))
     assert torch.equal(one, other)
-    plain = load_model(checkpoint, None, "fp8")(tokens).logits
-    assert not torch.allclose(one, plain, atol=0.05)
+    assert not torch.allclose(one, load_model(base, None, "fp8")(tokens).logits, atol=0.05)
 
 
-def test_a_dora_needs_16_bits_to_generate(cases: dict[str, Path]) -> None:
-    folder = cases["dora"]
+def test_a_dora_needs_16_bits_to_generate(cases: dict[str, Case]) -> None:
     with pytest.raises(UserError, match="DoRA needs base weights in 16 bits") as caught:
-        load_model(read_base(folder / "base"), choose_adapter(folder / "adapter"), "fp8")
+        load_model(read_base(cases["dora"].base), choose_adapter(cases["dora"].adapter), "fp8")
     assert "merge it first" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Exports that go wrong: each fault is planted, and is told."""
+"""Exports that go wrong: each fault is planted, and must be reported."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from windlass.export import export
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
 
-test_export = importlib.import_module("test_export")  # beside this file
+test_export = importlib.import_module("test_export")  # the file next to this one
 pytestmark = [
     pytest.mark.xdist_group("export"),
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module:RuntimeWarning"),
 ]
-PREFIX = "language_model.model.layers.1"
+LAYER = "language_model.model.layers.1"
+O_PROJ, DOWN = f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.experts.down_proj"
+silent = test_export.silent
 
 
 @pytest.fixture(scope="module")
@@ -45,27 +47,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(root)
 
 
-def merge(root: Path, to: Path, dtype: str | None = None, adapter: str = "adapter") -> dict[str, Any]:
-    return export(root / adapter, to, merge=True, dtype=dtype, say=test_export.silent).record
-
-
-def damaged(made: Path, dtype: str, tmp_path: Path, act: Callable[[Path], object]) -> dict[str, Any]:
-    """Damage a copy of a right merge and repeat the command: what is finished is proven again, and found wrong."""
-    copy = tmp_path / "copy"
-    shutil.copytree(made / dtype, copy)
-    act(copy)
-    with pytest.raises(RunError) as raised:
-        merge(made, copy, dtype)
-    assert "nothing was deleted" in raised.value.problems[0].hint
-    record: dict[str, Any] = json.loads((copy / "export.json").read_text())
-    assert record["deviations"]
-    return record
+def merge(root: Path, to: Path, dtype: str | None = None) -> dict[str, Any]:
+    return export(root / "adapter", to, merge=True, dtype=dtype, say=silent).record
 
 
 def stored(folder: Path, key: str) -> Stored:
-    return next(
-        header[key] for path in sorted(folder.glob("model*.safetensors")) if key in (header := read_header(path))
-    )
+    headers = (read_header(path) for path in sorted(folder.glob("model*.safetensors")))
+    return next(header[key] for header in headers if key in header)
+
+
+def tensor(folder: Path, key: str) -> Tensor:
+    return load_file(stored(folder, key).file)[key]
 
 
 def overwrite(folder: Path, key: str, values: Tensor) -> None:
@@ -75,103 +67,102 @@ def overwrite(folder: Path, key: str, values: Tensor) -> None:
         file.write(values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def tensor(folder: Path, key: str) -> Tensor:
-    return load_file(stored(folder, key).file)[key]
+# Faults in a merged model: each gets the folder with base and adapter, the copy to damage, and its dtype.
 
 
-def test_an_undamaged_copy_is_proven_again(made: Path, tmp_path: Path) -> None:
-    """The other tests must be able to fail: without damage there is nothing to report."""
-    shutil.copytree(made / "fp8", tmp_path / "copy")
-    assert merge(made, tmp_path / "copy", "fp8")["deviations"] == []
+def lose_tensor(_made: Path, copy: Path, _dtype: str) -> None:
+    path = stored(copy, O_PROJ).file
+    kept = {name: value for name, value in load_file(path).items() if name != O_PROJ}
+    save_file(kept, path, metadata={"format": "pt"})
+    index = copy / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    del table["weight_map"][O_PROJ]
+    index.write_text(json.dumps(table))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_a_tensor_missing(made: Path, tmp_path: Path, dtype: str) -> None:
-    key = f"{PREFIX}.self_attn.o_proj.weight"
-
-    def act(folder: Path) -> None:
-        path = stored(folder, key).file
-        kept = {name: value for name, value in load_file(path).items() if name != key}
-        save_file(kept, path, metadata={"format": "pt"})
-        index = folder / "model.safetensors.index.json"
-        said = json.loads(index.read_text())
-        del said["weight_map"][key]
-        index.write_text(json.dumps(said))
-
-    record = damaged(made, dtype, tmp_path, act)
-    assert any(f"tensors that their file does not hold (1): {key}" in said for said in record["deviations"])
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "vision_tower.transformer.layers.0.attention.q_proj.weight",
-        f"{PREFIX}.input_layernorm.weight",
-        f"{PREFIX}.mlp.shared_experts.up_proj.weight",
-    ],
-)
-def test_one_bit_of_an_untouched_tensor(made: Path, tmp_path: Path, key: str) -> None:
-    def act(folder: Path) -> None:
-        place = stored(folder, key)
+def flip_bit(key: str) -> Callable[[Path, Path, str], None]:
+    def fault(_made: Path, copy: Path, _dtype: str) -> None:
+        place = stored(copy, key)
         with place.file.open("r+b") as file:
             file.seek(place.end - 1)
             last = file.read(1)
             file.seek(place.end - 1)
             file.write(bytes([last[0] ^ 1]))
 
-    record = damaged(made, "fp8", tmp_path, act)
-    assert record["deviations"] == [f"{key} is not byte-equal to the base's, though not adapted"]
+    return fault
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_a_touched_tensor_left_as_it_was(made: Path, tmp_path: Path, dtype: str) -> None:
-    """The weight of the base where the merged one should be: the adapter was forgotten."""
-    key = f"{PREFIX}.self_attn.o_proj.weight"
-    scale = f"{key}_scale_inv"
-
-    def act(folder: Path) -> None:
-        base = tensor(made / "base", key)
-        if dtype == "fp8":
-            overwrite(folder, scale, tensor(made / "base", scale))
-        else:
-            base = (base.float() * tensor(made / "base", scale).float()).bfloat16()
-        overwrite(folder, key, base)
-
-    record = damaged(made, dtype, tmp_path, act)
-    assert any("self_attn.o_proj" in said for said in record["deviations"])
+def forget_adapter(made: Path, copy: Path, dtype: str) -> None:
+    """The weight of the base instead of the merged one."""
+    base, scale = tensor(made / "base", O_PROJ), f"{O_PROJ}_scale_inv"
+    if dtype == "fp8":
+        overwrite(copy, scale, tensor(made / "base", scale))
+    else:
+        base = (base.float() * tensor(made / "base", scale).float()).bfloat16()
+    overwrite(copy, O_PROJ, base)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("wrong", ["lora_A", "lora_B"])
-def test_experts_packed_in_the_other_order(made: Path, tmp_path: Path, dtype: str, wrong: str) -> None:
+def swap_packing(wrong: str) -> Callable[[Path, Path, str], None]:
     """A merged with rank before expert, or B with expert before rank: plausible weights, and all wrong."""
-    key = f"{PREFIX}.mlp.experts.down_proj"
-    held = load_file(made / "adapter" / "adapter_model.safetensors")
-    a, b = (held[f"base_model.model.model.layers.1.mlp.experts.{which}.weight"] for which in ("lora_A", "lora_B"))
-    experts = 8
-    a = a.view(-1, experts, a.shape[1]).transpose(0, 1) if wrong == "lora_A" else a.view(experts, -1, a.shape[1])
-    b = b.view(b.shape[0], experts, -1) if wrong == "lora_B" else b.view(b.shape[0], -1, experts).transpose(1, 2)
-    delta = torch.einsum("oer,eri->eoi", b, a) * (8 / 2)  # alpha 8, and rank 2 by the case's rank_pattern
 
-    def act(folder: Path) -> None:
-        scale = tensor(made / "base", f"{key}_scale_inv").float()
-        values = tensor(made / "base", key).float() * scale + delta
-        new = tensor(folder, f"{key}_scale_inv").float() if dtype == "fp8" else torch.ones(())
-        overwrite(folder, key, (values / new).to(torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16))
+    def fault(made: Path, copy: Path, dtype: str) -> None:
+        factors = load_file(made / "adapter" / "adapter_model.safetensors")
+        a, b = (factors[f"base_model.model.model.layers.1.mlp.experts.lora_{which}.weight"] for which in "AB")
+        experts = 8
+        a = a.view(-1, experts, a.shape[1]).transpose(0, 1) if wrong == "A" else a.view(experts, -1, a.shape[1])
+        b = b.view(b.shape[0], experts, -1) if wrong == "B" else b.view(b.shape[0], -1, experts).transpose(1, 2)
+        delta = torch.einsum("oer,eri->eoi", b, a) * (8 / 2)  # alpha 8, and rank 2 by the case's rank_pattern
+        values = tensor(made / "base", DOWN).float() * tensor(made / "base", f"{DOWN}_scale_inv").float() + delta
+        new = tensor(copy, f"{DOWN}_scale_inv").float() if dtype == "fp8" else torch.ones(())
+        overwrite(copy, DOWN, (values / new).to(torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16))
 
-    record = damaged(made, dtype, tmp_path, act)
-    assert all("experts.down_proj" in said for said in record["deviations"])
+    return fault
 
 
-def test_a_scale_of_the_base_kept_where_the_weight_outgrew_it(made: Path, tmp_path: Path) -> None:
-    key = f"{PREFIX}.mlp.experts.down_proj_scale_inv"
-    assert not torch.equal(tensor(made / "fp8", key), tensor(made / "base", key))  # the case's adapter is large
+def keep_old_scale(made: Path, copy: Path, _dtype: str) -> None:
+    """The weight outgrew the base's scale: the case's adapter is large."""
+    old = tensor(made / "base", f"{DOWN}_scale_inv")
+    assert not torch.equal(tensor(copy, f"{DOWN}_scale_inv"), old)
+    overwrite(copy, f"{DOWN}_scale_inv", old)
 
-    def act(folder: Path) -> None:
-        overwrite(folder, key, tensor(made / "base", key))
 
-    record = damaged(made, "fp8", tmp_path, act)
-    assert any("experts.down_proj" in said for said in record["deviations"])
+UNTOUCHED = (
+    "vision_tower.transformer.layers.0.attention.q_proj.weight",
+    f"{LAYER}.input_layernorm.weight",
+    f"{LAYER}.mlp.shared_experts.up_proj.weight",
+)
+FAULTS: list[tuple[str, Callable[[Path, Path, str], None], str]] = [
+    *((dtype, lose_tensor, f"tensors that their file does not hold (1): {O_PROJ}") for dtype in ("bf16", "fp8")),
+    *(("fp8", flip_bit(key), f"{key} is not byte-equal to the base's, though not adapted") for key in UNTOUCHED),
+    *((dtype, forget_adapter, "self_attn.o_proj") for dtype in ("bf16", "fp8")),
+    *((dtype, swap_packing(which), "experts.down_proj") for dtype in ("bf16", "fp8") for which in "AB"),
+    ("fp8", keep_old_scale, "experts.down_proj"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "fault", "message"), FAULTS)
+def test_a_damaged_merge_is_not_proven(
+    made: Path, tmp_path: Path, dtype: str, fault: Callable[[Path, Path, str], None], message: str
+) -> None:
+    """Damage a copy of a right merge and repeat the command: what is finished is proven again, and found wrong."""
+    copy = tmp_path / "copy"
+    shutil.copytree(made / dtype, copy)
+    fault(made, copy, dtype)
+    with pytest.raises(RunError) as raised:
+        merge(made, copy, dtype)
+    assert "nothing was deleted" in raised.value.problems[0].hint
+    deviations = json.loads((copy / "export.json").read_text())["deviations"]
+    assert deviations
+    assert all(message in deviation for deviation in deviations)
+
+
+def test_an_undamaged_merge_is_proven_again(made: Path, tmp_path: Path) -> None:
+    """The faults above must be able to fail. And what is beside the weights is copied again."""
+    copy = tmp_path / "copy"
+    shutil.copytree(made / "fp8", copy)
+    (copy / "tokenizer.json").write_text("{}")
+    assert merge(made, copy, "fp8")["deviations"] == []
+    assert (copy / "tokenizer.json").read_bytes() == (made / "base" / "tokenizer.json").read_bytes()
 
 
 def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
@@ -179,11 +170,11 @@ def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
     root = test_export.make(tmp_path, "blocks")
     key = "model.layers.1.self_attn.q_proj.weight"
     place = stored(root / "base", key)
-    held = load_file(place.file)
-    side = min(128, held[key].shape[0])
-    held[key].view(torch.uint8)[:side, :128] = 0
-    held[f"{key}_scale_inv"][0, 0] = 0
-    save_file(held, place.file, metadata={"format": "pt"})
+    weights = load_file(place.file)
+    side = min(128, weights[key].shape[0])
+    weights[key].view(torch.uint8)[:side, :128] = 0
+    weights[f"{key}_scale_inv"][0, 0] = 0
+    save_file(weights, place.file, metadata={"format": "pt"})
     path = root / "adapter" / "adapter_model.safetensors"
     factors = load_file(path)
     factors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"][:side] = 0
@@ -195,114 +186,85 @@ def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
     assert tensor(root / "merged", f"{key}_scale_inv")[0, 0] == 0
 
 
-def test_a_tokenizer_of_another_model(made: Path, tmp_path: Path) -> None:
-    """A resumed merge copies what lies beside the weights anew."""
-    copy = tmp_path / "copy"
-    shutil.copytree(made / "fp8", copy)
-    (copy / "tokenizer.json").write_text("{}")
-    merge(made, copy, "fp8")
-    assert (copy / "tokenizer.json").read_bytes() == (made / "base" / "tokenizer.json").read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["--adapter", "--merge"])
-@pytest.mark.parametrize("other", [{"hidden": 96}, {"layers": 1}, {"family": "mistral"}])
-def test_an_adapter_of_another_model(made: Path, tmp_path: Path, kind: str, other: dict[str, Any]) -> None:
-    tiny.write(tmp_path / "other", tokenizer=False, **other)
-    with pytest.raises(UserError, match="does not fit this model"):
-        export(
-            made / "adapter",
-            tmp_path / "out",
-            merge=kind == "--merge",
-            base=str(tmp_path / "other"),
-            say=test_export.silent,
-        )
+@pytest.mark.parametrize("merging", [False, True])
+def test_an_adapter_of_another_model(made: Path, tmp_path: Path, merging: bool) -> None:
+    others: tuple[dict[str, Any], ...] = ({"hidden": 96}, {"layers": 1}, {"family": "mistral"})
+    for number, other in enumerate(others):
+        base = tiny.write(tmp_path / str(number), tokenizer=False, **other)
+        with pytest.raises(UserError, match="does not fit this model"):
+            export(made / "adapter", tmp_path / "out", merge=merging, base=str(base), say=silent)
     assert not (tmp_path / "out").exists()
 
 
-def changed(made: Path, tmp_path: Path, config: dict[str, Any]) -> Path:
-    adapter = tmp_path / "changed"
-    shutil.copytree(made / "adapter", adapter)
-    said = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(said | config))
-    return adapter
+def lose_half(factors: dict[str, Tensor]) -> None:
+    del factors[next(key for key in factors if key.endswith("o_proj.lora_B.weight"))]
+
+
+def add_embedding(factors: dict[str, Tensor]) -> None:
+    factors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 512)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "change", "message"),
     [
-        ({"peft_type": "IA3"}, "of the kind IA3"),
-        ({"init_lora_weights": "pissa"}, "changed the base"),
-        ({"use_dora": True}, "use_dora is True in adapter_config.json, and not in the weights"),
-        ({"r": 16}, "has rank 4, and adapter_config.json has 16"),
-        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"peft_type": "IA3"}, None, "of the kind IA3"),
+        ({"init_lora_weights": "pissa"}, None, "changed the base"),
+        ({"use_dora": True}, None, "use_dora is True in adapter_config.json, and not in the weights"),
+        ({"r": 16}, None, "has rank 4, and adapter_config.json has 16"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, None, "layer_replication"),
+        ({"fan_in_fan_out": True}, None, "fan_in_fan_out"),
+        ({}, add_embedding, "lora_embedding_A"),
+        ({}, lose_half, "not a pair of matrices"),
     ],
 )
-def test_what_would_merge_wrongly_is_refused(made: Path, tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        export(changed(made, tmp_path, config), tmp_path / "out", merge=True, say=test_export.silent)
+def test_what_would_merge_wrongly_is_refused(
+    made: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
+    change: Callable[[dict[str, Tensor]], None] | None,
+    message: str,
+) -> None:
+    adapter = tmp_path / "changed"
+    shutil.copytree(made / "adapter", adapter)
+    given = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(given | config))
+    if change:
+        factors = load_file(adapter / "adapter_model.safetensors")
+        change(factors)
+        save_file(factors, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=message):
+        export(adapter, tmp_path / "out", merge=True, say=silent)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_of_an_unknown_kind_is_refused(made: Path, tmp_path: Path) -> None:
-    adapter = changed(made, tmp_path, {})
-    held = load_file(adapter / "adapter_model.safetensors")
-    held["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 512)
-    save_file(held, adapter / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="lora_embedding_A"):
-        export(adapter, tmp_path / "out", merge=True, say=test_export.silent)
-
-
-def test_one_half_of_a_pair_is_refused(made: Path, tmp_path: Path) -> None:
-    adapter = changed(made, tmp_path, {})
-    held = load_file(adapter / "adapter_model.safetensors")
-    del held[next(key for key in held if key.endswith("o_proj.lora_B.weight"))]
-    save_file(held, adapter / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="not a pair of matrices"):
-        export(adapter, tmp_path / "out", merge=True, say=test_export.silent)
-
-
-def test_dtypes_that_can_not_be(made: Path, tmp_path: Path) -> None:
-    tiny.write(tmp_path / "plain", "mistral4", quantization="none", tokenizer=False)
+def test_dtypes_and_folders_that_can_not_be(made: Path, tmp_path: Path) -> None:
+    adapter, out = made / "adapter", tmp_path / "out"
+    plain = str(tiny.write(tmp_path / "plain", "mistral4", quantization="none", tokenizer=False))
     with pytest.raises(UserError, match="is not quantised"):
-        export(
-            made / "adapter",
-            tmp_path / "out",
-            merge=True,
-            dtype="fp8",
-            base=str(tmp_path / "plain"),
-            say=test_export.silent,
-        )
-    with pytest.raises(UserError, match="'int4'"):
-        export(made / "adapter", tmp_path / "out", merge=True, dtype="int4", say=test_export.silent)
-    with pytest.raises(UserError, match="'int4'"):
-        export(made / "adapter", tmp_path / "out", dtype="int4", say=test_export.silent)
-
-
-def test_folders_that_are_taken(made: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    for merging in (True, False):
-        with pytest.raises(UserError, match="1 other files"):
-            export(made / "adapter", tmp_path, merge=merging, say=test_export.silent)
-    with pytest.raises(UserError, match="the base model's folder"):
-        merge(made, made / "base")
+        export(adapter, out, merge=True, dtype="fp8", base=plain, say=silent)
     shutil.copytree(made / "fp8", tmp_path / "copy")
     with pytest.raises(UserError, match="something else"):
         merge(made, tmp_path / "copy", "bf16")
     with pytest.raises(UserError, match="holds a merged model"):
-        export(made / "adapter", tmp_path / "copy", say=test_export.silent)
+        export(adapter, tmp_path / "copy", say=silent)
     assert not (tmp_path / "copy" / "adapter_config.json").exists()
+    with pytest.raises(UserError, match="the base model's folder"):
+        merge(made, made / "base")
+    taken, file = tmp_path / "taken", tmp_path / "file"
+    taken.mkdir()
+    for place in (taken / "thesis.tex", file):
+        place.write_text("years of work")
+    for merging in (True, False):
+        with pytest.raises(UserError, match="'int4'"):
+            export(adapter, out, merge=merging, dtype="int4", say=silent)
+        with pytest.raises(UserError, match="1 other files"):
+            export(adapter, taken, merge=merging, say=silent)
+        with pytest.raises(UserError, match="can't be written: Not a directory") as caught:
+            export(adapter, file / "inside", merge=merging, say=silent)
+        assert caught.value.problems[0].hint == "check that the folder can be written, and has room"
 
 
-@pytest.mark.parametrize("merging", [True, False])
-def test_a_place_that_is_no_folder_is_told_with_what_to_do(made: Path, tmp_path: Path, merging: bool) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="can't be written: Not a directory") as caught:
-        export(made / "adapter", tmp_path / "file" / "inside", merge=merging, say=test_export.silent)
-    assert caught.value.problems[0].hint == "check that the folder can be written, and has room"
-
-
-def started(made: Path, to: Path, limit: int | None, *words: str) -> subprocess.Popen[str]:
+def start(made: Path, to: Path, limit: int | None, *words: str) -> subprocess.Popen[str]:
     """The command itself, which may write files of so many bytes."""
 
     def limited() -> None:
@@ -320,49 +282,41 @@ def started(made: Path, to: Path, limit: int | None, *words: str) -> subprocess.
     )
 
 
-def test_a_full_disk_is_told_and_gone_on_from(made: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_resumed(made: Path, tmp_path: Path) -> None:
     to = tmp_path / "out"
     sizes = sorted(path.stat().st_size for path in (made / "base").glob("model-*"))
-    process = started(made, to, sizes[-1] - 1, "--merge")  # the largest file does not fit
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1, said
-    assert "Traceback" not in said
-    assert "make room and repeat the command" in said
+    process = start(made, to, sizes[-1] - 1, "--merge")  # the largest file does not fit
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert "Traceback" not in errors
+    assert "make room and repeat the command" in errors
     assert not (to / "config.json").exists()  # nothing that could be taken for a model
     finished = {path: path.stat().st_mtime_ns for path in to.glob("model-*")}
     assert len(finished) < len(sizes)
-    process = started(made, to, None, "--merge")
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert f"{len(finished)} of {len(sizes)} files were finished" in said
+    process = start(made, to, None, "--merge")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert f"{len(finished)} of {len(sizes)} files were finished" in errors
     assert all(path.stat().st_mtime_ns == when for path, when in finished.items())
     same_as_at_once(made, to)
 
 
 @pytest.mark.parametrize(("words", "limit", "code"), [(("--merge",), 300, 1), (("--dtype", "bf16"), 4000, 2)])
-def test_a_full_disk_is_told_whichever_library_writes(
+def test_a_full_disk_is_reported_whichever_library_writes(
     made: Path, tmp_path: Path, words: tuple[str, ...], limit: int, code: int
 ) -> None:
-    """The new scales and the rounded adapter are written by safetensors, which has an error of its own."""
-    process = started(made, tmp_path / "out", limit, *words)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == code, said
-    assert "File too large" in said
-    assert "Traceback" not in said
+    """The rounded adapter is written by safetensors, which has an error of its own."""
+    process = start(made, tmp_path / "out", limit, *words)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert "File too large" in errors
+    assert "Traceback" not in errors
 
 
-def test_scales_that_can_not_be_read_are_computed_again(made: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed(made: Path, tmp_path: Path) -> None:
     to = tmp_path / "out"
-    started(made, to, 300, "--merge").communicate(timeout=120)
-    (to / ".windlass" / "scales.safetensors").write_bytes(b"half a file")
-    merge(made, to)
-    same_as_at_once(made, to)
-
-
-def test_killed_and_gone_on_from(made: Path, tmp_path: Path) -> None:
-    to = tmp_path / "out"
-    process = started(made, to, None, "--merge")
-    deadline = time.monotonic() + 60
+    process = start(made, to, None, "--merge")
+    deadline = time.monotonic() + 120
     while not list(to.glob("model-*")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
@@ -416,9 +370,9 @@ def test_the_commands(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", *run])
     assert ended.value.code == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["deviations"] == []
-    assert said["served"]["commands"]["merged model"].startswith("vllm serve")
+    record = json.loads(capsys.readouterr().out)
+    assert record["deviations"] == []
+    assert record["served"]["commands"]["merged model"].startswith("vllm serve")
     with pytest.raises(SystemExit) as ended:
         cli.main(["generate", str(tmp_path / "out"), "--prompt", "import", "--tokens", "3"])
     assert ended.value.code == 0
