@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from windlass import plan as planning
 from windlass.plan import Plan
@@ -42,6 +43,9 @@ FULL = (
     "cluster.grace_seconds=300",
     "cluster.working_dir=/data/scripts",
 )
+# The first version's TrainJob has no field for a network annotation.
+BARE = tuple(word for word in SITE if not word.startswith("cluster.networks"))
+GOLDEN = ROOT / "tests" / "golden" / "launch"
 # Example, overrides of its own, Accelerate file.
 RUNS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "train": ("train.yaml", (), None),
@@ -61,6 +65,26 @@ def example(name: str, overrides: tuple[str, ...] = SITE) -> tuple[Plan, tuple[s
     path, own, accelerate = RUNS[name]
     file = EXAMPLES / accelerate if accelerate else None
     return plan_of(EXAMPLES / path, (*own, *overrides), file), (*own, *overrides), file
+
+
+def compared(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert path.exists(), f"{path} is missing: UPDATE_GOLDEN=1 pytest tests/test_launch*.py"
+    assert text == path.read_text(), f"{path} differs: if that is meant, UPDATE_GOLDEN=1 pytest tests/test_launch*.py"
+
+
+def lost(before: Any, after: Any, path: str = "") -> list[str]:
+    """What did not come back from a round trip through somebody's model."""
+    if isinstance(before, dict):
+        after = after if isinstance(after, dict) else {}
+        return [word for key, value in before.items() for word in lost(value, after.get(key), f"{path}.{key}")]
+    if isinstance(before, list):
+        after = after if isinstance(after, list) and len(after) == len(before) else [None] * len(before)
+        return [word for i, (a, b) in enumerate(zip(before, after, strict=True)) for word in lost(a, b, f"{path}[{i}]")]
+    return [] if before == after else [f"{path}: {before!r} -> {after!r}"]
 
 
 def program(folder: Path, name: str, body: str) -> Path:

@@ -14,7 +14,7 @@ from launch_hosts import Hosts, hosts, why_not
 from launch_jobs import environ, plan_of
 
 from windlass import demo
-from windlass.launch.submit import texts as render
+from windlass.launch.submit import render
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.xdist_group("hosts")]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,8 +22,8 @@ from launch_jobs import (
 )
 
 from windlass import demo
-from windlass.launch.job import PORT, environment_notes
-from windlass.launch.submit import texts as render
+from windlass.launch.rendezvous import PORT
+from windlass.launch.submit import render
 from windlass.plan import Plan
 from windlass.plan.accelerate import read_accelerate
 
@@ -570,19 +569,3 @@ def test_the_accelerate_file_is_read_back_as_the_same_layout(tiny: Path) -> None
         read_accelerate(path)
         assert yaml.safe_load(path.read_text())["num_processes"] == plan.layout.ranks
         path.unlink()
-
-
-def test_outdated_variables_are_named() -> None:
-    plan = plan_of(
-        Path(example("train")[0].loaded.path),
-        ("cluster.env={NCCL_TIMEOUT: '1', RDMAV_FORK_SAFE: '1', NCCL_IB_HCA: mlx5_0, OURS: x}",),
-    )
-    said = "\n".join(environment_notes(plan.loaded.run.cluster))
-    assert "NCCL_TIMEOUT: no effect" in said
-    assert "RDMAV_FORK_SAFE: redundant" in said
-    assert "NCCL_IB_HCA" not in said
-    assert "OURS" not in said
-
-
-def test_bash_is_there() -> None:
-    assert shutil.which("bash")

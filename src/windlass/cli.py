@@ -472,8 +472,9 @@ def submit(
     kubernetes and runai use the `kubectl` and `runai` commands; if these are missing, only the files are written.
     Submit an interrupted run again to resume it.
     """
-    from windlass.launch import PLATFORMS, runai_api
+    from windlass.launch import PLATFORMS
     from windlass.launch import submit as submitting
+    from windlass.launch.runai import control_plane
     from windlass.runfile.names import NOT_VALUES
 
     if to is not None and to not in PLATFORMS:
@@ -489,7 +490,7 @@ def submit(
         dry_run=dry_run,
         follow=follow,
         api=api,
-        plane=runai_api.control_plane(os.environ) if api else None,
+        plane=control_plane(os.environ) if api else None,
         say=say,
     )
     raise typer.Exit(code)

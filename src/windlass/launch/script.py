@@ -1,12 +1,15 @@
-"""launch.sh and accelerate.yaml: what runs on every node, whatever brought it there."""
+"""launch.sh and accelerate.yaml: what runs on every node, whatever platform started it there."""
 
 from __future__ import annotations
 
 import re
-from importlib.resources import files
+from collections.abc import Iterator
+from importlib.resources import files as resources
 
 from windlass import __version__
-from windlass.launch.job import Job, Variable, quote, words
+from windlass.errors import Problem, UserError
+from windlass.launch import local
+from windlass.launch.job import RECORD, Job, Record, Submission, one_line, quote, words
 from windlass.runfile.machines import Secret
 
 HEAD = """\
@@ -19,10 +22,9 @@ HEAD = """\
 #   #SBATCH --nodes={nodes} --ntasks-per-node=1{gpus} --signal=USR1@{grace} --requeue
 #   srun --kill-on-bad-exit=0 bash {launch}
 #
-# Ends with 0: finished; 13: the input is wrong, don't try again; 75: stopped by a signal, saved; 1: anything else."""
-
-
-ACCELERATE = """\
+# Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else."""
+LAUNCHERS = {
+    "accelerate": """\
 accelerate launch \\
     --config_file "$accelerate" \\
     --num_machines "$nodes" \\
@@ -31,9 +33,9 @@ accelerate launch \\
     --main_process_ip "$master" \\
     --main_process_port "$port" \\
     --rdzv_backend static \\
-    --rdzv_conf "timeout=$join_seconds\""""
-# A script's image may hold no more than torch.
-TORCHRUN = """\
+    --rdzv_conf "timeout=$join_seconds\"""",
+    # A script's image may hold no more than torch.
+    "torchrun": """\
 torchrun \\
     --nnodes "$nodes" \\
     --nproc-per-node "$ranks_per_node" \\
@@ -41,34 +43,13 @@ torchrun \\
     --master-addr "$master" \\
     --master-port "$port" \\
     --rdzv-backend static \\
-    --rdzv-conf "timeout=$join_seconds\""""
-
-
-def texts(job: Job) -> dict[str, str]:
-    """All that a node needs, side by side in one folder."""
-    return {
-        "launch.sh": launch_sh(job, exports=True),
-        **job.accelerate_file,
-        "run.yaml": job.run_text,
-    }
+    --rdzv-conf "timeout=$join_seconds\"""",
+}
 
 
 def launch_sh(job: Job, *, exports: bool) -> str:
     """`exports`: set the environment too. Run:ai and Kubernetes set it on the pod, where it can be seen."""
-    template = files("windlass.launch").joinpath("launch.sh").read_text(encoding="utf-8")
-    parts = {
-        "@@HEAD@@": head(job),
-        "@@SETTINGS@@": settings(job),
-        "@@ENVIRONMENT@@": environment(job) if exports else "",
-        "@@ACCELERATE@@": "" if job.is_script else ' --accelerate "$accelerate"',
-        "@@LAUNCHER@@": TORCHRUN if job.is_script else ACCELERATE,
-    }
-    # Split first: what is put in is never looked at again.
-    return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
-
-
-def head(job: Job) -> str:
-    return HEAD.format(
+    head = HEAD.format(
         title=job.title,
         version=__version__,
         source=one_line(job.source),
@@ -77,11 +58,8 @@ def head(job: Job) -> str:
         grace=job.grace_seconds,
         launch=one_line(quote(f"{job.folder}/launch.sh")),
     )
-
-
-def settings(job: Job) -> str:
     options = "".join(f"\n  {words(('--override', override))}" for override in job.overrides)
-    lines = (
+    settings = (
         ("title", quote(job.title), ""),
         ("nodes", str(job.nodes), ""),
         ("ranks_per_node", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
@@ -97,24 +75,66 @@ def settings(job: Job) -> str:
         ("run", "$here/run.yaml", ""),
         *(() if job.is_script else (("accelerate", "$here/accelerate.yaml", ""),)),
     )
-    return "\n".join(f"{name}={value}{f'  # {why}' if why else ''}" for name, value, why in lines)
+    exported = ["", "# --- the environment ".ljust(119, "-"), *_exports(job), ""] if exports else []
+    parts = {
+        "@@HEAD@@": head,
+        "@@SETTINGS@@": "\n".join(f"{name}={value}{f'  # {why}' if why else ''}" for name, value, why in settings),
+        "@@ENVIRONMENT@@": "\n".join(exported),
+        "@@ACCELERATE@@": "" if job.is_script else ' --accelerate "$accelerate"',
+        "@@LAUNCHER@@": LAUNCHERS["torchrun" if job.is_script else "accelerate"],
+    }
+    template = resources("windlass.launch").joinpath("launch.sh").read_text(encoding="utf-8")
+    # Split first: what is put in is never looked at again.
+    return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
 
 
-def environment(job: Job) -> str:
-    lines = ["", "# --- the environment ".ljust(119, "-")]
+def _exports(job: Job) -> Iterator[str]:
     for variable in job.environment:
-        lines += [f"# {one_line(variable.reason)}", _export(variable)]
-    return "\n".join([*lines, ""])
+        name, value = variable.name, variable.value
+        yield f"# {one_line(variable.reason)}"
+        if isinstance(value, Secret):
+            missing = f"{name} is a secret ({value.secret}, key {value.key}): export it before"
+            yield f'if [[ -z "${{{name}:-}}" ]]; then\n  echo {quote(missing)} >&2\n  exit 13\nfi\nexport {name}'
+        else:
+            yield f"export {name}={quote(value)}"
 
 
-def _export(variable: Variable) -> str:
-    if isinstance(variable.value, Secret):
-        name = variable.name
-        told = f"{name} is a secret ({variable.value.secret}, key {variable.value.key}): export it before"
-        return f'if [[ -z "${{{name}:-}}" ]]; then\n  echo {quote(told)} >&2\n  exit 13\nfi\nexport {name}'
-    return f"export {variable.name}={quote(variable.value)}"
+# --- the platform -----------------------------------------------------------------------------------------------------
 
 
-def one_line(text: str) -> str:
-    """Fit for a comment: what comes after a line break would be a command."""
-    return " ".join(text.split())
+def problems(_: Submission) -> Iterator[Problem]:
+    yield from ()
+
+
+def notes(_: Submission) -> Iterator[str]:
+    yield from ()
+
+
+def files(submission: Submission) -> dict[str, str]:
+    """All that a node needs, side by side in one folder."""
+    return {"launch.sh": launch_sh(submission.job, exports=True), **submission.job.files}
+
+
+def start(submission: Submission) -> bool:
+    submission.keep_record()
+    submission.say(f"on each node: bash {submission.folder / 'launch.sh'} (its first lines show how, also with Slurm)")
+    return False
+
+
+status = local.status
+
+
+def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
+    raise _unknown(record, "its nodes print where they were started", "look there, or in Slurm's output file")
+
+
+def stop(record: Record) -> int:
+    hint = "scancel, or kill -TERM the process of launch.sh or windlass train on any one node: all save and end"
+    raise _unknown(record, "it is stopped where it was started", hint)
+
+
+def _unknown(record: Record, what: str, hint: str) -> UserError:
+    """Where launch.sh or `windlass train` runs is not known from here."""
+    return UserError(
+        what, str(record.path.with_name(RECORD)), f"{hint}; windlass watch {record.run} shows its progress"
+    )

@@ -8,7 +8,7 @@
 #   #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --signal=USR1@120 --requeue
 #   srun --kill-on-bad-exit=0 bash /data/output/Models/mistral4small-lora-fsdp-2xH200/launch.sh
 #
-# Ends with 0: finished; 13: the input is wrong, don't try again; 75: stopped by a signal, saved; 1: anything else.
+# Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else.
 { # makes bash read the whole file before it runs any of it: the file may be rewritten meanwhile
 set -euo pipefail
 
