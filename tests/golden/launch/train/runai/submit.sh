@@ -33,11 +33,11 @@ options=(
   --clean-pod-policy Running
   # how much NCCL prints: VERSION, WARN, INFO, TRACE
   -e NCCL_DEBUG=WARN
-  # settings of torch's GPU memory allocator; expandable_segments:True lets a segment grow instead of fragmenting
+  # torch's GPU memory allocator; expandable_segments:True lets a segment grow instead of fragmenting
   -e PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
   # the newer name of PYTORCH_CUDA_ALLOC_CONF
   -e PYTORCH_ALLOC_CONF=expandable_segments:True
-  # cluster.env: network interfaces for NCCL's sockets: prefixes, `=net1` for exactly that one, `^docker` for all but those
+  # cluster.env: network interfaces for NCCL's sockets: prefixes, `=net1` for exactly one, `^docker` for all but these
   -e NCCL_SOCKET_IFNAME=net1
   # cluster.env: the token for gated models
   --env-secret 'HF_TOKEN=hub,key=token'

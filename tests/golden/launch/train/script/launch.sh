@@ -40,11 +40,11 @@ accelerate=$here/accelerate.yaml
 # --- the environment -------------------------------------------------------------------------------------------------
 # how much NCCL prints: VERSION, WARN, INFO, TRACE
 export NCCL_DEBUG=WARN
-# settings of torch's GPU memory allocator; expandable_segments:True lets a segment grow instead of fragmenting
+# torch's GPU memory allocator; expandable_segments:True lets a segment grow instead of fragmenting
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 # the newer name of PYTORCH_CUDA_ALLOC_CONF
 export PYTORCH_ALLOC_CONF=expandable_segments:True
-# cluster.env: network interfaces for NCCL's sockets: prefixes, `=net1` for exactly that one, `^docker` for all but those
+# cluster.env: network interfaces for NCCL's sockets: prefixes, `=net1` for exactly one, `^docker` for all but these
 export NCCL_SOCKET_IFNAME=net1
 # cluster.env: the token for gated models
 if [[ -z "${HF_TOKEN:-}" ]]; then
