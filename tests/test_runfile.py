@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from pydantic import ValidationError
@@ -342,52 +343,13 @@ SCHEMA_FITS = [*(path.read_text() for path in RUNS), *map(init, presets()), "lay
 def test_the_schema_accepts_what_is_read(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     read_any(tmp_path / "run.yaml")
-    assert schema_errors(yaml.safe_load(text.replace("2e-5", "2.0e-5").replace("1e-", "1.0e-")), schema()) == []
+    jsonschema.validate(yaml.safe_load(text.replace("2e-5", "2.0e-5").replace("1e-", "1.0e-")), schema())
 
 
 @pytest.mark.parametrize("text", ["lora: {rank: 8}", "lora: {r: a}", "layout: fast", "train: {eval_strategy: never}"])
 def test_the_schema_refuses(text: str) -> None:
-    assert schema_errors(yaml.safe_load(text), schema())
-
-
-TYPES: dict[str, Any] = {
-    "string": str,
-    "number": int | float,
-    "integer": int,
-    "boolean": bool,
-    "null": type(None),
-    "array": list,
-    "object": dict,
-}
-
-
-def schema_errors(value: Any, rule: dict[str, Any], root: dict[str, Any] | None = None) -> list[str]:
-    """As much of JSON Schema as the run file's uses."""
-    root = root or rule
-    if "if" in rule:
-        return schema_errors(value, rule["else" if schema_errors(value, rule["if"], root) else "then"], root)
-    if "$ref" in rule:
-        return schema_errors(value, root["$defs"][rule["$ref"].rpartition("/")[2]], root)
-    if "anyOf" in rule:
-        tried = [schema_errors(value, option, root) for option in rule["anyOf"]]
-        return [] if [] in tried else tried[0]
-    allowed = rule.get("enum", [rule["const"]] if "const" in rule else [value])
-    if value not in allowed or (isinstance(value, bool) and not any(value is one for one in allowed)):
-        return [f"{value!r} is none of {allowed}"]
-    if "type" in rule and (not isinstance(value, TYPES[rule["type"]]) or (rule["type"] != "boolean" and value is True)):
-        return [f"{value!r} is no {rule['type']}"]
-    if value is not None and not isinstance(value, str | bool | list | dict) and value < rule.get("minimum", value):
-        return [f"{value!r} is too small"]
-    if isinstance(value, list):
-        return [wrong for item in value for wrong in schema_errors(item, rule.get("items", {}), root)]
-    if not isinstance(value, dict):
-        return []
-    known, more = rule.get("properties", {}), rule.get("additionalProperties", {})
-    found = [key for key in value if key not in known and more is False]
-    found += [f"no {key}" for key in rule.get("required", ()) if key not in value]
-    for key in value.keys() - {*found}:
-        found += schema_errors(value[key], known.get(key, more), root)
-    return found
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load(text), schema())
 
 
 def test_names_are_the_libraries() -> None:

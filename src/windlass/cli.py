@@ -78,22 +78,26 @@ def command(group: str, *examples: str) -> Callable[[Command], Command]:
     return app.command(rich_help_panel=group, epilog=f"Example{'s' * (len(examples) > 1)}:\n\n\b\n{lines}")
 
 
-def argument(metavar: str, help: str) -> Any:
+def arg(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help, show_default=False)
 
 
-def option(name: str, metavar: str, help: str, **more: Any) -> Any:
-    return typer.Option(*name.split(), metavar=metavar or None, help=help, show_default=False, **more)
+def opt(name: str, metavar: str, help: str, **more: Any) -> Any:
+    return typer.Option(*name.split(), metavar=metavar, help=help, show_default=False, **more)
 
 
-Run = Annotated[Path, argument("RUN", "The run file (YAML).")]
-RunDir = Annotated[Path, argument("RUN_DIR", "The run folder: train.output_dir.")]
-Overrides = Annotated[list[str] | None, option("--override", "KEY=VALUE", "Set one key of the run file; repeatable.")]
-Accelerate = Annotated[Path | None, option("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
-Json = Annotated[bool, option("--json", "", "Print one JSON object instead of tables.")]
-JobDir = Annotated[Path | None, option("--out", "DIR", "Folder of the job's files. Default: the run folder.")]
-Ranks = Annotated[int | None, option("--ranks", "N", "Run N workers, on this machine only.", min=1)]
-Base = Annotated[str | None, option("--base", "DIR", "Folder of the base model.")]
+def flag(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(*name.split(), help=help, show_default=False, **more)
+
+
+Run = Annotated[Path, arg("RUN", "The run file (YAML).")]
+RunDir = Annotated[Path, arg("RUN_DIR", "The run folder: train.output_dir.")]
+Overrides = Annotated[list[str] | None, opt("--override", "KEY=VALUE", "Set one key of the run file; repeatable.")]
+Accelerate = Annotated[Path | None, opt("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
+Json = Annotated[bool, flag("--json", "Print one JSON object instead of tables.")]
+JobDir = Annotated[Path | None, opt("--out", "DIR", "Folder of the job's files. Default: the run folder.")]
+Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
+Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 
 
 def print_error(error: UserError) -> None:
@@ -145,9 +149,7 @@ def print_version(requested: bool) -> None:
 
 @app.callback()
 def windlass(
-    _version: Annotated[bool, option("--version", "", "Print the version.", callback=print_version, is_eager=True)] = (
-        False
-    ),
+    _v: Annotated[bool, flag("--version", "Print the version.", callback=print_version, is_eager=True)] = False,
 ) -> None: ...
 
 
@@ -156,8 +158,8 @@ def windlass(
 
 @command(BEFORE, "windlass init > run.yaml", "windlass init tiny-cpu > run.yaml", "windlass init --list")
 def init(
-    preset: Annotated[str, argument("PRESET", "Which run file; see --list.")] = "mistral-small-4",
-    names: Annotated[bool, option("--list", "", "List the presets.")] = False,
+    preset: Annotated[str, arg("PRESET", "Which run file; see --list.")] = "mistral-small-4",
+    names: Annotated[bool, flag("--list", "List the presets.")] = False,
 ) -> None:
     """Print a commented run file to start from."""
     from windlass import runfile
@@ -192,9 +194,9 @@ def plan(
     run: Run,
     override: Overrides = None,
     accelerate: Accelerate = None,
-    compare: Annotated[bool, option("--compare", "", "Show the same run under every other layout too.")] = False,
-    explain: Annotated[bool, option("--explain", "", "Show every row, with the formula behind it.")] = False,
-    out: Annotated[Path | None, option("--out", "DIR", "Write plan.json to this folder.")] = None,
+    compare: Annotated[bool, flag("--compare", "Show the same run under every other layout too.")] = False,
+    explain: Annotated[bool, flag("--explain", "Show every row, with the formula behind it.")] = False,
+    out: Annotated[Path | None, opt("--out", "DIR", "Write plan.json to this folder.")] = None,
     as_json: Json = False,
 ) -> None:
     """Estimate memory, network traffic and time, without a GPU.
@@ -222,9 +224,7 @@ def plan(
     "windlass explain --accelerate fsdp.yaml",
 )
 def explain(
-    topic: Annotated[
-        str | None, argument("KEY", "A run-file key, an Accelerate key, an environment variable or a layout.")
-    ] = None,
+    topic: Annotated[str | None, arg("KEY", "Key of a run file or Accelerate file, variable, or layout.")] = None,
     accelerate: Accelerate = None,
     as_json: Json = False,
 ) -> None:
@@ -277,10 +277,10 @@ def check(
     run: Run,
     override: Overrides = None,
     accelerate: Accelerate = None,
-    here: Annotated[bool, option("--here", "", "Check this machine too: the run will use it.")] = False,
-    in_pod: Annotated[bool, option("--in-pod", "", "Run on every node: checks the nodes and their network.")] = False,
+    here: Annotated[bool, flag("--here", "Check this machine too: the run will use it.")] = False,
+    in_pod: Annotated[bool, flag("--in-pod", "Run on every node: checks the nodes and their network.")] = False,
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=1, help="How long nodes wait for each other.")
+        float, opt("--wait", "SECONDS", "How long nodes wait for each other. Default: 300.", min=1)
     ] = 300.0,
     as_json: Json = False,
 ) -> None:
@@ -332,7 +332,7 @@ def rehearse(
     override: Overrides = None,
     accelerate: Accelerate = None,
     keep: Annotated[
-        Path | None, option("--keep", "DIR", "Keep all files there. Default: deleted if every stage passes.")
+        Path | None, opt("--keep", "DIR", "Keep all files there. Default: only those of a failure.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -369,10 +369,8 @@ def train(
     override: Overrides = None,
     accelerate: Accelerate = None,
     ranks: Ranks = None,
-    resume: Annotated[bool, option("--resume", "", "Resume the unfinished run in the run folder.")] = False,
-    debug_freq: Annotated[
-        int | None, option("--debug-freq", "N", "Measure GPUs and experts every N steps; 0: never.", min=0)
-    ] = None,
+    resume: Annotated[bool, flag("--resume", "Resume the unfinished run in the run folder.")] = False,
+    debug_freq: Annotated[int | None, opt("--debug-freq", "N", "Measure GPUs every N steps; 0: never.", min=0)] = None,
 ) -> None:
     """Start training. Under torchrun or accelerate, runs as one worker.
 
@@ -433,8 +431,8 @@ def plan_script(run: Path, overrides: list[str], accelerate: Path | None, debug_
 
 @command(DURING, "windlass demo --dir demo-run", "windlass report demo-run/run")
 def demo(
-    directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder to create it in.")] = Path("demo-run"),
-    make_only: Annotated[bool, option("--make-only", "", "Create model, data and run file, but don't train.")] = False,
+    directory: Annotated[Path, opt("--dir", "DIR", "Folder to create it in. Default: demo-run.")] = Path("demo-run"),
+    make_only: Annotated[bool, flag("--make-only", "Create model, data and run file, but don't train.")] = False,
 ) -> None:
     """Create a tiny Mistral 4 and train it on this CPU with two workers."""
     from windlass import demo as demonstration
@@ -453,17 +451,12 @@ def demo(
 )
 def submit(
     run: Run,
-    to: Annotated[
-        str | None,
-        option("--to", "PLATFORM", "local, script, kubernetes or runai. Default: cluster.platform."),
-    ] = None,
+    to: Annotated[str | None, opt("--to", "PLATFORM", "local, script, kubernetes or runai.")] = None,
     override: Overrides = None,
     accelerate: Accelerate = None,
-    dry_run: Annotated[bool, option("--dry-run", "", "Write the files, start nothing.")] = False,
-    follow: Annotated[bool, option("--follow", "", "Print the run's log until it ends.")] = False,
-    api: Annotated[
-        bool, option("--api", "", "Use Run:ai's REST API (RUNAI_BASE_URL, RUNAI_TOKEN); without them, write the files.")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Write the files, start nothing.")] = False,
+    follow: Annotated[bool, flag("--follow", "Print the run's log until it ends.")] = False,
+    api: Annotated[bool, flag("--api", "Use Run:ai's REST API, by RUNAI_BASE_URL and RUNAI_TOKEN.")] = False,
     out: JobDir = None,
 ) -> None:
     """Write the job's files for a platform and submit it.
@@ -517,7 +510,7 @@ def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
 def logs(
     run: Run,
     override: Overrides = None,
-    follow: Annotated[bool, option("--follow -f", "", "Keep printing as lines arrive.")] = False,
+    follow: Annotated[bool, flag("--follow -f", "Keep printing as lines arrive.")] = False,
     out: JobDir = None,
 ) -> None:
     """Show the output of a submitted run's nodes."""
@@ -535,9 +528,7 @@ def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
 
 
 @command(DURING, "windlass watch run", "windlass watch run --once")
-def watch(
-    folder: RunDir, once: Annotated[bool, option("--once", "", "Print the current state and exit.")] = False
-) -> None:
+def watch(folder: RunDir, once: Annotated[bool, flag("--once", "Print the current state and exit.")] = False) -> None:
     """Watch a run: curves, workers, alarms.
 
     Reads only the files in the run folder, so it also works on a finished run or from another machine.
@@ -554,8 +545,8 @@ def watch(
 
 @command(AFTER, "windlass report run", "windlass report run-a run-b --out compared")
 def report(
-    folders: Annotated[list[Path], argument("RUN_DIR", "One run folder, or several to compare.")],
-    out: Annotated[Path | None, option("--out", "DIR", "Folder to write the report to.")] = None,
+    folders: Annotated[list[Path], arg("RUN_DIR", "One run folder, or several to compare.")],
+    out: Annotated[Path | None, opt("--out", "DIR", "Folder to write the report to.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write report.html and report.json for one run, or compare several."""
@@ -573,9 +564,7 @@ def report(
 @command(AFTER, "windlass best run", "windlass best run --eval-data held-out.jsonl --ranks 1")
 def best(
     folder: RunDir,
-    eval_data: Annotated[
-        Path | None, option("--eval-data", "PATH", "Rows to evaluate on. Default: the run's own.")
-    ] = None,
+    eval_data: Annotated[Path | None, opt("--eval-data", "PATH", "Rows to evaluate on, instead of the run's.")] = None,
     ranks: Ranks = None,
     as_json: Json = False,
 ) -> None:
@@ -610,19 +599,15 @@ def best(
     "windlass export run --to my-adapter --serve-check --push org/my-adapter",
 )
 def export(
-    source: Annotated[Path, argument("RUN_DIR|CHECKPOINT", "A run folder, or a folder with an adapter.")],
-    to: Annotated[Path, option("--to", "DIR", "Folder to write to.")],
-    merge: Annotated[bool, option("--merge/--adapter", "", "Merge the adapter into its base model.")] = False,
-    dtype: Annotated[
-        str | None, option("--dtype", "DTYPE", "bf16, or fp8 for a merged model. Default: unchanged.")
-    ] = None,
+    source: Annotated[Path, arg("RUN_DIR|CHECKPOINT", "A run folder, or a folder with an adapter.")],
+    to: Annotated[Path, opt("--to", "DIR", "Folder to write to.")],
+    merge: Annotated[bool, flag("--merge/--adapter", "Merge the adapter into its base model.")] = False,
+    dtype: Annotated[str | None, opt("--dtype", "DTYPE", "bf16; a merged model also fp8. Default: unchanged.")] = None,
     base: Base = None,
-    base_name: Annotated[str | None, option("--base-name", "NAME", "Name of the base model in the model card.")] = None,
-    workers: Annotated[int | None, option("--workers", "N", "Write N files at a time.", min=1)] = None,
-    serve_check: Annotated[
-        bool, option("--serve-check", "", "Print which servers can load it, and how to start one.")
-    ] = False,
-    push: Annotated[str | None, option("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
+    base_name: Annotated[str | None, opt("--base-name", "NAME", "Name of the base model in the model card.")] = None,
+    workers: Annotated[int | None, opt("--workers", "N", "Write N files at a time.", min=1)] = None,
+    serve_check: Annotated[bool, flag("--serve-check", "Print which servers load it, and how to start one.")] = False,
+    push: Annotated[str | None, opt("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write the best adapter, alone or merged, and verify the files.
@@ -655,14 +640,14 @@ def export(
 
 @command(AFTER, "windlass generate my-model --prompt 'Once upon a time'")
 def generate(
-    folder: Annotated[Path, argument("DIR", "A merged model, an adapter, or a run folder.")],
-    prompt: Annotated[str, option("--prompt", "TEXT", "The text to continue.")],
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Maximum number of new tokens.")] = 64,
+    folder: Annotated[Path, arg("DIR", "A merged model, an adapter, or a run folder.")],
+    prompt: Annotated[str, opt("--prompt", "TEXT", "The text to continue.")],
+    tokens: Annotated[int, opt("--tokens", "N", "Maximum number of new tokens. Default: 64.", min=1)] = 64,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0, help="0 always takes the likeliest token.")
+        float, opt("--temperature", "T", "0, the default: always the likeliest token.", min=0)
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed for sampling.")] = 0,
-    chat: Annotated[bool, option("--chat", "", "Apply the model's chat template to the prompt.")] = False,
+    seed: Annotated[int, opt("--seed", "N", "Seed for sampling.")] = 0,
+    chat: Annotated[bool, flag("--chat", "Apply the model's chat template to the prompt.")] = False,
     base: Base = None,
 ) -> None:
     """Generate text with a model on this machine, as a quick check."""

@@ -1,11 +1,10 @@
 """The run file: one YAML file, typed, with the place of every value."""
 
-from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, Train, Watch
+from windlass.runfile.fields import Data, ExpertLora, Lora, Model, RunFile, Script, ScriptRun, Train, Watch
 from windlass.runfile.machines import Cluster, FabricFigures, GpuFigures, LayoutSection, Secret, User, Volume
 from windlass.runfile.read import Loaded, LoadedFile, LoadedScript, kind, read, read_any
 from windlass.runfile.reference import describe, init, keys, presets, schema
 from windlass.runfile.rules import accumulation, contradictions
-from windlass.runfile.script import Script, ScriptRun
 
 __all__ = [
     "Cluster",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from windlass.runfile.kinds import Count, Natural, Number, Positive, RunName, Section, Share, Text, Whole
+from windlass.runfile.kinds import Count, LooseText, Natural, Number, Positive, RunName, Section, Share, Text, Whole
 from windlass.runfile.machines import Cluster, LayoutSection
 
 
@@ -343,17 +343,26 @@ class Watch(Section):
     """Address to serve it on; 0.0.0.0 for all interfaces."""
 
 
+class Run(Section):
+    """What both kinds of run have."""
+
+    name: RunName | None = None
+    """Name of the run and of the submitted job. Default: made from the name of the run folder."""
+    cluster: Cluster = Field(default_factory=Cluster)
+    """The machines, and how a job is submitted to them."""
+    watch: Watch = Field(default_factory=Watch)
+    """Alarms while the run trains, and what to do about them."""
+
+
 def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class RunFile(Section):
+class RunFile(Run):
     """One run: the model, the adapter, the data, the training, and the machines it runs on."""
 
     kind: Literal["lora"] = "lora"
     """What to run: lora trains a language model's adapter, script runs any PyTorch script and has other sections."""
-    name: RunName | None = None
-    """Name of the run and of the submitted job. Default: made from train.output_dir."""
     model: Model = Field(default_factory=Model)
     """The base model."""
     lora: Lora = Field(default_factory=Lora)
@@ -364,10 +373,6 @@ class RunFile(Section):
     """The training, in the terms of transformers' TrainingArguments."""
     layout: Annotated[LayoutSection, BeforeValidator(_named)] = Field(default_factory=LayoutSection)
     """How the model is placed on the GPUs: a name (`auto` by default), or a section."""
-    cluster: Cluster = Field(default_factory=Cluster)
-    """The machines, and how a job is submitted to them."""
-    watch: Watch = Field(default_factory=Watch)
-    """Alarms while the run trains, and what to do about them."""
 
     folder_key: ClassVar[str] = "train.output_dir"
 
@@ -377,17 +382,88 @@ class RunFile(Section):
         return self.train.output_dir
 
     @property
+    def workers(self) -> int:
+        """Processes per rank that prepare batches."""
+        return self.train.dataloader_num_workers
+
+    @property
     def masked(self) -> bool:
         """Whether a mask separates packed documents; flash and flex attention separate them without one."""
         attention = self.model.attn_implementation or "sdpa"
         return self.data.packing and not ("flash" in attention or attention == "flex_attention")
 
     @property
+    def ranks(self) -> int:
+        """Processes of the run, one per GPU."""
+        return self.layout.ranks or self.cluster.nodes * self.cluster.gpus_per_node
+
+
+# --- kind: script ---------------------------------------------------------------------------------------------------
+
+
+def _module(value: str) -> str:
+    if not all(part.isidentifier() for part in value.split(".")):
+        raise ValueError(f"must be a module's name such as package.train, not {value!r}")
+    return value
+
+
+def _file(value: str) -> str:
+    if value.startswith("-"):
+        raise ValueError(f"would be read as an option of Python: {value!r}; write ./{value}")
+    return value
+
+
+class Script(Section):
+    """The script that every rank runs, as torchrun would start it."""
+
+    path: Annotated[Text, AfterValidator(_file)] | None = None
+    """Python file, relative to the folder that the run is started in; this or `module`."""
+    module: Annotated[Text, AfterValidator(_module)] | None = None
+    """Python module, as `python -m` takes it; this or `path`."""
+    args: list[LooseText] = Field(default=[])
+    """Its arguments, word by word: [--epochs, 2]. No shell interprets them."""
+    output_dir: Text = "run"
+    """The run folder, which the ranks find in WINDLASS_OUTPUT_DIR."""
+    workers: Natural = 0
+    """Processes per rank that prepare batches; sets the CPUs and /dev/shm to request."""
+
+
+class Ranks(Section):
+    """How many processes. How they share the work is up to the script."""
+
+    ranks: Count | None = None
+    """Processes, one per GPU. Default: cluster.nodes x cluster.gpus_per_node."""
+
+
+class ScriptRun(Run):
+    """One run of any PyTorch script that torchrun could start, on the same machines."""
+
+    kind: Literal["script"]
+    """What to run: script runs any PyTorch script, lora trains a language model's adapter and has other sections."""
+    script: Script = Field(default_factory=Script)
+    """The script that every rank runs, as torchrun would start it."""
+    layout: Ranks = Field(default_factory=Ranks)
+    """How many processes. How they share the work is up to the script."""
+
+    folder_key: ClassVar[str] = "script.output_dir"
+
+    @property
+    def folder(self) -> str:
+        """The run folder."""
+        return self.script.output_dir
+
+    @property
     def workers(self) -> int:
         """Processes per rank that prepare batches."""
-        return self.train.dataloader_num_workers
+        return self.script.workers
 
     @property
     def ranks(self) -> int:
         """Processes of the run, one per GPU."""
         return self.layout.ranks or self.cluster.nodes * self.cluster.gpus_per_node
+
+    @property
+    def command(self) -> list[str]:
+        """What follows the name of the interpreter."""
+        script = self.script
+        return [*(["-m", script.module] if script.module else [script.path or ""]), *script.args]

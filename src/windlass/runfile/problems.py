@@ -10,10 +10,9 @@ from pydantic import ValidationError
 
 from windlass.errors import Problem
 from windlass.runfile.document import Steps, dotted
-from windlass.runfile.fields import RunFile
+from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.names import NOT_TAKEN, NOT_VALUES, OTHER_NAMES, RENAMED, close_names
 from windlass.runfile.reference import Root, annotation_at, keys, owners, section
-from windlass.runfile.script import ScriptRun
 
 # What follows pydantic's "Input should be", in plainer words.
 WORDS = {

@@ -12,12 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import Document, Steps, dotted, load, parse, scalar, unprintable
-from windlass.runfile.fields import RunFile
+from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.names import RENAMED
 from windlass.runfile.problems import problems_of, unknown_key
 from windlass.runfile.reference import SECTIONS, Root, annotation_at, items, section
 from windlass.runfile.rules import contradictions, remarks
-from windlass.runfile.script import ScriptRun
 
 
 @dataclass(frozen=True, slots=True)

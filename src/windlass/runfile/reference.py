@@ -18,9 +18,8 @@ from pydantic.fields import FieldInfo
 
 from windlass.errors import UserError
 from windlass.runfile.document import Steps
-from windlass.runfile.fields import RunFile
+from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.names import OTHER_NAMES, RENAMED, close_names
-from windlass.runfile.script import ScriptRun
 
 Root = type[BaseModel]
 SECTIONS = ("model", "lora", "data", "train", "script", "layout", "cluster", "watch")
@@ -71,7 +70,8 @@ def annotation_at(steps: Steps, root: Root = RunFile) -> Any:
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[type[BaseModel], FieldInfo]]]:
     for name, field in model.model_fields.items():
-        yield prefix + name, (model, field)
+        owner = next(base for base in model.__mro__ if name in base.__annotations__)
+        yield prefix + name, (owner, field)
         kinds = (field.annotation, items(field.annotation, list), items(field.annotation, dict))
         if inner := next(filter(None, map(section, kinds)), None):
             yield from _walk(inner, f"{prefix}{name}.")
@@ -198,10 +198,10 @@ def schema() -> dict[str, Any]:
 def _schema(root: Root) -> dict[str, Any]:
     """pydantic's, with the keys' docstrings, and with headers that have nothing under them."""
     found = root.model_json_schema(mode="validation")
-    for model, _ in fields(root).values():
-        rule = found if model is root else found["$defs"][model.__name__]
-        for name, text in _docstrings(model).items():
-            rule["properties"][name]["description"] = text
+    for path, (model, _) in fields(root).items():
+        rule = found["$defs"].get(model.__name__, found)
+        name = path.rpartition(".")[2]
+        rule["properties"][name]["description"] = _docstrings(model)[name]
     for name in SECTIONS:
         if name in found["properties"]:
             rule = found["properties"][name]

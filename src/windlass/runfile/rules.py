@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 
 from windlass.errors import Problem, UserError
-from windlass.runfile.fields import RunFile, Train, Watch
+from windlass.runfile.fields import RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import Cluster
 from windlass.runfile.names import ATTENTION, OPTIMIZERS, OPTIMIZERS_REFUSED, SCHEDULES, TRACKERS, close_names
-from windlass.runfile.script import ScriptRun
 from windlass.variables import started
 
 Where = Callable[[str], str]
