@@ -183,15 +183,6 @@ def test_tokens_checkpointing_logits_and_dropout_are_counted() -> None:
     assert extra == pytest.approx(8 * 1024 * inputs, rel=0.03)  # a byte of mask for each adapted input
 
 
-def test_what_exists_at_once_is_what_the_engine_says() -> None:
-    from windlass.train import fp8, reading
-
-    assert (memory.THREADS, memory.AT_ONCE) == (reading.THREADS, reading.AT_ONCE)
-    for shape in ((128, 4096, 4096), (128, 4096, 2048), (4, 64, 32), (4096, 1024), (384, 7168, 4096)):
-        for width in (2, 4):
-            assert memory.dequantised_bytes(shape, 1, width) == fp8.temporary(shape, width)
-
-
 # --- traffic and time ------------------
 
 

@@ -21,6 +21,7 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve
+from windlass.plan import memory
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import fp8
@@ -78,15 +79,15 @@ def test_multiplying_in_place_rounds_once(dtype: torch.dtype) -> None:
 
 
 def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[Fp8Linear, nn.Linear]:
-    """The same layer twice: held in FP8, and in `dtype`."""
-    coding = Fp8Format(E4M3, (16, 16), dtype)
+    """The same layer twice: in FP8, and in `dtype`."""
+    form = Fp8Format(E4M3, (16, 16), dtype)
     plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
-    held = Fp8Linear(plain, coding)
-    held.weight.copy_(random_codes(24, 40))
-    held.weight_scale.copy_(random_scale(2, 3))
-    plain.weight.data = truth(held.weight, held.weight_scale, coding.block, dtype)
+    in_fp8 = Fp8Linear(plain, form)
+    in_fp8.weight.copy_(random_codes(24, 40))
+    in_fp8.weight_scale.copy_(random_scale(2, 3))
+    plain.weight.data = truth(in_fp8.weight, in_fp8.weight_scale, form.block, dtype)
     plain.weight.requires_grad_(False)
-    return held, plain
+    return in_fp8, plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -98,124 +99,104 @@ def test_a_linear_layer_is_the_16_bit_one(dtype: torch.dtype, bias: bool) -> Non
         y = layer(x)
         y.square().sum().backward()
         found.append((y, x.grad, None if layer.bias is None else layer.bias.grad))
-    for held, plain in zip(*found, strict=True):
-        assert (held is None and plain is None) or torch.equal(held, plain)
+    for one, other in zip(*found, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
 
 
-def test_a_linear_layer_under_autocast_is_the_16_bit_one() -> None:
-    held, plain = linear(torch.float32)
+def test_a_linear_layer_keeps_its_codes_under_autocast_casts_and_backward() -> None:
+    in_fp8, plain = linear(torch.float32)
     x = torch.randn(5, 40)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(held(x), plain(x))
-        assert held(x).dtype == torch.bfloat16
-
-
-def test_backward_keeps_codes_alone() -> None:
-    held, _ = linear(torch.float32)
+        assert torch.equal(in_fp8(x), plain(x))
+        assert in_fp8(x).dtype == torch.bfloat16
     kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        held(torch.randn(5, 40, requires_grad=True))
-    assert [tensor.data_ptr() for tensor in kept] == [held.weight.data_ptr(), held.weight_scale.data_ptr()]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        in_fp8(x.requires_grad_())
+    assert [tensor.data_ptr() for tensor in kept] == [in_fp8.weight.data_ptr(), in_fp8.weight_scale.data_ptr()]
+    before = in_fp8.weight.clone()
+    assert torch.equal(in_fp8.to(torch.bfloat16).weight, before)
 
 
-def test_casting_a_model_leaves_codes_alone() -> None:
-    held, _ = linear(torch.float32)
-    before = held.weight.clone()
-    held.to(torch.bfloat16)
-    assert torch.equal(held.weight, before)
-
-
+SHAPE = (5, 40, 48)
 OFFSETS = torch.tensor([3, 3, 10, 12, 12], dtype=torch.int32)  # of five experts two have no token
 
 
 def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """Five experts with ragged blocks twice: held in FP8, and in `dtype`."""
-    coding = Fp8Format(E4M3, (16, 32), dtype)
-    held, plain = nn.Module(), nn.Module()
-    fp8.to_fp8_param(held, "gate_up_proj", torch.empty(5, 40, 48), coding)
-    codes, scale = random_codes(5, 40, 48), random_scale(5, 3, 2)
-    held.get_parameter("gate_up_proj").copy_(codes)
-    held.get_buffer("gate_up_proj_scale").copy_(scale)
-    plain.gate_up_proj = nn.Parameter(truth(codes, scale, coding.block, dtype), requires_grad=False)
-    return held, plain
+    """Five experts with ragged blocks twice: in FP8, and in `dtype`."""
+    form = Fp8Format(E4M3, (16, 32), dtype)
+    in_fp8, plain = nn.Module(), nn.Module()
+    fp8.to_fp8_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
+    codes, scale = random_codes(*SHAPE), random_scale(5, 3, 2)
+    in_fp8.get_parameter("gate_up_proj").copy_(codes)
+    in_fp8.get_buffer("gate_up_proj_scale").copy_(scale)
+    plain.gate_up_proj = nn.Parameter(truth(codes, scale, form.block, dtype), requires_grad=False)
+    return in_fp8, plain
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 columns of 40 at a time in 16 bits: also a ragged chunk."""
+    monkeypatch.setattr(memory, "COLUMNS", 8)
+    monkeypatch.setattr(memory, "DEQUANTISED", 5 * 48 * 2 * 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
-def test_grouped_products_are_the_16_bit_ones(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_products_are_the_16_bit_ones(
+    dtype: torch.dtype, way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fp8, "products", getattr(fp8, way))
-    monkeypatch.setattr(fp8, "ALIGN", 8)
-    monkeypatch.setattr(
-        fp8, "CHUNK_BYTES", 5 * 48 * dtype.itemsize * 16
-    )  # 16 columns of 40 at a time: also a ragged one
     found = []
     for module in experts(dtype):
         x = torch.randn(12, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
         y = grouped_linear(x, module, "gate_up_proj", OFFSETS)
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
-    for held, plain in zip(*found, strict=True):
+    for one, other in zip(*found, strict=True):
         # A matrix product of another width may add up in another order.
-        torch.testing.assert_close(held, plain, rtol=0, atol=1e-6 if way == "all_at_once" else 0)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if way == "all_at_once" else 0)
 
 
 def test_wide_inputs_are_multiplied_in_the_weights_dtype() -> None:
     """A norm under autocast hands on float32."""
     x = torch.randn(12, 48)
-    held, plain = (grouped_linear(x, module, "gate_up_proj", OFFSETS) for module in experts(torch.bfloat16))
-    assert torch.equal(held, plain)
+    one, other = (grouped_linear(x, module, "gate_up_proj", OFFSETS) for module in experts(torch.bfloat16))
+    assert torch.equal(one, other)
 
 
-def test_only_experts_with_tokens_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, _ = experts(torch.float32)
-    shapes: list[torch.Size] = []
-
-    def counted(codes: Tensor, *rest: object) -> Tensor:
-        shapes.append(codes.shape)
-        return dequantise(codes, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(fp8, "dequantise", counted)
-    grouped_linear(torch.randn(12, 48), held, "gate_up_proj", OFFSETS)
-    assert shapes == [torch.Size((40, 48))] * 3
-
-
-def test_the_stated_temporary_is_what_a_gpu_would_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = (5, 40, 48)
-    held, _ = experts(torch.bfloat16)
+@pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
+def test_what_exists_at_once_is_what_the_plan_says(
+    way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
-    made: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def counted(codes: Tensor, *rest: object) -> Tensor:
-        assert all(one() is None for one in made), "two chunks at once"
-        values = dequantise(codes, *rest)  # type: ignore[arg-type]
+    def counted(codes: Tensor, *rest: Any) -> Tensor:
+        assert all(one() is None for one in alive), "two at once"
+        values = dequantise(codes, *rest)
         sizes.append(values.nbytes)
-        made.append(weakref.ref(values.untyped_storage()))
+        alive.append(weakref.ref(values.untyped_storage()))
         return values
 
     monkeypatch.setattr(fp8, "dequantise", counted)
-    monkeypatch.setattr(fp8, "products", fp8.all_at_once)
-    monkeypatch.setattr(fp8, "ALIGN", 8)
-    monkeypatch.setattr(fp8, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(fp8, "products", getattr(fp8, way))
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
-    torch.autograd.grad(grouped_linear(x, held, "gate_up_proj", OFFSETS).sum(), x)
-    assert max(sizes) == fp8.temporary(shape, 2) <= 10_000
-    assert sum(sizes) == 2 * 2 * math.prod(shape)
+    torch.autograd.grad(grouped_linear(x, experts(torch.bfloat16)[0], "gate_up_proj", OFFSETS).sum(), x)
+    if way == "all_at_once":
+        assert max(sizes) == memory.dequantised_bytes(SHAPE, 1, 2) <= memory.DEQUANTISED
+        assert sum(sizes) == 2 * 2 * math.prod(SHAPE)
+    else:  # only experts with tokens, forward and backward
+        assert sizes == [2 * 40 * 48] * 2 * 3
 
 
-def test_the_temporary_of_the_published_model() -> None:
-    gate_up, down = (128, 4096, 4096), (128, 4096, 2048)
-    assert fp8.temporary(gate_up, 2) == fp8.temporary(down, 2) == 2**30
-    assert fp8.temporary((4096, 8192), 2) == 2 * 4096 * 8192
+def test_what_exists_at_once_of_the_published_model() -> None:
+    for shape, size in (((128, 4096, 4096), 2**30), ((128, 4096, 2048), 2**30), ((4096, 8192), 2 * 4096 * 8192)):
+        assert memory.dequantised_bytes(shape, 1, 2) == size
 
 
 # --- as on a GPU ---
 
 
-def test_a_kernel_that_is_not_there_is_said() -> None:
+def test_a_kernel_that_is_missing_is_reported() -> None:
     fp8.kernel_is_exact.cache_clear()
     with pytest.warns(UserWarning, match="weights in FP8 take two passes to read instead of one: "):
         assert not fp8.kernel_is_exact(torch.device("cpu"), E4M3, torch.bfloat16)
@@ -287,7 +268,7 @@ def test_the_kernel_computes_torchs_bits(script: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# --- the adapter beside it ---
+# --- its adapter ---
 
 
 @pytest.fixture(scope="module")
@@ -295,38 +276,32 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Base:
     return read_base(tiny.write(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
 
 
-def adapted(checkpoint: Base, base_dtype: str, **said: object) -> dict[str, Tensor]:
-    """The adapter as it is before the first step, beside a base in BF16."""
+def adapted(base: Base, base_dtype: str, **said: object) -> dict[str, Tensor]:
+    """The adapter as it is before the first step, of a base in BF16."""
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", **said})
-    model = load(checkpoint, layout)[0]
-    attached = attach(model, lora, resolve(lora, checkpoint, lambda key: key), seed=1)
+    attached = attach(load(base, layout)[0], lora, resolve(lora, base, lambda key: key), seed=1)
     return {name: tensor for name, tensor in attached.named_parameters() if tensor.requires_grad}
 
 
-def test_the_adapter_is_that_beside_16_bits(published: Base) -> None:
+def test_the_adapter_is_that_of_16_bits(published: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT rounds what it draws to the base's dtype: to bytes nothing would be left of it."""
-    wide, held = (adapted(published, base, experts={"r": 2}) for base in ("bf16", "fp8"))
-    assert wide.keys() == held.keys()
+    wide, narrow = (adapted(published, base, experts={"r": 2}) for base in ("bf16", "fp8"))
+    assert wide.keys() == narrow.keys()
     assert any("experts" in name for name in wide)
     for name, tensor in wide.items():
-        assert torch.equal(tensor, held[name]), name
+        assert torch.equal(tensor, narrow[name]), name
         assert tensor.any() or "lora_B" in name
-
-
-def test_an_adapter_that_is_not_rounded_as_beside_16_bits_differs(
-    published: Base, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault that the test above guards against."""
     original = Fp8Linear.__init__
 
-    def forgetful(self: Fp8Linear, plain: nn.Linear, coding: Fp8Format) -> None:
-        original(self, plain, coding)
+    def forgetful(self: Fp8Linear, plain: nn.Linear, form: Fp8Format) -> None:
+        """The fault that this guards against."""
+        original(self, plain, form)
         del self.compute_dtype
 
     monkeypatch.setattr(Fp8Linear, "__init__", forgetful)
-    wide, held = (adapted(published, base) for base in ("bf16", "fp8"))
-    assert any(not torch.equal(tensor, held[name]) for name, tensor in wide.items())
+    rounded = adapted(published, "fp8", experts={"r": 2})
+    assert any(not torch.equal(tensor, rounded[name]) for name, tensor in wide.items())
 
 
 def test_dora_is_refused(published: Base) -> None:

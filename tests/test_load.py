@@ -25,10 +25,11 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import Base, Parameter, read_base
 from windlass.plan.layout import Layout
+from windlass.plan.memory import AT_ONCE
 from windlass.train import certificate, parallel
 from windlass.train.fp8 import fp8_weights
 from windlass.train.load import load, read_all, unique_tensors
-from windlass.train.reading import AT_ONCE, chunks, decode, intersection, runs
+from windlass.train.reading import chunks, decode, intersection, runs
 
 load_ranks = importlib.import_module("load_ranks")  # beside this file; also run by every rank
 pytestmark = pytest.mark.xdist_group("load")

@@ -28,7 +28,9 @@ DEQUANTISED, COLUMNS = 2**30, 128
 # Resident memory of one training process on the host: interpreter, libraries, CUDA's and NCCL's host side, pinned
 # batches; an assumption, and a generous one: a pod that runs out of it is killed without a word.
 HOST_PROCESS = 8.0 * GIB
-THREADS, AT_ONCE = 4, 2**20  # the loader reads so many values at a time in each of so many threads (train/reading.py)
+# The loader converts so many values at a time (4 MiB in float32) in each of so many threads: network file systems
+# answer several reads at once faster than one after another.
+THREADS, AT_ONCE = 4, 2**20
 # TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
 # Families whose router hands its weights on in the width of compute; elsewhere softmax leaves them in float32, and the

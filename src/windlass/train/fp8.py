@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,9 @@ from transformers.integrations.moe import _grouped_linear, _grouped_mm
 from windlass.errors import Problem, raise_all
 from windlass.model import Base
 from windlass.model.targets import ExpertShard
+from windlass.plan import memory
 from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, scale_block
 
-CHUNK_BYTES: Final = 2**30  # of a stack of experts that exist in 16 bits at once
-ALIGN: Final = 128  # columns of a product are cut at multiples of this: whole tiles, and 16-byte strides
 WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
 
 
@@ -306,6 +305,7 @@ def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp
         if stop > start:
             weight = dequantise(codes[expert], scale[expert], fp8, x.dtype)
             torch.mm(x[start:stop], weight.T if transposed else weight, out=product[start:stop])
+            del weight  # or it would live on while the next one is made
         start = stop
     return product
 
@@ -315,13 +315,14 @@ def all_at_once(
 ) -> Tensor:
     """All experts, some columns of the product at a time.
 
-    Nothing waits for the host, nothing is summed over chunks (each column is one product), and at most CHUNK_BYTES
-    of weights exist at once. Experts without tokens are dequantised in vain: with thousands of tokens a micro-batch
-    there are none.
+    Nothing waits for the host, nothing is summed over chunks (each column is one product), and weights exist in no
+    more bytes at once than the plan says (`memory.dequantised_bytes`). Experts without tokens are dequantised in
+    vain: with thousands of tokens a micro-batch there are none.
     """
     experts, rows, columns = codes.shape
     width, other = (rows, columns) if transposed else (columns, rows)
-    step = chunk_columns(experts * other * x.element_size())
+    in_chunk = memory.DEQUANTISED // (experts * other * x.element_size())
+    step = max(memory.COLUMNS, in_chunk // memory.COLUMNS * memory.COLUMNS)  # whole tiles, and 16-byte strides
     product = x.new_empty(x.shape[0], width)
     for first in range(0, width, step):
         last = min(width, first + step)
@@ -332,22 +333,3 @@ def all_at_once(
         product[:, first:last] = _grouped_mm(x, part, offsets)
         del part  # or it would live on while the next one is made
     return product
-
-
-def chunk_columns(column_bytes: int) -> int:
-    """How many columns of a product are computed at a time, where one takes so many bytes of weights."""
-    return max(ALIGN, CHUNK_BYTES // column_bytes // ALIGN * ALIGN)
-
-
-def temporary(shape: Sequence[int], item: int) -> int:
-    """The most bytes that one parameter's true values take at a time on a GPU, `item` bytes each.
-
-    A matrix is dequantised as one. Of a stack of experts, the columns of a chunk: E x (the other side) x chunk.
-    """
-    if len(shape) < 3:
-        return math.prod(shape) * item
-    experts, rows, columns = shape
-    return max(
-        experts * other * min(width, chunk_columns(experts * other * item)) * item
-        for width, other in ((rows, columns), (columns, rows))
-    )

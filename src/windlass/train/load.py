@@ -30,11 +30,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from windlass.errors import RunError
 from windlass.model import Base
 from windlass.plan.layout import Layout
+from windlass.plan.memory import THREADS
 from windlass.train import parallel
 from windlass.train.certificate import Certificate, certificate, check
 from windlass.train.fp8 import Fp8Weight, fp8_weights
 from windlass.train.group import raise_together, rank
-from windlass.train.reading import NEEDS_SCALE, THREADS, Files, TruncatedError, fill, fill_scale
+from windlass.train.reading import NEEDS_SCALE, Files, TruncatedError, fill, fill_scale
 
 NO_FP8: Mapping[str, Fp8Weight] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from windlass.model import Parameter, Piece, Stored
+from windlass.plan.memory import AT_ONCE
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
 
@@ -31,8 +32,7 @@ DTYPES: Final = {
     "F8_E5M2": torch.float8_e5m2,
 }
 NEEDS_SCALE: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
-AT_ONCE: Final = 2**20  # elements converted at a time: 4 MiB in float32, a few of them alive per thread
-THREADS: Final = 4  # reads in flight: network file systems answer several at once faster than one after another
+UNCONVERTED: Final = 8  # times as many elements are read at a time where nothing is converted
 
 
 class TruncatedError(Exception):
@@ -127,7 +127,9 @@ def fill(
         if shared := intersection(own, piece_box(piece)):
             scaled_by = None if codes else piece.scale
             scale = whole(scaled_by, files).to(target.device, torch.float32) if scaled_by else None
-            jobs += [pool.submit(fill_box, piece, box, scale) for box in chunks(shared, AT_ONCE)]
+            as_stored = scale is None and target.dtype == DTYPES[piece.stored.dtype]
+            limit = AT_ONCE * UNCONVERTED if as_stored else AT_ONCE
+            jobs += [pool.submit(fill_box, piece, box, scale) for box in chunks(shared, limit)]
             filled += math.prod(stop - start for start, stop in shared)
     for job in jobs:
         job.result()

@@ -89,15 +89,6 @@ class Replicas:
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     @torch.no_grad()
-    def clip(self, limit: float) -> Tensor:
-        """Scale the gradient down to `limit`, and return its norm before."""
-        norm = self.norm()
-        gradients = [local(p.grad) for p in (*self.parameters, *self.sharded) if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-    @torch.no_grad()
     def differing(self) -> list[str]:
         """Names of the parameters that are not bit for bit the same where they should be. A collective."""
         if self.world == 1 or not self.names:
