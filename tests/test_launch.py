@@ -96,7 +96,7 @@ def test_what_has_no_effect_there_is_reported() -> None:
         assert f"cluster.{key} has no effect on Run:ai" in said
     for engine, version, more, expected in (
         ("job", "", FULL, "cluster.project has no effect on Kubernetes"),
-        ("job", "", FULL, "the service account needs the SCC nonroot-v2"),
+        ("job", "", FULL, "the service account the SCC nonroot-v2"),
         ("job", "", FULL, "auto, and no cluster was asked"),
         ("job", "", (*SITE, "cluster.user={uid: 0}"), "SCC anyuid"),
         ("job", "", (*SITE, "cluster.image=a/b:1"), "a tag may change"),
@@ -109,7 +109,7 @@ def test_what_has_no_effect_there_is_reported() -> None:
     plain = notes("kubernetes", *SITE, "cluster.env={NCCL_IB_HCA: mlx5_0, OURS: x}", engine="trainer", version="2.1")
     for word in ("SCC", "must not be root", "NCCL_IB_HCA", "OURS"):
         assert word not in plain
-    assert "needs the SCC nonroot-v2" in "\n".join(example("train", FULL)[0].notes), "the plan has it too"
+    assert "the SCC nonroot-v2" in "\n".join(example("train", FULL)[0].notes), "the plan has it too"
 
 
 def test_time_to_save_follows_from_the_plan_then_from_what_saving_took(here: Path) -> None:

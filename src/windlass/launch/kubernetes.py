@@ -16,7 +16,7 @@ from windlass.launch import kubectl
 from windlass.launch.job import Job, Record, Submission, ignored_keys, name_letters, one_line, pod_problems
 from windlass.launch.kubectl import MANAGED_BY, RUN_LABEL, KubernetesJob
 from windlass.launch.script import launch_sh
-from windlass.runfile.machines import Secret, admission
+from windlass.runfile.machines import Secret
 
 FILES = "/etc/windlass"  # where run.yaml, launch.sh and accelerate.yaml are mounted
 NODE = "node"  # Kubeflow Trainer's name of the container that trains; ours where the name is free
@@ -489,7 +489,6 @@ def notes(submission: Submission, *, asked: bool = False) -> Iterator[str]:
         yield f"restarts are the runtime's ({section.runtime}): cluster.max_restarts has no effect"
         if "terminationGracePeriodSeconds" not in trainer.fields:
             yield f"{section.runtime} has to set terminationGracePeriodSeconds: Trainer {version}'s jobs can't"
-    yield from admission(section, where)
 
 
 def files(submission: Submission) -> dict[str, str]:
