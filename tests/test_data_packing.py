@@ -30,7 +30,7 @@ from windlass.data.order import length_grouped
 from windlass.data.packing import pack
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import UserError
-from windlass.observe.meter.batch import counts
+from windlass.observe.recorder import token_counts
 from windlass.runfile import RunFile
 
 LENGTH = 256
@@ -191,7 +191,7 @@ def test_rows_apart_are_the_rows_end_to_end(packed: Prepared) -> None:
         learnt = labels != -100
         losses.append(torch.nn.functional.cross_entropy(logits[learnt], labels[learnt], reduction="none"))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
-    counted = [counts(laid(chosen, form)) for form in ("end to end", "apart")]
+    counted = [token_counts(laid(chosen, form)) for form in ("end to end", "apart")]
     tokens = sum(len(row["input_ids"]) for row in chosen)
     assert [one[[0, 2]].tolist() for one in counted if one is not None] == [
         [tokens, len(losses[0])],

@@ -12,7 +12,7 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.launch.check.bandwidth import nccl_log
 from windlass.model import read_base
-from windlass.observe.meter.sample import Sampler
+from windlass.observe.counters import Counters
 from windlass.plan.layout import Layout
 from windlass.train import parallel
 from windlass.train.checkpoint.random_state import random_state, restore_random
@@ -70,9 +70,9 @@ def test_the_gpus_random_numbers_go_on_whatever_else_the_node_has(monkeypatch: p
 
 def test_the_live_line_shows_the_highest_peak_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    monkeypatch.setattr(Sampler, "_gpu", lambda _: None)  # NVML, which is not there
-    sampler = Sampler(torch.device("cuda"))
-    progress = Progress(Place(), None, 1, lambda: sampler.most_gib)  # type: ignore[arg-type]
+    monkeypatch.setattr(Counters, "_find_gpu", lambda _: None)  # NVML, which is not there
+    sampler = Counters(torch.device("cuda"))
+    progress = Progress(Place(), None, 1, lambda: sampler.peak_gib)  # type: ignore[arg-type]
     shown = []
     for peak in (5, 3, 7):
         device.peak = peak * 2**30

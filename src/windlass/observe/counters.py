@@ -172,7 +172,7 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
         "memory_gib": round(here.memory_gib, 1),
         "device": str(device) if device is not None else "",
         "gpu": torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None,
-        "gpus": [{"name": gpu.name, "memory_gib": gpu.memory_gib} for gpu in found.gpus],
+        "gpus": [{"name": gpu.name, "memory_gib": round(gpu.memory_gib, 1)} for gpu in found.gpus],
         "driver": found.driver,
         "cuda": torch.version.cuda,
         "infiniband": [str(port.parent.relative_to(INFINIBAND)) for port in infiniband_ports()],

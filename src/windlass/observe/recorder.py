@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -236,7 +237,8 @@ class Recorder:
         finally:
             if self._balance is not None:
                 self._balance.stop()
-            self._file.close()
+            with suppress(OSError):  # of a full disk, which the write has reported
+                self._file.close()
             self._file = None
 
     # --- inside ---

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from windlass.observe.meter.summary import hardware
+from windlass.observe.counters import machine_facts
 from windlass.observe.steps import clock
 from windlass.train.folder import versions
 from windlass.train.rank import Place
@@ -71,7 +71,7 @@ def header(console: Console, plan: Plan) -> None:
 
 def machine() -> str:
     """GPUs with their memory, driver and network, or the CPU that stands in for them."""
-    found = hardware()
+    found = machine_facts()
     if not torch.cuda.is_available():
         return f"{found['processor']}, {found['memory_gib']} GiB, {torch.get_num_threads()} threads per rank, gloo"
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
 
-from windlass.errors import RunError
+from windlass.observe.watch.alarms import AlarmError
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batch, Batches
 from windlass.train.loss import patch_forward, router_loss_weight
@@ -260,7 +260,8 @@ class Loop:
         everyones: list[list[int]] = group.gather(rows)
         where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
         if self.non_finite == "stop":
-            raise RunError(
+            raise AlarmError(
+                "non_finite",
                 f"non-finite loss or gradient at step {step.step}: "
                 f"{where or 'on no single rank: the sum over all ranks overflowed'}",
                 "watch.non_finite",

@@ -110,10 +110,6 @@ class Patrol:
         self.counts: dict[str, int] = {}
         self.lock = threading.Lock()
 
-    @property
-    def past(self) -> History:
-        return self.history
-
     def round(self) -> None:
         with self.lock:
             for step, records in self.joined.new():
