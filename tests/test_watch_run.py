@@ -202,7 +202,7 @@ def test_a_stall_names_the_absent_rank_and_its_collective_with_all_stacks(runs: 
     assert "rank 0 in it" in alarm["message"]
     folder = runs.folder / "hang"
     assert "asleep_for_good" in (folder / "stacks-rank1.txt").read_text()
-    assert "training_step" in (folder / "stacks-rank0.txt").read_text(), "where the other one waits"
+    assert "train_step" in (folder / "stacks-rank0.txt").read_text(), "where the other one waits"
     assert "hang" not in runs.by_rank[0]
     assert runs.code == 1
     assert "rank 1 absent from gloo:all_" in runs.said
@@ -227,7 +227,7 @@ def test_a_rank_that_holds_pythons_lock_is_named_with_its_stack(runs: Outcomes) 
     assert "in held_in_c" in alarm["message"]
     folder = runs.folder / "grip"
     assert (folder / "stacks-rank1.txt").read_text().startswith("Timeout (0:00:03)!")
-    assert "training_step" in (folder / "stacks-rank0.txt").read_text()
+    assert "train_step" in (folder / "stacks-rank0.txt").read_text()
     assert runs["grip"] == {"code": 0}, "it is only warned of, and goes on when it can"
 
 
