@@ -26,7 +26,6 @@ def show(plan: AnyPlan, *, formulas: bool = False, compare: bool = False) -> Non
         console.print(_pairs(_script_lines(plan)))
     else:
         console.print(_verdict(plan))
-        console.print()
         console.print(_pairs(_header_lines(plan)))
         console.print()
         for table in _tables(plan, formulas, compare, console.width):
