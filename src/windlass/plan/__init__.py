@@ -26,7 +26,7 @@ from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, Trial, advise, candidates, choose, compare, micro_batches, named
 from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8
 from windlass.plan.layout import AUTO, Layout, LayoutRequest, needs_weights, read_request
-from windlass.runfile import Cluster, Loaded, RunFile, Train, accumulation
+from windlass.runfile import Cluster, Loaded, Train, accumulation
 from windlass.runfile.machines import admission
 
 Where = Callable[[str], str]
@@ -239,9 +239,26 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         return None if steps is None else steps * cost.step_seconds * layout.ranks / 3600
 
     ways = batches(request.ranks)
-    experts = base.dims.get("experts", 0)
-    fp8 = _check_fp8(base, needs_weights(run.lora), request, where)
-    work = _work(run, base, adapter, request, machine, ways[0], rows)
+    why_not_fp8 = needs_weights(run.lora)
+    if not in_fp8(base):
+        why_not_fp8 = f"{base.name} is not published in FP8, and windlass does not quantise"
+    if request.base_dtype == "fp8" and why_not_fp8:
+        what = f"base_dtype: fp8, but {why_not_fp8}"
+        raise UserError(what, where("layout.base_dtype"), "leave it out, or write bf16")
+    experts, fp8 = base.dims.get("experts", 0), not why_not_fp8
+    work = Work(
+        base=base,
+        adapter=adapter,
+        layout=Layout("resident", "", request.nodes, request.gpus_per_node, shard=1, replicate=request.ranks),
+        batch=ways[0],
+        machine=machine,
+        optim=run.train.optim,
+        base_bytes=BYTES[run.model.torch_dtype],
+        dropout=run.lora.lora_dropout,
+        masked=run.masked,
+        document=_usual_tokens(rows, run.data.max_length) if run.data.packing and not run.masked else None,
+        evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
+    )
     contenders = compare(work, length, candidates(request, experts, fp8), batches, gpu_hours)
     is_set = request.name != AUTO
     best = choose(compare(work, length, named(request, experts, fp8), batches) if is_set else contenders)
@@ -250,10 +267,9 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         raise UserError("no layout is possible", where("layout"), hint)
     layout = best.layout
     if is_set:
-        by_plan = (
-            "" if request.base_dtype or layout.base_dtype != "fp8" else "; the plan keeps the base in FP8 as published"
-        )
-        layout = replace(layout, reason=f"set by {request.where}{by_plan}")
+        by_plan = layout.base_dtype == "fp8" and request.base_dtype is None
+        reason = f"set by {request.where}" + "; the plan keeps the base in FP8 as published" * by_plan
+        layout = replace(layout, reason=reason)
     work = replace(work, batch=best.batch).under(layout)
     plan = Plan(
         loaded=loaded,
@@ -292,15 +308,6 @@ def _own_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _check_fp8(base: Base, why_not: str, request: LayoutRequest, where: Where) -> bool:
-    """Whether the base can be stored as published, in FP8. `why_not`: what of the run needs its true weights."""
-    if not in_fp8(base):
-        why_not = f"{base.name} is not published in FP8, and windlass does not quantise"
-    if request.base_dtype == "fp8" and why_not:
-        raise UserError(f"base_dtype: fp8, but {why_not}", where("layout.base_dtype"), "leave it out, or write bf16")
-    return not why_not
-
-
 def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:
     """How many sequences the rows make, their usual length, and notes about it. Blank rows make none."""
     mean = _usual_tokens(rows, limit)
@@ -324,32 +331,6 @@ def _usual_tokens(rows: Rows, limit: int) -> int | None:
     if not rows.count or not rows.text_bytes:
         return None
     return min(limit, math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN))
-
-
-def _work(
-    run: RunFile,
-    base: Base,
-    adapter: Adapter,
-    request: LayoutRequest,
-    machine: Machine,
-    batch: Batch,
-    rows: Rows,
-) -> Work:
-    """The run as the run file has it, before a layout is chosen: the costs of each are computed with its own."""
-    unsharded = Layout("resident", "", request.nodes, request.gpus_per_node, shard=1, replicate=request.ranks)
-    return Work(
-        base=base,
-        adapter=adapter,
-        layout=unsharded,
-        batch=batch,
-        machine=machine,
-        optim=run.train.optim,
-        base_bytes=BYTES[run.model.torch_dtype],
-        dropout=run.lora.lora_dropout,
-        masked=run.masked,
-        document=_usual_tokens(rows, run.data.max_length) if run.data.packing and not run.masked else None,
-        evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
-    )
 
 
 def _check_device(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from windlass.errors import Problem, raise_all
 from windlass.model.family import Family
 from windlass.plan.accelerate import AccelerateFile, Wish
+from windlass.runfile import Loaded
 
 AUTO = "auto"
 # Every name that `layout.name` may have, from the most to the least network traffic.
@@ -81,24 +82,11 @@ class LayoutRequest:
         return self.nodes * self.gpus_per_node
 
 
-class Source(Protocol):
-    """A run file as `windlass.runfile` reads it."""
-
-    @property
-    def run(self) -> Any: ...
-    def where(self, path: str) -> str: ...
-    def given(self, path: str) -> bool: ...
-
-
 def read_request(
-    source: Source,
-    family: Family | None = None,
-    accelerate: AccelerateFile | None = None,
-    *,
-    experts_adapted: bool = False,
+    loaded: Loaded, family: Family | None, accelerate: AccelerateFile | None, *, experts_adapted: bool = False
 ) -> LayoutRequest:
     """Run file and Accelerate file as one. Reports every disagreement, and a layer class that the model lacks."""
-    settings = _Settings(source, accelerate)
+    settings = _Settings(loaded, accelerate)
     nodes, gpus = _read_size(settings)
     name = _read_name(settings)
     wrap = settings.agree("the wrapped layer", settings.written("layout.wrap"), settings.wish("wrap"))
@@ -122,7 +110,7 @@ def read_request(
         activation_checkpointing=_read_checkpointing(settings),
         precision=_read_precision(settings),
         base_dtype=agreed("base_dtype"),
-        barred=_rule_out(source.run, experts_adapted) if nodes * gpus > 1 else {},
+        barred=_rule_out(loaded.run, experts_adapted) if nodes * gpus > 1 else {},
     )
     raise_all(settings.problems)
     return request
@@ -131,23 +119,23 @@ def read_request(
 class _Settings:
     """Which file sets what, and every disagreement."""
 
-    def __init__(self, source: Source, accelerate: AccelerateFile | None) -> None:
-        self.source = source
+    def __init__(self, loaded: Loaded, accelerate: AccelerateFile | None) -> None:
+        self.loaded = loaded
         self.wishes = accelerate.wishes if accelerate else {}
         self.problems: list[Problem] = []
 
     def value(self, path: str) -> Any:
         section, _, key = path.partition(".")
-        return getattr(getattr(self.source.run, section), key, None)
+        return getattr(getattr(self.loaded.run, section), key, None)
 
     def written(self, path: str) -> Wish | None:
         """The run file's value, if the user wrote one; a list of layer classes as Accelerate writes it."""
         value = self.value(path)
-        if path == "layout.name" and not self.source.given(path):
+        if path == "layout.name" and not self.loaded.given(path):
             path = "layout"  # written short, `layout: hybrid`
-        if value is None or value == AUTO or not self.source.given(path):
+        if value is None or value == AUTO or not self.loaded.given(path):
             return None
-        return Wish(",".join(value) if isinstance(value, list | tuple) else value, self.source.where(path))
+        return Wish(",".join(value) if isinstance(value, list | tuple) else value, self.loaded.where(path))
 
     def wish(self, name: str) -> Wish | None:
         return self.wishes.get(name)
@@ -280,30 +268,52 @@ def _rule_out(run: Any, experts_adapted: bool) -> dict[str, str]:
 
 def resolve(request: LayoutRequest, experts: int) -> Layout:
     """The Layout that a request names (not `auto`). `experts`: routed experts per layer, 0 for a dense model."""
-    name, where = request.name, request.where
+    name, ranks, reshard = request.name, request.ranks, request.reshard_after_forward
     problems: list[Problem] = []
+
+    def wrong(text: str, hint: str) -> None:
+        problems.append(Problem(text, request.where, hint))
+
     if name in request.barred:
-        fine = [other for other in LAYOUTS if other not in request.barred]
-        problems.append(Problem(request.barred[name], where, f"layout may be {', '.join(fine)}"))
-    reshard = request.reshard_after_forward
+        wrong(request.barred[name], f"layout may be {', '.join(one for one in LAYOUTS if one not in request.barred)}")
     if reshard is not None and (equal := CONTRADICTIONS.get((name, reshard))):
         text = f"layout {name} with reshard_after_forward {str(reshard).lower()}"
-        problems.append(Problem(text, where, f"leave reshard_after_forward out, or take {equal}"))
-    shard, replicate = mesh_sizes(request)
-    problems += [Problem(text, where, hint) for text, hint in _check_mesh(request, shard, replicate)]
-    parallel = 1
-    if name == "expert-parallel":
-        parallel = request.expert_parallel or shard
-        if why := why_not_expert_parallel(experts, parallel, shard):
-            fitting = [n for n in range(2, shard + 1) if not why_not_expert_parallel(experts, n, shard)]
-            hint = f"expert_parallel may be {', '.join(map(str, fitting))}" if fitting else "take another layout"
-            if not fitting and experts:
-                hint += f", or a number of ranks that divides {experts} experts"
-            problems.append(Problem(why, where, hint))
+        wrong(text, f"leave reshard_after_forward out, or take {equal}")
+    # Sizes as they are set, else derived so that their product is the number of ranks.
+    usual = {"hybrid": request.nodes, "resident": ranks}.get(name, 1)
+    replicate = request.replicate or usual
+    if request.shard and not request.replicate and ranks % request.shard == 0:
+        replicate = ranks // request.shard
+    shard = request.shard or max(1, ranks // replicate)
+    if name not in LAYOUTS:
+        wrong(f"no such layout: {name}", f"one of {', '.join(LAYOUTS)}")
+    elif shard * replicate != ranks:
+        text = f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {ranks} ranks"
+        wrong(text, "leave one of the two out: it is derived")
+    elif name in ("full-shard", "no-reshard") and shard == 1 < ranks:
+        wrong(f"{name} with shard 1: that is resident", "write layout: resident")
+    elif name == "hybrid" and 1 in (shard, replicate):
+        equal = "resident" if shard == 1 else "full-shard"
+        text = f"hybrid on {request.nodes} x {request.gpus_per_node} GPUs would shard over {shard} and replicate"
+        hint = f"write layout: {equal}, or give layout.shard and layout.replicate"
+        wrong(f"{text} {replicate} times: that is {equal}", hint)
+    if name == "resident" and shard != 1:
+        wrong(f"resident with shard {shard}", "leave layout.shard out")
+    if name == "resident" and request.offload:
+        wrong("resident with offload: nothing would be resident", "write layout: full-shard")
+    parallel = (request.expert_parallel or shard) if name == "expert-parallel" else 1
+    if name != "expert-parallel" and (request.expert_parallel or 1) > 1:
+        text = f"expert_parallel {request.expert_parallel} with layout {name}"
+        wrong(text, "write layout: {name: expert-parallel, …}")
+    elif name == "expert-parallel" and (why := why_not_expert_parallel(experts, parallel, shard)):
+        fitting = [n for n in range(2, shard + 1) if not why_not_expert_parallel(experts, n, shard)]
+        other = f"take another layout, or a number of ranks that divides {experts} experts" if experts else ""
+        possible = f"expert_parallel may be {', '.join(map(str, fitting))}" if fitting else ""
+        wrong(why, possible or other or "take another layout")
     raise_all(problems)
     return Layout(
         name=name,
-        reason=f"set by {where}",
+        reason=f"set by {request.where}",
         nodes=request.nodes,
         gpus_per_node=request.gpus_per_node,
         shard=shard,
@@ -315,52 +325,6 @@ def resolve(request: LayoutRequest, experts: int) -> Layout:
         precision=request.precision,
         base_dtype=request.base_dtype or "bf16",
     )
-
-
-def mesh_sizes(request: LayoutRequest) -> tuple[int, int]:
-    """shard and replicate: as set, else derived so that their product is the number of ranks."""
-    ranks, shard = request.ranks, request.shard
-    usual = {"hybrid": request.nodes, "resident": ranks}.get(request.name, 1)
-    replicate = request.replicate or (ranks // shard if shard and ranks % shard == 0 else usual)
-    return shard or max(1, ranks // replicate), replicate
-
-
-def _check_mesh(request: LayoutRequest, shard: int, replicate: int) -> Sequence[tuple[str, str]]:
-    """What is wrong with a layout's sizes, each with a hint."""
-    name, ranks = request.name, request.ranks
-    if name not in LAYOUTS:
-        return [(f"no such layout: {name}", f"one of {', '.join(LAYOUTS)}")]
-    equal = "resident" if shard == 1 else "full-shard"
-    spread = f"{request.nodes} x {request.gpus_per_node} GPUs would shard over {shard} and replicate {replicate} times"
-    checks = (
-        (
-            shard * replicate != ranks,
-            f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {ranks} ranks",
-            "leave one of the two out: it is derived",
-        ),
-        (
-            name in ("full-shard", "no-reshard") and shard == 1 < ranks,
-            f"{name} with shard 1: that is resident",
-            "write layout: resident",
-        ),
-        (
-            name == "hybrid" and 1 in (shard, replicate),
-            f"hybrid on {spread}: that is {equal}",
-            f"write layout: {equal}, or give layout.shard and layout.replicate",
-        ),
-        (name == "resident" and shard != 1, f"resident with shard {shard}", "leave layout.shard out"),
-        (
-            name == "resident" and bool(request.offload),
-            "resident with offload: nothing would be resident",
-            "write layout: full-shard",
-        ),
-        (
-            name != "expert-parallel" and (request.expert_parallel or 1) > 1,
-            f"expert_parallel {request.expert_parallel} with layout {name}",
-            "write layout: {name: expert-parallel, …}",
-        ),
-    )
-    return [(text, hint) for wrong, text, hint in checks if wrong]
 
 
 def why_not_expert_parallel(experts: int, parallel: int, shard: int) -> str:
