@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -32,12 +33,7 @@ from windlass.train.logits import compute_logits, kl_divergence, logits_without_
 from windlass.train.reading import Box
 
 WIDE = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64}
-CHANGES = {
-    "gpus_per_node: 2": "gpus_per_node: 1",
-    "learning_rate: 0.02": "learning_rate: 0.0005",
-    "max_steps: 60": "max_steps: 40",
-    "layout: full-shard": "layout: resident",
-}
+CHANGES = {"gpus_per_node": "1", "learning_rate": "0.0005", "max_steps": "40", "layout": "resident"}
 Dice = Callable[[str, Box], Tensor]
 ROUNDINGS: dict[str, Dice] = {"nearest": lambda _key, _box: torch.tensor(0.5), "dithered": rounding.dither}
 
@@ -62,9 +58,9 @@ def train(folder: Path) -> Path:
         folder / "model", hidden=1024, layers=2, heads=8, experts=4, moe_intermediate=512, vocab=1024, config=WIDE
     )
     text = run_file.read_text()
-    for before, after in CHANGES.items():
-        assert before in text
-        text = text.replace(before, after)
+    for key, value in CHANGES.items():
+        text, count = re.subn(rf"(?m)^( *{key}:) .*", rf"\1 {value}", text)
+        assert count == 1, key
     run_file.write_text(text)
     subprocess.run([sys.executable, "-m", "windlass", "train", str(run_file)], check=True, timeout=3600)
     return folder / "run"

@@ -151,7 +151,7 @@ def test_dora_adds_a_magnitude_per_output(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", SIZES)
-@pytest.mark.parametrize("pattern", [r".*\.self_attn\..*proj.*", r"model\.layers\.[02]\..*o_proj", ".*lm_head"])
+@pytest.mark.parametrize("pattern", [r".*\.self_attn\..*proj.*", r"model\.layers\.[02]\..*o_proj"])
 def test_regular_expressions_match_as_peft_s(model_type: str, pattern: str) -> None:
     agree(model_type, lora(target_modules=pattern), {"target_modules": pattern})
 
@@ -276,6 +276,8 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("qwen3_moe", {"target_modules": ["gate"]}, [("it is the router", "known")]),
     ("mixtral", {"target_modules": USUAL}, [(f"'{n}' matches", "lora.experts: true") for n in USUAL[4:]]),
     ("mixtral", {"target_modules": ["gate_up_proj"]}, [("'gate_up_proj' matches", "a fused parameter")]),
+    ("mistral", {"target_modules": ["q_proj", "lm_head"]}, [("lm_head can't be adapted: the loss", "leave it out")]),
+    ("qwen3", {"target_modules": ".*(o_proj|lm_head)"}, [("lm_head can't be adapted: the loss", "leave it out")]),
     ("mistral", {"experts": True}, [("no routed experts", "leave lora.experts out")]),
     ("mistral4", {"experts": True, "use_dora": True}, [("can't be DoRA", "lora.use_dora: false")]),
     (

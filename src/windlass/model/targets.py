@@ -74,6 +74,10 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
         if p.part in LINEAR_PARTS and p.name.endswith(".weight") and not _out_of_reach(p, base)
     }
     matches, problems = _match(lora, linears, base, where)
+    if heads := [module for match in matches for module in match.modules if linears[module].part == "head"]:
+        # The fused loss multiplies by the head's weight, in chunks, and never calls the module.
+        problem = f"{heads[0]} can't be adapted: the loss is computed from its weight, without its adapter"
+        problems.append(Problem(problem, where("lora.target_modules"), "leave it out, or write all-linear"))
     experts, faults = _experts(lora, base, where)
     raise_all([*problems, *faults])
 
