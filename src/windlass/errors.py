@@ -1,4 +1,4 @@
-"""What a user did wrong, said so that they can fix it: what, where, and the next step."""
+"""Errors that are printed without a traceback, with place and hint; exit codes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Exit codes, of every command and rank; 0 is finished.
+# Exit codes of every command and rank; 0 is success.
 FAILED = 1  # a check or run failed
 USER_INPUT = 2  # the input is wrong
-RANK_USER_INPUT = 13  # what a rank or node says for 2: schedulers are told not to try again
-SAVED = 75  # EX_TEMPFAIL: stopped by a signal, all that there was is saved; start again with --resume
+RANK_USER_INPUT = 13  # the same from a rank or node, which schedulers are configured not to retry
+SAVED = 75  # EX_TEMPFAIL: stopped by a signal, and everything is saved; start again with --resume
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. `where` is a place the user can open: `run.yaml:12: lora.r`."""
+    """One thing that is wrong. `where` is a place that the user can open: `run.yaml:12: lora.r`."""
 
     problem: str
     where: str = ""
@@ -30,7 +30,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """The only exception that is printed without a traceback. It may carry several problems at once."""
+    """The only exception that is printed without a traceback. It may contain several problems."""
 
     def __init__(self, problem: str, where: str = "", hint: str = "") -> None:
         self.problems: tuple[Problem, ...] = (Problem(problem, where, hint),)
@@ -38,7 +38,7 @@ class UserError(Exception):
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> UserError:
-        """One error that reports every problem of the list, in order."""
+        """One error with all problems, in order."""
         error = cls("")
         error.problems = tuple(problems)
         error.args = (str(error),)
@@ -49,10 +49,10 @@ class UserError(Exception):
 
 
 def raise_all(problems: Sequence[Problem]) -> None:
-    """Raise all of them together, or return when there is none."""
+    """Raise all problems as one error, if there are any."""
     if problems:
         raise UserError.of(problems)
 
 
 class RunError(UserError):
-    """A run that stopped itself: the input was right, what happened was not. Exits with 1, a `UserError` with 2."""
+    """A run that stopped itself although its input was right. Exits with 1, a `UserError` with 2."""

@@ -97,20 +97,17 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
         places["layout.name"] = places["layout"]
     tree.update({name: {} for name in SECTIONS if name in tree and tree[name] is None})
 
-    def where(path: str) -> str:
-        return LoadedFile(document_path, (), places).where(path)
+    run, wrong, more = _validate(tree, root, places, document.file)
 
     def is_valid(path: str) -> bool:
         return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
 
-    document_path = Path(path)
-    run, wrong, more = _validate(tree, root, places, document.file)
-    problems += [*more, *contradictions(run, where, is_valid=is_valid)]
-    raise_all(problems)
+    where = LoadedFile(Path(path), (), places).where
+    raise_all([*problems, *more, *contradictions(run, where, is_valid=is_valid)])
     notes += remarks(run, where)
     if isinstance(run, ScriptRun):
-        return LoadedScript(document_path, tuple(notes), places, run)
-    return Loaded(document_path, tuple(notes), places, run)
+        return LoadedScript(Path(path), tuple(notes), places, run)
+    return Loaded(Path(path), tuple(notes), places, run)
 
 
 def _mapping(document: Document) -> dict[str, Any]:
