@@ -21,7 +21,7 @@ from windlass.errors import FAILED, RANK_USER_INPUT, USER_INPUT, RunError, UserE
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
-    from windlass.plan.script import AnyPlan, ScriptPlan
+    from windlass.plan.script import AnyPlan
     from windlass.train.best import Ranking
 
 TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
@@ -382,51 +382,38 @@ def train(
     from windlass.train import script
 
     overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
-    if kind(run, overrides) == "script":
-        require(("torch",), "train")
-        overrides += [] if ranks is None else ["layout.ranks=null"]
-        planned = lambda: plan_script(run, overrides, accelerate, debug_freq)  # noqa: E731
-        raise typer.Exit(script.train(planned, environ=os.environ, resume=resume, say=print_error))
+    is_script = kind(run, overrides) == "script"
+    overrides += ["layout.ranks=null"] if is_script and ranks is not None else []
+    require(("torch",) if is_script else TRAINING, "train")
 
-    def plan_training() -> Plan:
-        from windlass import plan as planning
+    def planned() -> Any:
+        """On the machines that a launcher started, or on this one, unless the files say which."""
         from windlass.hardware import this_machine
         from windlass.plan.accelerate import accelerate_file
-        from windlass.runfile import read
+        from windlass.plan.script import make_any, refuse_accelerate
+        from windlass.runfile import read_any
         from windlass.train.machines import started_on
 
-        loaded, file = read(run, overrides), accelerate_file(accelerate, os.environ)
+        if is_script and debug_freq is not None:
+            hint = "pass it to the meter inside your script"
+            raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint)
+        if is_script:
+            refuse_accelerate(accelerate)
+        loaded, file = read_any(run, overrides), None if is_script else accelerate_file(accelerate, os.environ)
         sized = file is not None and not file.wishes.keys().isdisjoint(("nodes", "ranks"))
         if not sized and (found := started_on(loaded, os.environ, len(this_machine().gpus))):
-            loaded = read(run, [*overrides, *found])
-        return planning.make(loaded, file)
+            loaded = read_any(run, [*overrides, *found])
+        return make_any(loaded, file)
 
-    require(TRAINING, "train")
+    if is_script:
+        raise typer.Exit(script.train(planned, environ=os.environ, resume=resume, say=print_error))
     arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
     arguments += [*(["--accelerate", str(accelerate)] if accelerate else []), *(["--resume"] if resume else [])]
     arguments += [] if debug_freq is None else ["--debug-freq", str(debug_freq)]
     code = training.train(
-        plan_training, arguments=arguments, environ=os.environ, resume=resume, debug_freq=debug_freq, say=print_error
+        planned, arguments=arguments, environ=os.environ, resume=resume, debug_freq=debug_freq, say=print_error
     )
     raise typer.Exit(code)
-
-
-def plan_script(run: Path, overrides: list[str], accelerate: Path | None, debug_freq: int | None) -> ScriptPlan:
-    """The plan of a `kind: script` run, on the machines that a launcher started or that are here."""
-    from windlass.hardware import this_machine
-    from windlass.plan.script import make_script, refuse_accelerate
-    from windlass.runfile import LoadedScript, read_any
-    from windlass.train.machines import started_on
-
-    if debug_freq is not None:
-        hint = "pass it to the meter inside your script"
-        raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint)
-    refuse_accelerate(accelerate)
-    loaded = read_any(run, overrides)
-    if found := started_on(loaded, os.environ, len(this_machine().gpus)):
-        loaded = read_any(run, [*overrides, *found])
-    assert isinstance(loaded, LoadedScript)
-    return make_script(loaded)
 
 
 @command(DURING, "windlass demo --dir demo-run", "windlass report demo-run/run")
