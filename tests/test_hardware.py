@@ -112,14 +112,15 @@ typedef void *device;
 typedef struct { unsigned long long total, free, used; } memory;
 typedef struct { unsigned pid; unsigned long long used; unsigned instance, compute; } process;
 typedef struct { unsigned gpu, memory; } rates;
-int nvmlInitWithFlags(unsigned f) { return INIT; }
-int nvmlInit_v2(void) { return INIT; }
-int nvmlShutdown(void) { return OK; }
+static int users;
+int nvmlInitWithFlags(unsigned f) { users++; return INIT; }
+int nvmlInit_v2(void) { users++; return INIT; }
+int nvmlShutdown(void) { users--; return OK; }
 const char *nvmlErrorString(int e) { return "Driver Not Loaded"; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return COUNT; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, device *d) { *d = (device)(long)(i + 1); return OK; }
 int nvmlDeviceGetHandleByUUID(const char *s, device *d) { *d = (device)2; return strcmp(s, "GPU-b") ? 6 : OK; }
-int nvmlSystemGetDriverVersion(char *s, unsigned n) { strncpy(s, "580.65.06", n); return OK; }
+int nvmlSystemGetDriverVersion(char *s, unsigned n) { strncpy(s, "580.65.06", n); return users > 0 ? OK : 1; }
 int nvmlDeviceGetName(device d, char *s, unsigned n) { strncpy(s, "NVIDIA H200", n); return OK; }
 int nvmlDeviceGetUUID(device d, char *s, unsigned n) { strncpy(s, "GPU-b", n); return OK; }
 int nvmlDeviceGetMemoryInfo(device d, memory *m) {
@@ -150,7 +151,8 @@ int nvmlDeviceGetPcieThroughput(device d, int counter, unsigned *kib) { *kib = 1
 READ = """
 import dataclasses, json
 from windlass import hardware
-found, nvml = hardware.read_gpus(), hardware.Nvml()
+found = hardware.read_gpus()
+nvml = hardware.Nvml()
 load = {} if nvml.error else nvml.read_load(nvml.find("b", 0))
 print(json.dumps([dataclasses.asdict(found), load, hardware.this_gpu()]))
 """

@@ -298,11 +298,11 @@ def read_gpus(*, health: bool = True) -> Gpus:
         return Gpus(error=nvml.error, installed=nvml.installed)
     try:
         gpus = tuple(nvml.read_gpu(index, health=health) for index in range(nvml.count()))
+        return Gpus(gpus, "" if gpus else "NVML lists no GPU", nvml.driver())
     except nvml.library.NVMLError as error:
         return Gpus(error=f"NVML stopped answering: {error}")
     finally:
         nvml.library.nvmlShutdown()
-    return Gpus(gpus, "" if gpus else "NVML lists no GPU", nvml.driver())
 
 
 class Nvml:

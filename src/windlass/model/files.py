@@ -36,31 +36,18 @@ BITS: Final[dict[str, int]] = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 
-# What is there instead of the weights, and what to do about it.
-INSTEAD: Final = (
-    (
-        "adapter_model.safetensors",
-        "it holds an adapter, not a model",
-        "name the base model's folder here, and this one in lora.adapter",
-    ),
-    (
-        "consolidated*.safetensors",
+# Files that are there instead of the weights: what that means, and what to do about it.
+INSTEAD: Final = {
+    "adapter_model.safetensors": ("it holds an adapter", "name the base model here, and this folder in lora.adapter"),
+    "consolidated*.safetensors": (
         "it holds only the publisher's own format (consolidated*.safetensors)",
         "fetch the model-*.safetensors files and their index too",
     ),
-    (
-        "model-*-of-*.safetensors",
-        f"it has shards but no {INDEX}",
-        f"fetch {INDEX} from where the model was published",
-    ),
-    (
-        "*.bin",
-        "its weights are pickled (*.bin), which can run code when opened",
-        "fetch or convert them to safetensors",
-    ),
-    ("*.gguf", "its weights are in GGUF", "fetch the safetensors version of the model"),
-    ("*.safetensors", f"none of its safetensors files is named {SINGLE}", f"name it {SINGLE}, or give an index"),
-)
+    "model-*-of-*.safetensors": (f"it has shards but no {INDEX}", f"fetch {INDEX} too"),
+    "*.bin": ("its weights are pickled (*.bin), which can run code when opened", "convert them to safetensors"),
+    "*.gguf": ("its weights are in GGUF", "fetch the safetensors version of the model"),
+    "*.safetensors": (f"no safetensors file is named {SINGLE}", f"name it {SINGLE}, or give an index"),
+}
 
 
 def list_names(folder: Path) -> frozenset[str]:
@@ -111,7 +98,7 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
         return read_header(folder / SINGLE)
     if INDEX in names:
         return _read_shards(folder, names)
-    for pattern, problem, hint in INSTEAD:
+    for pattern, (problem, hint) in INSTEAD.items():
         if any(Path(name).match(pattern) for name in names):
             raise UserError(f"the model folder has no readable weights: {problem}", str(folder), hint)
     hint = f"it must hold {SINGLE}, or {INDEX} and the files it names"
