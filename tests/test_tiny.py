@@ -25,7 +25,7 @@ def keys(directory: Path) -> dict[str, Any]:
     return {key: entry for file in directory.glob("model*.safetensors") for key, entry in header(file).items()}
 
 
-def test_mistral4_lies_as_published(tmp_path: Path) -> None:
+def test_mistral4_is_stored_as_published(tmp_path: Path) -> None:
     stored = keys(tiny.write(tmp_path, layers=1, decoys=True))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Mistral3ForConditionalGeneration"]
@@ -75,7 +75,7 @@ def test_mixtral_experts_are_stored_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_plain_twins_open_with_nothing_missing(tmp_path: Path, family: str) -> None:
+def test_plain_models_open_with_nothing_missing(tmp_path: Path, family: str) -> None:
     import transformers
 
     tiny.write(tmp_path, family, wrapper=False, quantization="none", tokenizer=False)
@@ -125,6 +125,6 @@ def test_the_tokenizer_opens_beside_the_publishers_own(tmp_path: Path) -> None:
     )
 
 
-def test_a_family_without_a_twin_is_refused(tmp_path: Path) -> None:
+def test_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tiny model of 'bert'"):
         tiny.write(tmp_path, "bert")

@@ -1,4 +1,4 @@
-"""Rows of tokens into the batch a model is given: padded, end to end, or packed rows one below the other."""
+"""Make a batch of rows: padded, or packed rows one below the other, or everything end to end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from windlass.observe.steps import IGNORED
 
 Row = dict[str, Any]
-Batch = dict[str, Any]
-Collator = Callable[[list[Row]], Batch]
+Collator = Callable[[list[Row]], dict[str, Any]]
 
 
 class PaddedCollator:
@@ -21,12 +20,28 @@ class PaddedCollator:
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
-    def __call__(self, rows: list[Row]) -> Batch:
+    def __call__(self, rows: list[Row]) -> dict[str, Any]:
         return {
-            "input_ids": _stack([row["input_ids"] for row in rows], self.pad_token_id),
-            "labels": _stack([_labels(row) for row in rows], IGNORED),
-            "attention_mask": _stack([[1] * len(row["input_ids"]) for row in rows], 0),
+            "input_ids": _pad([row["input_ids"] for row in rows], self.pad_token_id),
+            "labels": _pad([_labels(row) for row in rows], IGNORED),
+            "attention_mask": _pad([[1] * len(row["input_ids"]) for row in rows], 0),
         }
+
+
+class PaddedPackingCollator(PaddedCollator):
+    """Packed rows one below the other, padded to the longest: attention masks are then length x length per row.
+
+    End to end, a mask would be one square over all rows, most of it computed in vain. Documents are separated by their
+    positions, which begin anew at 0; each position of padding is a document of its own that no loss is computed on.
+    (A router's balancing loss counts it as any other token.)
+    """
+
+    def __call__(self, rows: list[Row]) -> dict[str, Any]:
+        batch = super().__call__(rows)
+        del batch["attention_mask"]
+        batch["position_ids"] = _pad([_positions(row) for row in rows], 0)
+        batch["labels"][batch["position_ids"] == 0] = IGNORED
+        return batch
 
 
 class PaddingFreeCollator:
@@ -35,47 +50,20 @@ class PaddingFreeCollator:
     There is no attention mask: flash attention would take a mask of ones for one long document.
     """
 
-    def __call__(self, rows: list[Row]) -> Batch:
+    def __call__(self, rows: list[Row]) -> dict[str, Any]:
         positions = torch.cat([_positions(row) for row in rows])
         labels = torch.tensor([label for row in rows for label in _labels(row)])
         labels[positions == 0] = IGNORED  # a document's first token would be predicted from another document
-        starts = (positions == 0).nonzero().flatten()
-        edges = torch.cat([starts, torch.tensor([len(positions)])]).to(torch.int32)
+        # Computed here, on the CPU: every layer would derive them from the positions and wait for the GPU.
+        edges = torch.cat([(positions == 0).nonzero().flatten(), torch.tensor([len(positions)])]).to(torch.int32)
         lengths = edges.diff()
-        longest = int(lengths.max())
-        documents = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
         return {
             "input_ids": torch.tensor([[token for row in rows for token in row["input_ids"]]]),
             "labels": labels[None],
             "position_ids": positions[None],
-            # Computed here, on the CPU: every layer would derive them from the positions and wait for the GPU.
-            "cu_seq_lens_q": edges,
-            "cu_seq_lens_k": edges,
-            "max_length_q": longest,
-            "max_length_k": longest,
-            "seq_idx": documents[None],
-        }
-
-
-class PaddedPackingCollator:
-    """Packed rows one below the other, padded to the longest: attention masks are then length x length per row.
-
-    End to end, a mask would be one square over all rows, most of it computed in vain. Documents are separated by their
-    positions, which begin anew at 0; each position of padding is a document of its own that no loss is computed on.
-    (A router's balancing loss counts it as any other token.)
-    """
-
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
-
-    def __call__(self, rows: list[Row]) -> Batch:
-        positions = _stack([_positions(row) for row in rows], 0)
-        labels = _stack([_labels(row) for row in rows], IGNORED)
-        labels[positions == 0] = IGNORED
-        return {
-            "input_ids": _stack([row["input_ids"] for row in rows], self.pad_token_id),
-            "labels": labels,
-            "position_ids": positions,
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), edges),
+            **dict.fromkeys(("max_length_q", "max_length_k"), int(lengths.max())),
+            "seq_idx": torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)[None],
         }
 
 
@@ -89,6 +77,6 @@ def _positions(row: Row) -> Tensor:
     return torch.cat([torch.arange(length) for length in row.get("seq_lengths", [len(row["input_ids"])])])
 
 
-def _stack(rows: Sequence[Any], padding: int) -> Tensor:
+def _pad(rows: Sequence[Any], padding: int) -> Tensor:
     tensors = [torch.as_tensor(row) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +41,12 @@ STREAM_AUDIT_ROWS = 10_000  # of a stream, so many rows are audited beforehand
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is trained on. `arguments` are the SFTConfig settings that these sets need."""
+    """The sets that are trained and evaluated on, and how to make batches of them."""
 
     train: Dataset | IterableDataset
     validation: Dataset | None
     audit: dict[str, Any]
     fingerprint: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
     lengths: np.ndarray[Any, np.dtype[np.int64]] | None = None
     """Tokens of each row of `train`; None when it is streamed."""
     batching: str = auditing.LENGTH_GROUPED
@@ -145,7 +144,6 @@ def prepare(
 
     # 4. The sets themselves.
     validation = load_rows(folder / "validation.arrow") if "validation" in audit["splits"] else None
-    arguments = trl_arguments(run, selection, batching)
     if data.streaming:
         train = stream_rows(
             lambda: read_rows(selection.source, selection.train),
@@ -155,22 +153,10 @@ def prepare(
             max_length if packing else None,
             seed,
         )
-        return Prepared(train, validation, audit, key, arguments, batching=batching, masked=run.masked)
+        return Prepared(train, validation, audit, key, batching=batching, masked=run.masked)
     per_row = np.load(folder / "train.rows.npy")
     train = load_rows(folder / "train.arrow")
-    return Prepared(train, validation, audit, key, arguments, per_row, batching=batching, masked=run.masked)
-
-
-def trl_arguments(run: RunFile, selection: Selection, batching: str) -> dict[str, Any]:
-    """SFTConfig's part in this: take the rows as they are. `packing` is what makes its collator read seq_lengths."""
-    taken: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
-    if not selection.validated:
-        taken["eval_strategy"] = "no"
-    if run.data.streaming:
-        # Each rank reads the stream and keeps its own batches of it. Accelerate's default for streams, one rank that
-        # reads and sends, joins the ranks' batches first and fails where their lengths differ.
-        taken["accelerator_config"] = {"dispatch_batches": False}
-    return {**taken, "packing": run.data.packing, "padding_free": batching != auditing.LENGTH_GROUPED}
+    return Prepared(train, validation, audit, key, per_row, batching=batching, masked=run.masked)
 
 
 def select_rows(data: Data, where: Where, say: Say) -> Selection:
