@@ -215,7 +215,8 @@ def test_data_that_can_not_be_trained_on(
 
 
 def test_too_little_supervised_and_ids_beyond_the_vocabulary(prepared: Prepare, tokenizer: Any) -> None:
-    rows, audits = [{"prompt": "a long question " * 5, "completion": "yes"}], []
+    audits: list[dict[str, Any]] = []
+    rows = [{"prompt": "a long question " * 5, "completion": "yes"}]
     with pytest.raises(UserError) as caught:
         prepared(rows, least=0.5, more={"vocabulary": 100, "audited": audits.append})
     figures = audits[0]["splits"]["train"]
@@ -231,6 +232,8 @@ def test_held_out_rows_are_the_same_every_time_and_no_duplicate_crosses(prepared
     texts = [text for text in PARAGRAPHS[:300] if text.strip()]
     rows = [{"text": text} for text in texts + texts[:50]]
     one, two = prepared(rows, val_fraction=0.1), prepared(rows, val_fraction=0.1, more={"cache": tmp_path / "other"})
+    assert one.validation is not None
+    assert two.validation is not None
     assert one.validation["input_ids"] == two.validation["input_ids"]
     assert 0.09 < len(one.validation) / (len(one.train) + len(one.validation)) < 0.13
     assert one.audit["overlap"]["documents"] == 0

@@ -26,15 +26,16 @@ from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import tiny
-from windlass.data.collate import PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
+from windlass.data.collate import Collator, PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
 from windlass.data.order import length_grouped, shuffled
 from windlass.data.packing import pack
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import UserError
+from windlass.observe.recorder import token_counts
 from windlass.runfile import RunFile
 
 LENGTH, VOCABULARY = 256, 600
-PACKED = {"end to end": PaddingFreeCollator(), "one below the other": PaddedPackingCollator(7)}
+PACKED: dict[str, Collator] = {"end to end": PaddingFreeCollator(), "one below the other": PaddedPackingCollator(7)}
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +186,12 @@ def test_rows_one_below_the_other_are_the_rows_end_to_end(packed: Prepared) -> N
         supervised = labels != -100
         losses.append(torch.nn.functional.cross_entropy(logits[supervised], labels[supervised], reduction="none"))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    counted = [token_counts(collate(chosen)) for collate in PACKED.values()]
+    tokens = sum(len(row["input_ids"]) for row in chosen)
+    assert [one[[0, 2]].tolist() for one in counted if one is not None] == [
+        [tokens, len(losses[0])],
+        [tokens - 2, len(losses[0])],  # documents of one token at a row's end look as padding does
+    ]
 
 
 def test_the_order_is_by_seed_and_epoch_alone() -> None:
