@@ -3,22 +3,21 @@
     python benchmarks/one_gpu.py                       every part, ten minutes at most
     python benchmarks/one_gpu.py --parts whole,profile
     python benchmarks/one_gpu.py --tiny                the same code at toy size, on whatever is here
-    python benchmarks/one_gpu.py --show one_gpu.jsonl  the tables of an earlier run, a broken-off one too
+    python benchmarks/one_gpu.py --show one_gpu.jsonl  the tables of an earlier run, also of an interrupted one
 
 Each part runs in a process of its own, has a share of the time (and what earlier parts left of theirs), and writes
 each row to --out the moment it is there: what ends early loses nothing that was measured. Weights are random and made
 on the GPU: no files, no copy on the host. Everything else is what a run uses: the model as parallel.py builds it, the
-FP8 base, the adapters and their experts' path, checkpointing, autocast, TRL's fused head, AdamW. Rows of tokens are
+FP8 base, the adapters and their experts' path, checkpointing, autocast, the loss, AdamW. Rows of tokens are
 full, so none is padding; where "masked" stands they are documents that a mask keeps apart. "plan" is what the plan
 says of the same work, without what only a device has (the driver's context, fragmentation); "peak" is what torch has
 allocated.
 
 Needs the `train` extra of pyproject.toml, but runs from a checkout that is not installed. For a machine whose image has
 torch with CUDA and Triton but an older transformers, and that reaches no package index, carry in a folder that
-PYTHONPATH names, of that machine's Python version: transformers (5.23), huggingface_hub, tokenizers, trl, peft,
-accelerate, datasets, pyarrow, dill, multiprocess, xxhash, pydantic, pydantic_core, annotated_types, typing_inspection,
-nvidia-ml-py; all but the compiled ones (tokenizers, pyarrow, xxhash, pydantic_core) run on any version. What cannot be
-imported is said before the clock starts.
+PYTHONPATH names, of that machine's Python version: transformers (5.23), huggingface_hub, tokenizers, peft, accelerate,
+pydantic, pydantic_core, annotated_types, typing_inspection, nvidia-ml-py; all but the compiled ones (tokenizers,
+pydantic_core) run on any version. What cannot be imported is reported before the clock starts.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def facts() -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError):
         gpu = "none"
     versions = {}
-    for name in ("torch", "transformers", "peft", "trl", "triton"):
+    for name in ("torch", "transformers", "peft", "triton"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -105,15 +104,12 @@ def read(out: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            rows.append({"part": "facts", "skipped": "a line that was broken off"})
+            rows.append({"part": "facts", "skipped": "a line that was cut off"})
     return rows
 
 
-LEAST = {"torch": (2, 11), "transformers": (5, 23), "peft": (0, 21), "trl": (1, 16)}
-NEEDED = (
-    *("yaml", "pydantic", "typer", "rich", "psutil", "torch", "safetensors", "huggingface_hub", "tokenizers"),
-    *("transformers", "accelerate", "pyarrow", "xxhash", "dill", "multiprocess", "datasets", "peft", "trl"),
-)
+LEAST = {"torch": (2, 11), "transformers": (5, 23), "peft": (0, 21)}
+NEEDED = ("pydantic", "torch", "safetensors", "huggingface_hub", "tokenizers", "transformers", "accelerate", "peft")
 PROBE = """
 import importlib, sys, warnings
 warnings.simplefilter("ignore")

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from trl.trainer.utils import add_fused_lm_head
 
 from windlass import hardware
 from windlass.model import Base, Parameter, config, published_base
@@ -24,6 +23,7 @@ from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import fp8, parallel
 from windlass.train.lora import attach
+from windlass.train.loss import patch_forward
 
 GIB = 2**30
 MODEL = "Mistral-Small-4-119B-2603"
@@ -160,9 +160,9 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT)
     fill(model)
     model.requires_grad_(False)
     peft = attach(model, lora, adapter, 0, path)
-    add_fused_lm_head(peft.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))  # as SFTTrainer does
-    peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    peft.enable_input_require_grads()
+    causal_lm = peft.get_base_model()
+    patch_forward(causal_lm)
+    causal_lm.activation_checkpointing_enable()
     peft.train()
     gpu = card()
     fabrics = (hardware.fabric(gpu.link), hardware.fabric(gpu.link), hardware.fabric(gpu.host_link))
@@ -194,21 +194,24 @@ class Trainee:
     """One micro-batch per optimizer step, each third of it timed."""
 
     def __init__(self, built: Built) -> None:
-        self.model = built.model
+        self.model: Any = built.model.get_base_model()
         self.trained = [p for p in built.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
         self.device = parallel.device_of_this_rank()
         self.vocabulary = built.work.base.dims["vocab"]
 
     def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:
-        """As windlass.data.collate lays packed rows out where a mask keeps documents apart: positions begin anew."""
+        """As training's batches. Documents that a mask keeps apart begin at position 0, and none predicts the next."""
         dice = torch.Generator().manual_seed(cell.tokens)
         shape = cell.tokens // cell.length, cell.length
         rows = torch.randint(self.vocabulary, shape, generator=dice).to(self.device)
-        if not cell.masked:
-            return {"input_ids": rows, "labels": rows}
-        positions = (torch.arange(cell.length, device=self.device) % document).expand(shape)
-        return {"input_ids": rows, "labels": rows.masked_fill(positions == 0, IGNORED), "position_ids": positions}
+        following = nn.functional.pad(rows[:, 1:], (0, 1), value=IGNORED)
+        inputs = {"input_ids": rows}
+        if cell.masked:
+            inputs["position_ids"] = (torch.arange(cell.length, device=self.device) % document).expand(shape)
+            following[:, :-1][inputs["position_ids"][:, 1:] == 0] = IGNORED
+        supervised = (following != IGNORED).flatten().nonzero().squeeze(1)
+        return {**inputs, "supervised": supervised, "targets": following.flatten()[supervised]}
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
         marks = []
@@ -219,7 +222,7 @@ class Trainee:
 
         mark()
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.model(**batch, fused_lm_head=True, use_cache=False).loss
+            loss = self.model(**batch).loss / len(batch["targets"])
         mark()
         loss.backward()
         mark()
