@@ -47,19 +47,21 @@ def take(command: list[str], codes: tuple[int, ...] = (0,)) -> Taken:
     return Taken(time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
-def write_checkpoint(folder: Path) -> int:
+def write_base(folder: Path) -> int:
     """Mistral Small 4 as published, with holes for weights. Returns the bytes it stands for."""
     model = weights.published_base("Mistral-Small-4-119B-2603")
     assert model is not None
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"vision_tower.patch_conv.weight": ("BF16", (1024, 3, 14, 14))}
     for parameter in model.parameters:
         key = f"language_model.{parameter.name}"
         quantised = parameter.part in ("attention", "shared_experts", "experts") and len(parameter.shape) > 1
         tensors[key] = ("F8_E4M3" if quantised else "BF16", parameter.shape)
         if quantised and parameter.part == "experts":
             tensors[f"{key}_scale_inv"] = ("BF16", (parameter.shape[0], 1, 1))
+            tensors[f"{key}_activation_scale"] = ("BF16", (parameter.shape[0],))
         elif quantised:
             tensors[f"{key}_scale_inv"] = ("BF16", ())
+            tensors[f"{key.removesuffix('weight')}activation_scale"] = ("BF16", ())
     config = {
         "architectures": ["Mistral3ForConditionalGeneration"],
         "model_type": "mistral3",
@@ -96,7 +98,7 @@ def write_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size = write_checkpoint(folder)
+        size = write_base(folder)
         run = folder / "run.yaml"
         run.write_text(
             f"model: {{model_name_or_path: {json.dumps(name)}}}\n"

@@ -164,12 +164,7 @@ def _match(
 
 def _match_expression(pattern: str, modules: Sequence[str], place: str) -> tuple[list[_Match], list[Problem]]:
     """PEFT's rule for a string: a regular expression for the full name."""
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        problem = f"{pattern!r} is not a regular expression: {error}"
-        return [], [Problem(problem, place, "or give a list of names")]
-    if found := [module for module in modules if expression.fullmatch(module)]:
+    if found := [module for module in modules if re.fullmatch(pattern, module)]:
         leaves = tuple(dict.fromkeys(module.rpartition(".")[2] for module in found))
         return [_Match(pattern, leaves, "", found)], []
     as_list = f"; as a list, [{pattern}], it would" if _named(pattern, modules) else ""
