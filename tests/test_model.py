@@ -329,9 +329,7 @@ print(min(took), mib, base.total, int("torch" in sys.modules or "pydantic" in sy
 """
 
 
-def test_119_billion_parameters_are_read_in_no_time_and_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_119_billion_parameters_are_read_in_no_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     startup: Any = importlib.import_module("benchmarks.startup")
     assert startup.write_base(tmp_path) > 119e9
