@@ -11,8 +11,9 @@ from typing import Any
 from windlass.errors import UserError
 from windlass.plan.accelerate import ANY, FATES, TRANSLATED, find, read_accelerate
 from windlass.plan.layout import LAYOUTS
-from windlass.runfile import ScriptRun, describe, keys
+from windlass.runfile import describe
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
+from windlass.runfile.reference import documented
 from windlass.variables import DOES_NOT_EXIST, variables
 
 KINDS = {
@@ -56,9 +57,8 @@ def topic(name: str) -> tuple[Row, ...]:
 
 def nearest(name: str) -> list[str]:
     """What was probably meant, over all kinds, best first."""
-    paths = (*keys(), *(path for path in keys(ScriptRun) if path.startswith("script")))
-    names = [*(key for section in FATES.values() for key in section), *paths]
-    names += [*(path.rpartition(".")[2] for path in (*paths, *RENAMED)), *NOT_TAKEN, *variables(), *LAYOUTS]
+    names = [*(key for section in FATES.values() for key in section), *documented()]
+    names += [*(path.rpartition(".")[2] for path in (*documented(), *RENAMED)), *NOT_TAKEN, *variables(), *LAYOUTS]
     known = {known.lower(): known for known in names}
     close = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
     inside = [low for low in known if len(name) > 2 and name.lower() in low]
@@ -136,4 +136,4 @@ def show(rows: Sequence[Row]) -> None:
             console.print(Text.assemble("\n" if last[0] else "", (row.name, "bold"), f"  ({KINDS[row.kind]})"))
             last = (row.kind, row.name)
         parts = [part for part in (value, verdict) if part.plain]
-        console.print(Padding(Text(": ").join([*parts, Text(row.text)]), (0, 0, 0, 2)))
+        console.print(Padding(Text(": ").join([*parts, Text(row.text)]), (0, 0, 0, 2), expand=False))

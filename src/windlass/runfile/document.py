@@ -151,8 +151,7 @@ def load(path: Path) -> Document:
     file = str(path)
     try:
         if path.is_dir():
-            inside = ", ".join(sorted(each.name for each in path.glob("*.y*ml"))[:5])
-            raise UserError("is a folder", file, f"it contains {inside}" if inside else "give the path of a YAML file")
+            raise UserError("is a folder", file, "give the path of a run file")
         if path.exists() and not path.is_file():  # a pipe would block, /dev/zero never end
             raise UserError("is not a regular file", file, "save the run file first, then give its path")
         with path.open("rb") as stream:

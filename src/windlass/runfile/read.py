@@ -103,7 +103,9 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
         return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
 
     where = LoadedFile(Path(path), (), places).where
-    raise_all([*problems, *more, *contradictions(run, where, is_valid=is_valid)])
+    problems += [*more, *contradictions(run, where, is_valid=is_valid)]
+    line = re.compile(re.escape(document.file) + r":(\d+)")
+    raise_all(sorted(problems, key=lambda each: int(found[1]) if (found := line.match(each.where)) else 0))
     notes += remarks(run, where)
     if isinstance(run, ScriptRun):
         return LoadedScript(Path(path), tuple(notes), places, run)

@@ -105,30 +105,34 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     }
 
 
+@cache
+def documented() -> dict[str, tuple[type[BaseModel], FieldInfo]]:
+    """The paths of both kinds of run file."""
+    return {**fields(RunFile), **{path: row for path, row in fields(ScriptRun).items() if path.startswith("script")}}
+
+
 def describe(path: str) -> str | None:
     """What a key means, its type, default and other names. The last part of its path is enough."""
     path = re.sub(r"\[\d*\]", "", path.strip())
-    of_scripts = [key for key in keys(ScriptRun) if key.startswith("script") and path in (key, key.rpartition(".")[2])]
+    found = [path] if path in documented() else [key for key in documented() if key.rpartition(".")[2] == path]
+    if found:
+        return "\n\n".join(map(_described, found))
     by_last = {old.rpartition(".")[2]: new for old, new in reversed(RENAMED.items())}
-    if path in keys():
-        return _described(path)
-    if path in of_scripts or (of_scripts and not owners(path) and path not in RENAMED):
-        return "\n\n".join(_described(key, ScriptRun) for key in of_scripts)
-    if not owners(path) and (new := RENAMED.get(path) or by_last.get(path) or OTHER_NAMES.get(path.rpartition(".")[2])):
+    if new := RENAMED.get(path) or by_last.get(path) or OTHER_NAMES.get(path.rpartition(".")[2]):
         return f"{path} is another name of {new}\n\n{_described(new)}"
     parent = path.rpartition(".")[0]
     if parent in keys() and items(fields()[parent][1].annotation, dict):
         return _described(parent)  # a key of a free mapping, such as one variable of cluster.env
-    return "\n\n".join(map(_described, owners(path))) or None
+    return None
 
 
-def _described(path: str, root: Root = RunFile) -> str:
-    model, field = fields(root)[path]
+def _described(path: str) -> str:
+    model, field = documented()[path]
     top, _, name = path.rpartition(".")
     text = _docstrings(model).get(name, "")
     lines = [path, text]
     if section(field.annotation) and field.default_factory:
-        inside = [key for key in keys(root) if key.startswith(f"{path}.") and "." not in key[len(path) + 1 :]]
+        inside = [key for key in documented() if key.rpartition(".")[0] == path]
         lines.append(f"keys: {', '.join(key.rpartition('.')[2] for key in inside)}")
     else:
         lines.append(f"type: {words(TypeAdapter(field.rebuild_annotation()).json_schema())}")
@@ -139,10 +143,9 @@ def _described(path: str, root: Root = RunFile) -> str:
     upstream, own = UPSTREAM.get(top, ("", set()))
     if upstream and name not in own:
         lines.append(f"same as: {upstream}.{name}")
-    if accepted := [old for old, new in RENAMED.items() if new == path]:
-        lines.append(f"also accepted: {', '.join(accepted)}")
-    if others := [other for other, key in OTHER_NAMES.items() if key == path]:
-        lines.append(f"elsewhere called: {', '.join(others)}")
+    for title, table in (("also accepted", RENAMED), ("elsewhere called", OTHER_NAMES)):
+        if names := [name for name, key in table.items() if key == path]:
+            lines.append(f"{title}: {', '.join(names)}")
     return "\n  ".join(lines)
 
 
