@@ -152,7 +152,11 @@ def others(count: int, ranks: int) -> dict[str, Any]:
         "manifest.json": {
             "state": "finished",
             "ranks": ranks,
-            "run": {"name": "m4", "model": {"torch_dtype": "bfloat16"}, "lora": {"r": 16}},
+            "run": {
+                "name": "m4",
+                "model": {"model_name_or_path": "/data/Mistral-Small-4-119B-2603", "torch_dtype": "bfloat16"},
+                "train": {"max_grad_norm": 0.5},
+            },
             "versions": {"windlass": "0.1.0", "torch": "2.13.0"},
             "git": None,
         },

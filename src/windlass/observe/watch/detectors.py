@@ -277,97 +277,33 @@ def eval_loss(history: History) -> Iterator[Finding]:
 # --- the list ---
 
 STEPS, EVALUATIONS, NCCL_LOG, RUN = "steps", "evaluations", "NCCL's log", "the run itself"
-Rule = Callable[[History], Iterable[Finding]]
 
 
 class Detector(NamedTuple):
     """Each kind but `failed` is a key of the run file's `watch` section: off, warn, checkpoint or stop."""
 
     kind: str
-    meaning: str
     hint: str
+    rule: Callable[[History], Iterable[Finding]] | None = None  # None: raised where it is seen
     reads: str = STEPS
-    rule: Rule | None = None  # None: raised where it is seen
     every_time: bool = False  # each occurrence is logged; others once in a while
 
 
 DETECTORS: Final = (
+    Detector("loss_divergence", "lower train.learning_rate, and continue from an earlier checkpoint", loss_divergence),
     Detector(
-        "loss_divergence",
-        "the loss is far above what it was",
-        "lower train.learning_rate, and continue from a checkpoint before this step",
-        rule=loss_divergence,
+        "gradient_spike", "look at these rows; lower train.learning_rate if it repeats", gradient_spike, STEPS, True
     ),
-    Detector(
-        "gradient_spike",
-        "one step's gradient norm is far above those before it",
-        "look at these rows; if it repeats, lower train.max_grad_norm or train.learning_rate",
-        rule=gradient_spike,
-        every_time=True,
-    ),
-    Detector(
-        "non_finite",
-        "a loss or gradient was not finite",
-        "look at these rows; lower train.learning_rate",
-        rule=non_finite,
-        every_time=True,
-    ),
-    Detector(
-        "straggler",
-        "one rank is slower than the others, which wait for it",
-        "look for other processes, throttling or slow storage on this rank's node: windlass check",
-        rule=straggler,
-    ),
-    Detector(
-        "memory_growth",
-        "memory grows steadily towards its end",
-        "something keeps tensors alive from step to step; save before it ends",
-        rule=memory_growth,
-    ),
-    Detector(
-        "memory_imbalance",
-        "one rank uses much more memory than the others",
-        "look for another process on this GPU, and for sequences of uneven length",
-        rule=memory_imbalance,
-    ),
-    Detector(
-        "throughput",
-        "steps take much longer than they did",
-        "the report shows which phase grew, and on which rank",
-        rule=throughput,
-    ),
-    Detector(
-        "throttling",
-        "a GPU holds its clock down",
-        "check this node's cooling and power supply",
-        rule=throttling,
-    ),
-    Detector(
-        "dead_experts",
-        "experts that the router never chooses",
-        "lower train.learning_rate; adapters on these experts are not trained",
-        rule=dead_experts,
-    ),
-    Detector(
-        "eval_loss",
-        "the evaluation loss rises",
-        "the adapter overfits: take the best checkpoint (windlass best), or set train.load_best_model_at_end",
-        EVALUATIONS,
-        eval_loss,
-    ),
-    Detector(
-        "sockets",
-        "NCCL uses sockets although there is InfiniBand",
-        "see windlass check --in-pod, NCCL_IB_HCA and the pod's RDMA resource",
-        NCCL_LOG,
-    ),
-    Detector(
-        "stall",
-        "no progress; names the rank that is absent from a collective",
-        "the stacks of all ranks are in the run folder",
-        RUN,
-        every_time=True,
-    ),
-    Detector("failed", "the run stopped itself", "", RUN, every_time=True),
+    Detector("non_finite", "look at these rows; lower train.learning_rate", non_finite, STEPS, True),
+    Detector("straggler", "look for other processes or slow storage on this rank's node: windlass check", straggler),
+    Detector("memory_growth", "something keeps tensors from step to step; save before memory ends", memory_growth),
+    Detector("memory_imbalance", "look for other processes on this GPU and for uneven sequences", memory_imbalance),
+    Detector("throughput", "the report shows which phase grew, and on which rank", throughput),
+    Detector("throttling", "check this node's cooling and power supply", throttling),
+    Detector("dead_experts", "lower train.learning_rate; adapters on these experts are not trained", dead_experts),
+    Detector("eval_loss", "the adapter overfits: take the best checkpoint, windlass best", eval_loss, EVALUATIONS),
+    Detector("sockets", "see windlass check --in-pod, NCCL_IB_HCA and the pod's RDMA resource", None, NCCL_LOG),
+    Detector("stall", "the stacks of all ranks are in the run folder", None, RUN, True),
+    Detector("failed", "", None, RUN, True),
 )
 BY_KIND: Final = {detector.kind: detector for detector in DETECTORS}
