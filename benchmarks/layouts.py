@@ -151,9 +151,9 @@ def rank(folder: Path) -> None:
     import torch
 
     from windlass.train import run
-    from windlass.train.rank import place
+    from windlass.train.rank import read_rank
 
-    here = place(os.environ)
+    here = read_rank(os.environ)
     assert here is not None
     torch.set_num_threads(1)
     own = folder / f"files-of-{here.rank}"  # run files are written by each rank, the run folders are shared

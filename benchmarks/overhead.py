@@ -97,14 +97,13 @@ class Bench:
         from rich.console import Console
 
         from windlass.observe.report.background import BackgroundReport
-        from windlass.train.rank import Interruption, Place
-        from windlass.train.run import loop_of
+        from windlass.train.rank import Rank, StopSignal
+        from windlass.train.run import make_loop
 
         self.turn += 1
         console, report = Console(quiet=True), BackgroundReport(self.folder)
         self.plan.loaded.run.train.__dict__["output_dir"] = str(self.folder / f"out-{self.turn}")
-        here = (self.plan, Place(), self.model, self.data, self.tokenizer, console, Interruption(), report, 0)
-        loop = loop_of(*here)
+        loop = make_loop(self.plan, Rank(), self.model, self.data, self.tokenizer, console, StopSignal(), report, {}, 0)
         loop.watch.report = lambda: None
 
         def train() -> None:

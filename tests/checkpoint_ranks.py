@@ -34,7 +34,7 @@ class Saved(At):
             before(loop.recorder, "mark", lambda: self.act(loop) if self.now(loop) else None)
 
     def now(self, loop: Loop) -> bool:
-        return loop.step == self.step and loop.saving.writer.thread is not None
+        return loop.step == self.step and loop.saver.thread is not None
 
 
 def full_disk(loop: Loop) -> None:
@@ -44,17 +44,17 @@ def full_disk(loop: Loop) -> None:
         (partial / "adapter_model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    begin = type(loop.saving.writer).begin
+    begin = type(loop.saver).begin
 
-    def begun(contents: Any, copying_seconds: float) -> None:
-        object.__setattr__(contents, "write", write)
-        begin(loop.saving.writer, contents, copying_seconds)
+    def begun(taken: Any, copying_seconds: float) -> None:
+        object.__setattr__(taken, "write", write)
+        begin(loop.saver, taken, copying_seconds)
 
-    loop.saving.writer.begin = begun  # type: ignore[method-assign, assignment]
+    loop.saver.begin = begun  # type: ignore[method-assign, assignment]
 
 
 def emptied(loop: Loop) -> None:
-    loop.saving.writer.__dict__.pop("begin")
+    loop.saver.__dict__.pop("begin")
 
 
 def flipped(loop: Loop) -> None:
@@ -65,15 +65,15 @@ def flipped(loop: Loop) -> None:
 
 def own(loop: Loop) -> None:
     """This rank's part of an expert's adapter changes once the whole has been put together of all parts."""
-    original = checkpoint.contents
+    original = checkpoint.snapshot
 
-    def contents(*arguments: Any, **named: Any) -> Any:
-        made = original(*arguments, **named)
+    def snapshot(*arguments: Any, **named: Any) -> Any:
+        taken = original(*arguments, **named)
         loop.replicas.split[0].data[0, 0] += 1e-3
-        checkpoint.contents = original
-        return made
+        checkpoint.snapshot = original
+        return taken
 
-    checkpoint.contents = contents
+    checkpoint.snapshot = snapshot
 
 
 def unwatched(loop: Loop) -> None:

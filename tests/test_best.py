@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from windlass.errors import UserError
-from windlass.train.again import again
-from windlass.train.best import BASE, Rows, batched, interval, mean, quantile, ranking
-from windlass.train.rank import Place
+from windlass.train import load_finished_run
+from windlass.train.best import BASE, Rows, interval, mean, quantile, ranking
 
 
 @pytest.mark.parametrize(("freedom", "t"), [(4, 2.776), (9, 2.262), (30, 2.042), (1000, 1.962)])
@@ -47,26 +46,14 @@ def test_pairing_sees_a_difference_far_below_the_spread_of_rows() -> None:
     assert not ranking({"step-1": one, "step-2": list(one)}, {}).candidates[1].apart
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_rank_has_as_many_batches_and_together_they_have_every_row(world: int) -> None:
-    rows = [{"input_ids": [*range(3, 6 + number)]} for number in range(7)]
-    parts = [batched(rows, Place(rank, rank, world), 2, 0) for rank in range(world)]
-    assert len({len(part) for part in parts}) == 1
-    assert {number for part in parts for batch in part for number in batch.numbers} == set(range(7))
-    for batch in parts[0]:
-        assert batch.ids[batch.mask == 0].eq(0).all()
-        assert batch.labels[batch.mask == 0].eq(-100).all()
-        assert batch.mask.sum(dim=1).tolist() == [len(rows[number]["input_ids"]) for number in batch.numbers]
-
-
 def test_what_is_no_run_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it is no run folder"):
-        again(tmp_path, eval_data=None, ranks=None)
+        load_finished_run(tmp_path, eval_data=None, ranks=None)
     (tmp_path / "manifest.json").write_text(json.dumps({"run": {"data": {}, "cluster": {}, "nope": 1}}))
     with pytest.raises(UserError, match="there is no such file or folder"):
-        again(tmp_path, eval_data=tmp_path / "nope", ranks=1)
+        load_finished_run(tmp_path, eval_data=tmp_path / "nope", ranks=1)
     with pytest.raises(UserError, match="the run in it can't be read"):
-        again(tmp_path, eval_data=None, ranks=1)
+        load_finished_run(tmp_path, eval_data=None, ranks=1)
 
 
 def test_losses_are_per_token() -> None:

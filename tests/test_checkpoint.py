@@ -29,11 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.errors import RunError, UserError
 from windlass.model.targets import ExpertShard
-from windlass.train import checkpoint
-from windlass.train import folder as folders
-from windlass.train.checkpoint import parts
-from windlass.train.checkpoint.disk import MANIFEST
-from windlass.train.checkpoint.random_state import random_state, restore_random
+from windlass.train import checkpoint, resume
+from windlass.train.checkpoint import MANIFEST, random_state, restore_random
+from windlass.train.saver import Saver
 
 
 def adapted() -> PeftModel:
@@ -58,17 +56,17 @@ class Trained:
         self.scheduler.step()
         self.optimizer.zero_grad()
 
-    def contents(self, step: int, **manifest: Any) -> checkpoint.Contents:
-        made = checkpoint.contents(
+    def snapshot(self, step: int, **manifest: Any) -> checkpoint.Snapshot:
+        taken = checkpoint.snapshot(
             step,
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            trainer_state="{}",
+            state={"global_step": step},
             manifest=manifest,
         )
-        assert made is not None
-        return made
+        assert taken is not None
+        return taken
 
 
 @pytest.fixture
@@ -79,10 +77,10 @@ def trained() -> Trained:
 def written(run: Path, trained: Trained, *steps: int, losses: dict[int, float] | None = None) -> list[str]:
     """Checkpoints of these steps; what was said."""
     said: list[str] = []
-    writer = checkpoint.Writer(run, None, said.append)
+    saver = Saver(run, None, {}, said.append)
     for step in steps:
-        writer.begin(trained.contents(step, eval_loss=(losses or {}).get(step)))
-    writer.finish()
+        saver.begin(trained.snapshot(step, eval_loss=(losses or {}).get(step)))
+    saver.close()
     return said
 
 
@@ -91,15 +89,15 @@ def names(run: Path) -> list[str]:
 
 
 def test_what_was_saved_comes_back_bit_for_bit_though_training_went_on(tmp_path: Path, trained: Trained) -> None:
-    made = trained.contents(1)
+    made = trained.snapshot(1)
     expected = {key: value.clone() for key, value in made.adapter.items()}
     moments = [value["exp_avg"].clone() for value in trained.optimizer.state.values()]
     trained.step()  # the copy in host memory is its own
-    checkpoint.Writer(tmp_path, None, print).begin(made)
+    saver = Saver(tmp_path, None, {}, print)
+    saver.begin(made)
+    saver.close()
     other = Trained()
     folder = tmp_path / "checkpoints" / "step-1"
-    while not folder.exists():
-        time.sleep(0.01)
     checkpoint.load_adapter(other.model, folder)
     checkpoint.load_optimizer(other.optimizer, other.scheduler, folder, other.model)
     assert all(torch.equal(load_file(folder / checkpoint.ADAPTER)[key], expected[key]) for key in expected)
@@ -122,12 +120,12 @@ def test_parts_of_experts_travel_by_way_of_the_host(monkeypatch: pytest.MonkeyPa
         def of(self, _name: str) -> ExpertShard:
             return ExpertShard(2 * here, 2, 4)
 
-    monkeypatch.setattr(parts, "rank", lambda: here)
-    monkeypatch.setattr(parts, "holders", lambda _: {0: 0, 2: 1})
+    monkeypatch.setattr(checkpoint, "rank", lambda: here)
+    monkeypatch.setattr(checkpoint, "holders", lambda _: {0: 0, 2: 1})
     monkeypatch.setattr(dist, "send", seen)
     monkeypatch.setattr(dist, "recv", seen)
     with FakeTensorMode():
-        (made,) = parts.whole(Halves(), [("x.lora_A.weight", torch.empty(6, 8, device="cuda"))])  # type: ignore[arg-type]
+        (made,) = checkpoint.gather_parts(Halves(), [("x.lora_A.weight", torch.empty(6, 8, device="cuda"))])  # type: ignore[arg-type]
     assert devices == ["cpu"]
     assert (made.device.type, tuple(made.shape)) == (("cpu", (12, 8)) if here == 0 else ("cuda", (6, 8)))
 
@@ -135,10 +133,10 @@ def test_parts_of_experts_travel_by_way_of_the_host(monkeypatch: pytest.MonkeyPa
 def test_a_copy_is_made_once(trained: Trained) -> None:
     """Of every tensor in the adapter and in the optimizer's state."""
     with Copies() as copies:  # type: ignore[no-untyped-call]
-        made = trained.contents(1)
+        made = trained.snapshot(1)
     tensors = [
         *made.adapter.values(),
-        *(t for each in made.optimizer["optimizer"]["state"].values() for t in each.values()),
+        *(t for each in made.optimizer["state"].values() for t in each.values()),
     ]
     live = {p.data_ptr() for p in trained.model.parameters()}
     assert not live & {tensor.data_ptr() for tensor in tensors}
@@ -210,16 +208,16 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, trained: Traine
 
 
 def test_slow_storage_is_waited_for_and_said(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.train.checkpoint.writer.PATIENCE_SECONDS", 0.05)
-    made = trained.contents(1)
+    monkeypatch.setattr("windlass.train.saver.PATIENCE_SECONDS", 0.05)
+    made = trained.snapshot(1)
     object.__setattr__(made, "write", lambda partial: time.sleep(0.3))
     said: list[str] = []
-    writer = checkpoint.Writer(tmp_path, None, said.append)
-    writer.begin(made)
+    saver = Saver(tmp_path, None, {}, said.append)
+    saver.begin(made)
     assert not said
-    writer.begin(trained.contents(2))
+    saver.begin(trained.snapshot(2))
     assert said[0].startswith("waiting for the checkpoint of step 1: the storage has been writing for")
-    writer.finish()
+    saver.close()
 
 
 KILLED = """
@@ -227,10 +225,10 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_checkpoint import Trained
-from windlass.train import checkpoint
-trained, writer = Trained(), checkpoint.Writer(Path(sys.argv[1]), 2, print)
+from windlass.train.saver import Saver
+trained, saver = Trained(), Saver(Path(sys.argv[1]), 2, {}, print)
 for step in range(1, 10**6):
-    writer.begin(trained.contents(step % 7 + 1, eval_loss=float(step % 3)))
+    saver.begin(trained.snapshot(step % 7 + 1, eval_loss=float(step % 3)))
     if step == 3:
         print("writing", flush=True)
 """
@@ -272,7 +270,7 @@ def test_time_stamps_of_files_mean_nothing(tmp_path: Path, trained: Trained) -> 
     written(tmp_path, trained, 9, 10)
     os.utime(tmp_path / "checkpoints" / "step-9", (2**33, 2**33))  # the clock was far ahead, then set back
     os.utime(tmp_path / "checkpoints" / "step-10", (0, 0))
-    assert [folder.name for folder, _ in checkpoint.newest(tmp_path / "checkpoints")] == ["step-10", "step-9"]
+    assert names(tmp_path) == ["step-9", "step-10"]
 
 
 def test_the_best_pointer_changes_with_the_best_and_never_leads_nowhere(tmp_path: Path, trained: Trained) -> None:
@@ -288,7 +286,7 @@ def test_a_damaged_one_is_set_aside_and_not_counted(tmp_path: Path, trained: Tra
     written(tmp_path, trained, 1, 2)
     newest = tmp_path / "checkpoints" / "step-2"
     (newest / "optimizer.pt").write_bytes(b"")
-    assert folders._usable(tmp_path / "checkpoints", "here") == tmp_path / "checkpoints" / "step-1"
+    assert resume.newest_intact(tmp_path / "checkpoints", "here") == tmp_path / "checkpoints" / "step-1"
     assert names(tmp_path) == ["step-1"]
     assert (tmp_path / "checkpoints" / "damaged-step-2" / "optimizer.pt").exists()
 
@@ -296,8 +294,8 @@ def test_a_damaged_one_is_set_aside_and_not_counted(tmp_path: Path, trained: Tra
 def test_none_whole_is_an_error_and_not_a_new_beginning(tmp_path: Path, trained: Trained) -> None:
     written(tmp_path, trained, 1)
     (tmp_path / "checkpoints" / "step-1" / MANIFEST).unlink()
-    with pytest.raises(UserError, match=r"none of 1 checkpoints .* is whole; step-1: its manifest can't be read"):
-        folders._usable(tmp_path / "checkpoints", "here")
+    with pytest.raises(UserError, match=r"none of 1 checkpoints .* can be used; step-1: its manifest can't be read"):
+        resume.newest_intact(tmp_path / "checkpoints", "here")
 
 
 # --- the adapter's file ---
@@ -340,10 +338,6 @@ def test_every_generator_goes_on_where_it_was() -> None:
     expected = draws()
     restore_random(state)
     assert draws() == expected
-    restore_random(state)
-    with checkpoint.preserved():
-        draws()
-    assert draws() == expected
 
 
 # --- the run folder ---
@@ -353,16 +347,16 @@ def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path) -> None:
     with (tmp_path / ".lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another run is using"):
-            folders.hold(tmp_path, "run.yaml:3: train.output_dir")
-    folders.hold(tmp_path, "run.yaml:3: train.output_dir")  # free again once the other has ended
-    assert folders._lock is not None
-    folders._lock.close()
-    folders._lock = None
+            resume.lock(tmp_path, "run.yaml:3: train.output_dir")
+    resume.lock(tmp_path, "run.yaml:3: train.output_dir")  # free again once the other has ended
+    assert resume._lock is not None
+    resume._lock.close()
+    resume._lock = None
 
 
 def test_steps_that_will_be_run_again_are_forgotten(tmp_path: Path) -> None:
     (tmp_path / "steps-rank0.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     (tmp_path / "events.jsonl").write_text('{"step": 0, "kind": "start"}\n{"step": 3, "kind": "eval"}\n')
-    folders._forget_after(tmp_path, 2)
+    resume.forget_after(tmp_path, 2)
     assert (tmp_path / "steps-rank0.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "events.jsonl").read_text() == '{"step": 0, "kind": "start"}\n'

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from test_checkpoint_resume import material  # noqa: F401
 
 from windlass.errors import SAVED
-from windlass.train import checkpoint, manifest, ranks
+from windlass.run_folder import is_finished
+from windlass.train import checkpoint, ranks
 
 pytestmark = pytest.mark.xdist_group("checkpoint kills")
 
@@ -97,7 +98,7 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
         assert "Traceback" not in said, whatever
         assert "killed by SIGKILL while" in said or process.returncode != 1, whatever
         assert all(not checkpoint.damage(f) for f in checkpoint.saved(folder / "checkpoints")), whatever
-        if process.returncode == 0 or manifest.read(folder).get("state") == manifest.FINISHED:
+        if process.returncode == 0 or is_finished(folder):
             break  # also where the shot came after the last word
     else:
         process = started(material / "run.yaml", *words)
@@ -140,40 +141,38 @@ def test_a_signal_to_another_launcher_is_saved_too(
     name: str,
     tmp_path: Path,
 ) -> None:
-    """It hands SIGTERM on and waits 30 s. Its own exit code is 1 whatever the ranks': theirs are on the desk."""
-    port, file = ranks._free_port(), tmp_path / "fsdp.yaml"
+    """It forwards SIGTERM and waits 30 s. Its exit code is 1 whatever the ranks' own are."""
+    file = tmp_path / "fsdp.yaml"
     file.write_text(FSDP)
-    modules = {
-        "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"),
-        "accelerate launch": (
-            "-m",
-            "accelerate.commands.launch",
-            f"--config_file={file}",
-            f"--main_process_port={port}",
-        ),
-    }
     folder = material / name
     words = ("--resume", "--override", f"train.output_dir={folder}")
-    command = [sys.executable, *modules[name], "-m", "windlass", "train", str(material / "run.yaml"), *words]
     for attempt in ("stopped", "to the end"):
-        desk = tmp_path / attempt
-        desk.mkdir()
-        process = subprocess.Popen(
-            command,
-            env={**ENVIRON, "WINDLASS_STATUS_DIR": str(desk)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if attempt == "stopped":
-            wait_for(lambda: "training step 3" in phases(tmp_path / "stopped"), process)
-            process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=WAIT_SECONDS)
-        codes = [(desk / f"code-{rank}").read_text() for rank in range(2)]
+        status_dir = tmp_path / attempt
+        status_dir.mkdir()
+        with ranks.reserved_port() as port:
+            launcher = {
+                "torchrun": ("torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"),
+                "accelerate launch": (
+                    *("accelerate.commands.launch", f"--config_file={file}"),
+                    f"--main_process_port={port}",
+                ),
+            }[name]
+            process = subprocess.Popen(
+                [sys.executable, "-m", *launcher, "-m", "windlass", "train", str(material / "run.yaml"), *words],
+                env={**ENVIRON, "WINDLASS_STATUS_DIR": str(status_dir)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            if attempt == "stopped":
+                wait_for(lambda: "training step 3" in phases(tmp_path / "stopped"), process)
+                process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=WAIT_SECONDS)
+        codes = [(status_dir / f"code-{rank}").read_text() for rank in range(2)]
         assert codes == ["75" if attempt == "stopped" else "0"] * 2, said
     ours, theirs = (load_file(each / "final" / checkpoint.ADAPTER) for each in (whole, folder))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def phases(desk: Path) -> str:
-    return " ".join(path.read_text() for path in desk.glob("phase-*"))
+def phases(status_dir: Path) -> str:
+    return " ".join(path.read_text() for path in status_dir.glob("phase-*"))

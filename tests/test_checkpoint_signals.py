@@ -18,7 +18,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
     body = f"""
     def work():
     {SAVES.replace(chr(10), chr(10) + "        ").replace("sys.exit(SAVED)", "return SAVED")}
-    sys.exit(inside(here, work, say=print))
+    sys.exit(run_rank(here, work, print_error=print))
     """
     process = launched(tmp_path, body)
     process.kill()
@@ -48,7 +48,7 @@ def test_a_signal_while_loading_ends_at_once_and_says_that_nothing_is_lost(
         if here.rank == {stopped}:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
-    sys.exit(inside(here, work, say=print))
+    sys.exit(run_rank(here, work, print_error=print))
     """
     assert crew(tmp_path, body, patience_seconds=0.2) == SAVED
     assert capfd.readouterr().err == (
@@ -63,7 +63,7 @@ def test_the_signalled_rank_explains_those_that_lost_it(tmp_path: Path, capfd: p
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(5)
         raise ConnectionError("peer is gone") if not time.sleep(0.3) else None
-    sys.exit(inside(here, work, say=print))
+    sys.exit(run_rank(here, work, print_error=print))
     """
     assert crew(tmp_path, body) == SAVED
     assert "peer is gone" not in capfd.readouterr().err
@@ -83,7 +83,7 @@ def test_a_failure_is_no_stop_though_the_others_are_told_to_end(tmp_path: Path) 
         if here.rank == 0:
             raise RunError("non-finite loss at step 7", "watch.non_finite", "look")
         time.sleep(60)
-    sys.exit(inside(here, work, say=print))
+    sys.exit(run_rank(here, work, print_error=print))
     """
     with pytest.raises(RunError, match="non-finite loss at step 7"):
         crew(tmp_path, body, patience_seconds=0.2)

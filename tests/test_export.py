@@ -30,7 +30,7 @@ from windlass.export.source import base_of, choose_adapter
 from windlass.model import read_base
 from windlass.plan.layout import Layout
 from windlass.train import checkpoint
-from windlass.train.checkpoint.disk import seal
+from windlass.train.checkpoint import seal
 from windlass.train.load import load
 from windlass.train.logits import compute_logits
 
@@ -292,7 +292,11 @@ def run(cases: dict[str, Case], tmp_path: Path) -> Path:
 def test_the_best_checkpoint_is_chosen_and_a_damaged_one_is_not(run: Path) -> None:
     """Its checkpoints know how they evaluated. The log may have lost lines, or have those of steps that were undone."""
     (run / "events.jsonl").write_text('{"kind": "eval", "step": 30, "eval_loss": 0.1}\n{"kind": "ev')
-    assert choose_adapter(run).folder == checkpoint.best(run / "checkpoints") == run / "checkpoints" / "step-20"
+    assert (
+        choose_adapter(run).folder
+        == checkpoint.best_of(checkpoint.saved(run / "checkpoints"))
+        == run / "checkpoints" / "step-20"
+    )
     assert "lowest evaluation loss of 3 saved: 1.5000 at step-20" in choose_adapter(run).why
     with (run / "checkpoints" / "step-20" / "adapter_model.safetensors").open("r+b") as file:
         file.seek(-1, 2)

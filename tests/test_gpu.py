@@ -15,25 +15,25 @@ from windlass.model import read_base
 from windlass.observe.counters import Counters
 from windlass.plan.layout import Layout
 from windlass.train import parallel
-from windlass.train.checkpoint.random_state import random_state, restore_random
+from windlass.train.checkpoint import random_state, restore_random
 from windlass.train.console import Progress
-from windlass.train.rank import Place
-from windlass.train.run import each_its_own, own_gpu
+from windlass.train.rank import Rank
+from windlass.train.run import require_own_gpus, gpu_of_rank
 
 
 @pytest.mark.parametrize(("local_rank", "seen", "wanted"), [(0, 1, 0), (3, 1, 0), (0, 8, 0), (7, 8, 7)])
 def test_a_rank_takes_the_gpu_that_it_is_shown(local_rank: int, seen: int, wanted: int) -> None:
-    assert own_gpu(local_rank, seen) == wanted
+    assert gpu_of_rank(local_rank, seen) == wanted
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(UserError, match="rank 2 of this node has no GPU of its own: it sees 2"):
-        own_gpu(2, 2)
-    each_its_own(["a", "b", "c"])
-    each_its_own(["", ""])  # a torch that does not tell
-    each_its_own(["0000-00", "0000-00"])  # nor does this driver
+        gpu_of_rank(2, 2)
+    require_own_gpus(["a", "b", "c"])
+    require_own_gpus(["", ""])  # a torch that does not tell
+    require_own_gpus(["0000-00", "0000-00"])  # nor does this driver
     with pytest.raises(UserError, match="rank 1 and rank 2 see the same GPU, b"):
-        each_its_own(["a", "b", "b"])
+        require_own_gpus(["a", "b", "b"])
 
 
 class Device:
@@ -72,7 +72,7 @@ def test_the_live_line_shows_the_highest_peak_and_not_the_last(monkeypatch: pyte
     device = Device(monkeypatch)
     monkeypatch.setattr(Counters, "_find_gpu", lambda _: None)  # NVML, which is not there
     sampler = Counters(torch.device("cuda"))
-    progress = Progress(Place(), None, 1, lambda: sampler.peak_gib)  # type: ignore[arg-type]
+    progress = Progress(Rank(), None, 1, lambda: sampler.peak_gib)  # type: ignore[arg-type]
     shown = []
     for peak in (5, 3, 7):
         device.peak = peak * 2**30

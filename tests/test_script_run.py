@@ -358,7 +358,8 @@ def test_ranks_that_an_alarm_stops_have_their_grace(
     """Not what is left to them once another rank has failed."""
     monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
     made = plan(script=DIVERGES_SAVES)
-    environs = [script.as_torchrun(each) for each in ranks.environments(2, os.environ)]
+    with ranks.reserved_port() as port:
+        environs = [script.as_torchrun(each) for each in ranks.environments(2, os.environ, port)]
     with pytest.raises(RunError, match="non finite at step 3"):
         script.run(made, environs, resume=False)
     assert len(list(Path(made.loaded.run.folder).glob("saved-*"))) == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from windlass.runfile import Loaded, read
-from windlass.train.machines import started_on, visible_gpus
+from windlass.train.ranks import started_on, visible_gpus
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
 

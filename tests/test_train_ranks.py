@@ -14,14 +14,14 @@ import pytest
 
 from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.train import ranks
-from windlass.train.rank import Place, place
+from windlass.train.rank import Rank, read_rank
 
 PROLOGUE = """
 import os, signal, sys, time
 from windlass.errors import SAVED, Problem, RunError, UserError
 from windlass.train import ranks
-from windlass.train.rank import Interruption, Place, await_others, inside, place
-here = place(os.environ)
+from windlass.train.rank import Rank, StopSignal, read_rank, run_rank, wait_for_peers
+here = read_rank(os.environ)
 """
 
 
@@ -53,14 +53,14 @@ def test_accelerates_settings_do_not_reach_the_ranks() -> None:
     ("environ", "expected"),
     [
         ({}, None),
-        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, Place(1, 1, 4)),
-        ({"RANK": "1", "WORLD_SIZE": "3"}, Place(1, 0, 3)),  # an operator's pod with one rank
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, Rank(1, 1, 4)),
+        ({"RANK": "1", "WORLD_SIZE": "3"}, Rank(1, 0, 3)),  # an operator's pod with one rank
         ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, None),  # its eight ranks are not started yet
-        ({"RANK": "1", "WORLD_SIZE": "3", "PET_NPROC_PER_NODE": "auto"}, Place(1, 0, 3)),
+        ({"RANK": "1", "WORLD_SIZE": "3", "PET_NPROC_PER_NODE": "auto"}, Rank(1, 0, 3)),
     ],
 )
-def test_who_started_this_process_is_read_from_the_environment(environ: dict[str, str], expected: Place | None) -> None:
-    assert place(environ) == expected
+def test_who_started_this_process_is_read_from_the_environment(environ: dict[str, str], expected: Rank | None) -> None:
+    assert read_rank(environ) == expected
 
 
 def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others(tmp_path: P
         "RANK": "1", "WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2",
         "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
     }  # fmt: skip
-    made = ranks.environments(2, environ)
+    made = ranks.environments(2, environ, 1)
     assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"], e["MASTER_PORT"]) for e in made] == [
         ("2", "0", "4", "job-master-0", "23456"),
         ("3", "1", "4", "job-master-0", "23456"),
@@ -78,7 +78,7 @@ def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others(tmp_path: P
 def test_the_users_mistake_is_told_once_with_its_place(tmp_path: Path) -> None:
     body = """
     def work(): raise UserError("'k' matches nothing", "run.yaml:3: lora.target_modules", "see windlass plan")
-    sys.exit(inside(here, work, say=print))
+    sys.exit(run_rank(here, work, print_error=print))
     """
     with pytest.raises(UserError) as caught:
         crew(tmp_path, body)
@@ -95,7 +95,7 @@ def test_the_root_is_told_and_not_what_followed_from_it(tmp_path: Path) -> None:
             time.sleep(0.3)
             raise ConnectionError("peer is gone")
         raise RunError("non-finite loss at step 7: rank 1, rows 3, 9", "watch.non_finite", "look at them")
-    sys.exit(inside(here, work, say=print))
+    sys.exit(run_rank(here, work, print_error=print))
     """
     with pytest.raises(RunError, match="rank 1, rows 3, 9"):
         crew(tmp_path, body)
@@ -110,7 +110,7 @@ def test_an_unforeseen_failure_shows_the_traceback_of_the_rank_that_was_first(
             time.sleep(0.3)
             raise ConnectionError("peer is gone")
         raise ZeroDivisionError("the root")
-    sys.exit(inside(here, work, say=print))
+    sys.exit(run_rank(here, work, print_error=print))
     """
     assert crew(tmp_path, body) == 1
     said = capfd.readouterr().err
@@ -127,7 +127,7 @@ def test_a_killed_rank_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
     def work():
         time.sleep(2)
         raise ConnectionError("peer is gone")
-    sys.exit(inside(here, work, say=print))
+    sys.exit(run_rank(here, work, print_error=print))
     """
     with pytest.raises(RunError, match="rank 1 was killed by SIGKILL while training step 12"):
         crew(tmp_path, body)
@@ -166,10 +166,10 @@ def launched(tmp_path: Path, body: str, grace: float = 20) -> subprocess.Popen[b
 
 
 SAVES = """
-interruption = Interruption()
+interruption = StopSignal()
 interruption.training = True
 open(f"TMP/ready-{here.rank}", "w")
-while not interruption():
+while not interruption.received:
     time.sleep(0.02)
 time.sleep(0.5)
 open(f"TMP/saved-{here.rank}", "w")
@@ -220,12 +220,12 @@ def test_who_saved_first_awaits_the_others_but_neither_the_dead_nor_for_ever(tmp
     script = """
     from pathlib import Path
     desk, waited = Path(sys.argv[1]), []
-    here = Place(rank=3, local_rank=1, world=4, notes=desk)
-    here.note("code", "75")
+    here = Rank(rank=3, local_rank=1, world=4, status_dir=desk)
+    here.report("code", "75")
     for name, text in (("pid-0", "1"), ("pid-2", str(os.getpid())), ("pid-2", sys.argv[2]), ("code-2", "1")):
         (desk / name).write_text(text)
         began = time.monotonic()
-        await_others(here, 2, 0.5)
+        wait_for_peers(here, 2, 0.5)
         waited.append(time.monotonic() - began >= 0.5)
         (desk / name).unlink()
     print(waited)

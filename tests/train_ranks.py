@@ -30,7 +30,7 @@ from windlass.train import run
 from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
-from windlass.train.rank import Place, place
+from windlass.train.rank import Rank, read_rank
 
 
 class At:
@@ -194,7 +194,7 @@ def placements(model: nn.Module) -> dict[str, int]:
     }
 
 
-def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
+def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
     """One run, through the door that `windlass train` uses, with a fault planted where the case says so."""
     seen: dict[str, Any] = {}
     watched = Seen(case.get("count", 0))
@@ -207,7 +207,7 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
             FAULTS[name].plant(loop)
         return loop
 
-    original, run.loop_of = run.loop_of, loop_of
+    original, run.make_loop = run.make_loop, loop_of
     began = time.perf_counter()
     try:
         plan = planning.make(runfile.read(file, [*case["overrides"], *case.get("on rank 1", []) * here.rank]))
@@ -217,7 +217,7 @@ def ours(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
         seen["kind"] = type(error).__name__
         seen["where"] = error.problems[0].where
     finally:
-        run.loop_of = original
+        run.make_loop = original
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     seen["seconds"] = time.perf_counter() - began
     seen |= {"collectives": watched.names, "gathered": watched.gathered, "waits": watched.waits}
@@ -297,7 +297,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def main() -> None:
     file, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
-    here = place(os.environ)
+    here = read_rank(os.environ)
     assert here is not None
     torch.set_num_threads(1)
     run.join(here, 60)

@@ -19,7 +19,7 @@ from windlass import runfile
 from windlass.errors import UserError
 from windlass.train import run
 from windlass.train.loop import Loop
-from windlass.train.rank import Place, inside, place
+from windlass.train.rank import Rank, read_rank, run_rank
 
 HELD: list[Any] = []  # what a leak holds
 
@@ -130,7 +130,7 @@ FAULTS: dict[str, tuple[int, Callable[[Loop, int], None]]] = {
 }
 
 
-def one(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
+def one(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
     def loop_of(*arguments: Any, **others: Any) -> Loop:
         loop = original(*arguments, **others)
         for name in case["faults"]:
@@ -139,19 +139,19 @@ def one(case: dict[str, Any], file: Path, here: Place) -> dict[str, Any]:
                 plant(loop, act)
         return loop
 
-    original, run.loop_of = run.loop_of, loop_of
+    original, run.make_loop = run.make_loop, loop_of
     try:
         return {"code": run.run(planning.make(runfile.read(file, case["overrides"])), here)}
     except UserError as error:
         return {"error": str(error), "where": error.problems[0].where}
     finally:
-        run.loop_of = original
+        run.make_loop = original
         HELD.clear()
 
 
 def main() -> None:
     file, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
-    here = place(os.environ)
+    here = read_rank(os.environ)
     assert here is not None
     torch.set_num_threads(1)
     outcomes: dict[str, Any] = {}
@@ -168,6 +168,6 @@ if __name__ == "__main__":
         main()
         return 0
 
-    here = place(os.environ)
+    here = read_rank(os.environ)
     assert here is not None
-    os._exit(inside(here, work, say=print_error))
+    os._exit(run_rank(here, work, print_error=print_error))

@@ -392,7 +392,7 @@ def train(
         from windlass.plan.accelerate import accelerate_file
         from windlass.plan.script import make_any, refuse_accelerate
         from windlass.runfile import read_any
-        from windlass.train.machines import started_on
+        from windlass.train.ranks import started_on
 
         if is_script and debug_freq is not None:
             hint = "pass it to the meter inside your script"
@@ -564,9 +564,9 @@ def best(
 
     def planned() -> Plan:
         from windlass import plan as planning
-        from windlass.train.again import again
+        from windlass.train import load_finished_run
 
-        return planning.make(again(folder, eval_data=eval_data, ranks=ranks), None)
+        return planning.make(load_finished_run(folder, eval_data=eval_data, ranks=ranks), None)
 
     def show(ranking: Ranking) -> None:
         from windlass.train.best import show as show_table

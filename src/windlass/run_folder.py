@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import re
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
+from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import append_json_line, lock_file, read_json, write_json
 
@@ -80,3 +83,30 @@ def _explain_os_error(folder: Path, where: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror}", where, "name a folder you may write") from None
+
+
+def begin_manifest(folder: Path, facts: dict[str, Any]) -> None:
+    """The run is running; when it first began is kept over resumes."""
+    began = read_manifest(folder).get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
+    write_json(folder / MANIFEST, {"state": RUNNING, "began": began, **facts})
+
+
+def versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Of windlass, Python and those of these libraries that are installed."""
+    found = {"windlass": __version__, "python": sys.version.split()[0]}
+    for name in libraries:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the directory the run was started in, and whether it was changed; None outside of a repository."""
+    try:
+        commit, changes = (
+            subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "changed": bool(changes)}

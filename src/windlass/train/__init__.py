@@ -1,22 +1,22 @@
-"""`windlass train`: called once by a user, and once in every rank that it starts. `rank.place` tells which it is.
+"""`windlass train` and `windlass best`: called once by a user, and once in every rank that this starts. No torch.
 
-In the user's process `ranks` starts this command again for each rank of this machine. In a rank, `run` is the whole
-training run, from top to bottom. `windlass best` goes the same way.
+run, then loop, tell what a training run is: read them first.
 
-ranks      processes of this machine: started, signalled, waited for; no torch
-rank       one of them: its place, what it leaves word of, how signals and errors end it; no torch
-run        what every rank does, in numbered steps: read this one first
-settings   the run file in TRL's words
-loop       TRL's loop with one all-reduce a step, checks, and our checkpoints
-order      which rows come when, the same on every number of ranks
-progress   what is shown and written at every step
-saving     checkpoints as the run goes, and when it is stopped
-best       the saved adapters of a run, evaluated again and ranked
-folder     the run folder: taken, resumed, described, finished; manifest: its state and lock, which need no torch
-again      a finished run's file, read from its manifest
-machines   how many nodes and GPUs, and whether they are those that the run is laid out on
-script     the ranks of a run of kind: script
-screen     what the user sees before the first step
+ranks       processes of this machine: started, signalled, waited for
+rank        one of them: its number, its status, how signals and errors end it
+run         what every rank does, in numbered steps
+loop        the training loop
+batches     which rows come when; micro-batches of this rank
+loss        the loss, without the logits of a whole batch
+optimizer   optimizers and schedules by name
+sync        gradients: one all-reduce per step; liveness: proof that the adapter trains
+checkpoint  what is saved, and read again; saver: when
+resume      the run folder claimed for a new run or an unfinished one
+console     what is seen of a run; trackers: TensorBoard, W&B, MLflow, trackio
+load, reading, certificate      the base model, each weight proven against the files
+shard, lora, experts, fp8       layouts, adapters, and what is special about experts and FP8
+best        the saved adapters of a run, evaluated and ranked
+script      a run of kind: script
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from windlass.errors import Problem, UserError, raise_all
+from windlass.run_folder import MANIFEST, read_manifest
+from windlass.runfile import Loaded, RunFile
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import absent_trackers
 from windlass.train import ranks
-from windlass.train.machines import require_all_nodes
-from windlass.train.rank import Place, inside, place
+from windlass.train.rank import Rank, read_rank, run_rank
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from windlass.plan import Plan
     from windlass.train.best import Ranking
 
@@ -51,26 +51,23 @@ def train(
 ) -> int:
     """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or be one. Returns the exit code."""
 
-    def planned() -> Plan:
+    def make() -> Plan:
         plan = make_plan()
-        require_trackers(plan)
+        # Before anything is loaded: opening them would fail only once the model is there.
+        where, absent = plan.loaded.where("train.report_to"), absent_trackers(plan.loaded.run.train.report_to)
+        raise_all(
+            [Problem(f"{name} is not installed", where, f"{how}, or take it out") for name, how in absent.items()]
+        )
         return plan
 
-    def work(here: Place) -> int:
+    def work(here: Rank) -> int:
         here.phase("importing the training libraries")
         from windlass.train.run import run
 
         here.phase("planning")
-        return run(planned(), here, resume=resume, debug_freq=debug_freq)
+        return run(make(), here, resume=resume, debug_freq=debug_freq)
 
-    return in_ranks(planned, work, arguments=arguments, environ=environ, say=say)
-
-
-def require_trackers(plan: Plan) -> None:
-    """Before anything is loaded: the library that reports to them would fail only once the model is there."""
-    where = plan.loaded.where("train.report_to")
-    absent = absent_trackers(plan.loaded.run.train.report_to)
-    raise_all([Problem(f"{name} is not installed", where, f"{cure}, or take it out") for name, cure in absent.items()])
+    return in_ranks(make, work, arguments=arguments, environ=environ, say=say)
 
 
 def best(
@@ -84,7 +81,7 @@ def best(
 ) -> int:
     """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
 
-    def work(here: Place) -> int:
+    def work(here: Rank) -> int:
         from windlass.train.best import best as evaluate
 
         return evaluate(make_plan(), here, run_folder, show)
@@ -94,7 +91,7 @@ def best(
 
 def in_ranks(
     make_plan: Callable[[], Plan],
-    work: Callable[[Place], int],
+    work: Callable[[Rank], int],
     *,
     arguments: Sequence[str],
     environ: Mapping[str, str],
@@ -102,26 +99,20 @@ def in_ranks(
 ) -> int:
     """Start this machine's ranks with the same command, or do one rank's work.
 
-    Each rank plans again: it is quick beside importing torch, and needs no copy of the plan's objects in a file.
+    Each rank plans again: that is quick compared with importing torch, and needs no copy of the plan in a file.
     """
-    here = place(environ)
+    here = read_rank(environ)
     if here is None:
         plan = make_plan()  # here first: the user's mistakes are found in one process, and before torch is imported
-        require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
+        ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
         return ranks.start(
             [sys.executable, "-m", "windlass", *arguments],
             plan.layout.gpus_per_node,
             environ,
             grace_seconds=plan.loaded.run.cluster.grace_seconds or GRACE_SECONDS,
         )
-    code = inside(here, lambda: work(here), say=say)
-    leave(code)
-    return code
-
-
-def leave(code: int) -> None:
-    """Part from the other ranks. After a failure they may be gone already, and a polite goodbye would hang."""
-    if code:
+    code = run_rank(here, lambda: work(here), print_error=say)
+    if code:  # the other ranks may be gone already, and would be waited for
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -129,3 +120,47 @@ def leave(code: int) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    return 0
+
+
+def load_finished_run(run_folder: Path, *, eval_data: Path | None, ranks: int | None) -> Loaded:
+    """A run's file from its manifest, to be evaluated again: on these ranks, with rows that are not packed."""
+    manifest = run_folder / MANIFEST
+    try:
+        tree: dict[str, Any] = read_manifest(run_folder)["run"]
+        tree["data"] |= _evaluated_rows(tree["data"], eval_data)
+    except (KeyError, TypeError):
+        hint = "name the folder that train.output_dir named"
+        raise UserError("it is no run folder: manifest.json can't be read", str(run_folder), hint) from None
+    if ranks is not None:
+        tree["cluster"] |= {"nodes": 1, "gpus_per_node": ranks}
+        tree["layout"] = {"name": "auto", "base_dtype": (tree.get("layout") or {}).get("base_dtype")}
+    try:
+        run = RunFile.model_validate(tree)
+    except ValueError as error:
+        hint = "it was written by another version of windlass"
+        raise UserError(f"the run in it can't be read: {error}", str(manifest), hint) from None
+    places = {
+        f"{name}.{key}": f"{manifest}: run.{name}.{key}"
+        for name, section in tree.items()
+        for key in (section if isinstance(section, dict) else ())
+    }
+    return Loaded(manifest, (), places, run)
+
+
+def _evaluated_rows(data: dict[str, Any], eval_data: Path | None) -> dict[str, Any]:
+    """Keys of `data` that differ. If validation rows are a split, nothing else is tokenised."""
+    unpacked: dict[str, Any] = {"packing": False, "streaming": False}
+    if eval_data is not None:
+        if not eval_data.exists():
+            raise UserError("there is no such file or folder", str(eval_data), "name rows with --eval-data")
+        return {
+            **unpacked,
+            "dataset_name_or_path": str(eval_data),
+            "dataset_config_name": None,
+            "train_split": "train",
+            "val_split": "train",
+            "val_fraction": None,
+        }
+    split = None if data.get("val_fraction") else data.get("val_split")
+    return {**unpacked, "train_split": split} if split else unpacked

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from windlass.data.collate import Collator
 from windlass.observe.steps import IGNORED
@@ -90,6 +90,7 @@ class Batches:
     ) -> None:
         self.rows, self.collate, self.micro, self.order, self.round_rows = rows, collate, micro, order, round_rows
         self.rank, self.world = group.rank(), group.world()
+        self.workers = workers
         pinned = pin and torch.cuda.is_available()
         # A generator of its own: torch's loader draws a seed at every start, which would else be training's.
         self.options = {"num_workers": workers, "pin_memory": pinned, "generator": torch.Generator()}
@@ -102,8 +103,9 @@ class Batches:
         """From the round on that comes after those done. A stream has one epoch, without end."""
         micro_batches = rounds_done * self.round_rows // (self.micro * self.world)
         if self.order is None:
-            stream = _Stream(self, micro_batches)
-            loader = DataLoader(stream, batch_size=None, **self.options)  # type: ignore[arg-type]
+            # Of more than one worker, a set of one generator would give the others nothing.
+            options = {**self.options, "num_workers": min(1, self.workers)}
+            loader = DataLoader(_Stream(self, micro_batches), batch_size=None, **options)  # type: ignore[arg-type]
         else:
             order = self.order(number)
             fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
@@ -133,7 +135,12 @@ class _Numbered(Dataset[Any]):
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
         found = iter(self.rows.__getitems__([number for number in numbers if number != FILL]))
-        return [_fill() if number == FILL else {**next(found), ROW: number} for number in numbers]
+        return [_fill() if number == FILL else {**_writable(next(found)), ROW: number} for number in numbers]
+
+
+def _writable(row: dict[str, Any]) -> dict[str, Any]:
+    """Arrow's memory is not, and torch warns of that."""
+    return {name: np.array(values) for name, values in row.items()}
 
 
 def _fill() -> dict[str, Any]:
@@ -141,18 +148,14 @@ def _fill() -> dict[str, Any]:
 
 
 class _Stream(IterableDataset[Batch]):
-    """This rank's micro-batches of a stream that every rank reads in full; loader workers take turns."""
+    """This rank's micro-batches of a stream that every rank reads in full."""
 
     def __init__(self, batches: Batches, first: int) -> None:
         self.batches, self.first = batches, first
 
     def __iter__(self) -> Iterator[Batch]:
         of = self.batches
-        worker = get_worker_info()
-        turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         numbered = ({**row, ROW: number} for number, row in enumerate(of.rows))
-        skipped = itertools.islice(numbered, self.first * of.micro * of.world, None)
-        for number in itertools.count():
-            everyones = list(itertools.islice(skipped, of.micro * of.world))
-            if number % turns == turn:
-                yield of.collate(everyones[of.rank * of.micro :][: of.micro])
+        rows = itertools.islice(numbered, self.first * of.micro * of.world, None)
+        while everyones := list(itertools.islice(rows, of.micro * of.world)):
+            yield of.collate(everyones[of.rank * of.micro :][: of.micro])

@@ -9,24 +9,26 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from peft import PeftModel
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
-from windlass.observe.steps import IGNORED
+from windlass.run_folder import CHECKPOINTS
 from windlass.train import checkpoint, group
+from windlass.train.batches import Batches, Collate
 from windlass.train.console import quiet
 from windlass.train.load import load
 from windlass.train.lora import attach
-from windlass.train.rank import Place
+from windlass.train.loss import patch_forward
+from windlass.train.parallel import device_of_this_rank
+from windlass.train.rank import Rank
 from windlass.train.run import join, precision, tokenizer_of
 
 if TYPE_CHECKING:
@@ -61,18 +63,18 @@ class Ranking:
     candidates: tuple[Candidate, ...]
     rows: int
     tokens: int
-    passed_over: dict[str, str]
+    skipped: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         ranked = [{**asdict(candidate), "apart": candidate.apart} for candidate in self.candidates]
-        return {"best": ranked, "rows": self.rows, "tokens": self.tokens, "passed_over": self.passed_over}
+        return {"best": ranked, "rows": self.rows, "tokens": self.tokens, "passed_over": self.skipped}
 
 
-def best(plan: Plan, here: Place, run_folder: Path, show: Callable[[Ranking], None]) -> int:
+def best(plan: Plan, here: Rank, run_folder: Path, show: Callable[[Ranking], None]) -> int:
     """One rank's part; rank 0 shows the ranking."""
     job, console = plan.loaded.run, quiet(here)
     join(here, job.train.ddp_timeout)
-    whole, passed_over = candidates(run_folder)
+    intact, skipped = candidates(run_folder)
     here.phase("preparing the data")
     tokenizer = tokenizer_of(plan)
     data = prepare(job, tokenizer, where=plan.loaded.where, cache=run_folder / "tokens", say=console.print)
@@ -81,87 +83,58 @@ def best(plan: Plan, here: Place, run_folder: Path, show: Callable[[Ranking], No
     here.phase("loading the model")
     model, _ = load(plan.base, plan.layout, **precision(job.model))
     model = attach(model, job.lora, plan.adapter, job.train.seed, plan.expert_path).eval()
-    batches = batched(data.validation, here, job.train.per_device_eval_batch_size, tokenizer.pad_token_id)
+    patch_forward(model.get_base_model())
+    size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))
+    collate = Collate(data.collator(tokenizer.pad_token_id))
+    batches = Batches(data.validation, collate, size, order=lambda _: order, round_rows=size * here.world)
     with model.disable_adapter():
-        losses = {BASE: evaluated(model, batches, len(data.validation))}
-    for folder in whole:
+        losses = {BASE: row_losses(model, batches)}
+    for folder in intact:
         here.phase(f"evaluating {folder.name}")
         checkpoint.load_adapter(model, folder)
-        losses[folder.name] = evaluated(model, batches, len(data.validation))
+        losses[folder.name] = row_losses(model, batches)
         console.print(f"{folder.name}  evaluated")
     if here.rank == 0:
-        show(ranking(losses, passed_over))
+        show(ranking(losses, skipped))
     return 0
 
 
 def candidates(run_folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The whole checkpoints, and why others are none. Every rank is given what rank 0 found."""
-    found = list(checkpoint.newest(run_folder / "checkpoints")) if group.rank() == 0 else []
+    """The intact checkpoints, and why others are not. Every rank is given what rank 0 found."""
+    found: dict[Path, str] = {}
+    if group.rank() == 0:
+        found = {folder: checkpoint.damage(folder) for folder in checkpoint.saved(run_folder / CHECKPOINTS)[::-1]}
     found = group.from_rank_0(found)
-    whole = [folder for folder, damage in found if not damage]
-    if not whole:
-        raise UserError("no whole checkpoint is there", str(run_folder / "checkpoints"), "let the run save one")
-    return whole, {folder.name: damage for folder, damage in found if damage}
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows of this rank side by side; `numbers` are their places in the set."""
-
-    numbers: list[int]
-    ids: Tensor
-    labels: Tensor
-    mask: Tensor
-
-
-def batched(rows: Any, here: Place, size: int, padding: int) -> list[Batch]:
-    """Every rank as many batches as the others: a sharded model's forward pass needs all of them."""
-    mine = [
-        number % len(rows) for number in range(here.rank, math.ceil(len(rows) / here.world) * here.world, here.world)
-    ]
-    device = torch.device("cuda", here.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    made = []
-    for start in range(0, len(mine), size):
-        numbers = mine[start : start + size]
-        chosen = [rows[number] for number in numbers]
-        length = max(len(row["input_ids"]) for row in chosen)
-
-        def padded(name: str, fill: int, chosen: Sequence[Any] = chosen, length: int = length) -> Tensor:
-            lists = [[*row[name], *[fill] * (length - len(row[name]))] for row in chosen]
-            return torch.tensor(lists, device=device)
-
-        lengths = torch.tensor([len(row["input_ids"]) for row in chosen], device=device)
-        mask = (torch.arange(length, device=device) < lengths[:, None]).long()
-        labels = padded("labels", IGNORED) if "labels" in chosen[0] else padded("input_ids", IGNORED)
-        made.append(Batch(numbers, padded("input_ids", padding), labels, mask))
-    return made
+    intact = [folder for folder, damage in found.items() if not damage]
+    if not intact:
+        raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
+    return intact, {folder.name: damage for folder, damage in found.items() if damage}
 
 
 @torch.no_grad()
-def evaluated(model: PeftModel, batches: Sequence[Batch], count: int) -> Rows:
-    """The loss of every row of the set, on every rank."""
+def row_losses(model: PeftModel, batches: Batches) -> Rows:
+    """The summed loss and the supervised tokens of every row, on every rank."""
     mine: list[tuple[int, float, int]] = []
-    for batch in batches:
-        logits = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits[:, :-1]
-        labels = batch.labels[:, 1:]
-        losses = [
-            cross_entropy(row.float(), wanted, reduction="sum", ignore_index=IGNORED)
-            for row, wanted in zip(logits, labels, strict=True)
-        ]
-        tokens = labels.ne(IGNORED).sum(dim=1).tolist()
-        mine += zip(batch.numbers, torch.stack(losses).tolist(), tokens, strict=True)
+    for batch in batches.epoch(0):
+        inputs = batch.to(device_of_this_rank()).inputs
+        losses = model.get_base_model()(**inputs, per_token=True)[0].double().cpu()
+        length = batch.inputs["input_ids"].shape[1]
+        row_of = batch.inputs["supervised"] // length
+        for i, number in enumerate(batch.rows):  # a row that only fills is behind them
+            own = losses[row_of == i]
+            mine.append((number, float(own.sum()), len(own)))
     by_number = {number: (loss, tokens) for part in group.gather(mine) for number, loss, tokens in part}
-    return [by_number[number] for number in range(count)]
+    return [by_number[number] for number in range(len(batches.rows))]
 
 
-def ranking(losses: dict[str, Rows], passed_over: dict[str, str]) -> Ranking:
+def ranking(losses: dict[str, Rows], skipped: dict[str, str]) -> Ranking:
     means = {name: mean(rows) for name, rows in losses.items()}
     order = sorted(means, key=lambda name: (means[name], name))
     lowest = losses[order[0]]
     ranked = tuple(
         Candidate(name, means[name], means[name] - means[order[0]], *interval(losses[name], lowest)) for name in order
     )
-    return Ranking(ranked, len(lowest), sum(tokens for _, tokens in lowest), passed_over)
+    return Ranking(ranked, len(lowest), sum(tokens for _, tokens in lowest), skipped)
 
 
 def mean(rows: Rows) -> float:
@@ -200,11 +173,11 @@ def show(ranking: Ranking) -> None:
     for name in ("adapter", "loss", "worse by", f"{CONFIDENCE:.0%} interval", ""):
         table.add_column(name, justify="right" if name in ("loss", "worse by") else "left")
     for place, each in enumerate(ranking.candidates):
-        verdict = "best" if place == 0 else "worse" if each.apart else "not told apart from the best"
+        verdict = "best" if place == 0 else "worse" if each.apart else "no clear difference from the best"
         spread = f"{each.low:+.4f} to {each.high:+.4f}" if place else ""
         table.add_row(each.name, f"{each.loss:.4f}", f"{each.difference:.4f}" if place else "", spread, verdict)
     console = Console()
     console.print(table)
     with contextlib.suppress(StopIteration):
-        name, why = next(iter(ranking.passed_over.items()))
-        console.print(f"{len(ranking.passed_over)} passed over; {name}: {why}", markup=False)
+        name, why = next(iter(ranking.skipped.items()))
+        console.print(f"{len(ranking.skipped)} skipped; {name}: {why}", markup=False)

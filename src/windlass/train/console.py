@@ -19,8 +19,9 @@ from rich.text import Text
 
 from windlass.observe.counters import machine_facts
 from windlass.observe.steps import clock
-from windlass.train.folder import versions
-from windlass.train.rank import Place
+from windlass.run_folder import versions
+from windlass.train.rank import Rank
+from windlass.train.resume import LIBRARIES
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 WINDOW: Final = 20  # steps that the speed and the time left are averaged over
 
 
-def quiet(here: Place) -> Console:
+def quiet(here: Rank) -> Console:
     """The one console of this run, on stderr; ranks other than 0 print nothing.
 
     Libraries' progress bars and warnings are switched off: windlass checks and reports what matters in them.
@@ -62,7 +63,7 @@ def header(console: Console, plan: Plan) -> None:
         "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = {sequences} sequences"
         f" of up to {batch.length} tokens",
         "machine": machine(),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions(LIBRARIES).items()),
         "folder": job.train.output_dir,
     }
     for name, value in rows.items():
@@ -83,7 +84,7 @@ class Progress:
     """Rank 0 shows how far the run is; every rank notes what it is doing, for the message should it be killed."""
 
     def __init__(
-        self, here: Place, console: Console, logging_steps: int, sampled_gib: Callable[[], float] = lambda: 0.0
+        self, here: Rank, console: Console, logging_steps: int, sampled_gib: Callable[[], float] = lambda: 0.0
     ) -> None:
         self.here, self.console, self.logging_steps = here, console, logging_steps
         self.sampled_gib = sampled_gib  # the recorder's peak: its samples reset torch's own

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from windlass.runfile import RunFile
     from windlass.train.console import Progress
     from windlass.train.liveness import Liveness
-    from windlass.train.rank import Interruption
-    from windlass.train.saving import Saving
+    from windlass.train.rank import StopSignal
+    from windlass.train.saver import Saver
     from windlass.train.sync import Replicas
     from windlass.train.trackers import Trackers
 
@@ -63,10 +63,10 @@ class Loop:
         gather_once: bool = False,
         replicas: Replicas,  # the adapter's gradients: one reduction, equal on all ranks
         liveness: Liveness,  # the first steps prove that the whole adapter trains
-        interruption: Interruption,  # stop signals
+        stop_signal: StopSignal,
         recorder: Recorder,  # measures each step
         watch: RunWatch,  # stalls, alarms
-        saving: Saving,  # checkpoints
+        saver: Saver,  # checkpoints
         progress: Progress,  # the terminal
         trackers: Trackers,  # TensorBoard, W&B …
     ) -> None:
@@ -74,8 +74,8 @@ class Loop:
         self.train, self.non_finite = train, job.watch.non_finite
         self.model, self.causal_lm = model, model.get_base_model()
         self.batches, self.validation = batches, validation
-        self.replicas, self.liveness, self.interruption = replicas, liveness, interruption
-        self.recorder, self.watch, self.saving = recorder, watch, saving
+        self.replicas, self.liveness, self.stop_signal = replicas, liveness, stop_signal
+        self.recorder, self.watch, self.saver = recorder, watch, saver
         self.progress, self.trackers = progress, trackers
         self.accumulation = accumulation
         self.steps_per_epoch = None if streamed else len(batches)
@@ -120,7 +120,7 @@ class Loop:
         self.recorder.start(self.step)
         self.watch.start(self.step, self.total)
         self.progress.start(self.total)
-        self.interruption.training = True  # until now a signal ended the rank at once: there was nothing to save
+        self.stop_signal.training = True  # until now a signal ended the rank at once: there was nothing to save
         if self.evaluation_due:
             self._make_up_evaluation()
         micro_batches = self.batches.train(self.step, self.accumulation, self.steps_per_epoch)
@@ -138,7 +138,7 @@ class Loop:
                 self.evaluate()
             if save or save_requested or self.stopped:
                 self.save()
-        self.saving.close()
+        self.saver.close()
         if not self.stopped:
             self._log_totals(first, time.monotonic() - began)
         self.recorder.event("end", self.step)
@@ -238,7 +238,7 @@ class Loop:
         gradients = self._gradients()
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
         finite = torch.isfinite(loss) & torch.isfinite(largest).all()
-        own = [supervised, tokens, self.interruption(), self.watch.request, *[0] * self.replicas.world]
+        own = [supervised, tokens, self.stop_signal.received, self.watch.request, *[0] * self.replicas.world]
         counts = torch.tensor(own, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         sums = torch.cat([loss.reshape(1), counts.to(self.device, non_blocking=True)])
         sums[5 + group.rank()] = (~finite).float()
@@ -320,7 +320,7 @@ class Loop:
         """Over all ranks; the signals too, for an evaluation can take longer than the time to save after one."""
         with self._autocast():
             figures = self.causal_lm(**batch.inputs, per_token=True)
-        counts = figures.new_tensor([batch.supervised, self.interruption()])
+        counts = figures.new_tensor([batch.supervised, self.stop_signal.received])
         sums = torch.cat([figures.double().sum(1), counts.double()])
         if self.replicas.world > 1:
             dist.all_reduce(sums)
@@ -347,14 +347,14 @@ class Loop:
             "num_input_tokens_seen": self.tokens,
             "log_history": self.log_history,
         }
-        self.saving.save(self, state, wait=self.stopped)
+        self.saver.save(self, state, wait=self.stopped)
         self.recorder.mark("pause")
 
     def _load(self, folder: Path) -> None:
         manifest = checkpoint.read_manifest(folder)
         self.step = int(manifest["step"])
         self.evaluation_due = bool(manifest.get("evaluation_due"))
-        state = checkpoint.load_state(folder)
+        state = checkpoint.read_state(folder)
         self.log_history = list(state.get("log_history", []))
         self.tokens = int(state.get("num_input_tokens_seen") or 0)
         checkpoint.load_adapter(self.model, folder)

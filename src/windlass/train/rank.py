@@ -1,4 +1,4 @@
-"""This process as one of the ranks: its place, what it leaves word of, how signals and errors end it. No torch."""
+"""This process as one rank of a run: its number, the status it reports, how signals and errors end it. No torch."""
 
 from __future__ import annotations
 
@@ -17,62 +17,59 @@ from types import FrameType
 from typing import Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
+from windlass.files import write_atomic
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-NOTES_FOLDER: Final = (
-    "WINDLASS_STATUS_DIR"  # on this machine; ranks leave their exit code, error, what they are doing there
-)
-PARENT_SPEAKS: Final = "WINDLASS_TELLER"  # set: whoever started the ranks reads their notes, so they print no errors
+STATUS_DIR: Final = "WINDLASS_STATUS_DIR"  # on this machine; ranks write their phase, error and exit code there
+SUPERVISED: Final = "WINDLASS_SUPERVISED"  # set: `windlass train` reads those files, so ranks print no errors
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This process among the ranks."""
-
+class Rank:
     rank: int = 0
     local_rank: int = 0
     world: int = 1
-    notes: Path | None = None
-    tells: bool = True  # this rank prints its own errors
+    status_dir: Path | None = None
+    supervised: bool = False
 
-    def note(self, name: str, text: str) -> None:
-        """Leave word, whole or not at all."""
-        if self.notes is not None:
-            with contextlib.suppress(OSError):  # word of a failure must not become a failure
-                part = self.notes / f".{name}-{self.rank}"
-                part.write_text(text)
-                part.replace(self.notes / f"{name}-{self.rank}")
+    def report(self, name: str, text: str) -> None:
+        """Write NAME-RANK to the status directory, if there is one."""
+        if self.status_dir is not None:
+            with contextlib.suppress(OSError):  # reporting a failure must not become one
+                write_atomic(self.status_dir / f"{name}-{self.rank}", text)
 
     def phase(self, name: str) -> None:
         """What this rank is doing, for the message should it be killed."""
-        self.note("phase", name)
+        self.report("phase", name)
 
 
-def place(environ: Mapping[str, str]) -> Place | None:
-    """Where torchrun, `accelerate launch`, a job's operator or `start` put this process; None: nobody started ranks."""
+def read_rank(environ: Mapping[str, str]) -> Rank | None:
+    """As torchrun, `accelerate launch`, a job's operator or `ranks.start` set it; None: nobody has started ranks."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
-    world, local = int(environ["WORLD_SIZE"]), environ.get("LOCAL_RANK")
-    per_node = int(environ.get("PET_NPROC_PER_NODE", "1") if environ.get("PET_NPROC_PER_NODE", "1").isdigit() else 1)
-    if local is None and per_node > 1:
+    local, per_node = environ.get("LOCAL_RANK"), environ.get("PET_NPROC_PER_NODE", "1")
+    if local is None and per_node.isdigit() and int(per_node) > 1:
         return None  # an operator's pod: RANK is the pod's number, its ranks are still to be started
-    notes = Path(environ[NOTES_FOLDER]) if NOTES_FOLDER in environ else None
-    return Place(int(environ["RANK"]), int(local or 0), world, notes, tells=PARENT_SPEAKS not in environ)
+    status_dir = Path(environ[STATUS_DIR]) if STATUS_DIR in environ else None
+    return Rank(
+        int(environ["RANK"]), int(local or 0), int(environ["WORLD_SIZE"]), status_dir, supervised=SUPERVISED in environ
+    )
 
 
-class Interruption:
-    """SIGTERM and SIGUSR1 in a rank. While it trains, asked for at the end of a step; else there is nothing to save."""
+def read_status(status_dir: Path, name: str) -> str:
+    path = status_dir / name
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+class StopSignal:
+    """SIGTERM and SIGUSR1. Once `training`, the loop asks for it in every step; until then there is nothing to save."""
 
     def __init__(self) -> None:
-        self.received = False
-        self.training = False
+        self.received = self.training = False
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._received)
+            signal.signal(number, self._receive)
 
-    def __call__(self) -> bool:
-        return self.received
-
-    def _received(self, _number: int, _frame: FrameType | None) -> None:
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
         # Only the first counts. torchrun sends all ranks another as soon as one has saved and ended, however long
         # the others still have to write; whoever means it sends SIGKILL, as `windlass train` does.
         if not self.received:
@@ -81,63 +78,66 @@ class Interruption:
                 sys.exit(SAVED)
 
 
-def inside(here: Place, work: Callable[[], int], *, say: Callable[[UserError], None]) -> int:
-    """Run one rank's work and turn its end into an exit code, told to whoever started it or printed.
+def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[UserError], None]) -> int:
+    """Run one rank's work. Its end becomes an exit code, and is reported to the supervisor or printed.
 
-    The code is also left in the notes folder: torchrun and `accelerate launch` turn every one of them into 1.
+    The code is also written to the status directory: torchrun and `accelerate launch` turn every one of them into 1.
     """
-    here.note("pid", str(os.getpid()))  # for signals: a launcher's own processes do not pass all of them on
-    if not here.tells:
+    here.report("pid", str(os.getpid()))  # for signals: a launcher's own processes do not pass all of them on
+    if here.supervised:
         end_with_parent()
     try:
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # nothing is held yet; `Interruption` takes them over
-            signal.signal(number, _nothing_to_save)
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # `StopSignal` takes them over
+            signal.signal(number, lambda *_: sys.exit(SAVED))
         code = work()
     except UserError as error:
         code = 1 if isinstance(error, RunError) else RANK_USER_INPUT
         problems = [problem.as_dict() for problem in error.problems]
-        here.note("error", json.dumps({"problems": problems, "code": code, "time": time.monotonic()}))
-        if here.tells and (here.local_rank == 0 or code == 1):  # each node has its own log
-            say(error)
+        here.report("error", json.dumps({"problems": problems, "code": code, "time": time.monotonic()}))
+        if not here.supervised and (here.local_rank == 0 or code == 1):
+            print_error(error)
+        elif not here.supervised:  # most often what local rank 0 prints in full; if it is this rank's alone, here it is
+            print(f"rank {here.rank}: {error.problems[0].where}: {error.problems[0].problem}", file=sys.stderr)
     except SystemExit as leaving:  # a signal while there was nothing to save
         code = leaving.code if isinstance(leaving.code, int) else 1
         if code == SAVED:
-            doing = noted(here.notes, f"phase-{here.rank}") if here.notes else ""
-            lost = "there was nothing new to save; start again with --resume"
-            said = f"stopped by a signal while {doing or 'starting'}: {lost}"
-            here.note("stopped", said)
-            if here.tells and here.local_rank == 0:
-                print(said, file=sys.stderr, flush=True)
+            phase = read_status(here.status_dir, f"phase-{here.rank}") if here.status_dir else ""
+            while_ = f"while {phase}" if phase else "at the start"
+            message = f"stopped by a signal {while_}: there was nothing new to save; start again with --resume"
+            here.report("stopped", message)
+            if not here.supervised and here.local_rank == 0:
+                print(message, file=sys.stderr, flush=True)
     except Exception:
         code = 1
         trace = traceback.format_exc()
-        here.note("error", json.dumps({"traceback": trace, "time": time.monotonic()}))
-        if here.tells:
+        here.report("error", json.dumps({"traceback": trace, "time": time.monotonic()}))
+        if not here.supervised:
             print(f"rank {here.rank} failed:\n{trace}", file=sys.stderr, flush=True)
-    here.note("code", str(code))
+    here.report("code", str(code))
     return code
 
 
-def await_others(here: Place, local_ranks: int, seconds: float) -> None:
-    """Until the other ranks of this machine have ended too, where this one saved first.
+def wait_for_peers(here: Rank, local_ranks: int, seconds: float) -> None:
+    """Until the other ranks of this machine have ended too, if this one saved first.
 
     A launcher takes every end but 0 for a failure: it signals the other ranks, and kills them 30 s later. (torch's
     elastic/multiprocessing/api.py closes them with its default, whatever PET_SHUTDOWN_TIMEOUT says.)
     """
-    if here.notes is None:
+    if here.status_dir is None:
         return
     for number in SIGNALS:  # what they ask for is done
         signal.signal(number, signal.SIG_IGN)
     first, until = here.rank - here.local_rank, time.monotonic() + seconds
-    while any(_at_work(here.notes, rank) for rank in range(first, first + local_ranks)) and time.monotonic() < until:
+    peers = range(first, first + local_ranks)
+    while any(_is_running(here.status_dir, peer) for peer in peers) and time.monotonic() < until:
         time.sleep(0.05)
 
 
-def _at_work(notes: Path, rank: int) -> bool:
-    """It has left no code, and was not killed either."""
-    if (notes / f"code-{rank}").exists():
+def _is_running(status_dir: Path, rank: int) -> bool:
+    """It has written no exit code, and was not killed either."""
+    if (status_dir / f"code-{rank}").exists():
         return False
-    if pid := noted(notes, f"pid-{rank}"):
+    if pid := read_status(status_dir, f"pid-{rank}"):
         try:
             os.kill(int(pid), 0)
         except ProcessLookupError:
@@ -145,17 +145,8 @@ def _at_work(notes: Path, rank: int) -> bool:
     return True
 
 
-def end_with_parent(farewell: signal.Signals = signal.SIGTERM) -> None:
-    """Should whoever started this rank be killed: save and end, rather than go on with nobody to stop it."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Get this signal when the process that started this one is killed: save and end, rather than go on unwatched."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     with contextlib.suppress(OSError, AttributeError):  # not Linux: only a convenience is lost
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, farewell)
-
-
-def _nothing_to_save(_number: int, _frame: FrameType | None) -> None:
-    sys.exit(SAVED)
-
-
-def noted(notes: Path, name: str) -> str:
-    path = notes / name
-    return path.read_text(errors="replace") if path.exists() else ""
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

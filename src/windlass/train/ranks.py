@@ -1,4 +1,4 @@
-"""The ranks of this machine, as whoever starts them sees it: begun, signalled, waited for, their end told. No torch."""
+"""The ranks of this machine as processes: started, signalled, waited for, and why they failed. No torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
+from windlass.runfile import LoadedFile
 from windlass.runfile.machines import GRACE_SECONDS
-from windlass.train.rank import NOTES_FOLDER, PARENT_SPEAKS, SIGNALS, end_with_parent, noted
+from windlass.train.rank import SIGNALS, STATUS_DIR, SUPERVISED, end_with_parent, read_status
 
-PATIENCE_SECONDS: Final = 20.0  # what the other ranks get once one has failed
+PATIENCE_SECONDS: Final = 20.0  # for the other ranks to end, once one has failed
 SAME_SECONDS: Final = 1.0  # a signal sent to a process and to its group comes twice, and is one
 
 
@@ -33,25 +34,41 @@ def start(
     grace_seconds: float = GRACE_SECONDS,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> int:
-    """Run `command` once per rank, forward signals, wait, and say why it ended if it failed. Returns the exit code.
+    """Run `command` once per rank, forward signals, wait, and report why it ended if it failed. Returns the exit code.
 
-    grace_seconds: what ranks get to save in after a signal. patience_seconds: what the others get once one failed.
+    grace_seconds: for ranks to save after a signal. patience_seconds: for the others once one has failed.
 
     Plain processes rather than torchrun: it would turn every exit code into 1, kill the ranks 30 s after SIGTERM
     whether they have saved or not, and leave them orphaned on SIGUSR1.
     """
-    with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
-        notes = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="windlass-") as folder, reserved_port() as port:
+        status_dir = Path(folder)
         processes: list[subprocess.Popen[bytes]] = []
-        beginning = (
-            begin(command, {**variables, NOTES_FOLDER: str(notes)}, notes / f"output-{rank}" if rank else None)
-            for rank, variables in enumerate(environments(ranks, without_accelerate(dict(environ))))
+        starting = (
+            start_process(
+                command,
+                {**variables, STATUS_DIR: str(status_dir)},
+                status_dir / f"output-{rank}" if rank else None,
+            )
+            for rank, variables in enumerate(environments(ranks, without_accelerate(environ), port))
         )
-        first, cut_short = wait(processes, beginning, grace_seconds, patience_seconds)
-        return _verdict([_code(process.returncode) for process in processes], first, cut_short, notes)
+        first, cut_short = wait(processes, starting, grace_seconds, patience_seconds)
+        return _explain_end([_code(process.returncode) for process in processes], first, cut_short, status_dir)
 
 
-def environments(ranks: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port for the ranks to connect at, which the system gives to nobody else meanwhile.
+
+    Bound, but not listened at: with SO_REUSEADDR rank 0's store, which sets it too, may still take it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("localhost", 0))
+        yield int(holder.getsockname()[1])
+
+
+def environments(ranks: int, environ: Mapping[str, str], port: int) -> list[dict[str, str]]:
     """One environment per rank. In an operator's pod the other nodes' ranks are counted in."""
     nodes = int(environ.get("PET_NNODES", "1"))
     node = int(environ.get("PET_NODE_RANK", environ.get("RANK", "0"))) if nodes > 1 else 0
@@ -62,25 +79,25 @@ def environments(ranks: int, environ: Mapping[str, str]) -> list[dict[str, str]]
         "WORLD_SIZE": str(nodes * ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": environ.get("PET_MASTER_ADDR", "localhost") if nodes > 1 else "localhost",
-        "MASTER_PORT": environ.get("PET_MASTER_PORT", "29500") if nodes > 1 else str(_free_port()),
-        PARENT_SPEAKS: "windlass",
+        "MASTER_PORT": environ.get("PET_MASTER_PORT", "29500") if nodes > 1 else str(port),
+        SUPERVISED: "1",
     }
     return [
         {**inherited, **shared, "RANK": str(node * ranks + local), "LOCAL_RANK": str(local)} for local in range(ranks)
     ]
 
 
-def without_accelerate(environ: dict[str, str]) -> dict[str, str]:
-    """Without the settings by which Accelerate and the Trainer would shard the model a second time."""
-    return {key: value for key, value in environ.items() if not _accelerates(key)}
+def without_accelerate(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the settings by which Accelerate would shard a model a second time."""
+    return {key: value for key, value in environ.items() if not _is_accelerates(key)}
 
 
 def clear_accelerate(environ: MutableMapping[str, str]) -> dict[str, str]:
     """Take those settings out of this process's environment and return them."""
-    return {key: environ.pop(key) for key in list(environ) if _accelerates(key)}
+    return {key: environ.pop(key) for key in list(environ) if _is_accelerates(key)}
 
 
-def _accelerates(key: str) -> bool:
+def _is_accelerates(key: str) -> bool:
     return key.startswith("FSDP_") or key in (
         "ACCELERATE_USE_FSDP",
         "ACCELERATE_MIXED_PRECISION",  # the run file's bf16 and fp16 decide
@@ -89,22 +106,15 @@ def _accelerates(key: str) -> bool:
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def begin(
+def start_process(
     command: Sequence[str],
     environ: Mapping[str, str],
     output: Path | None = None,
-    farewell: signal.Signals = signal.SIGTERM,
+    parent_death_signal: signal.Signals = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
-    """Without `output` a rank shares this terminal; what it writes to a file is read only when it fails.
+    """Without `output` a rank shares this terminal; what it writes to a file is read only if it fails.
 
     Each in a session of its own: a Ctrl-C reaches it once, through the signals forwarded below.
-    farewell: what it gets should this process be killed.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(output.open("wb")) if output else None
@@ -115,38 +125,38 @@ def begin(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            preexec_fn=lambda: end_with_parent(farewell),
+            preexec_fn=lambda: end_with_parent(parent_death_signal),
         )
 
 
 def _code(code: int) -> int:
-    """A rank that a signal ended without a word had not begun: from `inside` on it answers them itself."""
+    """A rank that a signal ended without a message had not begun: `run_rank` answers them itself."""
     return SAVED if code in (-signal.SIGTERM, -signal.SIGUSR1) else code
 
 
 def wait(
     processes: list[subprocess.Popen[bytes]],
-    beginning: Iterable[subprocess.Popen[bytes]],
+    starting: Iterable[subprocess.Popen[bytes]],
     grace_seconds: float,
     patience_seconds: float,
     *,
-    hurries: bool = True,
+    second_kills: bool = True,
     stop: threading.Event | None = None,
 ) -> tuple[int | None, str]:
     """Until all have ended; returns the first that failed, if any, and why ranks that were saving had to be ended.
 
-    Ranks begin in here, `processes` filled with them, so that no signal finds some begun and nobody to pass it on.
-    One failed: the others get a bounded time. A signal: they save. A second signal: at once, if it
-    `hurries`. Below a launcher it is nobody's wish: that one signals all because one of them has ended.
-    stop: asked for by another thread, it is the same as a signal.
+    Ranks start in here, `processes` filled with them, so that no signal finds some started and nobody to pass it on.
+    One failed: the others get a bounded time. A signal: they save. A second signal kills them, if `second_kills`.
+    Below a launcher it is nobody's wish: that one signals all because one of them has ended.
+    stop: set by another thread, it is the same as a signal.
     """
-    forward = _Forward(processes, hurries)
+    forward = _Forward(processes, second_kills)
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     first: int | None = None
     deadline: float | None = None
-    asked = saving = False
+    killed = saving = False
     try:
-        for process in beginning:
+        for process in starting:
             processes.append(process)
             if forward.at is not None:
                 signal_all([process], signal.SIGTERM)
@@ -161,8 +171,8 @@ def wait(
             if deadline is not None and time.monotonic() > deadline:
                 if saving and (first is None or _code(codes[first] or 0) == SAVED):
                     forward.cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
-                signal_all(processes, signal.SIGKILL if asked or saving else signal.SIGTERM)
-                asked, deadline = True, time.monotonic() + 5.0
+                signal_all(processes, signal.SIGKILL if killed or saving else signal.SIGTERM)
+                killed, deadline = True, time.monotonic() + 5.0
             time.sleep(0.05)
     finally:
         signal_all(processes, signal.SIGKILL)
@@ -172,10 +182,10 @@ def wait(
 
 
 class _Forward:
-    """A stop signal on its way to the ranks: as SIGTERM, and another one, if it hurries, as SIGKILL."""
+    """Passes a stop signal on to the ranks: as SIGTERM, and a second one, if it may, as SIGKILL."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], hurries: bool) -> None:
-        self.processes, self.hurries = processes, hurries
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], second_kills: bool) -> None:
+        self.processes, self.second_kills = processes, second_kills
         self.at: float | None = None  # when the first one came
         self.cut_short = ""
 
@@ -183,13 +193,13 @@ class _Forward:
         if self.at is None:
             self.at = time.monotonic()
             signal_all(self.processes, signal.SIGTERM)
-        elif self.hurries and time.monotonic() - self.at > SAME_SECONDS:
+        elif self.second_kills and time.monotonic() - self.at > SAME_SECONDS:
             self.cut_short = "a second signal ended the ranks before they had saved"
             signal_all(self.processes, signal.SIGKILL)
 
 
 def _first(codes: Sequence[int | None]) -> int | None:
-    """The first rank that ended otherwise than well. One that a signal reached explains those that lost it."""
+    """The first rank that did not end well. One that a signal reached explains those that lost it."""
     ended = [rank for rank, code in enumerate(codes) if code]
     return min(ended, key=lambda rank: (codes[rank] != SAVED, rank), default=None)
 
@@ -201,27 +211,29 @@ def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> Non
                 process.send_signal(number)
 
 
-def _verdict(codes: Sequence[int], first: int | None, cut_short: str, notes: Path) -> int:
-    """The exit code; for a failure its root. Ranks that only lost their peer come later than the one that it was."""
+def _explain_end(codes: Sequence[int], first: int | None, cut_short: str, status_dir: Path) -> int:
+    """The exit code; for a failure its root. Ranks that only lost their peer fail later than the one that it was."""
     if first is None:
         return 0
     if cut_short and not set(codes) <= {0, SAVED}:
         hint = "resume from the last checkpoint with --resume; cluster.grace_seconds is the time that ranks get"
         raise RunError(cut_short, "windlass train", hint)
     if codes[first] == SAVED:  # the others saved too, or only lost this one
-        if said := noted(notes, f"stopped-{first}"):
-            print(said, file=sys.stderr, flush=True)
+        if message := read_status(status_dir, f"stopped-{first}"):
+            print(message, file=sys.stderr, flush=True)
         return SAVED
-    errors = {rank: error for rank in range(len(codes)) if (error := _read(notes, f"error-{rank}"))}
-    stated = {rank: error for rank, error in errors.items() if "problems" in error}
-    if stated:
-        error = stated[min(stated, key=lambda rank: (stated[rank]["time"], rank))]
+    errors: dict[int, dict[str, Any]] = {
+        rank: json.loads(text) for rank in range(len(codes)) if (text := read_status(status_dir, f"error-{rank}"))
+    }
+    of_users = {rank: error for rank, error in errors.items() if "problems" in error}
+    if of_users:
+        error = of_users[min(of_users, key=lambda rank: (of_users[rank]["time"], rank))]
         kind = UserError if error["code"] == RANK_USER_INPUT else RunError
         raise kind.of([Problem(**problem) for problem in error["problems"]])
     if codes[first] < 0:
         raise RunError(
             f"rank {first} was killed by {signal.Signals(-codes[first]).name}"
-            f" while {noted(notes, f'phase-{first}') or 'starting'}",
+            f" while {read_status(status_dir, f'phase-{first}') or 'starting'}",
             "windlass train",
             "a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); "
             "resume from the last checkpoint with --resume",
@@ -230,11 +242,40 @@ def _verdict(codes: Sequence[int], first: int | None, cut_short: str, notes: Pat
         rank = min(errors, key=lambda rank: (errors[rank]["time"], rank))
         print(f"rank {rank} failed:\n{errors[rank]['traceback']}", file=sys.stderr, flush=True)
         return 1
-    output = noted(notes, f"output-{first}")[-4000:]
+    output = read_status(status_dir, f"output-{first}")[-4000:]
     print(f"rank {first} ended with {codes[first]}:\n{output}", file=sys.stderr, flush=True)
     return 1
 
 
-def _read(notes: Path, name: str) -> dict[str, Any]:
-    text = noted(notes, name)
-    return json.loads(text) if text else {}
+# --- how many nodes and GPUs there are to start ranks on ---
+
+
+def started_on(loaded: LoadedFile, environ: Mapping[str, str], gpus: int) -> list[str]:
+    """Overrides for what the run file leaves open: by the launcher that started this rank, else by this machine."""
+    if loaded.given("cluster.nodes") or loaded.given("cluster.gpus_per_node") or loaded.given("layout.ranks"):
+        return []
+    world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
+    if "RANK" in environ and world.isdigit() and local.isdigit() and int(local):
+        return [f"cluster.nodes={max(1, int(world) // int(local))}", f"cluster.gpus_per_node={local}"]
+    count = visible_gpus(environ, gpus)
+    return [f"cluster.gpus_per_node={count}"] if count > 1 else []
+
+
+def visible_gpus(environ: Mapping[str, str], gpus: int) -> int:
+    """Of this machine's GPUs, those that a process started here may use."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return gpus
+    named = [name for name in listed.split(",") if name.strip() and name.strip() != "-1"]
+    return min(len(named), gpus)
+
+
+def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mapping[str, str]) -> None:
+    """One machine of several would wait for the others, and one too few would train another run."""
+    nodes = int(environ.get("PET_NNODES", "1"))
+    if planned != nodes:
+        raise UserError(
+            f"the run is planned for {planned} node{'s' * (planned != 1)}, and this is {nodes}",
+            where("cluster.nodes"),
+            "add --ranks N to use this machine alone, or start it with windlass submit",
+        )

@@ -7,7 +7,8 @@ import datetime
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,14 +22,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import SAVED, Problem, UserError
+from windlass.files import commit_dir, write_json
 from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
 from windlass.observe.report.background import BackgroundReport
 from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
-from windlass.train import checkpoint as checkpoints
-from windlass.train import folder as folders
-from windlass.train import group, manifest
+from windlass.run_folder import DATA, FINAL, FINISHED, LOAD, STOPPED, update_manifest
+from windlass.train import checkpoint, group
 from windlass.train.batches import Batches, Collate
 from windlass.train.console import Progress, header, quiet
 from windlass.train.liveness import Liveness
@@ -37,9 +38,10 @@ from windlass.train.loop import Loop
 from windlass.train.lora import attach
 from windlass.train.loss import router_loss_weight
 from windlass.train.parallel import assert_sharded, device_of_this_rank, is_sharded
-from windlass.train.rank import Interruption, Place
+from windlass.train.rank import Rank, StopSignal
 from windlass.train.ranks import clear_accelerate
-from windlass.train.saving import Saving
+from windlass.train.resume import base_identity, claim, facts, recorded_failure, require_same_data, resolved
+from windlass.train.saver import Saver
 from windlass.train.sync import Replicas
 from windlass.train.trackers import Trackers
 
@@ -50,29 +52,32 @@ if TYPE_CHECKING:
     from windlass.runfile import Model
 
 
-def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None = None) -> int:
-    """One rank's part of the run. Returns the exit code: 0, or 75 when a signal stopped it and all is saved."""
+def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None) -> int:
+    """One rank's part of the run. Returns the exit code: 0, or 75 if a signal stopped it and everything is saved."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
 
-    # 1. Meet the other ranks; from here on only rank 0 speaks.
-    console, interruption = quiet(here), Interruption()
+    # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
+    console, stop_signal = quiet(here), StopSignal()
+    require_device(plan)
     join(here, job.train.ddp_timeout, patrol.environment(os.environ, job, folder))
-    agree_on(plan)
+    identity = base_identity(plan.base)
+    require_same_plan(plan, identity)
 
-    # 2. Take the run folder: a new one, or an unfinished one to go on with. A finished one is never touched.
-    from_checkpoint = folders.take(folder, plan, resume=resume or job.train.resume == "auto")
+    # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
+    from_checkpoint = claim(folder, plan, identity, resume=resume or job.train.resume == "auto")
     header(console, plan)
 
     # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
     here.phase("preparing the data")
     tokenizer = tokenizer_of(plan)
-    data = data_of(plan, tokenizer, console)
-    folders.require_same_data(from_checkpoint, data.fingerprint, plan)
+    data = prepare_data(plan, tokenizer, console)
+    require_same_data(from_checkpoint, data.fingerprint, plan)
 
-    # 4. The base model: each rank reads its own shard, and proves against the files what it holds.
+    # 4. The base model: each rank reads its own shard, and proves it against the files.
     here.phase("loading the model")
     model, certificate = load(plan.base, plan.layout, **precision(job.model))
-    folders.write(folder, "load.json", asdict(certificate))
+    if here.rank == 0:
+        write_json(folder / LOAD, asdict(certificate))
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
     here.phase("attaching the adapter")
@@ -82,54 +87,93 @@ def run(plan: Plan, here: Place, *, resume: bool = False, debug_freq: int | None
     # 6. The loop, and what it calls by name.
     here.phase("setting up the loop")
     report = BackgroundReport(folder)  # report.html, written again after every checkpoint
-    loop = loop_of(plan, here, model, data, tokenizer, console, interruption, report, debug_freq)
+    run_facts = {**facts(plan, identity), "data": data.fingerprint}
+    loop = make_loop(plan, here, model, data, tokenizer, console, stop_signal, report, run_facts, debug_freq)
 
     # 7. Train. The first steps prove that gradients reach every part of the adapter.
-    with loop.watch, folders.failing(folder), contextlib.ExitStack() as stack:
-        for part in (loop.saving, loop.progress, loop.trackers, loop.recorder):
+    with loop.watch, recorded_failure(folder), contextlib.ExitStack() as stack:
+        for part in (loop.saver, loop.progress, loop.trackers, loop.recorder):
             stack.callback(part.close)
         loop.run(from_checkpoint)
     if loop.stopped:
-        return stopped(folder, loop, console)
+        if here.rank == 0:
+            update_manifest(folder, state=STOPPED)
+        console.print(f"stopped by a signal; step {loop.step} is saved; --resume continues from it")
+        group.barrier()  # launchers take the first rank's end for a failure, and soon kill those still writing
+        return SAVED
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
-    load_best(plan, loop.saving, model, console)
-    save_final(folder / "final", model, tokenizer, console)
-    folders.note(folder, state=manifest.FINISHED, steps=loop.step)
+    if job.train.load_best_model_at_end and (best := loop.saver.best()):
+        checkpoint.load_adapter(model, best)
+        console.print(f"the adapter is that of {best.name}, which evaluated best")
+    save_final(folder / FINAL, model, tokenizer)
+    console.print(f"adapter written to {folder / FINAL}")
+    if here.rank == 0:
+        update_manifest(folder, state=FINISHED, steps=loop.step)
     return 0
 
 
-def join(here: Place, timeout_seconds: float, recorders: Mapping[str, str] = MappingProxyType({})) -> None:
-    """The process group: NCCL between GPUs, gloo between CPUs and for what is said in Python objects."""
+# --- 1. connect, agree ---
+
+
+def require_device(plan: Plan) -> None:
+    """A run that was planned for GPUs would take weeks on the CPU, and say nothing."""
+    if plan.machine.gpu.name != "cpu" and not torch.cuda.is_available():
+        raise UserError(
+            f"the run is planned for {plan.machine.gpu.name}, and torch {torch.__version__} finds no usable GPU",
+            plan.loaded.where("cluster.gpu"),
+            "see `windlass check --here`; to train on the CPU set cluster.gpu: cpu",
+        )
+
+
+def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = MappingProxyType({})) -> None:
+    """The process group: NCCL between GPUs, gloo between CPUs and for Python objects."""
     clear_accelerate(os.environ)
     os.environ |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank), "WORLD_SIZE": str(here.world)}
     os.environ |= recorders
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(own_gpu(here.local_rank, torch.cuda.device_count()))
+        torch.cuda.set_device(gpu_of_rank(here.local_rank, torch.cuda.device_count()))
     here.phase("waiting for the other ranks")
     if not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
-        )
+        backend, timeout = "cpu:gloo,cuda:nccl" if gpu else "gloo", datetime.timedelta(seconds=timeout_seconds)
+        interruptibly(lambda: dist.init_process_group(backend, timeout=timeout))
     if gpu:
-        seen = torch.cuda.get_device_properties(torch.cuda.current_device())
-        each_its_own(group.gather(str(getattr(seen, "uuid", ""))))
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        require_own_gpus(group.gather(str(getattr(device, "uuid", ""))))
 
 
-def own_gpu(local_rank: int, seen: int) -> int:
+def interruptibly(wait: Callable[[], None]) -> None:
+    """Wait in C++, but in a thread: here Python can answer a signal meanwhile."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="windlass connect", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if errors:
+        raise errors[0]
+
+
+def gpu_of_rank(local_rank: int, visible: int) -> int:
     """A scheduler may show every rank its own GPU alone, as number 0; or every rank all of the node's."""
-    if local_rank >= seen > 1:
+    if local_rank >= visible > 1:
         raise UserError(
-            f"rank {local_rank} of this node has no GPU of its own: it sees {seen}",
+            f"rank {local_rank} of this node has no GPU of its own: it sees {visible}",
             "cluster.gpus_per_node",
             "start as many ranks on a node as it has GPUs",
         )
-    return local_rank % seen
+    return local_rank % visible
 
 
-def each_its_own(gpus: list[str]) -> None:
+def require_own_gpus(gpus: list[str]) -> None:
     """Ranks that share a GPU would each take it for theirs, with half of its memory, and NCCL refuses them."""
     for rank, one in enumerate(gpus):
         if one.strip("0-") and (first := gpus.index(one)) != rank:  # some drivers give zeros alone
@@ -140,27 +184,36 @@ def each_its_own(gpus: list[str]) -> None:
             )
 
 
-def agree_on(plan: Plan) -> None:
-    """Layout and batch follow from the run file and what a node is; unlike nodes may come to different ones.
+def require_same_plan(plan: Plan, identity: str) -> None:
+    """Layout and batch follow from the run file and from the node; unlike nodes may come to different ones.
 
-    Everything that decides which collectives a rank takes part in: where ranks differ, they would wait for ever.
+    They decide which collectives a rank takes part in: ranks that differ would wait for ever. Ranks with other run
+    files, adapters or weights would train as one, and something that nobody asked for.
     """
-    mine = {
+    run = plan.loaded.run.model_dump(mode="json")
+    of_node = {
         **{f"layout.{name}": value for name, value in asdict(replace(plan.layout, reason="")).items()},
         "train.per_device_train_batch_size": plan.batch.micro,
         "train.gradient_accumulation_steps": plan.batch.accumulation,
         "the path of experts' adapters": plan.expert_path,
     }
+    of_files = {f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train") for key in run[name]}
+    mine = {**of_files, **of_node, "the base model's files": identity}
     plans = group.gather(mine)
     other = next((rank for rank, theirs in enumerate(plans) if theirs != plans[0]), None)
     if other is not None:
         one, two = plans[0], plans[other]
-        differs = [f"{name} {one[name]} and {two[name]}" for name in mine if one[name] != two[name]]
+        differing = [name for name in mine if one[name] != two[name]]
+        differs = ", ".join(f"{name} {one[name]} and {two[name]}" for name in differing)
+        hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
+        if not set(differing) <= of_node.keys():
+            hint = "start all ranks with the same run file, and give all nodes the same copy of the base model"
         raise UserError(
-            f"rank 0 and rank {other} plan different runs: {', '.join(differs)}",
-            plan.loaded.where("cluster.gpu"),
-            "the nodes are unlike: name the layout and the batch in the run file, so that none has to choose",
+            f"rank 0 and rank {other} plan different runs: {differs}", plan.loaded.where("cluster.gpu"), hint
         )
+
+
+# --- 3. to 8. ---
 
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
@@ -170,18 +223,31 @@ def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def data_of(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console) -> Prepared:
-    """Tokenised once, audited, the audit written before it is judged."""
+def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console) -> Prepared:
+    """Tokenised once, audited, the audit written before it is judged; the same rows on every rank."""
     job = plan.loaded.run
-    return prepare(
+
+    def write_audit(audit: dict[str, Any]) -> None:
+        if group.rank() == 0:
+            write_json(Path(job.train.output_dir) / DATA, audit)
+
+    data = prepare(
         job,
         tokenizer,
         where=plan.loaded.where,
         vocabulary=plan.base.dims["vocab"],
         batch=plan.batch.micro,
         say=console.print,
-        audited=lambda audit: folders.write(Path(job.train.output_dir), "data.json", audit),
+        audited=write_audit,
     )
+    prints = group.gather(data.fingerprint)
+    if other := next((rank for rank, one in enumerate(prints) if one != prints[0]), None):
+        raise UserError(
+            f"rank 0 and rank {other} have different data, though the run file names the same",
+            plan.loaded.where("data.dataset_name_or_path"),
+            "give all nodes the same files and the same tokenizer",
+        )
+    return data
 
 
 def precision(model: Model) -> dict[str, Any]:
@@ -191,27 +257,21 @@ def precision(model: Model) -> dict[str, Any]:
     }
 
 
-def loop_of(
+def make_loop(
     plan: Plan,
-    here: Place,
+    here: Rank,
     model: PeftModel,
     data: Prepared,
     tokenizer: PreTrainedTokenizerBase,
     console: Console,
-    interruption: Interruption,
+    stop_signal: StopSignal,
     report: BackgroundReport,
+    run_facts: dict[str, Any],
     debug_freq: int | None,
 ) -> Loop:
     """Everything that the plan and the run file decide, put together."""
     job, train, folder = plan.loaded.run, plan.loaded.run.train, Path(plan.loaded.run.train.output_dir)
     replicas, device = Replicas(model), device_of_this_rank()
-    report_to = train.report_to if here.rank == 0 else "none"
-    rates = Rates(
-        device,
-        seq_len=plan.batch.length,
-        flops_per_token=plan.cost.flops_per_token,
-        recompute_flops_per_token=plan.cost.recompute_flops_per_token,
-    )
     recorder = Recorder(
         folder,
         here.rank,
@@ -219,13 +279,18 @@ def loop_of(
         device,
         sample_every=train.logging_steps if debug_freq is None else debug_freq,
         model=model,
-        rates=rates,
+        rates=Rates(
+            device,
+            seq_len=plan.batch.length,
+            flops_per_token=plan.cost.flops_per_token,
+            recompute_flops_per_token=plan.cost.recompute_flops_per_token,
+        ),
         about={"script_name": "windlass train"},
     )
 
     def on_stall(problem: Problem) -> None:
-        here.note("error", json.dumps({"problems": [problem.as_dict()], "code": 1, "time": 0}))
-        here.note("code", "1")
+        here.report("error", json.dumps({"problems": [problem.as_dict()], "code": 1, "time": 0}))
+        here.report("code", "1")
 
     watch = RunWatch(
         folder,
@@ -240,7 +305,6 @@ def loop_of(
         on_stall=on_stall,
         report=report.finish,
     )
-    facts = {**folders.facts(plan), "data": data.fingerprint}
     collator = data.collator(tokenizer.pad_token_id)
     collate = Collate(collator, mark_tokens=bool(router_loss_weight(model.get_base_model())))
     options: dict[str, Any] = {"workers": train.dataloader_num_workers, "pin": train.dataloader_pin_memory}
@@ -253,6 +317,7 @@ def loop_of(
     seed, sequences = train.order_seed, plan.schedule.global_sequences
     # By seed and epoch alone: the same rows on any number of ranks. A stream has its own order.
     order = None if data.lengths is None else lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
+    report_to = train.report_to if here.rank == 0 else "none"
     return Loop(
         job,
         model,
@@ -263,36 +328,21 @@ def loop_of(
         gather_once=is_sharded(plan.layout) and not plan.layout.reshard_after_forward,
         replicas=replicas,
         liveness=Liveness(model, replicas, train.output_dir),
-        interruption=interruption,
+        stop_signal=stop_signal,
         recorder=recorder,
         watch=watch,
-        saving=Saving(folder, train.save_total_limit, facts, say=console.print, saved=report.start),
+        saver=Saver(folder, train.save_total_limit, run_facts, say=console.print, saved=report.start),
         progress=Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib),
-        trackers=Trackers(report_to, folder, train.run_name, folders.resolved(plan)),
+        trackers=Trackers(report_to, folder, train.run_name, resolved(plan)),
     )
 
 
-def stopped(folder: Path, loop: Loop, console: Console) -> int:
-    folders.note(folder, state=manifest.STOPPED)
-    console.print(f"stopped by a signal; step {loop.step} is saved; --resume continues from it")
-    group.barrier()  # launchers take the first rank's end for a failure, and soon kill those still writing
-    return SAVED
-
-
-def load_best(plan: Plan, saving: Saving, model: PeftModel, console: Console) -> None:
-    """Where train.load_best_model_at_end asks for it, in place of the last step's."""
-    if plan.loaded.run.train.load_best_model_at_end and (best := saving.best()):
-        checkpoints.load_adapter(model, best)
-        console.print(f"the adapter is that of {best.name}, which evaluated best")
-
-
-def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     if group.rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    checkpoints.save_adapter(model, partial)
+    checkpoint.save_adapter(model, partial)
     if group.rank() == 0:
         tokenizer.save_pretrained(partial)
-        checkpoints.appear(partial, folder)
+        commit_dir(partial, folder)
     group.barrier()
-    console.print(f"adapter written to {folder}")

@@ -1,0 +1,220 @@
+"""Claiming the run folder: for a new run, or for the checkpoint that an unfinished one continues from."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import torch
+
+from windlass.errors import Problem, UserError
+from windlass.files import read_json_lines, write_atomic, write_json
+from windlass.run_folder import (
+    CHECKPOINTS,
+    EVENTS,
+    FAILED,
+    FINISHED,
+    PLAN,
+    begin_manifest,
+    ensure_dir,
+    git_state,
+    lock_run,
+    read_manifest,
+    step_files,
+    update_manifest,
+    versions,
+)
+from windlass.train import checkpoint, group
+
+if TYPE_CHECKING:
+    from windlass.model import Base
+    from windlass.plan import Plan
+
+LIBRARIES: Final = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
+# What a run can't change and stay the same run: whole sections, and of `train` what the update depends on. The
+# optimizer's and the schedule's settings come out of the checkpoint: a change would be silently without effect.
+FIXED: Final[dict[str, set[str] | None]] = {
+    "model": None,
+    "lora": None,
+    "data": None,
+    "train": {
+        *("optim", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+        *("bf16", "fp16", "seed", "data_seed"),
+    },
+}
+SAMPLES, SAMPLE_BYTES = 9, 4096  # of each file of the base model
+_lock: IO[str] | None = None  # for the life of rank 0's process: the system releases it when the process ends
+
+
+def claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | None:
+    """Claim the folder for this run, on all ranks alike. Returns the checkpoint to continue from, if any."""
+    answer: Path | tuple[Problem, ...] | None = None
+    if group.rank() == 0:
+        try:
+            answer = _claim(folder, plan, identity, resume=resume)
+        except UserError as error:
+            answer = error.problems
+    answer = group.from_rank_0(answer)
+    if isinstance(answer, tuple):
+        raise UserError.of(answer)
+    return answer
+
+
+def _claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | None:
+    where, checkpoints = plan.loaded.where("train.output_dir"), folder / CHECKPOINTS
+    ensure_dir(checkpoints, where)
+    lock(folder, where)
+    checkpoint.sweep(checkpoints)
+    before = read_manifest(folder)
+    state = before.get("state")
+    if state == FINISHED:
+        hint = "name another train.output_dir, or remove the folder to train anew"
+        raise UserError(f"{folder} holds a finished run", where, hint)
+    has_steps = any(path.stat().st_size for path in step_files(folder).values())
+    begun = bool(checkpoint.saved(checkpoints)) or (bool(state) and has_steps)
+    if begun and not resume:
+        raise UserError(
+            f"{folder} holds an unfinished run ({state or 'begun'} {before.get('began', '')})",
+            where,
+            "add --resume to continue it, name another train.output_dir, or remove the folder to train anew",
+        )
+    usable = newest_intact(checkpoints, where) if begun else None
+    if begun:  # a run that failed before its first step left nothing to be equal to
+        _require_same_run(checkpoint.read_manifest(usable) if usable else before, plan, identity, folder)
+    write_json(folder / PLAN, plan.as_dict())
+    begin_manifest(folder, facts(plan, identity))
+    forget_after(folder, checkpoint.step_of(usable) if usable else 0)
+    return usable
+
+
+def lock(folder: Path, where: str) -> None:
+    """Keep a second run out of the folder until this process ends."""
+    global _lock
+    if _lock is not None:
+        _lock.close()
+    _lock = lock_run(folder, where)
+
+
+def newest_intact(checkpoints: Path, where: str) -> Path | None:
+    """The newest checkpoint that is as it was written. Damaged ones are reported and renamed."""
+    found = checkpoint.saved(checkpoints)[::-1]
+    faults = {folder: checkpoint.damage(folder) for folder in found}
+    intact = next((folder for folder in found if not faults[folder]), None)
+    if found and intact is None:
+        raise UserError(
+            f"none of {len(found)} checkpoints in {checkpoints} can be used; {found[0].name}: {faults[found[0]]}",
+            where,
+            "remove the folder to train anew",
+        )
+    for folder in found[: found.index(intact)] if intact else ():
+        aside = checkpoint.set_aside(folder)
+        print(f"skipped {folder}: {faults[folder]}; kept as {aside.name}", file=sys.stderr, flush=True)
+    if intact is None:
+        print("no checkpoint was saved: starting with the first step", file=sys.stderr, flush=True)
+    return intact
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Drop what an interrupted run logged of the steps that will be run again."""
+    events = folder / EVENTS
+    for path in (*step_files(folder).values(), *([events] if events.exists() else [])):
+        kept = (line for line in read_json_lines(path) if line.get("step", 0) <= step)
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def _require_same_run(before: Mapping[str, Any], plan: Plan, identity: str, folder: Path) -> None:
+    now, then = facts(plan, identity), before.get("run", {})
+    problems = [
+        Problem(
+            f"was {json.dumps(then[section][key])} when this run began, is {json.dumps(value)} now",
+            plan.loaded.where(f"{section}.{key}"),
+            f"put it back, or train into another folder than {folder}",
+        )
+        for section, keys in FIXED.items()
+        for key, value in now["run"].get(section, {}).items()
+        if (keys is None or key in keys) and key in then.get(section, {}) and then[section][key] != value
+    ]
+    was, sequences = before.get("sequences"), now["sequences"]
+    if was and was != sequences:
+        problems.append(
+            Problem(
+                f"an optimizer step had {was} sequences when this run began, and would have {sequences} now",
+                plan.loaded.where("train.global_batch_size"),
+                f"set train.global_batch_size: {was}, which holds on any number of ranks",
+            )
+        )
+    if before.get("base", identity) != identity:
+        problems.append(
+            Problem(
+                "the base model's files are not those that this run began with",
+                plan.loaded.where("model.model_name_or_path"),
+                f"put them back as they were, or train into another folder than {folder}",
+            )
+        )
+    if problems:
+        raise UserError.of(problems)
+
+
+def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> None:
+    """Rows changed under the same name would be other rows at the same place."""
+    if resumed is not None and checkpoint.read_manifest(resumed).get("data") != fingerprint:
+        raise UserError(
+            "the data are not those that this run began with, though the run file names the same",
+            plan.loaded.where("data.dataset_name_or_path"),
+            "put the files (and the tokenizer) back as they were, or train into another folder",
+        )
+
+
+def base_identity(base: Base) -> str:
+    """Of the base model's files: names, sizes, headers, and samples of their weights. The same on every rank."""
+    digest = hashlib.blake2b(digest_size=16)
+    stored = (one for parameter in base.parameters for piece in parameter.pieces for one in (piece.stored, piece.scale))
+    for path in sorted({one.file for one in stored if one is not None}, key=lambda path: path.name):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):  # the first is of the header
+                file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def facts(plan: Plan, identity: str) -> dict[str, Any]:
+    """What went into this run: enough to know later what it was."""
+    return {
+        "run": resolved(plan),
+        "base": identity,
+        "versions": versions(LIBRARIES),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "ranks": plan.layout.ranks,
+        "layout": plan.as_dict()["layout"],
+        "sequences": plan.schedule.global_sequences,  # of an optimizer step
+        "git": git_state(),
+    }
+
+
+def resolved(plan: Plan) -> dict[str, Any]:
+    """The run file with the micro-batch and the accumulation that the plan chose or derived."""
+    run = plan.loaded.run.model_dump(mode="json")
+    batch = {
+        "per_device_train_batch_size": plan.batch.micro,
+        "gradient_accumulation_steps": plan.batch.accumulation,
+    }
+    return {**run, "train": {**run["train"], **batch}}
+
+
+@contextlib.contextmanager
+def recorded_failure(folder: Path) -> Iterator[None]:
+    """The manifest of a run that an error ends would otherwise go on calling it running."""
+    try:
+        yield
+    except Exception:
+        if group.rank() == 0:
+            update_manifest(folder, state=FAILED)
+        raise

@@ -1,0 +1,189 @@
+"""Order of rows, micro-batches of ranks, optimizers and schedules: what the loop is given, without the loop."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+
+import windlass
+from windlass.data.audit import PACKED
+from windlass.data.collate import PaddedCollator
+from windlass.data.prepare import Prepared
+from windlass.runfile import Train
+from windlass.runfile.names import OPTIMIZERS as NAMES
+from windlass.runfile.names import SCHEDULES
+from windlass.train import optimizer
+from windlass.train.batches import Batch, Batches, Collate
+
+
+def batches(count: int, micro: int, world: int, rank: int, step: int, *, stream: bool = False, **more: Any) -> Batches:
+    rows: list[dict[str, Any]] = [{"input_ids": [1, *range(2, 4 + number)], "labels": None} for number in range(count)]
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows]
+    data = IterableDataset.from_generator(lambda: iter(rows * 9)) if stream else Dataset.from_list(rows)
+    order = None if stream else lambda epoch: np.random.default_rng(epoch).permutation(count)
+    made = Batches(data, Collate(PaddedCollator(0)), micro, order=order, round_rows=step, **more)
+    made.rank, made.world = rank, world
+    return made
+
+
+def taken(of: Batches, step: int, accumulation: int, per_epoch: int | None, count: int) -> list[Batch]:
+    found = of.train(step, accumulation, per_epoch)
+    return [next(found) for _ in range(count)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 23), st.sampled_from([(1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 4, 1)]), st.integers(0, 9))
+def test_every_number_of_ranks_has_the_same_steps_also_after_a_resume(
+    count: int, how: tuple[int, int, int], step: int
+) -> None:
+    """4 rows a step, as ranks x micro-batch x accumulation. Every epoch has every row once, each in its own order."""
+    world, micro, accumulation = how
+    per_epoch = -(-count // 4)
+    rows: list[list[int]] = []
+    for number in range(step, step + 2 * per_epoch):
+        of_step: list[int] = []
+        for rank in range(world):
+            for batch in taken(batches(count, micro, world, rank, 4), number, accumulation, per_epoch, accumulation):
+                of_step += batch.rows
+                assert batch.supervised == sum(row + 2 for row in batch.rows)
+        rows.append(sorted(of_step))
+    for number, of_step in enumerate(rows, step):
+        epoch, place = divmod(number, per_epoch)
+        expected = np.random.default_rng(epoch).permutation(count)[place * 4 :][:4]
+        assert of_step == sorted(expected.tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_goes_on_at_its_place_whoever_prepares_it(workers: int) -> None:
+    expected = [[0, 1], [4, 5], [8, 9], [12, 13], [16, 17]]
+    found = taken(batches(6, 2, 2, 0, 4, stream=True, workers=workers), 0, 1, None, 5)
+    assert [batch.rows for batch in found] == expected
+    found = taken(batches(6, 2, 2, 0, 4, stream=True, workers=workers), 2, 1, None, 3)
+    assert [batch.rows for batch in found] == expected[2:]
+
+
+def test_batches_draw_no_random_numbers_from_training() -> None:
+    state = torch.get_rng_state()
+    taken(batches(9, 2, 1, 0, 2), 0, 1, 5, 7)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("batching", [PACKED, "padded in batches of like length"])
+def test_each_epoch_has_an_order_of_its_own(batching: str) -> None:
+    """The fault that is guarded against: a shuffle by the seed alone."""
+    lengths = np.arange(5, 105)
+    data = Prepared(Dataset.from_dict({}), None, {}, "", lengths=lengths, batching=batching)
+    orders = [data.order(seed=3, epoch=epoch, global_batch=8) for epoch in (0, 0, 1, 2)]
+    assert orders[0].tolist() == orders[1].tolist()
+    assert len({tuple(order.tolist()) for order in orders}) == 3
+    assert all(sorted(order.tolist()) == list(range(100)) for order in orders)
+
+
+# --- optimizers and schedules, against transformers' trainer ---
+
+
+class Given(torch.optim.Optimizer):
+    """In the place of a library's class: keeps what it is given."""
+
+    def __init__(self, groups: Any, **settings: Any) -> None:
+        super().__init__(groups, {})
+        self.given = settings
+
+
+CLASSES = {
+    "bitsandbytes.optim": ("AdamW", "Lion", "RMSprop", "AdEMAMix"),
+    "torchao.optim": ("AdamW4bit", "AdamW8bit"),
+    "grokadamw": ("GrokAdamW",),
+    "optimi": ("StableAdamW",),
+    "torchdistx.optimizers": ("AnyPrecisionAdamW",),
+    "schedulefree": ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree"),
+}
+TRAIN = {
+    "learning_rate": 3e-4,
+    "weight_decay": 0.2,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-6,
+    "warmup_steps": 7,
+}
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers of libraries that are not installed here."""
+    for path, names in CLASSES.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+        for name in names:
+            setattr(sys.modules[path], name, type(name, (Given,), {}))
+    there = ("bitsandbytes", "torchao", "grokadamw", "torch_optimi", "schedulefree")
+    for name in there:
+        monkeypatch.setattr(f"transformers.trainer_optimizer.is_{name}_available", lambda *_: True)
+    monkeypatch.setattr("transformers.trainer_optimizer.importlib.metadata.version", lambda _: "0.17")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizer_is_what_its_name_means_to_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"a.weight": nn.Parameter(torch.ones(2, 2)), "a.bias": nn.Parameter(torch.ones(2))}
+    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], optim=name, **TRAIN)
+    theirs, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    assert name in _OPTIMIZER_HANDLERS
+    seen: dict[str, Any] = {}
+    original = theirs.__init__
+
+    def keep(self: Any, groups: Any, **given: Any) -> None:
+        seen.update(given)
+        original(self, groups, **given)
+
+    monkeypatch.setattr(theirs, "__init__", keep)
+    train = Train.model_validate({**TRAIN, "optim": name})
+    made = optimizer.create_optimizer(train, [*named.items(), ("frozen", frozen)], 100)
+    assert type(made) is theirs
+    assert seen == settings
+    decayed, undecayed = made.param_groups
+    assert [decayed["params"], decayed["weight_decay"]] == [[named["a.weight"]], 0.2]
+    assert [undecayed["params"], undecayed["weight_decay"]] == [[named["a.bias"]], 0.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_has_its_warm_up_in_the_words_of_the_run_file(name: str) -> None:
+    needed = {"min_lr": {"min_lr": 1e-6}, "num_decay_steps": {"num_decay_steps": 5}}
+    more = needed[SCHEDULES[name][0]] if SCHEDULES[name] else None
+    for keys, steps in (({"warmup_ratio": 0.05}, 5), ({"warmup_ratio": 1.0}, 100), ({"warmup_steps": 1}, 1)):
+        train = Train.model_validate({"lr_scheduler_type": name, "lr_scheduler_kwargs": more, **keys})
+        assert train.warmup(100) == steps
+    made = optimizer.create_optimizer(train, [("a", nn.Parameter(torch.ones(1)))], 100)
+    schedule = optimizer.create_scheduler(train, made, 100)
+    assert optimizer.follows_evaluation(schedule) == (name in ("reduce_lr_on_plateau", "greedy"))
+    if not optimizer.follows_evaluation(schedule) and name != "constant":
+        rates = [made.param_groups[0]["lr"]]
+        for _ in range(2):
+            schedule.step()
+            rates.append(made.param_groups[0]["lr"])
+        assert rates[1] != rates[2]
+
+
+def test_every_key_of_train_is_read_somewhere() -> None:
+    trees = [ast.parse(path.read_text()) for path in Path(windlass.__file__).parent.rglob("*.py")]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert set(Train.model_fields) <= read
