@@ -18,7 +18,7 @@ from windlass.train import parallel
 from windlass.train.checkpoint import random_state, restore_random
 from windlass.train.console import Progress
 from windlass.train.rank import Rank
-from windlass.train.run import require_own_gpus, gpu_of_rank
+from windlass.train.run import gpu_of_rank, require_own_gpus
 
 
 @pytest.mark.parametrize(("local_rank", "seen", "wanted"), [(0, 1, 0), (3, 1, 0), (0, 8, 0), (7, 8, 7)])

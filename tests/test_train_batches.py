@@ -180,7 +180,7 @@ def test_every_schedule_has_its_warm_up_in_the_words_of_the_run_file(name: str) 
         for _ in range(2):
             schedule.step()
             rates.append(made.param_groups[0]["lr"])
-        assert rates[1] != rates[2]
+        assert len(set(rates)) > 1
 
 
 def test_every_key_of_train_is_read_somewhere() -> None:
