@@ -27,14 +27,11 @@ class Evaluating(At):
 
 
 class Saved(At):
-    """SIGTERM to one rank while the checkpoint of a step is being written."""
+    """SIGTERM to one rank while the checkpoint of a step is being saved."""
 
     def plant(self, loop: Loop) -> None:
         if self.rank == train_ranks.rank():
-            before(loop.recorder, "mark", lambda: self.act(loop) if self.now(loop) else None)
-
-    def now(self, loop: Loop) -> bool:
-        return loop.step == self.step and loop.saver.thread is not None
+            before(loop, "save", lambda: self.act(loop) if loop.step == self.step else None)
 
 
 def full_disk(loop: Loop) -> None:

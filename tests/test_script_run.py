@@ -274,7 +274,7 @@ def test_a_finished_run_is_never_touched(trained: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "exits", "said"),
-    [(3, 1, "rank 1 ended with exit code 3"), (13, 2, "rank 1 says that its input is wrong"), (75, 75, "")],
+    [(3, 1, "rank 1 ended with exit code 3"), (13, 2, "rank 1 reports wrong input"), (75, 75, "")],
 )
 def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exits: int, said: str) -> None:
     path = run_file(tmp_path, FAILS.replace("time.sleep(60)", "time.sleep(1)"), [code])
