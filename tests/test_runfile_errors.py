@@ -108,10 +108,11 @@ BAD_KEYS = {
     "model: {load_in_4bit: true}": ("model.load_in_4bit", "", "never in 4 bits"),
     "cluster: {volumes: [{claim: a, pth: /a, path: /b}]}": ("cluster.volumes[0].pth", "", "did you mean path?"),
     "cluster: {user: {uid: 1, gip: 2}}": ("cluster.user.gip", "", "did you mean gid?"),
-    "watch: {zzzzzzz: 1}": ("watch.zzzzzzz", "", "its keys are non_finite"),
+    "watch: {zzzzzzz: 1}": ("watch.zzzzzzz", "", "windlass explain watch"),
+    "lora: {experts: {zzzzzzz: 1}}": ("lora.experts.zzzzzzz", "", "its keys are r, lora_alpha, targets"),
     "layout: {rank: 2}": ("layout.rank", "", "did you mean ranks?"),
-    "train: {yes: 1}": ("train.yes", "`train` has no such key", "its keys are"),
-    "train: {<<: {seed: 1}}": ("train.<<", "`train` has no such key", "its keys are"),
+    "train: {yes: 1}": ("train.yes", "`train` has no such key", "windlass explain train"),
+    "train: {<<: {seed: 1}}": ("train.<<", "`train` has no such key", "windlass explain train"),
     "train: {evaluation_stratgy: no}": ("train.evaluation_stratgy", "", "evaluation_strategy"),
     "script: {path: a.py}": ("script", "`kind: script`", "write `kind: script`"),
     # The published recipe's first training file lacks the header `lora:`.
@@ -277,6 +278,8 @@ REMARKS: list[tuple[list[str], str]] = [
     (["train.lr_scheduler_type=constant"], "constant has no warm-up"),
     (["train.global_batch_size=48", THREE], "48 = 1 per GPU x 3 GPUs x 16 micro-batches"),
     (["model.use_cache=true"], "left off"),
+    (["cluster.env.NCCL_IB_HCAS=mlx5"], "did you mean NCCL_IB_HCA?"),
+    (["cluster.env.NCCL_IB_SL=1"], ""),  # exists, although the table of variables lacks it
     (["train.optim=paged_adamw_8bit"], ""),  # one rank: nothing is sharded
     (["train.bf16=false", "train.fp16=true"], ""),
     (["data.val_split=null", "train.eval_strategy=no"], ""),

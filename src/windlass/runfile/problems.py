@@ -131,6 +131,8 @@ def unknown_key(steps: Steps, root: Root, tree: dict[str, Any] | None = None) ->
         return what, f"did you mean {', '.join(near)}?"
     if far := close_names(key, [path.rpartition(".")[2] for path in keys(root)], 1):
         return what, f"did you mean {owners(far[0], root)[0]}?"
+    if len(own) > 12:
+        return what, f"see `windlass explain {parent}`"
     return what, f"its keys are {', '.join(own)}" if own else "remove it"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 
@@ -9,7 +10,7 @@ from windlass.errors import Problem, UserError
 from windlass.runfile.fields import RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import Cluster
 from windlass.runfile.names import ATTENTION, OPTIMIZERS, OPTIMIZERS_REFUSED, SCHEDULES, TRACKERS, close_names
-from windlass.variables import started
+from windlass.variables import started, variables
 
 Where = Callable[[str], str]
 Clash = tuple[str, str, str]  # keys, separated by spaces; what is wrong; a hint
@@ -234,9 +235,14 @@ def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     def given(key: str) -> bool:
         return not where(key).startswith("default: ")
 
+    notes = []
+    for name in (name for name in run.cluster.env if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))):
+        near = difflib.get_close_matches(name, variables(), 1, cutoff=0.9)  # our table doesn't have all variables
+        if near and name not in variables():
+            notes.append(f"{where(f'cluster.env.{name}')}: nothing reads it; did you mean {near[0]}?")
     if isinstance(run, ScriptRun):
         keys = ("watch.min_supervised_fraction", "watch.dead_experts")
-        return [f"{where(key)}: no effect on a script" for key in keys if given(key)]
+        return [*notes, *(f"{where(key)}: no effect on a script" for key in keys if given(key))]
     train, epochs = run.train, given("train.num_train_epochs")
     table = [
         ("model.device_map", True, f"{run.model.device_map or 'null'}: windlass places the model itself"),
@@ -260,7 +266,7 @@ def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
         ),
         ("model.use_cache", run.model.use_cache, "training has no use for it: it is left off"),
     ]
-    notes = [f"{where(key)}: {text}" for key, applies, text in table if applies and given(key)]
+    notes += [f"{where(key)}: {text}" for key, applies, text in table if applies and given(key)]
     fixed = train.per_device_train_batch_size != "auto"  # otherwise the plan prints it
     if fixed and train.global_batch_size and not given("train.gradient_accumulation_steps"):
         product = f"{train.least_batch} per GPU x {run.ranks} GPUs"
