@@ -4,8 +4,8 @@
     python benchmarks/packing.py --file rows.txt another file, a row a line
     python benchmarks/packing.py --json          one JSON object
 
-A tiny Llama with random weights, forward, backward and AdamW, through the batches that SFTTrainer's collator makes of
-prepared rows. A CPU is bound by its arithmetic, so this shows what padding costs; on GPUs whose time goes into
+A tiny Llama with random weights, forward, backward and AdamW, through the batches that training makes of prepared
+rows. A CPU is bound by its arithmetic, so this shows what padding costs; on GPUs whose time goes into
 gathering weights for every micro-batch, the number of micro-batches counts, which is shown beside.
 """
 
@@ -29,9 +29,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import tiny
+from windlass.data.collate import PaddedCollator, PaddingFreeCollator
 from windlass.data.order import shuffled
 from windlass.data.prepare import Prepared, prepare
 from windlass.runfile import RunFile
@@ -63,7 +63,7 @@ def prepared(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> Prepare
 
 
 def batches(found: Prepared, batch: int, grouped: bool, padding_free: bool) -> Iterator[dict[str, Any]]:
-    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=padding_free)
+    collate = PaddingFreeCollator() if padding_free else PaddedCollator(0)
     order = found.order(seed=0, epoch=0, global_batch=batch) if grouped else shuffled(len(found.train), 0, 0)
     if grouped:  # the longest batch comes first: measured here is the mix
         order = np.concatenate([order[batch:], order[:batch]])
@@ -133,7 +133,7 @@ def main() -> None:
     machine = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
+        "versions": {name: version(name) for name in ("torch", "transformers")},
         "lengths": lengths,
     }
     if asked.json:

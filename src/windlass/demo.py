@@ -1,4 +1,4 @@
-"""The main job in small: a tiny Mistral 4 in its published layout, text that Python carries, a run file."""
+"""Make a demo: a tiny Mistral 4 in its published layout, text that Python carries, and a run file."""
 
 from __future__ import annotations
 
@@ -59,34 +59,21 @@ def make(directory: Path) -> Path:
     run = directory / "run.yaml"
     if run.exists():
         raise UserError("a demo is there already", str(run), f"windlass train {run}, or give another --dir")
+    # Paragraphs of Python's own help pages, which repeat each other; every tenth is held out for evaluation.
+    pages = [page for _, page in sorted(pydoc_data.topics.topics.items())]
+    texts = dict.fromkeys(text.strip() for page in pages for text in page.split("\n\n"))
+    rows = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts if len(text) > 80]
+    splits = {"train": [row for i, row in enumerate(rows) if i % 10], "validation": rows[::10]}
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "data").mkdir(parents=True, exist_ok=True)
         # A wider start than usual, so that a random model is wrong enough for its loss to fall visibly.
         config = {"initializer_range": 0.2}
         tiny.write(directory / "model", "mistral4", hidden=128, layers=2, vocab=1024, config=config)
-        _write_data(directory / "data")
-        run.write_text(
-            RUN.format(
-                model=json.dumps(str(directory / "model")),
-                data=json.dumps(str(directory / "data")),
-                output=json.dumps(str(directory / "run")),
-            ),
-            encoding="utf-8",
-        )
+        for split, lines in splits.items():
+            (directory / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        places = {"model": directory / "model", "data": directory / "data", "output": directory / "run"}
+        filled = RUN.format(**{name: json.dumps(str(path)) for name, path in places.items()})
+        run.write_text(filled, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", str(directory), "give another --dir") from None
     return run
-
-
-def _write_data(folder: Path) -> None:
-    """Paragraphs of Python's own help pages, every tenth held out for evaluation."""
-    pages = (page for _, page in sorted(pydoc_data.topics.topics.items()))
-    texts = (text.strip() for page in pages for text in page.split("\n\n"))
-    paragraphs = list(dict.fromkeys(text for text in texts if len(text) > 80))  # pages repeat each other
-    folder.mkdir(exist_ok=True)
-    for split, rows in (
-        ("train", [text for i, text in enumerate(paragraphs) if i % 10]),
-        ("validation", paragraphs[::10]),
-    ):
-        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows)
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")

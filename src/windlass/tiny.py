@@ -10,11 +10,13 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -24,12 +26,12 @@ FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # largest finite e4m3 value
 BLOCK: Final = 128  # side of the square blocks that share one scale
 
-# Weights that published FP8 checkpoints quantise: linear layers and routed experts. Routers, norms, embeddings,
+# Weights that published FP8 checkpoints quantize: linear layers and routed experts. Routers, norms, embeddings,
 # head and the vision part stay as they are.
-QUANTISED: Final = re.compile(
+QUANTIZED: Final = re.compile(
     r"\.(?:\w+_proj(?:_with_mqa)?|w[123])\.weight$|\.experts\.(?:gate_up_proj|down_proj)$",
 )
-NOT_QUANTISED: Final = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_head")
+NOT_QUANTIZED: Final = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_head")
 
 # Mistral's own order of special tokens; <pad> is number 11 there, as Mistral4Config has it.
 SPECIAL: Final = [
@@ -99,103 +101,11 @@ def write(
         raise ValueError(f"no tiny model of {family!r}: one of {', '.join(FAMILIES)}")
     wrapped = family == "mistral4" if wrapper is None else wrapper
     scheme = quantization or ("tensor" if family == "mistral4" else "none")
-    sizes = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        **_family_sizes(family, heads, experts, top_k, moe_intermediate),
-        **(config or {}),
-    }
-    quantised = None if scheme == "none" else _quantization_config(scheme, wrapped)
-    _write_model(directory, CLASSES[family], sizes, MISTRAL3 if wrapped else None, quantised, dtype, files, seed)
-    if tokenizer:
-        write_tokenizer(directory, vocab)
-    if decoys:
-        _write_decoys(directory, sizes)
-    return directory
-
-
-def write_like(checkpoint: Base, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0) -> Path:
-    """A tiny replica of this very checkpoint: its class, wrapper, quantisation, names on disk. No tokenizer.
-
-    sizes: the text model's config.json, with other numbers.
-    """
-    quantised = checkpoint.quantization
-    if quantised and quantised.get("weight_block_size"):
-        quantised = {**quantised, "weight_block_size": [BLOCK, BLOCK]}
-    prefix = checkpoint.family.causal_lm.removesuffix("ForCausalLM")
-    named = _as_stored(checkpoint)
-    _write_model(directory, prefix, sizes, checkpoint.wrapper, quantised, _dtype(checkpoint), files, seed, named)
-    return directory
-
-
-def _dtype(checkpoint: Base) -> str:
-    """What most of the checkpoint's unquantised tensors are stored in."""
-    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-    stored = [piece.stored.dtype for parameter in checkpoint.parameters for piece in parameter.pieces]
-    plain = [dtype for dtype in stored if dtype in known]
-    return known[max(sorted(set(plain)), key=plain.count)] if plain else "bfloat16"
-
-
-def _as_stored(checkpoint: Base) -> Callable[[str], str]:
-    """From the library's spelling of a name on disk to this checkpoint's: converters write wrappers in two ways."""
-    embedding = next(parameter for parameter in checkpoint.parameters if parameter.part == "embedding")
-    nested = embedding.pieces and embedding.pieces[0].stored.key.startswith("model.language_model.")
-    if not nested:
-        return lambda key: key
-
-    def spelt(key: str) -> str:
-        for ours, theirs in NESTED:
-            if key.startswith(ours):
-                return theirs + key.removeprefix(ours)
-        return key
-
-    return spelt
-
-
-def _write_model(
-    directory: Path,
-    prefix: str,
-    sizes: dict[str, Any],
-    wrapper: str | None,
-    quantised: dict[str, Any] | None,
-    dtype: str,
-    files: int,
-    seed: int,
-    named: Callable[[str], str] = str,
-) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    weights, described = _build(prefix, sizes, wrapper, getattr(torch, dtype), seed)
-    described["dtype"] = dtype
-    scheme = "none"
-    if quantised:
-        described["quantization_config"] = quantised
-        scheme = "block128" if quantised.get("weight_block_size") else "tensor"
-    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    static = (quantised or {}).get("activation_scheme") == "static"
-    stored = dict(_quantise({named(key): weight for key, weight in weights.items()}, scheme, static=static))
-    del weights
-    _save(stored, directory, files)
-
-
-def _family_sizes(family: str, heads: int, experts: int, top_k: int, moe_intermediate: int) -> dict[str, Any]:
-    """What only this family's config has."""
     grouped = {"num_key_value_heads": max(1, heads // 2)}
-    rows: dict[str, dict[str, Any]] = {
-        "mistral4": {
-            "num_key_value_heads": heads,
-            "n_routed_experts": experts,
-            "num_experts_per_tok": top_k,
-            "moe_intermediate_size": moe_intermediate,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 16,
-        },
+    routed = {"num_experts_per_tok": top_k, "moe_intermediate_size": moe_intermediate}
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    own: dict[str, dict[str, Any]] = {  # what only this family's config has
+        "mistral4": {"num_key_value_heads": heads, "n_routed_experts": experts, **routed, **latent},
         "mistral": {**grouped, "sliding_window": None},
         "llama": {**grouped, "max_position_embeddings": 4096},
         "mixtral": {
@@ -204,75 +114,120 @@ def _family_sizes(family: str, heads: int, experts: int, top_k: int, moe_interme
             "num_experts_per_tok": top_k,
             "intermediate_size": moe_intermediate,
         },
-        "qwen3_moe": {
-            **grouped,
-            "num_experts": experts,
-            "num_experts_per_tok": top_k,
-            "moe_intermediate_size": moe_intermediate,
-            "head_dim": 16,
-            "norm_topk_prob": True,
-        },
+        "qwen3_moe": {**grouped, "num_experts": experts, **routed, "head_dim": 16, "norm_topk_prob": True},
     }
-    return {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2, **rows[family]}
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        **dict(zip(("pad_token_id", "bos_token_id", "eos_token_id"), (11, 1, 2), strict=True)),
+        **own[family],
+        **(config or {}),
+    }
+    quantized = None
+    if scheme != "none":  # as in published checkpoints: static activation scales with per-tensor weights
+        by_block = scheme == "block128"
+        skipped = ["model.vision_tower", "model.multi_modal_projector", "lm_head"] if wrapped else ["lm_head"]
+        quantized = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic" if by_block else "static",
+            "weight_block_size": [BLOCK, BLOCK] if by_block else None,
+            "dequantize": False,
+            "modules_to_not_convert": skipped,
+        }
+    _write_model(directory, CLASSES[family], sizes, MISTRAL3 if wrapped else None, quantized, dtype, files, seed)
+    if tokenizer:
+        write_tokenizer(directory, vocab)
+    if decoys:  # other keys and other values, not to be read
+        decoy = {"layers.0.attention.wo.weight": torch.zeros(4, 4), "output.weight": torch.zeros(4, 4)}
+        save_file(decoy, directory / "consolidated.safetensors")
+        (directory / "params.json").write_text(json.dumps({"dim": hidden, "n_layers": 1}) + "\n")
+        (directory / "tekken.json").write_text(json.dumps({"config": {"pattern": "."}, "vocab": []}) + "\n")
+    return directory
 
 
-def _build(
-    prefix: str, sizes: dict[str, Any], wrapper: str | None, dtype: torch.dtype, seed: int
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The library's model with random weights: state under the names it has on disk, and config.json's content."""
+def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0) -> Path:
+    """A tiny replica of this very model: its class, wrapper, quantization, dtype, names on disk. No tokenizer.
+
+    sizes: the text model's config.json, with other numbers.
+    """
+    quantized = base.quantization
+    if quantized and quantized.get("weight_block_size"):
+        quantized = {**quantized, "weight_block_size": [BLOCK, BLOCK]}
+    # What most of the unquantized tensors are stored in.
+    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    stored = Counter(piece.stored.dtype for parameter in base.parameters for piece in parameter.pieces)
+    plain = [known[dtype] for dtype, _ in stored.most_common() if dtype in known]
+    # Converters write a wrapper's names in two ways.
+    embedding = next(parameter for parameter in base.parameters if parameter.part == "embedding")
+    nested = bool(embedding.pieces) and embedding.pieces[0].stored.key.startswith("model.language_model.")
+
+    def named(key: str) -> str:
+        ours, theirs = next((pair for pair in NESTED if nested and key.startswith(pair[0])), ("", ""))
+        return theirs + key.removeprefix(ours)
+
+    prefix, dtype = base.family.causal_lm.removesuffix("ForCausalLM"), plain[0] if plain else "bfloat16"
+    _write_model(directory, prefix, sizes, base.wrapper, quantized, dtype, files, seed, named)
+    return directory
+
+
+def _write_model(
+    directory: Path,
+    prefix: str,
+    sizes: dict[str, Any],
+    wrapper: str | None,
+    quantized: Mapping[str, Any] | None,
+    dtype: str,
+    files: int,
+    seed: int,
+    named: Callable[[str], str] = str,
+) -> None:
+    """The library's own class with random weights, its tensors under the names that they have on disk."""
     transformers = importlib.import_module("transformers")
     from transformers.core_model_loading import revert_weight_conversion
 
-    text = getattr(transformers, f"{prefix}Config")(**sizes)
-    architecture = f"{prefix}ForCausalLM"
-    config = text
+    directory.mkdir(parents=True, exist_ok=True)
+    config = text = getattr(transformers, f"{prefix}Config")(**sizes)
+    architecture = wrapper or f"{prefix}ForCausalLM"
     if wrapper:
-        architecture = wrapper
+        vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = getattr(transformers, WRAPPERS[wrapper])(
             text_config=text,
-            vision_config=transformers.PixtralVisionConfig(
-                hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28
-            ),
+            vision_config=transformers.PixtralVisionConfig(**vision, image_size=28),
             tie_word_embeddings=text.tie_word_embeddings,
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, architecture)._from_config(config, dtype=dtype)
+        model = getattr(transformers, architecture)._from_config(config, dtype=getattr(torch, dtype))
         for name, tensor in model.named_parameters():
             if "norm" in name:  # initialised to ones everywhere: swapped norms would go unseen
                 tensor.data.add_(torch.randn_like(tensor), alpha=0.02)
     state = model.state_dict()
     if text.tie_word_embeddings:
         state.pop("lm_head.weight")
-    described = config.to_dict()
-    described["architectures"] = [architecture]
-    return revert_weight_conversion(model, state), json.loads(json.dumps(described, default=str))
+    described = {**config.to_dict(), "architectures": [architecture], "dtype": dtype}
+    if quantized:
+        described["quantization_config"] = dict(quantized)
+    (directory / "config.json").write_text(json.dumps(described, indent=2, default=str) + "\n")
+    state = {named(key): weight.contiguous() for key, weight in revert_weight_conversion(model, state).items()}
+    _save(dict(_quantize(state, quantized)) if quantized else state, directory, files)
 
 
-def _quantization_config(scheme: str, wrapped: bool) -> dict[str, Any]:
-    """As in published checkpoints: static activation scales with per-tensor weights, dynamic with blocks."""
-    by_block = scheme == "block128"
-    skipped = ["model.vision_tower", "model.multi_modal_projector", "lm_head"] if wrapped else ["lm_head"]
-    return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic" if by_block else "static",
-        "weight_block_size": [BLOCK, BLOCK] if by_block else None,
-        "dequantize": False,
-        "modules_to_not_convert": skipped,
-    }
-
-
-def _quantise(weights: dict[str, Tensor], scheme: str, *, static: bool) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor, with the scales beside those that become FP8. `static`: activations have scales too."""
+def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor, with the scales beside those that become FP8."""
+    scheme = "block128" if quantized.get("weight_block_size") else "tensor"
     for key, weight in weights.items():
-        if scheme == "none" or not QUANTISED.search(key) or NOT_QUANTISED.search(key):
-            yield key, weight.contiguous()
+        if not QUANTIZED.search(key) or NOT_QUANTIZED.search(key):
+            yield key, weight
             continue
         code, scale = _to_fp8(weight, scheme)
         yield key, code
-        fused = not key.endswith(".weight")
         yield f"{key}_scale_inv", scale
-        if static:
+        if quantized.get("activation_scheme") == "static":
+            fused = not key.endswith(".weight")
             activation = torch.full((weight.shape[0],) if fused else (), 0.0625, dtype=torch.bfloat16)
             yield f"{key}_activation_scale" if fused else f"{key.removesuffix('weight')}activation_scale", activation
 
@@ -282,23 +237,19 @@ def _to_fp8(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     wide = weight.float()
     rows, columns = wide.shape[-2:]
     if scheme == "tensor":
-        peak = wide.abs().amax((-2, -1), keepdim=wide.ndim == 3)
-        scale = (peak / FP8_MAX).to(torch.bfloat16)
+        scale = (wide.abs().amax((-2, -1), keepdim=wide.ndim == 3) / FP8_MAX).to(torch.bfloat16)
         spread = scale.float()
     else:
         down, across = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
         padded = wide.new_zeros(*wide.shape[:-2], down * BLOCK, across * BLOCK)
         padded[..., :rows, :columns] = wide
-        peak = padded.view(*wide.shape[:-2], down, BLOCK, across, BLOCK).abs().amax((-3, -1))
-        scale = peak / FP8_MAX
+        scale = padded.view(*wide.shape[:-2], down, BLOCK, across, BLOCK).abs().amax((-3, -1)) / FP8_MAX
         spread = scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
     return (wide / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
 def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
     """One model.safetensors, or `files` of them with their index."""
-    from safetensors.torch import save_file
-
     if files == 1:
         save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
         return
@@ -306,7 +257,7 @@ def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
     share = sum(tensor.nbytes for tensor in stored.values()) / files
     where: dict[str, str] = {}
     seen = 0
-    for key, tensor in stored.items():  # a linear and its scale may land in different files, as they do in real ones
+    for key, tensor in stored.items():  # a linear and its scale may be in different files, as they are in real ones
         where[key] = names[min(files - 1, int(seen / share))]
         seen += tensor.nbytes
     for name in names:
@@ -314,16 +265,6 @@ def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
         save_file(part, directory / name, metadata={"format": "pt"})
     index = {"metadata": {"total_size": seen}, "weight_map": where}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _write_decoys(directory: Path, sizes: dict[str, Any]) -> None:
-    """The publisher's own format, as it lies beside the converted one: other keys, other values, not to be read."""
-    from safetensors.torch import save_file
-
-    decoy = {"layers.0.attention.wo.weight": torch.zeros(4, 4), "output.weight": torch.zeros(4, 4)}
-    save_file(decoy, directory / "consolidated.safetensors")
-    (directory / "params.json").write_text(json.dumps({"dim": sizes["hidden_size"], "n_layers": 1}) + "\n")
-    (directory / "tekken.json").write_text(json.dumps({"config": {"pattern": "."}, "vocab": []}) + "\n")
 
 
 def write_tokenizer(directory: Path, vocab: int = 512) -> Path:

@@ -57,15 +57,11 @@ COUNTED_BYTES = 4 << 30
 # validation and test; for the training parts, the share in these two is assumed.
 BLANK = {"validation": 1_299, "test": 1_467}
 BLANK_SHARE = sum(BLANK.values()) / (3_760 + 4_358)
-WIKITEXT_ROWS = {
-    "2": {"train": 36_718, "validation": 3_760, "test": 4_358},
-    "103": {"train": 1_801_350, "validation": 3_760, "test": 4_358},
-}
-WIKITEXT_BYTES = {
-    "wikitext-2-raw-v1": {"train": 11_061_717, "validation": 1_159_288, "test": 1_305_088},
-    "wikitext-2-v1": {"train": 10_918_118, "validation": 1_134_123, "test": 1_270_947},
-    "wikitext-103-raw-v1": {"train": 546_500_949, "validation": 1_159_288, "test": 1_305_088},
-    "wikitext-103-v1": {"train": 545_141_915, "validation": 1_154_751, "test": 1_295_575},
+WIKITEXT = {  # config -> rows of train; bytes of train, validation, test
+    "wikitext-2-raw-v1": (36_718, 11_061_717, 1_159_288, 1_305_088),
+    "wikitext-2-v1": (36_718, 10_918_118, 1_134_123, 1_270_947),
+    "wikitext-103-raw-v1": (1_801_350, 546_500_949, 1_159_288, 1_305_088),
+    "wikitext-103-v1": (1_801_350, 545_141_915, 1_154_751, 1_295_575),
 }
 
 
@@ -388,19 +384,15 @@ def count_rows(data: Data, split: str, where: Where = str) -> Rows:
 
 def _known_rows(data: Data) -> dict[str, Rows]:
     """The figures of wikitext, wherever a folder of that name would be."""
-    config = data.dataset_config_name or ""
-    if data.dataset_name_or_path.rstrip("/").split("/")[-1] != "wikitext" or config not in WIKITEXT_BYTES:
+    config, how = data.dataset_config_name or "", "as published: wikitext"
+    if Path(data.dataset_name_or_path).name != "wikitext" or config not in WIKITEXT:
         return {}
+    rows, *sizes = WIKITEXT[config]
     guess = f" ({BLANK_SHARE:.0%}, as in its other parts)"
     return {
-        split: Rows(
-            count,
-            "as published: wikitext",
-            WIKITEXT_BYTES[config][split],
-            BLANK.get(split, round(count * BLANK_SHARE)),
-            "" if split in BLANK else guess,
-        )
-        for split, count in WIKITEXT_ROWS[config.split("-")[1]].items()
+        "train": Rows(rows, how, sizes[0], round(rows * BLANK_SHARE), guess),
+        "validation": Rows(3_760, how, sizes[1], BLANK["validation"]),
+        "test": Rows(4_358, how, sizes[2], BLANK["test"]),
     }
 
 
