@@ -316,4 +316,5 @@ def test_what_does_not_fit_says_what_would() -> None:
         answer = cost(given)
         assert not answer.fits
         assert remedy in answer.remedy
+        assert answer.remedy.partition(" it needs")[0].count("layout.") <= 1  # no two layouts in one suggestion
     assert cost(work(3, 1)).remedy == ""

@@ -79,18 +79,16 @@ def _read_fates(values: str, cells: list[Any]) -> Iterator[tuple[str, Fate]]:
 
 
 KEYS = tuple(_read_table())
-# By section, then by every spelling.
-FATES: dict[str, dict[str, Key]] = {}
+FATES: dict[str, dict[str, Key]] = {key.section: {} for key in KEYS}  # by section, then by every spelling
+_FAMILIES = [key for key in KEYS if key.name.endswith("*")]  # each stands for every key of its section that begins so
 for _key in KEYS:
-    for _name in (_key.name, *_key.spellings):
-        FATES.setdefault(_key.section, {})[_name] = _key
+    FATES[_key.section] |= {name: _key for name in (_key.name, *_key.spellings) if _key not in _FAMILIES}
 
 
 def find(section: str, name: str) -> Key | None:
-    """The key of that name in that section; a name that ends in `*` stands for a family of them."""
-    names = FATES.get(section, {})
-    families = (key for key in names.values() if key.name.endswith("*") and name.startswith(key.name[:-1]))
-    return names.get(name) or next(families, None)
+    """The key of that name in that section."""
+    families = (key for key in _FAMILIES if key.section == section and name.startswith(key.name[:-1]))
+    return FATES.get(section, {}).get(name) or next(families, None)
 
 
 # --- what `accelerate launch` (1.15) leaves in a rank's environment ------------------

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.hardware import GIB
-from windlass.plan.layout import Layout, why_not_expert_parallel
+from windlass.plan.layout import why_not_expert_parallel
 from windlass.plan.memory import Row, estimate_memory, total
 from windlass.plan.time import Flow, estimate_time
 from windlass.plan.work import Batch, Work, in_fp8
@@ -93,57 +93,57 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
     short = f"{gpu_gib:.1f} GiB of {have:.1f} a GPU"
     if host is not None and host_gib > host and gpu_gib <= have:
         short = f"{host_gib:.1f} GiB of {host:.1f} a host"
-    tried: list[tuple[str, float]] = []
-    for label, changed in _changes(work):
+    tried: list[str] = []
+    for changes, changed in _changes(work):
         gpu_gib, host_gib = _sizes(changed)
-        tried.append((label, gpu_gib))
         if _fits(changed, gpu_gib, host_gib):
-            changes = ", ".join(name for name, _ in tried)
-            return f"needs {short}: with {changes} it needs {gpu_gib:.1f} GiB and fits"
+            return f"needs {short}: with {', '.join(changes)} it needs {gpu_gib:.1f} GiB and fits"
+        tried.append(f"{changes[-1]} ({gpu_gib:.1f} GiB a GPU)")
     per_node = work.layout.gpus_per_node
     for nodes in range(work.layout.nodes + 1, MOST_NODES + 1):
-        layout = replace(_fully_sharded(work.layout, nodes * per_node), nodes=nodes, activation_checkpointing=True)
+        layout = replace(work.layout, nodes=nodes, shard=nodes * per_node, replicate=1, expert_parallel=1)
+        layout = replace(layout, name="full-shard", reshard_after_forward=True, activation_checkpointing=True)
         smallest = replace(work, layout=layout, batch=replace(work.batch, micro=1), evaluated=min(work.evaluated, 1))
         if _fits(smallest, *_sizes(smallest)):
             enough = f"{nodes} nodes ({nodes * per_node} GPUs) fit"
             return f"needs {short}: {enough}, full-shard with checkpointing, one sequence at a time"
-    failed = "; ".join(f"{name} ({gib:.1f} GiB a GPU)" for name, gib in tried)
-    failed += " do not suffice: " if tried else ""
+    failed = f"{'; '.join(tried)} do not suffice: " if tried else ""
     return f"needs {short}: {failed}no number of such nodes up to {MOST_NODES} is enough, take GPUs with more memory"
 
 
-def _fully_sharded(layout: Layout, ranks: int) -> Layout:
-    return replace(layout, name="full-shard", shard=ranks, replicate=1, expert_parallel=1, reshard_after_forward=True)
-
-
-def _changes(work: Work) -> Iterator[tuple[str, Work]]:
-    """What a user could change, mildest first; the small ones add up."""
+def _changes(work: Work) -> Iterator[tuple[list[str], Work]]:
+    """What a user could change, mildest first: keys that add up, then with all of them one layout or another."""
     layout, batch, ranks = work.layout, work.batch, work.layout.ranks
+    recompute = replace(layout, activation_checkpointing=True)
+    keys: list[str] = []
     if work.evaluated > batch.micro:
         work = replace(work, evaluated=batch.micro)
-        yield f"train.per_device_eval_batch_size: {batch.micro}", work
-    recompute = replace(layout, activation_checkpointing=True)
+        keys.append(f"train.per_device_eval_batch_size: {batch.micro}")
+        yield [*keys], work
+    work = replace(work, layout=recompute)
     if not layout.activation_checkpointing:
-        yield "train.gradient_checkpointing: true", replace(work, layout=recompute)
+        keys.append("train.gradient_checkpointing: true")
+        yield [*keys], work
     if batch.micro > 1:
         smaller = replace(batch, micro=1, accumulation=batch.accumulation * batch.micro)
         work = replace(work, batch=smaller, evaluated=min(work.evaluated, 1))
-        yield "train.per_device_train_batch_size: 1", replace(work, layout=recompute)
-    work = replace(work, layout=recompute)
+        keys.append("train.per_device_train_batch_size: 1")
+        yield [*keys], work
+    full = replace(recompute, name="full-shard", shard=ranks, replicate=1, expert_parallel=1)
+    layouts = {}
     if layout.shard == 1 and ranks > 1:
-        yield "layout.name: full-shard", replace(work, layout=_fully_sharded(recompute, ranks))
-    experts = work.base.dims.get("experts", 0)
-    if layout.expert_parallel == 1 and not why_not_expert_parallel(experts, ranks, ranks):
-        split = replace(_fully_sharded(recompute, ranks), name="expert-parallel", expert_parallel=ranks, offload=False)
-        yield "layout.name: expert-parallel", replace(work, layout=split)
+        layouts["layout.name: full-shard"] = replace(full, reshard_after_forward=True)
+    if layout.expert_parallel == 1 and not why_not_expert_parallel(work.base.dims.get("experts", 0), ranks, ranks):
+        split = replace(full, name="expert-parallel", expert_parallel=ranks, offload=False)
+        layouts["layout.name: expert-parallel"] = replace(split, reshard_after_forward=True)
     if not layout.reshard_after_forward and layout.shard > 1:
         name = "full-shard" if layout.name == "no-reshard" else layout.name
-        resharded = replace(recompute, name=name, reshard_after_forward=True)
-        yield "layout.reshard_after_forward: true", replace(work, layout=resharded)
+        layouts["layout.reshard_after_forward: true"] = replace(recompute, name=name, reshard_after_forward=True)
     if layout.replicate > 1 and layout.shard > 1:
-        flat = replace(_fully_sharded(recompute, ranks), reshard_after_forward=layout.reshard_after_forward)
-        yield "layout.name: full-shard over all ranks", replace(work, layout=flat)
+        layouts["layout.name: full-shard over all ranks"] = full
     if layout.offload:
-        yield "layout.offload: false", replace(work, layout=replace(recompute, offload=False))
+        layouts["layout.offload: false"] = replace(recompute, offload=False)
     elif layout.shard > 1 and not work.on_cpu:
-        yield "layout.offload: true", replace(work, layout=replace(recompute, offload=True, base_dtype="bf16"))
+        layouts["layout.offload: true"] = replace(recompute, offload=True, base_dtype="bf16")
+    for key, other in layouts.items():
+        yield [*keys, key], replace(work, layout=other)
