@@ -32,7 +32,7 @@ from windlass.export.merge import (
 )
 from windlass.export.proof import GIB, Proof, compare_logits, prove_files
 from windlass.export.serve import ServeHints, push, serve_hints
-from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter
+from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
 from windlass.files import read_json, write_json
 from windlass.model import Base
 from windlass.train.checkpoint import save_tensors
@@ -116,14 +116,10 @@ def _export_adapter(
 ) -> dict[str, Any]:
     """The adapter alone in PEFT's format: as it was saved, or in 16 bits, with its base's name instead of a path."""
     # 1. If the base is at hand, the adapter must fit it.
-    found: Base | None = None
-    try:
-        found = base_of(source, base)
-    except UserError:
-        if base:
-            raise
+    found = base_of(source, base) if base else local_base(source)
+    if found is None:
         say("base      not on this machine: the adapter's names and shapes are not checked against it")
-    if found is not None:
+    else:
         say(f"base      {found.name}: {len(read_deltas(source, found).by_name)} of its parameters are adapted")
 
     # 2. Write.
@@ -244,8 +240,5 @@ def _say_proof(proof: Proof, logits: dict[str, Any], say: Say) -> None:
 def hints(path: Path, made: Exported, base: str | None) -> ServeHints:
     """What servers do with what was exported."""
     source = choose_adapter(path)
-    try:
-        found: Base | None = base_of(source, base)
-    except UserError:
-        found = None
-    return serve_hints(source, found, made.folder, base_name=made.base, merged=made.kind == MERGED)
+    base_here = local_base(source, base)
+    return serve_hints(source, base_here, made.folder, base_name=made.base, merged=made.kind == MERGED)

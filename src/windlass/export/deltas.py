@@ -19,7 +19,7 @@ from torch import Tensor
 from windlass.errors import Problem, raise_all
 from windlass.export.source import CONFIG, Source
 from windlass.model import Base, Parameter, Stored
-from windlass.model.family import WRAPPERS
+from windlass.model.family import FUSED, WRAPPERS
 from windlass.model.files import read_header, some
 from windlass.train.reading import DTYPES, Files, whole
 
@@ -184,7 +184,7 @@ def _delta(
         return f"{module} has {', '.join(sorted(kinds))}, not a pair of matrices lora_A and lora_B"
     module = module.replace(".base_layer", "")  # PEFT nests the adapters of two parameters of one module
     # PEFT's names don't tell which fused parameter of a module of experts it is; the sizes do.
-    candidates = [parameters.get(f"{module}.{leaf}") for leaf in ("weight", "gate_up_proj", "down_proj")]
+    candidates = [parameters.get(f"{module}.{leaf}") for leaf in ("weight", *dict.fromkeys(FUSED.values()))]
     parameter = candidates[0] or next((p for p in candidates if p and p.shape[-2:] == (b.shape[0], a.shape[1])), None)
     if parameter is None:
         return f"{module} is no module of this model, or its adapter is of other sizes ({a.shape[1]} -> {b.shape[0]})"

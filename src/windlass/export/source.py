@@ -71,16 +71,23 @@ def _best(run: Path) -> tuple[Path, str]:
     raise UserError(f"the run has no intact adapter{skipped}", str(run), hint)
 
 
-def base_of(source: Source, base: str | None) -> Base:
-    """The model that the adapter was trained on, with its weights."""
-    name = base or source.config.get("base_model_name_or_path") or ""
-    where = "--base" if base else str(source.folder / CONFIG)
-    hint = "name the folder that holds its weights: --base DIR"
-    if not name:
-        raise UserError("the adapter does not name its base model", where, hint)
-    found = find_base(name, where) if base or Path(name).exists() else None  # an export gives a name, not a folder
-    if found is None or found.path is None:
-        raise UserError(f"the weights of the base model {name} are not on this machine", where, hint)
+def local_base(source: Source, base: str | None = None) -> Base | None:
+    """The model that the adapter was trained on, if its weights are on this machine. `base` names another folder."""
+    name = base or source.config.get("base_model_name_or_path")
+    if not name or not (base or Path(name).exists()):  # an export names its base, not a folder
+        return None
+    found = find_base(name, "--base" if base else str(source.folder / CONFIG))
+    return found if found.path else None
+
+
+def base_of(source: Source, base: str | None = None) -> Base:
+    """The same, or an error."""
+    found = local_base(source, base)
+    if found is None:
+        name = base or source.config.get("base_model_name_or_path")
+        what = f"the weights of the base model {name} are not on this machine" if name else "it names no base model"
+        where = "--base" if base else str(source.folder / CONFIG)
+        raise UserError(what, where, "name the folder that holds its weights: --base DIR")
     return found
 
 

@@ -157,7 +157,8 @@ class _Assignment:
             self.missing.append(parameter.name)
             return parameter
         experts, rows, columns = parameter.shape
-        halves = 2 if parameter.name.endswith("gate_up_proj") else 1
+        leaf = parameter.name.rpartition(".")[2]
+        halves = sum(fused == leaf for fused, _ in self.described.family.experts_on_disk.values())
         rows //= halves
         pieces = []
         for place in ((expert, half) for expert in range(experts) for half in range(halves)):
