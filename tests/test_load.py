@@ -111,6 +111,35 @@ def test_damaged_files_stop_the_run_by_name(
         load(read_base(damaged(root, tmp_path, change)), ALONE)
 
 
+def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(stored: dict[str, Tensor]) -> None:
+        values = stored[f"language_model.model.{key}"].float()
+        values[place] = value
+        stored[f"language_model.model.{key}"] = values.to(stored[f"language_model.model.{key}"].dtype)
+
+    return change
+
+
+@IN_BOTH
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (odd("embed_tokens.weight", (7, 3), math.nan), "embed_tokens.weight' holds values that are not finite"),
+        (odd("norm.weight", (5,), -math.inf), "norm.weight' holds values that are not finite"),
+        (odd("layers.0.mlp.experts.down_proj", (3, 5, 1), math.nan), "down_proj' holds values that are not finite"),
+        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), -1e-3), "down_proj_scale_inv' is a scale below"),
+        (odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.nan), "o_proj.weight_scale_inv' is a scale below"),
+    ],
+    ids=["NaN", "infinite", "NaN code", "negative scale", "NaN scale"],
+)
+def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
+    root: Path, tmp_path: Path, layout: Layout, change: Callable[[dict[str, Tensor]], None], named: str
+) -> None:
+    """In rows, too, that the certificate does not sample and no token may ever look up."""
+    with pytest.raises(UserError, match=named):
+        load(read_base(damaged(root, tmp_path, change)), layout)
+
+
 @IN_BOTH
 def test_a_file_cut_short_after_its_header_was_read_stops_the_run(root: Path, tmp_path: Path, layout: Layout) -> None:
     base = read_base(damaged(root, tmp_path, lambda _: None))

@@ -15,8 +15,7 @@ from test_experts import BOTH, E, R, base, batch, live, plan_of, section, stacks
 from torch import Tensor, nn
 
 from windlass.errors import RunError, UserError
-from windlass.model.targets import Adapter
-from windlass.runfile import Lora
+from windlass.model.targets import MERGED, Adapter
 from windlass.train import checkpoint, lora, sync
 from windlass.train.liveness import Liveness
 from windlass.train.sync import Replicas, fingerprints
@@ -91,22 +90,18 @@ def test_an_adapter_that_is_not_the_plans_is_refused(fault: str) -> None:
     assert all("a bug in windlass" in problem.hint for problem in caught.value.problems)
 
 
-REFUSED: tuple[tuple[Lora, dict[str, bool], str], ...] = (
-    (section(use_dora=True), {"sharded": True}, "lora.use_dora"),
-    (section(use_dora=True), {"in_fp8": True}, "lora.use_dora"),
-    (section(experts=True, bias="all"), {"split": True}, "lora.bias"),
-    (section(experts=True, lora_dropout=0.1), {"merged": True}, "lora.lora_dropout"),
-    (section(adapter="/nowhere"), {}, "lora.adapter"),
-)
-
-
 def test_what_peft_cannot_do_here_is_refused_before_it_fails() -> None:
     model = base()
-    for keys, where, key in REFUSED:
-        plan = plan_of(model, stacks(model, *BOTH) if keys.experts else ())
-        spread = {"sharded": False, "split": False, "merged": False, **where}
-        assert [problem.where for problem in lora.unsupported(keys, plan, **spread)] == [key]
-    assert not list(lora.unsupported(section(), plan_of(model, ()), sharded=True, split=True, merged=False))
+    plan, with_experts = plan_of(model, ()), plan_of(model, stacks(model, *BOTH))
+    for lora_section, adapter, split, keys in (
+        (section(experts=True, bias="all"), with_experts, True, ["lora.bias"]),
+        (section(bias="all"), plan, True, []),
+        (section(adapter="/nowhere"), plan, False, ["lora.adapter"]),
+    ):
+        assert [problem.where for problem in lora.unsupported(lora_section, adapter, split)] == keys
+    # What the plan never asks for: an adapter that is merged, with dropout.
+    with pytest.raises(AssertionError, match="with dropout"):
+        lora.attach(model, section(experts=True, lora_dropout=0.1), with_experts, 1, MERGED)
 
 
 def test_dora_works_where_weights_are_unsharded() -> None:

@@ -35,7 +35,7 @@ from windlass.train import parallel
 from windlass.train.certificate import Certificate, certificate, check
 from windlass.train.fp8 import Fp8Weight, fp8_weights
 from windlass.train.group import raise_together, rank
-from windlass.train.reading import NEEDS_SCALE, Files, TruncatedError, fill, fill_scale
+from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill, fill_scale
 
 NO_FP8: Mapping[str, Fp8Weight] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
@@ -137,7 +137,7 @@ def read_all(
                 filled = fill(part, offset, parameter.pieces, files, base.block, pool, codes=weight is not None)
                 if filled == part.numel():
                     del unread[parameter.name]
-            except (OSError, TruncatedError) as error:
+            except (OSError, DamagedError) as error:
                 problems.append(f"{parameter.name}: {error}")
         return [*problems, *(f"{name} was not read" for name in unread)], files.bytes_read
 

@@ -36,11 +36,11 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
     stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     split = any(part_of(stack) for stack in stacks)
-    merged = expert_path == MERGED
-    if adapter.target_parameters and merged and (split or not all(stack.is_floating_point() for stack in stacks)):
-        raise AssertionError("an adapter is merged into weights that are here in part, or in FP8")
     in_fp8 = any(fp8_formats(module) for module in model.modules())
-    raise_all(list(unsupported(lora, adapter, sharded=sharded, split=split, merged=merged, in_fp8=in_fp8)))
+    merged = expert_path == MERGED and bool(adapter.target_parameters)
+    if (merged and (split or in_fp8 or lora.lora_dropout)) or (lora.use_dora and (sharded or in_fp8)):
+        raise AssertionError("planned with base weights that this rank has only in part, or in FP8, or with dropout")
+    raise_all(list(unsupported(lora, adapter, split)))
     set_seed(seed)  # PEFT draws A on the CPU: the same seed gives every rank the same adapter
     if lora.adapter:  # continued as it was saved, but for dropout, which is no property of its weights
         config = PeftConfig.from_pretrained(lora.adapter)
@@ -125,26 +125,18 @@ def config_of(lora: Lora, adapter: Adapter) -> LoraConfig:
     )
 
 
-def unsupported(
-    lora: Lora, adapter: Adapter, *, sharded: bool, split: bool, merged: bool, in_fp8: bool = False
-) -> Iterator[Problem]:
-    """What PEFT would fail at halfway. `split`: experts over ranks; `merged`: adapters into the experts' weights."""
-    experts = bool(adapter.target_parameters)
-    no_file = bool(lora.adapter) and not (Path(lora.adapter or "") / "adapter_config.json").is_file()
-    dora = "DoRA needs the norm of the base weights"
-    cases = (
-        (sharded and lora.use_dora, f"{dora}, and each rank has only a shard of them", "lora.use_dora",
-         "set lora.use_dora: false, or layout: {name: resident}"),
-        (in_fp8 and lora.use_dora, f"{dora}, and the base is stored in FP8", "lora.use_dora",
-         "set lora.use_dora: false, or layout.base_dtype: bf16"),
-        (experts and split and lora.bias != "none", "biases of the base can't be trained with adapters of experts "
-         "that are split over ranks", "lora.bias", "set lora.bias: none, or layout: {name: full-shard}"),
-        (experts and merged and lora.lora_dropout, "adapters that are merged into their experts' weights can't have "
-         "dropout", "lora.lora_dropout", "set lora.lora_dropout: 0"),
-        (no_file, f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass "
-         "saved"),
-    )  # fmt: skip
-    yield from (Problem(problem, key, hint) for wrong, problem, key, hint in cases if wrong)
+def unsupported(lora: Lora, adapter: Adapter, split: bool) -> Iterator[Problem]:
+    """What PEFT would fail at halfway. `split`: experts over ranks."""
+    if adapter.target_parameters and split and lora.bias != "none":
+        yield Problem(
+            "biases of the base can't be trained with adapters of experts that are split over ranks",
+            "lora.bias",
+            "set lora.bias: none, or layout: {name: full-shard}",
+        )
+    if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
+        yield Problem(
+            f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass saved"
+        )
 
 
 def adapter_sizes(model: PeftModel) -> dict[str, int]:

@@ -35,7 +35,11 @@ NEEDS_SCALE: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without t
 UNCONVERTED: Final = 8  # times as many elements are read at a time where nothing is converted
 
 
-class TruncatedError(Exception):
+class DamagedError(Exception):
+    """A stored tensor can't be what its publisher wrote."""
+
+
+class TruncatedError(DamagedError):
     """A file ends before the tensor that its header promises."""
 
 
@@ -86,6 +90,23 @@ def whole(stored: Stored, files: Files) -> Tensor:
     return values
 
 
+def whole_scale(stored: Stored, files: Files) -> Tensor:
+    """The scale of an FP8 weight, in float32. One below zero would turn the weight over."""
+    scale = whole(stored, files).float()
+    if not bool((scale >= 0).all()):
+        raise DamagedError(f"{stored.key!r} is a scale below zero, or not a number")
+    return scale
+
+
+def require_finite(values: Tensor, key: str) -> None:
+    """By the bits of values as stored: of a CPU's ways the quickest."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    first = math.nan if values.dtype == torch.float8_e4m3fn else math.inf  # e4m3fn has no infinity
+    limit = int(torch.tensor(first).to(values.dtype).view(kind))
+    if values.numel() and int((values.view(kind) & torch.iinfo(kind).max).max()) >= limit:
+        raise DamagedError(f"{key!r} holds values that are not finite numbers")
+
+
 # --- parts of parameters from pieces ---
 
 
@@ -113,9 +134,11 @@ def fill(
         dtype = DTYPES[piece.stored.dtype]
         if scale is None and region.dtype == dtype and region.device.type == "cpu" and region.is_contiguous():
             read_box(piece.stored, there, region, files)
+            require_finite(region, piece.stored.key)
             return
         values = torch.empty(region.shape, dtype=dtype)
         read_box(piece.stored, there, values, files)
+        require_finite(values, piece.stored.key)
         values = values.to(region.device)
         if scale is not None:
             values = decode(values)
@@ -126,7 +149,7 @@ def fill(
     for piece in pieces:
         if shared := intersection(own, piece_box(piece)):
             scaled_by = None if codes else piece.scale
-            scale = whole(scaled_by, files).to(target.device, torch.float32) if scaled_by else None
+            scale = whole_scale(scaled_by, files).to(target.device) if scaled_by else None
             as_stored = scale is None and target.dtype == DTYPES[piece.stored.dtype]
             limit = AT_ONCE * UNCONVERTED if as_stored else AT_ONCE
             jobs += [pool.submit(fill_box, piece, box, scale) for box in chunks(shared, limit)]
@@ -150,7 +173,7 @@ def fill_scale(
         if shared is None or piece.scale is None:
             continue
         there = stored_box(piece, shared)
-        scale = spread(whole(piece.scale, files).float(), piece.stored.shape, there, block, every)
+        scale = spread(whole_scale(piece.scale, files), piece.stored.shape, there, block, every)
         experts = slice(shared[0][0] - first, shared[0][1] - first) if len(shared) == 3 else slice(None)
         rows, columns = (slice(a // side, -(-b // side)) for (a, b), side in zip(shared[-2:], every, strict=True))
         stack[experts, rows, columns] = scale.to(stack.device)
