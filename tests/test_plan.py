@@ -344,7 +344,7 @@ def test_every_row_that_is_shown_is_what_plan_says_with_its_keys(overrides: tupl
             assert any(o.gpu_gib <= c.cost.gpu_gib and o.step_seconds <= c.seconds for o in better)
 
 
-@pytest.mark.parametrize("case", ["train", "2x8", "fsdpv2", "too small"])
+@pytest.mark.parametrize("case", ["train", "2x8", "fsdpv2", "train-fsdp", "too small"])
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_verdict_is_first_and_no_digit_is_cut(
     case: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -364,6 +364,7 @@ def test_the_verdict_is_first_and_no_digit_is_cut(
         rate, seconds = f"{row.cost.tokens_per_second:,.0f}", f"{row.cost.step_seconds:,.2f}"
         hours = "" if row.gpu_hours is None else rf" +{row.gpu_hours:,.1f}\b"
         assert re.search(rf" {row.cost.gpu_gib:,.1f} .* {seconds} +{rate}{hours}", shown), row.name
+    assert all(f"\n {advice.change} " in shown for advice in made.advice)
     for memory in made.cost.rows:
         if (memory.place, memory.phase) == ("gpu", "step"):
             assert re.search(rf"{memory.item} +{memory.bytes / hardware.GIB:,.2f}", shown)

@@ -137,6 +137,7 @@ def machines(layout: Layout | Spread, machine: Machine) -> str:
 def _advice(plan: Plan) -> Table:
     """By the same arithmetic as the rest: what is gained is what this table says, if the rest is right."""
     table = _table("What would make it faster (useful tokens, estimate)", "change", ">tok/s", ">gain", "how")
+    table.columns[0].no_wrap = True
     for advice in plan.advice:
         table.add_row(advice.change, f"{advice.tokens_per_second:,.0f}", f"{advice.gain:,.1f} x", advice.remark)
     return table
