@@ -1,9 +1,8 @@
-"""How long a user waits: for `--help`, the plan of a 119 B checkpoint from its headers, files of `submit --dry-run`,
-and `check --here` of a small run.
+"""Start-up time of `--help`, the plan of a 119 B checkpoint, `submit --dry-run`, and `check --here` of a small run.
 
     python benchmarks/startup.py
 
-The checkpoint has headers of the published layout and size (wrapper, FP8, 48 shards) over sparse files.
+The checkpoint consists of sparse files with headers of the published layout and size (wrapper, FP8, 48 shards).
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from windlass import model as weights
 RUNS = 9
 BYTES = {"BF16": 2, "F8_E4M3": 1}
 SHARDS = 48
-# As after `pip install`, which leaves compiled modules behind: without them Python compiles anew at every start.
+# As after `pip install`, which compiles the modules: otherwise Python would compile them at every start.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
 
 
 @dataclass(frozen=True)
-class Taken:
+class Usage:
     seconds: float
     processor_seconds: float
     memory_mb: float
 
 
-def take(command: list[str], codes: tuple[int, ...] = (0,)) -> Taken:
-    """One whole process, by the kernel's own account of it."""
+def measure(command: list[str], codes: tuple[int, ...] = (0,)) -> Usage:
+    """One process, measured by the kernel."""
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
     _, status, usage = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status) not in codes:
         raise SystemExit(f"{command} failed")
-    return Taken(time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    return Usage(time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
 def write_base(folder: Path) -> int:
-    """Mistral Small 4 as published, with holes for weights. Returns the bytes it stands for."""
+    """Mistral Small 4 as published, in sparse files. Returns their nominal size in bytes."""
     model = weights.published_base("Mistral-Small-4-119B-2603")
     assert model is not None
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"vision_tower.patch_conv.weight": ("BF16", (1024, 3, 14, 14))}
@@ -119,27 +118,27 @@ def main() -> None:
             ],
         }
         demo = [*windlass, "demo", "--make-only", "--dir", f"{name}/demo"]
-        take(demo)
+        measure(demo)
         here = [*windlass, "check", f"{name}/demo/run.yaml", "--here"]
-        taken: dict[str, list[Taken]] = {title: [] for title in commands}
-        for turn in range(RUNS + 1):  # in turns, so that a noisy moment falls on all alike; the first only warms up
+        usage: dict[str, list[Usage]] = {title: [] for title in commands}
+        for turn in range(RUNS + 1):  # in turns, so that noise affects all commands alike; the first turn is a warm-up
             for title, command in commands.items():
-                one = take(command)
+                one = measure(command)
                 if turn:
-                    taken[title].append(one)
-        take(here, (0, 1))  # a machine may fail a check
-        taken["windlass check --here, a small run"] = [take(here, (0, 1)) for _ in range(3)]
-    show(taken)
+                    usage[title].append(one)
+        measure(here, (0, 1))  # 1: a check failed
+        usage["windlass check --here, a small run"] = [measure(here, (0, 1)) for _ in range(3)]
+    show(usage)
 
 
-def show(taken: dict[str, list[Taken]]) -> None:
+def show(usage: dict[str, list[Usage]]) -> None:
     print(
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     )
-    bare = statistics.median(one.seconds for one in next(iter(taken.values())))
-    print(f"{os.getloadavg()[0]:.1f} processes wanted to run, on average of the last minute")
+    bare = statistics.median(one.seconds for one in next(iter(usage.values())))
+    print(f"load average {os.getloadavg()[0]:.1f}")
     print(f"{'command':44} {'median s':>9} {'worst s':>9} {'cpu s':>9} {'x python':>9} {'MB':>6}")
-    for title, runs in taken.items():
+    for title, runs in usage.items():
         median = statistics.median(one.seconds for one in runs)
         worst, memory = max(one.seconds for one in runs), max(one.memory_mb for one in runs)
         processor = statistics.median(one.processor_seconds for one in runs)
