@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from launch_hosts import Hosts, hosts, why_not
 
 from windlass import plan as planning
-from windlass import runfile, tiny
-from windlass.observe import steps
+from windlass import run_folder, runfile, tiny
+from windlass.files import read_json_lines
 from windlass.plan import Plan
 from windlass.plan.layout import Layout
 
@@ -171,7 +171,7 @@ def rank(folder: Path) -> None:
             raise SystemExit(f"{way} did not finish")
         sent[way] = (int(SENT.read_text()) - before) / STEPS
         out = Path(plan.loaded.run.train.output_dir)
-        took = [line["step_seconds"] for line in steps.lines(out / steps.STEPS.format(rank=here.rank))]
+        took = [line["step_seconds"] for line in read_json_lines(out / run_folder.STEPS.format(rank=here.rank))]
         taken[way] += took[1:]
     torch.distributed.destroy_process_group()
     (folder / f"taken-{here.rank}.json").write_text(json.dumps({"seconds": taken, "sent": sent, "memory": max(memory)}))

@@ -33,9 +33,9 @@ def train(folder: Path, count: int, debug_freq: int) -> list[dict[str, Any]]:
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    from windlass import tiny
+    from windlass import run_folder, tiny
+    from windlass.files import read_json_lines
     from windlass.meter import LLMStepProfiler
-    from windlass.observe import steps
 
     transformers.logging.set_verbosity_error()
     model = tiny.write(folder / "model", wrapper=False, quantization="none", dtype="float32", hidden=256, layers=4)
@@ -61,7 +61,7 @@ def train(folder: Path, count: int, debug_freq: int) -> list[dict[str, Any]]:
         peft_config=LoraConfig(r=8, target_modules=["o_proj", "q_b_proj"]),
         callbacks=[LLMStepProfiler(debug_freq, report=False)],
     ).train()
-    return list(steps.lines(folder / "run" / steps.STEPS.format(rank=0)))
+    return list(read_json_lines(folder / "run" / run_folder.STEPS.format(rank=0)))
 
 
 def row(debug_freq: int, records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -42,8 +42,9 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms.functional import hflip, to_tensor
 from training import Steps, Training
 
+from windlass import run_folder
+from windlass.files import read_json_lines
 from windlass.meter import StepProfiler
-from windlass.observe import steps
 
 CLASSES = len(synthetic.SHAPES)
 WAITING = 0.1  # more than this share of the time: loading is a bottleneck
@@ -164,7 +165,7 @@ def measure(folder: Path, said: argparse.Namespace) -> dict[str, Any]:
             if number:  # the first turn is to warm up
                 pairs.append((ours, theirs))
                 waited, wall = waited + waits, wall + theirs
-    lines = [line for line in steps.lines(run / steps.STEPS.format(rank=0)) if line["step"] > said.steps]
+    lines = [line for line in read_json_lines(run / run_folder.STEPS.format(rank=0)) if line["step"] > said.steps]
     count = said.steps * said.batch_size
     return {
         "example_images_per_second": count / median(ours for ours, _ in pairs),

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from windlass import run_folder
 from windlass.errors import RunError, UserError
-from windlass.observe import steps as records
+from windlass.files import read_json_lines
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "retinanet"))
 
@@ -468,8 +469,8 @@ def stop_after(step: int, folder: Path) -> threading.Thread:
     """SIGTERM to this process once the step is written down."""
 
     def watch() -> None:
-        path = folder / records.STEPS.format(rank=0)
-        while not path.exists() or sum(1 for _ in records.lines(path)) < step:
+        path = folder / run_folder.STEPS.format(rank=0)
+        while not path.exists() or sum(1 for _ in read_json_lines(path)) < step:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -495,7 +496,9 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     assert factory.train(factory.options(arguments(sound, parts, "--resume")), here) == 0
     one, other = (torch.load(run / "model.pth", weights_only=True) for run in (whole, parts))
     assert all(value.equal(other[name]) for name, value in one.items())
-    losses = [[line["loss"] for line in records.lines(run / records.STEPS.format(rank=0))] for run in (whole, parts)]
+    losses = [
+        [line["loss"] for line in read_json_lines(run / run_folder.STEPS.format(rank=0))] for run in (whole, parts)
+    ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
     said = capsys.readouterr().out

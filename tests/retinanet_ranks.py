@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from windlass import run_folder
+from windlass.files import read_json_lines
 from windlass.meter import StepProfiler
-from windlass.observe import steps as records
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "retinanet"))
 
@@ -137,8 +138,8 @@ def stopped(here: Place, folder: Path) -> dict[str, Any]:
     said = factory.options([*given.split(), "--local-image-dir", str(folder / "images"), "--output-dir", str(out)])
 
     def watch() -> None:
-        path = out / records.STEPS.format(rank=1)
-        while not path.exists() or not any(records.lines(path)):
+        path = out / run_folder.STEPS.format(rank=1)
+        while not path.exists() or not any(read_json_lines(path)):
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -146,7 +147,7 @@ def stopped(here: Place, folder: Path) -> dict[str, Any]:
         threading.Thread(target=watch, daemon=True).start()
     code = factory.train(said, here)
     dist.barrier()
-    made = [sum(1 for _ in records.lines(out / records.STEPS.format(rank=rank))) for rank in range(here.ranks)]
+    made = [sum(1 for _ in read_json_lines(out / run_folder.STEPS.format(rank=rank))) for rank in range(here.ranks)]
     return {"code": code, "steps": made, "saved": torch.load(out / "checkpoint.pt", weights_only=True)["steps"]}
 
 

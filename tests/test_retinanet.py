@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from windlass import run_folder
+from windlass.files import read_json_lines
 from windlass.observe import steps
 from windlass.observe.report.facts import facts
 from windlass.observe.report.read import read
@@ -87,7 +89,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert files >= {"checkpoint.pt", "model.pth", "classes.txt", "report.html"}
     assert (tmp_path / "trained" / "classes.txt").read_text().split() == ["Disc", "Square", "Wedge"]
     for rank in range(2):
-        for line in steps.lines(tmp_path / "trained" / steps.STEPS.format(rank=rank)):
+        for line in read_json_lines(tmp_path / "trained" / run_folder.STEPS.format(rank=rank)):
             assert line["images"] == 8
             assert line["images_per_second"] == pytest.approx(8 / line["step_seconds"], rel=1e-6)
             assert line["data_seconds"] > 0
@@ -111,17 +113,17 @@ def test_two_ranks_learn_the_shapes(tmp_path: Path) -> None:
 
 def read_training(folder: Path, epochs: int) -> tuple[list[float], list[dict[str, Any]]]:
     """The loss of every step, over both ranks, and every evaluation."""
-    lines = [list(steps.lines(folder / steps.STEPS.format(rank=rank))) for rank in range(2)]
+    lines = [list(read_json_lines(folder / run_folder.STEPS.format(rank=rank))) for rank in range(2)]
     assert [len(each) for each in lines] == [epochs * STEPS] * 2
     losses = [fmean(pair) for pair in zip(*([line["loss"] for line in each] for each in lines), strict=True)]
-    scores = [event for event in steps.lines(folder / steps.EVENTS) if event["kind"] == "eval"]
+    scores = [event for event in read_json_lines(folder / run_folder.EVENTS) if event["kind"] == "eval"]
     assert [event["step"] for event in scores] == [STEPS * (epoch + 1) for epoch in range(epochs)]
     return losses, scores
 
 
 @pytest.mark.parametrize(("waits", "level"), [(0.05, "good"), (1.5, "warn")])
 def test_the_report_tells_when_loading_is_the_bottleneck(tmp_path: Path, waits: float, level: str) -> None:
-    with (tmp_path / steps.STEPS.format(rank=0)).open("w") as lines:
+    with (tmp_path / run_folder.STEPS.format(rank=0)).open("w") as lines:
         for step in range(1, 31):
             phases = {f"{phase}_seconds": 0.0 for phase in steps.PHASES}
             phases |= {"data_seconds": waits, "backward_seconds": 2.0, "step_seconds": waits + 2}

@@ -33,11 +33,12 @@ from script_ranks import (
 )
 
 from windlass.errors import RunError, UserError
+from windlass.files import read_json_lines
 from windlass.launch import check, kubernetes, runai
 from windlass.launch.job import job_of
 from windlass.launch.submit import render
 from windlass.meter import StepProfiler
-from windlass.observe import report, steps
+from windlass.observe import report
 from windlass.observe.watch.prometheus import exposition
 from windlass.plan.script import ScriptPlan, make_any
 from windlass.runfile import LoadedScript, describe, init, read, read_any
@@ -209,14 +210,14 @@ def test_every_rank_gets_its_words_and_torchruns_environment(trained: Path, tmp_
 
 def test_the_meter_writes_what_it_is_told_to_count(trained: Path) -> None:
     for rank in range(2):
-        lines = list(steps.lines(trained / f"run/steps-rank{rank}.jsonl"))
+        lines = list(read_json_lines(trained / f"run/steps-rank{rank}.jsonl"))
         assert [line["step"] for line in lines] == list(range(1, 41))
         assert {line["images"] for line in lines} == {4}
         assert all(line["images_per_second"] == pytest.approx(4 / line["step_seconds"], rel=1e-6) for line in lines)
         assert all(line[f"{phase}_seconds"] > 0 for line in lines for phase in ("data", "forward", "backward"))
         assert "tokens" not in lines[0]
         assert lines[-1]["loss"] < lines[0]["loss"]
-    events = list(steps.lines(trained / "run/events.jsonl"))
+    events = list(read_json_lines(trained / "run/events.jsonl"))
     assert [event["kind"] for event in events] == ["start", "eval", "eval", "save", "end"]
     assert json.loads((trained / "run/meter-rank1.json").read_text())["unit"] == "images"
     page = exposition("line", {0: lines[-1]}, {})
@@ -348,7 +349,7 @@ def test_a_loss_that_is_no_number_stops_the_script(tmp_path: Path) -> None:
     done = windlass("train", path)
     assert done.returncode == 1
     assert "non finite at step 3" in done.stderr
-    (alarm,) = steps.lines(tmp_path / "run/alarms.jsonl")
+    (alarm,) = read_json_lines(tmp_path / "run/alarms.jsonl")
     assert alarm["kind"] == "non_finite"
 
 
@@ -372,7 +373,7 @@ def test_a_script_that_stalls_is_ended_with_its_stacks_written(tmp_path: Path) -
     assert done.returncode == 1
     assert "no progress for 2 s" in done.stderr
     assert "train me.py" in (tmp_path / "run/stacks-rank0.txt").read_text()
-    (alarm,) = steps.lines(tmp_path / "run/alarms.jsonl")
+    (alarm,) = read_json_lines(tmp_path / "run/alarms.jsonl")
     assert (alarm["kind"], alarm["level"]) == ("stall", "stop")
 
 
@@ -520,7 +521,7 @@ def test_marks_become_phases_and_what_lies_between_loops_a_pause(meter: StepProf
         time.sleep(0.02)
         meter.mark("backward")
     meter.step(items=6, loss=torch.tensor(2.0), grad_norm=math.inf)
-    (line,) = steps.lines(tmp_path / "steps-rank0.jsonl")
+    (line,) = read_json_lines(tmp_path / "steps-rank0.jsonl")
     assert (line["step"], line["clips"], line["micro_batches"], line["loss"]) == (8, 6, 2, 2.0)
     assert line["non_finite"] == ["grad_norm"]
     assert line["pause_seconds"] >= 0.1

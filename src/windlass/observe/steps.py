@@ -1,24 +1,11 @@
-"""The run folder's files: their names, what a line of the step files holds, and how to read them while they grow."""
+"""What a line of the step files holds: its fields, with units and meaning."""
 
 from __future__ import annotations
 
-import json
-import re
-import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
-MANIFEST: Final = "manifest.json"  # the resolved run, versions, state
-PLAN: Final = "plan.json"
-STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step
-METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this rank
-EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
-ALARMS: Final = "alarms.jsonl"  # what the watch found: time, step, rank, kind, level, message
-
-OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
-
-IGNORED: Final = -100  # the label of a token that is read but not learnt: losses pass over it
+IGNORED: Final = -100  # label of a token on which no loss is computed
 TOKENS, RATE = "tokens", "_per_second"  # what a language model's steps count, and what its rate is called
 
 # Where an optimizer step's wall time goes. Together they are step_seconds.
@@ -40,10 +27,7 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
     "forward_seconds": ("s", "model forward"),
     "backward_seconds": ("s", "backward"),
     "optimizer_seconds": ("s", "clipping and the optimizer's update"),
-    "communication_seconds": (
-        "s",
-        "collectives that the loop calls, with the wait for slower ranks",
-    ),
+    "communication_seconds": ("s", "collectives that the loop calls, with the wait for slower ranks"),
     "other_seconds": ("s", "the rest of the loop"),
     "pause_seconds": ("s", "evaluating, saving and logging before this step; not in step_seconds"),
     "meter_seconds": ("s", "what measuring this step cost"),
@@ -94,44 +78,8 @@ def unit(names: Iterable[str]) -> str:
     return next((name.removesuffix(RATE) for name in found if name.removesuffix(RATE) in found - {name}), TOKENS)
 
 
-def files(folder: Path) -> dict[int, Path]:
-    """The step files of a run folder by rank."""
-    named = ((re.fullmatch(r"steps-rank(\d+)\.jsonl", path.name), path) for path in folder.glob("steps-rank*.jsonl"))
-    return dict(sorted((int(match[1]), path) for match, path in named if match))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A JSON file's object; an empty one where there is none, or half of one."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def clock(seconds: float) -> str:
     """How long, as it is shown beside a step."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Each line's object. A last line cut short by a kill is passed over; other damage too, its lines in `damaged`."""
-    with path.open("rb") as handle:
-        for number, line in enumerate(handle, 1):
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                yield value
-            elif damaged is not None and line.endswith(b"\n"):
-                damaged.append(number)
-
-
-def event(folder: Path, kind: str, step: int, **fields: Any) -> None:
-    """One line of events.jsonl, whole: a checkpoint that is written in the background says so from its own thread."""
-    line = {"time": round(time.time(), 3), "step": step, "kind": kind, **fields}
-    with (folder / EVENTS).open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(line, default=str) + "\n")

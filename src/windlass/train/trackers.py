@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from windlass.observe import steps
+from windlass import run_folder
 from windlass.observe.watch.patrol import Tail
 
 Values = Mapping[str, float]
@@ -98,7 +98,7 @@ class Trackers:
     def __init__(self, names: str | list[str], folder: Path, run_name: str | None, config: dict[str, Any]) -> None:
         listed = [names] if isinstance(names, str) else names
         self.opened = [OPEN[name](folder, run_name, config) for name in listed if name != "none"]
-        self.lines = Tail(folder / steps.STEPS.format(rank=0))
+        self.lines = Tail(folder / run_folder.STEPS.format(rank=0))
         self.lines.skip()  # of before a resume: they were sent then
 
     def log(self, values: Values, step: int) -> None:

@@ -74,7 +74,7 @@ class Columns:
         for name in self.names:
             values = [record.get(name, NAN) for record in numbered]
             if name not in self.fields:
-                if all(value is NAN for value in values):
+                if values.count(NAN) == len(values):  # compares by identity first
                     continue
                 self.fields[name] = array("d", [NAN]) * self.length
             try:
@@ -118,10 +118,10 @@ def read_columns(path: Path, names: Sequence[str], damaged: list[int]) -> Column
         first = 1
         while lines := list(itertools.islice(file, CHUNK)):
             try:
-                records = decode(f"[{','.join(str(line, 'utf-8') for line in lines)}]")
+                records = decode(str(b"[%b]" % b",".join(lines), "utf-8"))
             except (ValueError, RecursionError):
                 records = []
-            if len(records) != len(lines) or not all(type(record) is dict for record in records):
+            if len(records) != len(lines) or {*map(type, records)} != {dict}:
                 records = []
                 for at, line in enumerate(lines, first):
                     try:
