@@ -35,7 +35,7 @@ from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
 from windlass.train.reading import DTYPES, NEEDS_SCALE, Files, TruncatedError
 
 OWN, BF16, FP8 = "own", "bf16", "fp8"
-COPIED, MERGED, CONVERTED, SCALE = "copied", "merged", "converted", "scale"
+COPIED, MERGED, CONVERTED, SCALE = "copied", "merged", "converted", "rescaled"
 WORK, JOURNAL, RECORD = ".windlass", "merge.json", "export.json"
 GIB: Final = 2**30
 ALIGNMENT: Final = 8  # of a header, as safetensors writes it

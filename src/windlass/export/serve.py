@@ -85,6 +85,7 @@ def serve_hints(source: Source, base: Base | None, folder: Path, *, base_name: s
         advice = f"merge it for vLLM (windlass export … --merge), which may not apply {', '.join(doubtful)}"
     name = folder.resolve().name or "adapter"
     if merged:
+        advice = "it is merged: a server needs no LoRA support, only the base's model class"
         command = {"merged model": shlex.join(["vllm", "serve", str(folder), "--served-model-name", name])}
     else:
         rank = max([int(source.config.get("r", 16)), *map(int, (source.config.get("rank_pattern") or {}).values())])
