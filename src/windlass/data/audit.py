@@ -159,14 +159,14 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     train, found = audit["splits"]["train"], []
     if train["truncated"]:
         found.append(
-            f"{train['truncated']} rows ({train['truncated_share']:.1%}) are cut at max_length and lose "
-            f"{train['tokens_cut']} tokens ({train['tokens_cut'] / (train['tokens'] + train['tokens_cut']):.1%})"
+            f"{train['truncated']:,} rows ({train['truncated_share']:.1%}) are cut at max_length and lose "
+            f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / (train['tokens'] + train['tokens_cut']):.1%})"
         )
     if train["unsupervised"]:
-        found.append(f"{train['unsupervised']} rows have no supervised token within max_length and are dropped")
+        found.append(f"{train['unsupervised']:,} rows have no supervised token within max_length and are dropped")
     if train["straddling"]:
         found.append(
-            f"in {train['straddling']} rows a token lies across the edge of the supervised part and is supervised: "
+            f"in {train['straddling']:,} rows a token lies across the edge of the supervised part and is supervised: "
             "let the white space at the edge belong to that part"
         )
     if train["documents"] and train["end_learnt_share"] < 0.5:
@@ -176,7 +176,7 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         )
     shared = audit.get("overlap")
     if shared and shared["documents"]:
-        found.append(f"{shared['documents']} validation rows ({shared['share']:.1%}) are in the training set as well")
+        found.append(f"{shared['documents']:,} validation rows ({shared['share']:.1%}) are in the training set as well")
     waste = audit.get("batching", {}).get("padding_waste", 0)
     if waste > 0.2:
         found.append(f"{waste:.0%} of the computed positions are padding: data.packing: true leaves next to none")

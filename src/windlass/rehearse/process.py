@@ -125,8 +125,8 @@ def node_variables(nodes: int) -> list[dict[str, str]]:
             with contextlib.suppress(OSError, OverflowError):  # the port above it is where nodes meet
                 second.bind(("localhost", port + 1))
                 break
-    told = {"PET_NNODES": str(nodes), "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)}
-    return [{**told, "PET_NODE_RANK": str(node)} for node in range(nodes)]
+    shared = {"PET_NNODES": str(nodes), "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)}
+    return [{**shared, "PET_NODE_RANK": str(node)} for node in range(nodes)]
 
 
 @contextlib.contextmanager

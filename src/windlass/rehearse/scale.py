@@ -196,7 +196,7 @@ def _scaled_keys(
     """Key, value here, and why. A value that the user has as well is no change."""
     model, lora, data, train = run.model, run.lora, run.data, run.train
     attention = model.attn_implementation or ""
-    half, less = "CPUs have no arithmetic in float16", "one is like another"
+    half, less = "CPUs have no arithmetic in float16", "a few show what many do"
     rows, sooner, untracked = (
         "the first rows, written out",
         "in the run's own order, sooner",
@@ -237,7 +237,7 @@ def _scaled_keys(
         ("train.gradient_accumulation_steps", train.gradient_accumulation_steps if both else accumulation, less),
         ("train.eval_steps", EVERY // 2 if train.save_steps > train.eval_steps else EVERY, sooner),
         ("train.save_steps", EVERY // 2 if train.eval_steps > train.save_steps else EVERY, sooner),
-        ("train.logging_steps", 1, "every step is looked at"),
+        ("train.logging_steps", 1, "every step is checked"),
         ("train.warmup_steps", min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps, f"of {STEPS} steps"),
         ("train.fp16", False, half),
         ("train.report_to", "none", untracked),
