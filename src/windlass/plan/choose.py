@@ -15,7 +15,8 @@ from windlass.runfile import RunFile, Train
 HEADROOM = 0.05
 # Layouts whose best cases are this close are equal; of those the one with least to hide behind computing is taken.
 EQUAL = 1.02
-GATHERED_ONCE = "gathered once"  # a step, in the titles of layouts that may do either
+MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # in each pass, or once for all micro-batches of a step
+GATHERED_ONCE = "gathered once"
 # Keys of `layout` that rule layouts out when they name none.
 FREE_KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
 WORTH = 1.05  # below this a gain is within what the estimate can tell
@@ -61,7 +62,9 @@ class Contender:
 
     @property
     def name(self) -> str:
-        return self.candidate.title
+        if self.candidate.here or not self.layout:
+            return self.candidate.title
+        return f"{self.candidate.title}, on {self.layout.nodes} node{'s' * (self.layout.nodes > 1)}"
 
     @property
     def layout(self) -> Layout | None:
@@ -97,9 +100,8 @@ def candidates(request: LayoutRequest, experts: int, fp8: bool = False) -> tuple
     nodes = request.nodes
     others = range(1, 2 * nodes + 1) if nodes <= 4 else (max(1, nodes // 4), nodes // 2, nodes * 3 // 2, nodes * 2)
     for count in sorted(set(others) - {nodes}):
-        suffix = f", on {count} node{'s' * (count > 1)}"
         rows += [
-            replace(row, title=row.title + suffix, here=False)
+            replace(row, here=False)
             for row in (_bar(row, request) for row in _layouts_on(replace(free, nodes=count), experts, fp8))
             if row.possible and row.layout and not row.layout.offload and row.layout.name != "no-reshard"
             if _is_as_set(row, request)
@@ -150,7 +152,7 @@ def _layouts_on(request: LayoutRequest, experts: int, fp8: bool) -> list[Candida
             settings = replace(request, name=name, base_dtype=dtype, **sizes)  # type: ignore[arg-type]
             layout = replace(resolve(settings, experts), reason="compared")
             rows.append(Candidate(title + suffix, layout))
-            if name in ("hybrid", "expert-parallel"):  # what is sharded may stay gathered through accumulation too
+            if name in MAY_GATHER_ONCE:
                 once = replace(layout, reshard_after_forward=False)
                 rows.append(Candidate(f"{title}, {GATHERED_ONCE}{suffix}", once))
     return rows + list(impossible.values())
@@ -275,7 +277,7 @@ def choose(contenders: Sequence[Contender]) -> Contender | None:
     layout = best.layout
     assert layout is not None  # `able` has no other
     base = " with the base kept in FP8 as published" * (layout.base_dtype == "fp8")
-    once = f", {GATHERED_ONCE} a step" * (GATHERED_ONCE in best.name)
+    once = f", {GATHERED_ONCE} a step" * (layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward)
     return replace(
         best, candidate=replace(best.candidate, layout=replace(layout, reason=f"chosen{base}{once}: {reason}"))
     )

@@ -174,7 +174,7 @@ def _contenders(plan: Plan, title: str, rows: Iterable[Contender], width: int) -
         assert c.layout
         gpus = "" if c.candidate.here else f"{_count(c.layout.nodes, 'node')}: "
         cells = {
-            "layout": gpus + c.name.partition(", on ")[0],
+            "layout": gpus + c.candidate.title,
             ">batch": f"{c.batch.micro}x{c.batch.accumulation}",
             "fits": "yes" if c.cost.fits else "no",
             ">GiB/GPU": f"{c.cost.gpu_gib:,.1f}",
