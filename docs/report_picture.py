@@ -16,7 +16,7 @@ sys.path.insert(0, str(DOCS.parent / "tests"))
 from chromium import Chromium  # noqa: E402
 from report_runs import write  # noqa: E402
 
-from windlass import report  # noqa: E402
+from windlass.observe import report  # noqa: E402
 
 
 def main() -> None:
