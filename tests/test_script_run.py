@@ -466,7 +466,7 @@ def test_under_a_launcher_codes_and_signals_come_through(
 @pytest.mark.parametrize("engine", ["job", "jobset", "pytorchjob", "trainer"])
 def test_manifests_of_scripts_are_valid_and_carry_the_arguments(plan: Callable[..., ScriptPlan], engine: str) -> None:
     job = job_of(plan(*SITE))
-    documents = kubernetes.manifests(job, engine)
+    documents = list(yaml.safe_load_all(kubernetes.job_yaml(job, engine)))
     files = documents[0]["data"]
     assert files.keys() == {"run.yaml", "launch.sh"}
     assert yaml.safe_load(files["run.yaml"])["script"]["args"] == NASTY
@@ -474,8 +474,6 @@ def test_manifests_of_scripts_are_valid_and_carry_the_arguments(plan: Callable[.
         kubernetes_validate.validate(documents[-1], "1.36", strict=True)
         (container,) = documents[-1]["spec"]["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["memory"] == "64Gi"
-    written = list(yaml.safe_load_all(kubernetes.job_yaml(job, engine)))
-    assert written == documents
 
 
 def test_runai_gets_the_same_job(plan: Callable[..., ScriptPlan], tmp_path: Path) -> None:

@@ -207,8 +207,8 @@ def words(items: Sequence[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Fit for a comment: what comes after a line break would be a command."""
-    return " ".join(text.split())
+    """Fit for a comment: what comes after a line break would be a command, and YAML takes no control characters."""
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
 # --- a submission -----------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files as resources
 from typing import Any
 
 import yaml
@@ -14,272 +16,16 @@ from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem
 from windlass.launch import kubectl
 from windlass.launch.job import Job, Record, Submission, ignored_keys, name_letters, one_line, pod_problems
-from windlass.launch.kubectl import MANAGED_BY, RUN_LABEL, KubernetesJob
+from windlass.launch.kubectl import RUN_LABEL, KubernetesJob
 from windlass.launch.script import launch_sh
-from windlass.runfile.machines import Secret
 
 FILES = "/etc/windlass"  # where run.yaml, launch.sh and accelerate.yaml are mounted
-NODE = "node"  # Kubeflow Trainer's name of the container that trains; ours where the name is free
+ENGINES = ("job", "jobset", "pytorchjob", "trainer")
 DEFAULT_ENGINE = "job"  # it needs nothing but Kubernetes itself
 IGNORED = {
     "project": "it is Run:ai's; here it is cluster.namespace and cluster.queue",
     "preemptible": "set cluster.priority_class",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A value and why it is there: a comment above it in the file."""
-
-    value: Any
-    why: str
-
-
-# --- the pod that every engine starts once per node -------------------------------------------------------------------
-
-
-def metadata(job: Job, name: str = "", *, queued: bool = False) -> dict[str, Any]:
-    """`queued`: of the object that Kueue admits, not of its pods."""
-    labels: dict[str, Any] = {RUN_LABEL: job.name, MANAGED_BY: "windlass"}
-    if queued and job.cluster.queue:
-        labels["kueue.x-k8s.io/queue-name"] = Note(
-            job.cluster.queue, "Kueue starts all nodes of the run together, or none"
-        )
-    namespace = {"namespace": job.cluster.namespace} if job.cluster.namespace else {}
-    return {"name": name or job.name, **namespace, "labels": labels}
-
-
-def config_map(job: Job) -> dict[str, Any]:
-    """Named by its exact content: a ConfigMap that a running job uses is never changed."""
-    data = {**job.files, "launch.sh": launch_sh(job, exports=False)}
-    text = "\0".join(word for file in data.items() for word in file)
-    name = f"{job.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, name), "immutable": True, "data": data}
-
-
-def template(job: Job, container: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-    """metadata and spec of the pods; `env` is what the engine does not set by itself."""
-    cluster = job.cluster
-    annotations: dict[str, Any] = {}
-    if cluster.networks:
-        networks = Note(",".join(cluster.networks), "a second network card in each pod, usually net1")
-        annotations["k8s.v1.cni.cncf.io/networks"] = networks
-    if cluster.topology_key and cluster.queue:
-        topology = Note(cluster.topology_key, "all nodes within one such domain")
-        annotations["kueue.x-k8s.io/podset-required-topology"] = topology
-    annotations |= cluster.annotations
-    grace = Note(job.grace_seconds, f"to end a step and save after a stop signal; {job.grace_reason}")
-    spec: dict[str, Any] = {"terminationGracePeriodSeconds": grace, "securityContext": security(job)}
-    if cluster.service_account:
-        spec["serviceAccountName"] = cluster.service_account
-    else:
-        spec["automountServiceAccountToken"] = Note(False, "training needs nothing from the cluster")
-    spec |= {
-        "imagePullSecrets": [{"name": name} for name in cluster.image_pull_secrets],
-        "priorityClassName": cluster.priority_class,
-        "nodeSelector": dict(cluster.node_selector),
-        "affinity": affinity(job),
-        "tolerations": [
-            {"key": one.key, "operator": "Exists" if one.value is None else "Equal"}
-            | ({} if one.value is None else {"value": one.value})
-            | ({"effect": one.effect} if one.effect else {})
-            for one in cluster.tolerations
-        ],
-    }
-    volumes: list[Any] = [{"name": "windlass", "configMap": {"name": config_map(job)["metadata"]["name"]}}]
-    mounts: list[Any] = [{"name": "windlass", "mountPath": FILES, "readOnly": True}]
-    if cluster.large_shm:
-        shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.shm_gib}Gi"}}
-        volumes.append(Note(shm, "ranks of one node exchange data here; the default of 64 MiB is too little"))
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    for index, volume in enumerate(cluster.volumes):
-        volumes.append({"name": f"volume-{index}", "persistentVolumeClaim": {"claimName": volume.claim}})
-        mounts.append({"name": f"volume-{index}", "mountPath": volume.path})
-    run = {
-        "name": container,
-        "image": cluster.image,
-        "command": ["bash", f"{FILES}/launch.sh"],
-        **({"workingDir": cluster.working_dir} if cluster.working_dir else {}),
-        "env": environment(job, env),
-        "resources": resources(job),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": mounts,
-    }
-    spec = {key: value for key, value in spec.items() if value} | {"containers": [run], "volumes": volumes}
-    labels = metadata(job)["labels"]
-    return {"metadata": {"labels": labels, **({"annotations": annotations} if annotations else {})}, "spec": spec}
-
-
-def environment(job: Job, more: dict[str, str] | None = None) -> list[Any]:
-    entries: list[Any] = [{"name": name, "value": value} for name, value in (more or {}).items()]
-    for variable in job.environment:
-        value = variable.value
-        if isinstance(value, Secret):
-            entry: dict[str, Any] = {"valueFrom": {"secretKeyRef": {"name": value.secret, "key": value.key}}}
-        else:
-            entry = {"value": escape(value)}
-        entries.append(Note({"name": variable.name, **entry}, one_line(variable.reason)))
-    return entries
-
-
-def escape(value: str) -> str:
-    """Kubernetes replaces $(NAME) by other variables, and reads $$ as $."""
-    return value.replace("$", "$$") if "$(" in value or "$$" in value else value
-
-
-def resources(job: Job) -> dict[str, Any]:
-    cluster = job.cluster
-    devices = {cluster.gpu_resource: job.ranks_per_node} if job.gpu else {}
-    counts = {name: str(count) for name, count in {**devices, **cluster.extended_resources}.items()}
-    why = f"the plan's host memory and half as much again, and {job.shm_gib} GiB of /dev/shm, which counts"
-    if cluster.memory_request:
-        why = "cluster.memory_request"
-    elif job.is_script:
-        why = f"as cluster.memory_limit, in which {job.shm_gib} GiB of /dev/shm count"
-    return {
-        "requests": {"cpu": job.cpu, "memory": Note(job.memory_request, why), **counts},
-        "limits": {"memory": job.memory_limit, **counts},
-    }
-
-
-def security(job: Job) -> dict[str, Any]:
-    """No user ID unless configured: OpenShift gives each namespace its own, and refuses others."""
-    context: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
-    user = job.cluster.user
-    if user is None or user.uid:
-        context["runAsNonRoot"] = Note(True, "required by the Pod Security level `restricted`")
-    if user is not None:
-        context["runAsUser"] = Note(user.uid, "set by cluster.user")
-        if user.gid is not None:
-            context["runAsGroup"] = user.gid
-    return context
-
-
-def affinity(job: Job) -> dict[str, Any]:
-    """The site's own, and all nodes of the run in one domain if that is configured and no queue does it."""
-    cluster = job.cluster
-    if not cluster.topology_key or cluster.queue:
-        return dict(cluster.affinity)
-    domain = {"labelSelector": {"matchLabels": {RUN_LABEL: job.name}}, "topologyKey": cluster.topology_key}
-    pods = dict(cluster.affinity.get("podAffinity") or {})
-    key = "requiredDuringSchedulingIgnoredDuringExecution"
-    return {**cluster.affinity, "podAffinity": {**pods, key: [*(pods.get(key) or []), domain]}}
-
-
-# --- engines ----------------------------------------------------------------------------------------------------------
-
-
-def indexed_job(job: Job, _: str = "") -> list[dict[str, Any]]:
-    """A plain Job; a headless Service gives its pods names."""
-    tries = job.cluster.max_restarts * job.nodes
-    why = f"counts pods: {job.cluster.max_restarts} tries of {job.nodes} each"
-    subdomain = {"subdomain": job.name} if job.nodes > 1 else {}
-    spec = _job_spec(job, Note(tries, why), f"{job.name}-0.{job.name}", **subdomain)
-    body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(job, queued=True), "spec": spec}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job),
-        "spec": {
-            "clusterIP": Note("None", "no address of its own: it only gives the pods names"),
-            "selector": {"batch.kubernetes.io/job-name": job.name},
-            "publishNotReadyAddresses": Note(True, "nodes look for node 0 before it is ready"),
-        },
-    }
-    return [service, body] if job.nodes > 1 else [body]
-
-
-def jobset(job: Job, _: str = "") -> list[dict[str, Any]]:
-    rules = [("wrongInput", "PodFailurePolicy", "exit code 13, see below: no restart")]
-    if job.cluster.deadline_seconds:
-        rules.append(("outOfTime", "DeadlineExceeded", "cluster.deadline_seconds is over: no restart"))
-    inner = _job_spec(
-        job, Note(0, "one node lost is the run lost: all start again together"), f"{job.name}-{NODE}-0-0.{job.name}"
-    )
-    spec = {
-        "network": {
-            "enableDNSHostnames": True,
-            "publishNotReadyAddresses": Note(True, "nodes look for node 0 before it is ready"),
-        },
-        "failurePolicy": {
-            "maxRestarts": Note(job.cluster.max_restarts, "each resumes from the newest checkpoint"),
-            "rules": [
-                Note({"name": name, "action": "FailJobSet", "onJobFailureReasons": [reason]}, why)
-                for name, reason, why in rules
-            ],
-        },
-        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": inner}}],
-    }
-    meta = metadata(job, queued=True)
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": spec}]
-
-
-def _job_spec(job: Job, backoff_limit: Note, master: str, **more: str) -> dict[str, Any]:
-    """Of a plain Job, whose pods learn from nobody else where node 0 is. Failure rules are tried in order."""
-    env = {"MASTER_ADDR": master, "MASTER_PORT": str(job.port)} if job.nodes > 1 else None
-    pods = template(job, NODE, env)
-    never = Note("Never", "each try is a new pod, whose log stays")
-    pods["spec"] = {"restartPolicy": never, **more, **pods["spec"]}
-    codes = {"containerName": NODE, "operator": "In"}
-    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
-    rules = [
-        Note(
-            {"action": "FailJob", "onExitCodes": {**codes, "values": [RANK_USER_INPUT]}},
-            "the input is wrong: a retry would not help",
-        ),
-        Note(
-            {"action": "Ignore", "onPodConditions": disrupted},
-            "the node was taken away: not the run's fault, and not counted",
-        ),
-        Note(
-            {"action": "Ignore", "onExitCodes": {**codes, "values": [SAVED]}},
-            "stopped by a signal, and saved: it resumes from there, and that is not counted either",
-        ),
-    ]
-    return {
-        "completionMode": Note("Indexed", "a pod's number is its node's"),
-        "completions": job.nodes,
-        "parallelism": job.nodes,
-        "backoffLimit": backoff_limit,
-        "podFailurePolicy": {"rules": rules},
-        **_deadline(job),
-        "template": pods,
-    }
-
-
-def _deadline(job: Job) -> dict[str, Any]:
-    seconds = job.cluster.deadline_seconds
-    return {"activeDeadlineSeconds": Note(seconds, "cluster.deadline_seconds")} if seconds else {}
-
-
-def pytorchjob(job: Job, _: str = "") -> list[dict[str, Any]]:
-    """Training Operator v1: node 0 is its Master.
-
-    The operator adds up what its pods have restarted, and fails a job whose sum reaches the limit; 0 allows none.
-    """
-    why = "the operator knows no exit code of our own: 13 is retried up to backoffLimit"
-    counts = {"Master": 1, "Worker": job.nodes - 1}
-    restarts = job.cluster.max_restarts
-    limit = f"at so many restarts of pods the job fails: {restarts} of the run are {restarts * job.nodes} of pods"
-    spec = {
-        "nprocPerNode": str(job.ranks_per_node),
-        "runPolicy": {
-            "cleanPodPolicy": Note("Running", "what still runs when the master has ended is of no use"),
-            "backoffLimit": Note(restarts * job.nodes + 1 if restarts else 0, limit),
-            **_deadline(job),
-        },
-        "pytorchReplicaSpecs": {
-            name: {
-                "replicas": count,
-                "restartPolicy": Note("OnFailure", why),
-                "template": template(job, "pytorch"),
-            }
-            for name, count in counts.items()
-            if count
-        },
-    }
-    meta = metadata(job, queued=True)
-    return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": meta, "spec": spec}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,44 +47,6 @@ TRAINERS = {
     "2.3": Trainer(PATCHES, (*_THIRD, "terminationGracePeriodSeconds")),
 }
 DEFAULT_TRAINER = "2.3"  # if no version is given and no cluster can be asked
-
-
-def trainjob(job: Job, version: str = DEFAULT_TRAINER) -> list[dict[str, Any]]:
-    """Kubeflow Trainer v2: the runtime is the cluster's; what a TrainJob may change of it depends on the version."""
-    trainer, pods = TRAINERS[version], template(job, NODE)
-    whole = pods["spec"]["containers"][0]
-    container = {"name": NODE, "volumeMounts": whole["volumeMounts"]}
-    if "securityContext" in trainer.fields:
-        container["securityContext"] = whole["securityContext"]
-    pods["spec"] = {key: value for key, value in pods["spec"].items() if key in trainer.fields}
-    pods["spec"]["containers"] = [container]
-    target = {"targetJobs": [{"name": NODE}]}
-    replicated = {"replicatedJobs": [{"name": NODE, "template": {"spec": {"template": pods}}}]}
-    patch = {
-        OVERRIDES: {**target, **pods["spec"]},
-        TEMPLATES: {**target, **pods},
-        # Who wrote the patch: the API wants a domain and a path.
-        PATCHES: {"manager": "windlass.dev/submit", "trainingRuntimeSpec": {"template": {"spec": replicated}}},
-    }[trainer.style]
-    spec = {
-        "runtimeRef": {
-            "apiGroup": "trainer.kubeflow.org",
-            "kind": "ClusterTrainingRuntime",
-            "name": Note(job.cluster.runtime, "decides how often a lost run is started again"),
-        },
-        **(_deadline(job) if trainer.style == PATCHES else {}),
-        "trainer": {
-            "image": job.cluster.image,
-            "command": whole["command"],
-            "numNodes": job.nodes,
-            "numProcPerNode": job.ranks_per_node,
-            "resourcesPerNode": whole["resources"],
-            "env": whole["env"],
-        },
-        trainer.style: [Note(patch, f"for Kubeflow Trainer {version}")],
-    }
-    meta = metadata(job, queued=True)
-    return [{"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": meta, "spec": spec}]
 
 
 def trainjob_problems(job: Job, version: str, where: Callable[[str], str]) -> Iterator[Problem]:
@@ -366,42 +74,68 @@ def trainjob_problems(job: Job, version: str, where: Callable[[str], str]) -> It
             yield Problem(what, where(f"cluster.{key}"), "use cluster.engine: jobset, or leave it to the runtime")
 
 
-ENGINES: dict[str, Callable[[Job, str], list[dict[str, Any]]]] = {
-    "job": indexed_job,
-    "jobset": jobset,
-    "pytorchjob": pytorchjob,
-    "trainer": trainjob,
-}
-
-
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 
-def documents(job: Job, engine: str = DEFAULT_ENGINE, version: str = DEFAULT_TRAINER) -> list[dict[str, Any]]:
-    """All objects of the run, in the order in which they are created."""
-    return [config_map(job), *ENGINES[engine](job, version)]
+def config_map_name(job: Job) -> str:
+    """Made from its exact content: a ConfigMap that a running job uses is never changed."""
+    text = "\0".join(word for file in config_files(job).items() for word in file)
+    return f"{job.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def manifests(job: Job, engine: str = DEFAULT_ENGINE, version: str = DEFAULT_TRAINER) -> list[dict[str, Any]]:
-    """The same as plain data, without comments."""
-    return [plain(document) for document in documents(job, engine, version)]
+def config_files(job: Job) -> dict[str, str]:
+    return {**job.files, "launch.sh": launch_sh(job, exports=False)}
 
 
 def job_yaml(job: Job, engine: str = DEFAULT_ENGINE, version: str = DEFAULT_TRAINER) -> str:
-    heading = (
-        f"# {job.title}\n"
-        f"# Written by windlass {__version__} from {one_line(job.source)}; kubectl apply -f job.yaml\n"
-        "# Apply it again with the same run folder to resume from the last checkpoint.\n"
+    """All objects of the run, in the order in which they are created."""
+    cluster = job.cluster
+    devices = {cluster.gpu_resource: job.ranks_per_node} if job.gpu else {}
+    text: str = _template().render(
+        job=job,
+        cluster=cluster,
+        restarts=cluster.max_restarts,
+        engine=engine,
+        trainer=TRAINERS.get(version),
+        trainer_version=version,
+        version=__version__,
+        folder=FILES,
+        files=config_files(job),
+        config_map=config_map_name(job),
+        devices={**devices, **cluster.extended_resources},
+        affinity=affinity(job),
+        exit_input=RANK_USER_INPUT,
+        exit_saved=SAVED,
     )
-    return heading + to_yaml(documents(job, engine, version))
+    return text.lstrip()
 
 
-def plain(tree: Any) -> Any:
-    if isinstance(tree, Note):
-        return plain(tree.value)
-    if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items()}
-    return [plain(value) for value in tree] if isinstance(tree, list) else tree
+@functools.cache
+def _template() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {
+        "yaml": to_yaml,
+        "indent": indent,
+        "nest": lambda text, columns: indent(text.removesuffix("\n"), columns),
+        "one_line": one_line,
+        "escape_variables": escape_variables,
+    }
+    return environment.from_string(resources("windlass.launch").joinpath("job.yaml.j2").read_text(encoding="utf-8"))
+
+
+def affinity(job: Job) -> dict[str, Any]:
+    """The site's own, and all nodes of the run in one domain if that is configured and no queue does it."""
+    cluster = job.cluster
+    if not cluster.topology_key or cluster.queue:
+        return dict(cluster.affinity)
+    domain = {"labelSelector": {"matchLabels": {RUN_LABEL: job.name}}, "topologyKey": cluster.topology_key}
+    pods = dict(cluster.affinity.get("podAffinity") or {})
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    return {**cluster.affinity, "podAffinity": {**pods, key: [*(pods.get(key) or []), domain]}}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -418,35 +152,20 @@ def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def to_yaml(trees: Sequence[Any]) -> str:
-    """Scalars by the library, comments in between by us: it writes none."""
-    return "---\n".join("\n".join(_lines(tree, 0)) + "\n" for tree in trees)
-
-
-def _lines(tree: dict[str, Any] | list[Any], indent: int) -> list[str]:
-    pad = " " * indent
-    lines: list[str] = []
-    for key, value in tree.items() if isinstance(tree, dict) else ((None, item) for item in tree):
-        while isinstance(value, Note):
-            lines += [f"{pad}# {line}" for line in value.why.splitlines()]
-            value = value.value
-        name = "-" if key is None else f"{_scalar(key)}:"
-        if isinstance(value, dict | list) and value:
-            inner = _lines(value, indent + 2)
-            if key is None and not inner[0].lstrip().startswith("#"):
-                lines += [f"{pad}- {inner[0].lstrip()}", *inner[1:]]
-            else:
-                lines += [f"{pad}{name}", *inner]
-        else:
-            first, *rest = _scalar(value).split("\n")
-            # Only "\n" separates lines here: other breaks that Unicode knows are escaped by the library.
-            lines += [f"{pad}{name} {first}", *(f"{pad}{line}" if line else "" for line in rest)]
-    return lines
-
-
-def _scalar(value: Any) -> str:
+def to_yaml(value: Any) -> str:
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=1 << 30)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def indent(text: str, columns: int) -> str:
+    """All lines but the first. Only "\\n" separates lines here: others that Unicode knows belong to the values."""
+    first, *rest = text.split("\n")
+    return "\n".join((first, *(" " * columns + line if line else "" for line in rest)))
+
+
+def escape_variables(value: str) -> str:
+    """Kubernetes replaces $(NAME) by other variables, and reads $$ as $."""
+    return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
 # --- the platform -----------------------------------------------------------------------------------------------------
