@@ -36,17 +36,17 @@ def choices(environ: Mapping[str, str], nodes: int, root: Path = Path("/")) -> I
     for variable, exact in EXACT.items():
         if not (pattern := environ.get(variable, "")):
             continue
-        chosen, said = matching(pattern, names, exact=exact), f"{variable}={pattern}"
+        chosen, setting = matching(pattern, names, exact=exact), f"{variable}={pattern}"
         states = {name: root / "sys/class/net" / name / "operstate" for name in chosen}
         up = [name for name, state in states.items() if not state.is_file() or state.read_text().strip() != "down"]
         addresses = tuple((name, found[0]) for name in up if (found := interface_addresses(name, root)))
         if not chosen:
-            problem = f"{said} names no interface of this node; it has {', '.join(names) or 'none'}"
+            problem = f"{setting} names no interface of this node; it has {', '.join(names) or 'none'}"
             yield Choice(variable, pattern, (), problem, RANK_USER_INPUT)
         elif nodes > 1 and set(chosen) == {"lo"}:
-            yield Choice(variable, pattern, addresses, f"{said} reaches no other node", RANK_USER_INPUT)
+            yield Choice(variable, pattern, addresses, f"{setting} reaches no other node", RANK_USER_INPUT)
         elif not addresses:
             state = "has no IP address" if up else "is down"
-            yield Choice(variable, pattern, (), f"{said}: {', '.join(chosen)} {state}", FAILED)
+            yield Choice(variable, pattern, (), f"{setting}: {', '.join(chosen)} {state}", FAILED)
         else:
             yield Choice(variable, pattern, addresses)

@@ -188,7 +188,7 @@ class Rendezvous:
                         refusal = refusal or wrong
                     else:
                         self.peers[peer.rank] = peer
-                if refusal:  # the rest are awaited only to be told
+                if refusal:  # the rest are awaited only to learn why
                     deadline = min(deadline, time.monotonic() + TELL_SECONDS)
         finally:
             with contextlib.suppress(OSError):

@@ -166,7 +166,7 @@ def check_master_name(node: Node) -> Result:
 
 
 def own_address(rendezvous: Rendezvous, environ: Mapping[str, str], root: Path) -> str:
-    """Where the others reach this node: on the interface that the libraries are told to use, else where it joined."""
+    """Where the others reach this node: on the interface configured for the libraries, else where it joined."""
     chosen = (address for choice in choices(environ, 1, root) for _, address in choice.addresses)
     return next(chosen, rendezvous.address)
 
