@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of each; their medians are shown")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     asked = parser.parse_args()
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft", "datasets"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "datasets"))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
     print(f"{time.strftime('%Y-%m-%d')}, {machine}; {versions}")
     if asked.imports:
