@@ -103,7 +103,7 @@ def test_bytes_are_sharded_by_a_torch_that_can(version: str, refused: bool, monk
 
 
 def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> None:
-    checkpoint = read_base(tiny.write(tmp_path / "twin", experts=4, tokenizer=False))
+    checkpoint = read_base(tiny.write(tmp_path / "tiny", experts=4, tokenizer=False))
     torch.backends.cuda.enable_cudnn_sdp(True)
     parallel.build(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]

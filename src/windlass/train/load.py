@@ -124,21 +124,18 @@ def read_all(
         for parameter in base.parameters:
             part, offset = own_part(targets[parameter.name])
             weight = in_fp8.get(parameter.name)
-            stored = [(piece.stored, piece.scale) for piece in parameter.pieces]
-            problems += [
-                f"{one.key!r} is FP8 and has no scale"
-                for one, scale in stored
-                if one.dtype in NEEDS_SCALE and not scale
-            ]
+            bare = [p.stored.key for p in parameter.pieces if p.stored.dtype in NEEDS_SCALE and p.scale is None]
+            problems += [f"{key!r} is FP8 and has no scale" for key in bare]
             try:
                 if weight:
                     fill_scale(weight.scale, weight.first, parameter, files, base.block, weight.format.block)
                     part = part.view(weight.format.codes)
                 filled = fill(part, offset, parameter.pieces, files, base.block, pool, codes=weight is not None)
-                if filled == part.numel():
-                    del unread[parameter.name]
+                if filled != part.numel():
+                    continue
             except (OSError, DamagedError) as error:
                 problems.append(f"{parameter.name}: {error}")
+            del unread[parameter.name]
         return [*problems, *(f"{name} was not read" for name in unread)], files.bytes_read
 
 

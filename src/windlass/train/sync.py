@@ -36,6 +36,7 @@ class Replicas:
         self.names = [*shared, *split]
         self.shared, self.split = list(shared.values()), list(split.values())
         self.sharded = [p for p in trained.values() if isinstance(p, DTensor)]
+        self.shared_buckets, self.split_buckets = list(_buckets(self.shared)) or [[]], list(_buckets(self.split))
         self.world = world()
         # Groups that together span the ranks with the same experts; none where every rank has its own.
         self.alike: Groups = peers(model)
@@ -57,9 +58,9 @@ class Replicas:
         """
         if self.world == 1:
             return sums
-        buckets: list[tuple[list[nn.Parameter], Groups]] = [
-            *((bucket, [None]) for bucket in list(_buckets(self.shared)) or [[]]),
-            *((bucket, self.alike) for bucket in _buckets(self.split)),
+        everyone: Groups = [None]
+        buckets = [(each, everyone) for each in self.shared_buckets] + [
+            (each, self.alike) for each in self.split_buckets
         ]
         for number, (bucket, groups) in enumerate(buckets):
             # In float32: a sum over many ranks in bfloat16 would drop the small ones.
@@ -133,11 +134,13 @@ def _norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Runs of parameters, cut where their gradients reach BUCKET_BYTES."""
     bucket: list[nn.Parameter] = []
+    size = 0
     for parameter in parameters:
         bucket.append(parameter)
-        if sum(p.numel() for p in bucket) * 4 >= BUCKET_BYTES:
+        size += parameter.numel() * 4
+        if size >= BUCKET_BYTES:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
     if bucket:
         yield bucket
 
