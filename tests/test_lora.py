@@ -245,6 +245,19 @@ def test_experts_without_useful_tokens_are_excused() -> None:
     assert len([name for name in steps.liveness.tokens.excused if "layers.1" in name]) == E - 2
 
 
+def test_experts_are_due_no_gradient_for_a_step_that_was_left_out() -> None:
+    steps = Steps(adapted(experts=2))
+    steps.model(**batch()).loss.backward()
+    steps.optimizer.zero_grad()
+    steps.liveness.skip_update()
+    ids = batch()["input_ids"]
+    one_label = torch.full_like(ids, -100)
+    one_label[0, 2] = ids[0, 2]
+    steps.model(input_ids=ids, labels=one_label).loss.backward()
+    steps.liveness.before_update(1e-3)
+    assert len([name for name in steps.liveness.tokens.excused if "layers.1" in name]) == E - 2
+
+
 def test_gradient_checkpointing_counts_the_same_tokens() -> None:
     counts = []
     for checkpointing in (False, True):

@@ -304,6 +304,9 @@ def test_expert_balance_of_planted_routers() -> None:
     for router in model:
         router.register_forward_hook(lambda _module, _inputs, output: (*output[:2], output[2] * 0))
         router(torch.zeros(4, 2))
+    with torch.no_grad():  # an evaluation between two steps
+        model[2].chosen = torch.tensor([[0]])
+        model[2](torch.zeros(1, 2))
     assert balance.stop() == {
         "experts": 4,
         "busiest": [4.0, 1.0, 2.0],

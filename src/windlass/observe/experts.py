@@ -54,6 +54,8 @@ class ExpertBalance:
 
     def _counter(self, layer: int, experts: int) -> Any:
         def count(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():  # an evaluation between two steps
+                return
             chosen = output[-1] if isinstance(output, tuple) else output
             if not isinstance(chosen, Tensor) or chosen.is_floating_point():
                 return

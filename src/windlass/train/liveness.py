@@ -61,6 +61,10 @@ class Liveness:
         if learning_rate > 0:
             self.before = self._fingerprints(names)
 
+    def skip_update(self) -> None:
+        """This step is left out: the tokens that experts had in it are due no gradient."""
+        self.tokens.step(moved=False)
+
     def after_update(self, learning_rate: float) -> None:
         """The optimizer has stepped."""
         if self.done or not self.before or learning_rate == 0:

@@ -138,6 +138,7 @@ class Loop:
                 self.evaluate()
             if save or save_requested or self.stopped:
                 self.save()
+        self._schedule_free("eval")
         self.saver.close()
         if not self.stopped:
             self._log_totals(first, time.monotonic() - began)
@@ -161,6 +162,7 @@ class Loop:
 
         Returns what the step did, what the watch of rank 0 requests, and whether a signal has reached any rank.
         """
+        self._schedule_free("train")
         rows: list[int] = []
         tokens = supervised = 0
         loss = torch.zeros((), device=self.device)
@@ -207,6 +209,7 @@ class Loop:
             step.loss, step.skipped = math.nan if faulty else step.loss, True
             self._report_non_finite(step, faulty, rows)
             self.optimizer.zero_grad()  # to None: the optimizer passes over such parameters
+            self.liveness.skip_update()
         else:
             self.liveness.before_update(step.learning_rate)
         self.optimizer.step()
@@ -293,7 +296,6 @@ class Loop:
             if sums[4]:
                 break
         self.causal_lm.train()
-        self._schedule_free("train")
         if sums[4]:
             self.stopped = self.evaluation_due = True
             return
@@ -333,7 +335,7 @@ class Loop:
             self.save()
 
     def _schedule_free(self, mode: str) -> None:
-        """Optimizers of that kind keep two sets of weights, one to train and one to use."""
+        """Optimizers of that kind keep two sets of weights: to train, and to evaluate and to save."""
         if callable(switch := getattr(self.optimizer, mode, None)):
             switch()
 
@@ -345,15 +347,16 @@ class Loop:
             "epoch": self.epoch,
             "max_steps": self.total,
             "num_input_tokens_seen": self.tokens,
-            "log_history": self.log_history,
+            "log_history": list(self.log_history),  # as it is now: it is written while training goes on
         }
+        self._schedule_free("eval")
         self.saver.save(self, state, wait=self.stopped)
         self.recorder.mark("pause")
 
     def _load(self, folder: Path) -> None:
         manifest = checkpoint.read_manifest(folder)
         self.step = int(manifest["step"])
-        self.evaluation_due = bool(manifest.get("evaluation_due"))
+        self.evaluation_due = bool(manifest.get("evaluation_due")) and self.validation is not None
         state = checkpoint.read_state(folder)
         self.log_history = list(state.get("log_history", []))
         self.tokens = int(state.get("num_input_tokens_seen") or 0)

@@ -1,0 +1,166 @@
+"""The loop in one process: what of it several ranks would only make slower to see."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from windlass import plan as planning
+from windlass import runfile, tiny
+from windlass.observe.report.background import BackgroundReport
+from windlass.train import checkpoint, run
+from windlass.train.checkpoint import Snapshot
+from windlass.train.load import load
+from windlass.train.loop import Loop
+from windlass.train.lora import attach
+from windlass.train.rank import Rank, StopSignal
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
+RUN = """
+model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
+lora: {{r: 2, lora_alpha: 4, target_modules: all-linear}}
+data: {{dataset_name_or_path: {folder}/data, dataset_config_name: null, max_length: 16}}
+train:
+  output_dir: {folder}/run
+  max_steps: 4
+  gradient_accumulation_steps: 2
+  learning_rate: 0.01
+  bf16: false
+  logging_steps: 1
+  eval_steps: 1
+  save_steps: 1
+  save_total_limit: null
+cluster: {{gpu: cpu}}
+"""
+
+Make = Callable[..., Loop]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """The loop of a run with these settings of `train`."""
+    tiny.write(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    chance = random.Random(0)
+    for split, count in (("train", 12), ("validation", 3)):
+        rows = [{"text": " ".join(chance.choices(WORDS.split(), k=8))} for _ in range(count)]
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def made(**train: str) -> Loop:
+        plan = planning.make(runfile.read(tmp_path / "run.yaml", [f"train.{key}={train[key]}" for key in train]))
+        job, folder, console = plan.loaded.run, tmp_path / "run", Console(quiet=True)
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        tokenizer = run.tokenizer_of(plan)
+        data = run.prepare_data(plan, tokenizer, console)
+        model, _ = load(plan.base, plan.layout, **run.precision(job.model))
+        adapted = attach(model, job.lora, plan.adapter, job.train.seed, plan.expert_path)
+        report = BackgroundReport(folder)
+        return run.make_loop(plan, Rank(), adapted, data, tokenizer, console, StopSignal(), report, {}, None)
+
+    yield made
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / checkpoint.ADAPTER)
+
+
+class Halved(torch.optim.SGD):
+    """In schedulefree's manner: it refuses to step but in training, and weights to use are others (half of those)."""
+
+    def __init__(self, params: Any, lr: float, **_: Any) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def switch(self, train: bool) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["train_mode"] != train else ():
+                parameter.data.mul_(2 if train else 0.5)
+            group["train_mode"] = train
+
+    def train(self) -> None:
+        self.switch(True)
+
+    def eval(self) -> None:
+        self.switch(False)
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["train_mode"], "not in train mode"
+        return super().step(closure)
+
+
+def test_an_optimizer_with_two_sets_of_weights_trains_with_one_and_saves_the_other(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("schedulefree")
+    module.AdamWScheduleFree = Halved  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "schedulefree", module)
+    settings = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "eval_strategy": "no"}
+    loop = make(**settings)
+    train_step, trained = loop.train_step, dict[int, float]()
+
+    def step(micro_batches: Any) -> Any:
+        done = train_step(micro_batches)
+        trained[loop.step] = sum(float(p.detach().abs().sum()) for p in loop.trained)
+        return done
+
+    loop.train_step = step  # type: ignore[method-assign]
+    loop.run()
+    for number in range(1, 5):
+        saved = adapter(tmp_path / "run" / "checkpoints" / f"step-{number}")
+        assert sum(float(t.abs().sum()) for t in saved.values()) == pytest.approx(trained[number] / 2)
+    last = adapter(tmp_path / "run" / "checkpoints" / "step-4")
+    assert all(torch.equal(last[name], tensor) for name, tensor in checkpoint.adapter_state(loop.model).items())
+    resumed = make(**settings)
+    resumed.run(tmp_path / "run" / "checkpoints" / "step-2")
+    assert all(torch.equal(last[name], tensor) for name, tensor in checkpoint.adapter_state(resumed.model).items())
+
+
+def test_a_checkpoint_on_slow_storage_has_the_log_of_its_own_step(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, write = make(), Snapshot.write
+
+    def wait_and_write(taken: Snapshot, partial: Path) -> None:
+        """Until training has logged the next step; but for the first, which training waits for, and the last."""
+        until, logged = time.monotonic() + 20, len(loop.log_history)
+        while 1 < taken.step < 4 and len(loop.log_history) == logged and time.monotonic() < until:
+            time.sleep(0.01)
+        write(taken, partial)
+
+    monkeypatch.setattr(Snapshot, "write", wait_and_write)
+    loop.run()
+    for folder in checkpoint.saved(tmp_path / "run" / "checkpoints"):
+        steps = [line["step"] for line in checkpoint.read_state(folder)["log_history"]]
+        assert max(steps) == checkpoint.step_of(folder)
+    assert sorted({line["step"] for line in loop.log_history}) == [1, 2, 3, 4]
+
+
+def test_an_evaluation_that_was_left_out_is_not_made_up_for_if_it_is_switched_off(make: Make, tmp_path: Path) -> None:
+    loop = make()
+    loop.stop_signal.received = True
+    loop.run()
+    folder = tmp_path / "run" / "checkpoints" / "step-1"
+    assert loop.stopped
+    assert checkpoint.read_manifest(folder)["evaluation_due"]
+    resumed = make(eval_strategy="no")
+    resumed.run(folder)
+    assert resumed.step == 4
+    assert not checkpoint.read_manifest(folder.with_name("step-2"))["evaluation_due"]
