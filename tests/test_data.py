@@ -243,9 +243,10 @@ def test_held_out_rows_are_the_same_every_time_and_no_duplicate_crosses(prepared
 def test_validation_rows_that_are_missing_or_also_trained_on(prepared: Prepare, tokenizer: Any, tmp_path: Path) -> None:
     assert any("nothing is evaluated" in note for note in prepared([{"text": "one two"}]).audit["notes"])
     run = run_file(tmp_path / "a.jsonl")
-    asked = type(run.train)(**run.train.model_dump(exclude_unset=True), eval_steps=5)
-    with pytest.raises(UserError, match=r"train.eval_steps wants evaluation, .* their splits: train"):
-        prepare(run.model_copy(update={"train": asked}), tokenizer)
+    for key, value in {"eval_steps": 5, "lr_scheduler_type": "greedy"}.items():
+        asked = type(run.train).model_validate({**run.train.model_dump(exclude_unset=True), key: value})
+        with pytest.raises(UserError, match=rf"train.{key} wants evaluation, .* their splits: train"):
+            prepare(run.model_copy(update={"train": asked}), tokenizer)
     (tmp_path / "set").mkdir()
     write_lines(tmp_path / "set" / "train.jsonl", [{"text": t} for t in ("one two", "one two", "three four", "five")])
     write_lines(tmp_path / "set" / "validation.jsonl", [{"text": t} for t in ("three four", "seven eight")])

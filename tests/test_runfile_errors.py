@@ -207,6 +207,7 @@ CLASHES: list[tuple[list[str], str, str]] = [
     (["train.lr_scheduler_type=cosin"], "train.lr_scheduler_type", "there is no schedule"),
     (["train.lr_scheduler_type=cosine_with_min_lr"], "train.lr_scheduler_type", "needs min_lr"),
     (["train.lr_scheduler_type=reduce_lr_on_plateau", "train.eval_strategy=no"], "train.lr_sched", "evaluation is off"),
+    (["train.lr_scheduler_type=greedy", "train.eval_strategy=no"], "train.lr_scheduler_type", "evaluation is off"),
     (["train.warmup_steps=10", "train.warmup_ratio=0.1"], "train.warmup_steps", "as steps and as a share"),
     (["train.warmup_steps=10", "train.max_steps=10"], "train.warmup_steps", "takes the whole run"),
     (["watch.stall_seconds=400"], "watch.stall_seconds", "time out after 600 s"),

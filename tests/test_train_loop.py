@@ -151,6 +151,8 @@ def test_a_checkpoint_on_slow_storage_has_the_log_of_its_own_step(
         steps = [line["step"] for line in checkpoint.read_state(folder)["log_history"]]
         assert max(steps) == checkpoint.step_of(folder)
     assert sorted({line["step"] for line in loop.log_history}) == [1, 2, 3, 4]
+    losses = [line["loss"] for line in loop.log_history if "loss" in line]
+    assert loop.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 4)
 
 
 def test_an_evaluation_that_was_left_out_is_not_made_up_for_if_it_is_switched_off(make: Make, tmp_path: Path) -> None:

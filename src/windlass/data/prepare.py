@@ -22,6 +22,7 @@ from windlass.data.sources import Part, Source, Where, find_split, locate_split,
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import Problem, UserError, raise_all
+from windlass.runfile.names import EVALUATED_SCHEDULES
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -201,6 +202,7 @@ def check_selection(run: RunFile, selection: Selection, where: Where) -> list[Pr
     # Evaluation that is on by default is switched off where there is nothing to evaluate on.
     keys = ("eval_strategy", "eval_steps", "load_best_model_at_end")
     asked = [f"train.{key}" for key in keys if key in train.model_fields_set]
+    asked += ["train.lr_scheduler_type"] * (train.lr_scheduler_type in EVALUATED_SCHEDULES)
     if not selection.validated and train.eval_strategy != "no" and asked:
         splits = ", ".join(selection.source.splits)
         problem = f"{asked[0]} wants evaluation, and the data have no validation rows; their splits: {splits}"

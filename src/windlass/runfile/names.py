@@ -22,6 +22,7 @@ NOT_VALUES = {(key, value): hint for key, hints in _TABLES["not_values"].items()
 OPTIMIZERS = _by_name(_TABLES["optimizers"])  # name -> package it needs
 OPTIMIZERS_REFUSED = _by_name(_TABLES["optimizers_refused"])  # name -> why
 SCHEDULES = {name: tuple(needs.split()) for name, needs in _by_name(_TABLES["schedules"]).items()}
+EVALUATED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # that go by the evaluation loss
 TRACKERS = {name: tuple(modules.split()) for name, modules in _TABLES["trackers"].items()}
 
 # transformers 5.23, modeling_utils.ALL_ATTENTION_FUNCTIONS, and eager, which every model has.

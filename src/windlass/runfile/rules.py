@@ -9,7 +9,15 @@ from decimal import Decimal
 from windlass.errors import Problem, UserError
 from windlass.runfile.fields import RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import Cluster
-from windlass.runfile.names import ATTENTION, OPTIMIZERS, OPTIMIZERS_REFUSED, SCHEDULES, TRACKERS, close_names
+from windlass.runfile.names import (
+    ATTENTION,
+    EVALUATED_SCHEDULES,
+    OPTIMIZERS,
+    OPTIMIZERS_REFUSED,
+    SCHEDULES,
+    TRACKERS,
+    close_names,
+)
 from windlass.variables import started, variables
 
 Where = Callable[[str], str]
@@ -92,8 +100,8 @@ def _training(run: RunFile, ranks: int) -> Iterator[Clash]:
     elif needs and not set(needs) & set(train.lr_scheduler_kwargs or ()):
         hint = f"such as train.lr_scheduler_kwargs: {{{needs[0]}: …}}"
         yield "train.lr_scheduler_type train.lr_scheduler_kwargs", f"{schedule} needs {' or '.join(needs)}", hint
-    elif schedule == "reduce_lr_on_plateau" and train.eval_strategy == "no":
-        what = "reduce_lr_on_plateau needs the evaluation loss, but evaluation is off"
+    elif schedule in EVALUATED_SCHEDULES and train.eval_strategy == "no":
+        what = f"{schedule} needs the evaluation loss, but evaluation is off"
         yield "train.lr_scheduler_type train.eval_strategy", what, "set train.eval_strategy: steps, or use cosine"
     if train.warmup_steps and train.warmup_ratio:
         hint = "remove one; with an override: train.warmup_ratio=0 or train.warmup_steps=0"

@@ -104,6 +104,7 @@ class Loop:
         self.eval_loss: float | None = None  # of this very step
         self.log_history: list[dict[str, Any]] = []
         self.unlogged: list[float] = []  # losses of the steps since the last log
+        self.loss_sum = 0.0  # of this process's steps
 
     @property
     def epoch(self) -> float:
@@ -370,6 +371,7 @@ class Loop:
         """Every step's line to the trackers, and every train.logging_steps the means since the last time."""
         assert self.latest is not None
         self.unlogged.append(self.latest.loss)
+        self.loss_sum += self.latest.loss
         if self.step % self.train.logging_steps == 0:
             means = {"loss": sum(self.unlogged) / len(self.unlogged), "grad_norm": self.latest.grad_norm}
             self._log({**means, "learning_rate": self.latest.learning_rate, "num_tokens": float(self.tokens)})
@@ -384,6 +386,7 @@ class Loop:
                 "train_runtime": seconds,
                 "train_samples_per_second": sequences / max(seconds, 1e-9),
                 "train_steps_per_second": steps / max(seconds, 1e-9),
+                "train_loss": self.loss_sum / max(steps, 1),
             }
         )
 
