@@ -287,6 +287,7 @@ def test_the_launchers_environment_sets_the_layout() -> None:
     assert file
     assert file.wishes["offload"].where == "accelerate launch: FSDP_OFFLOAD_PARAMS"
     assert "--accelerate FILE" in file.notes[0]
+    assert wishes(accelerate_file(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))["cpu"] is True  # refused on a GPU
     with pytest.raises(UserError, match="doesn't run DeepSpeed"):
         accelerate_file(None, LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"})
 
@@ -333,5 +334,6 @@ def test_a_rank_of_the_real_launcher_gets_its_files_settings_and_its_flags(tmp_p
         "nodes": 1,
         "ranks": 1,
     }
-    unset = {"FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
+    # With --cpu it starts a single process, which shards nothing.
+    unset = {"ACCELERATE_USE_CPU", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
     assert set(LAUNCHER) - set(variables) <= unset

@@ -97,6 +97,7 @@ def find(section: str, name: str) -> Key | None:
 LAUNCHER: dict[str, tuple[str, str]] = {
     "ACCELERATE_MIXED_PRECISION": ("mixed_precision", "no"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", "NO"),
+    "ACCELERATE_USE_CPU": ("use_cpu", "false"),
     "FSDP_VERSION": ("fsdp_version", ""),
     "FSDP_SHARDING_STRATEGY": ("fsdp_sharding_strategy", "FULL_SHARD"),
     "FSDP_RESHARD_AFTER_FORWARD": ("fsdp_reshard_after_forward", "true"),
