@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from windlass import plan as planning
 from windlass import runfile, tiny
+from windlass.errors import UserError
 from windlass.observe.report.background import BackgroundReport
-from windlass.train import checkpoint, run
+from windlass.train import checkpoint, resume, run
 from windlass.train.checkpoint import Snapshot
 from windlass.train.load import load
 from windlass.train.loop import Loop
@@ -166,3 +167,29 @@ def test_an_evaluation_that_was_left_out_is_not_made_up_for_if_it_is_switched_of
     resumed.run(folder)
     assert resumed.step == 4
     assert not checkpoint.read_manifest(folder.with_name("step-2"))["evaluation_due"]
+
+
+def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = tmp_path / "run", tmp_path / "model"
+    tiny.write(model)
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
+    plan = planning.make(runfile.read(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set"]))
+
+    # Weights of another model of the same shape, under the same name.
+    before = resume.base_identity(plan.base)
+    assert resume.claim(folder, plan, before, resume=False) is None
+    (folder / "steps-rank0.jsonl").write_text('{"step": 1}\n')
+    tiny.write(model, seed=1)
+    after = resume.base_identity(plan.base)
+    with pytest.raises(UserError, match="the base model's files are not those that this run began with"):
+        resume.claim(folder, plan, after, resume=True)
+    assert resume.claim(folder, plan, before, resume=True) is None
+
+    # A GPU that torch can't use would otherwise mean weeks on the CPU.
+    run.require_device(plan)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu = planning.make(runfile.read(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set", "cluster.gpu=h200"]))
+    with pytest.raises(UserError, match=r"planned for h200, and torch .* finds no usable GPU"):
+        run.require_device(gpu)
