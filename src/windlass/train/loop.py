@@ -98,7 +98,7 @@ class Loop:
 
         self.step = 0  # optimizer steps done
         self.latest: Step | None = None
-        self.tokens = 0  # trained on by all ranks since the process started
+        self.tokens = 0  # trained on by all ranks since the run began
         self.stopped = False  # by a signal, with everything saved
         self.evaluation_due = False  # an evaluation was left out, to stop in time: whoever resumes makes up for it
         self.eval_loss: float | None = None  # of this very step
