@@ -240,7 +240,9 @@ def test_stopped_while_nodes_join_it_ends_at_once_and_may_be_replaced(nodes: Cal
 def test_strangers_at_the_port_change_nothing(nodes: Callable[..., Nodes]) -> None:
     crew = nodes(2)
     first = crew.start(0)
-    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[]\n", b'{"node": "x"}\n', b"[" * 100_000 + b"\n", b""):
+    like_a_node = b'{"node": 1, "host": "x", "problem": "of another protocol"}\n'
+    words = (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[]\n", b'{"node": "x"}\n', like_a_node)
+    for noise in (*words, b"[" * 100_000 + b"\n", b""):
 
         def connect(noise: bytes = noise) -> bool:
             try:

@@ -180,11 +180,12 @@ class Rendezvous:
                 elif peer.rank < 0:
                     try:
                         peer.rank, peer.host = int(message["node"]), str(message["host"])
+                        wrong = self._objection(peer, message)
                     except (KeyError, TypeError, ValueError):
                         peer.close()
                         continue
                     came.append(peer)
-                    if wrong := self._objection(peer, message):
+                    if wrong:
                         refusal = refusal or wrong
                     else:
                         self.peers[peer.rank] = peer
