@@ -232,6 +232,7 @@ CLASHES: list[tuple[list[str], str, str]] = [
     (["cluster.env.HF_TOKEN=hf_abc"], "cluster.env.HF_TOKEN", "looks like a secret"),
     (["train.global_batch_size=50", THREE], "train.global_batch_size", "can't be divided by 1 per GPU x 3 GPUs = 3"),
     # An override that isn't one.
+    (['data.prompt_template=""'], "data.prompt_template", "must not be empty"),
     (["train.lerning_rate=1"], "train.lerning_rate", "the run file has no train.lerning_rate"),
     (["lora.r"], "lora.r", "is not of the form a.b=value"),
     (["=3"], "=3", "is not of the form a.b=value"),

@@ -241,6 +241,7 @@ def _typed(text: str, annotation: Any) -> Any:
             document = parse(text, "--override")
             raise_all(document.problems)
             value = document.value
+            text = value if isinstance(value, str) else text  # quotes are no part of the value
         except UserError as error:
             failure = error
     for candidate in (value, text):
