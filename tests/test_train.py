@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
@@ -239,7 +240,7 @@ def launched(material: Path, world: int, wanted: dict[str, dict[str, Any]] | Non
         cases[name] = {**each, "overrides": said}
     (out / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("train_ranks.py")
-    command = [sys.executable, str(script), str(material / "run.yaml"), str(out / "cases.json"), str(out / "outcome")]
+    command = [warm.python(), str(script), str(material / "run.yaml"), str(out / "cases.json"), str(out / "outcome")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     program = (
         "import json, sys; from windlass.train import ranks; import os;"
@@ -562,7 +563,7 @@ def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(two: Ou
 
 def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None:
     for outcome in (ranks_outcome["nan"] for ranks_outcome in two.ranks):
-        assert outcome["kind"] == "RunError"
+        assert outcome["kind"] == "AlarmError"
         assert "non-finite loss or gradient at step 5: rank 1, rows " in outcome["error"]
     rows = two["nan"]["error"].split("rank 1, rows ")[1].split("\n")[0]
     assert len([int(row) for row in rows.split(", ")]) == 4

@@ -24,10 +24,11 @@ from pathlib import Path
 
 CLIENT = r"""#!{python} -IS
 import os, signal, socket, sys
-PREFIXES = ("HF_", "TRANSFORMERS_", "PYTHON")
+PREFIXES, SET_LATER = ("HF_", "TRANSFORMERS_", "PYTHON"), "HF_HUB_OFFLINE"
+imported = {{name: os.environ[name] for name in os.environ if name.startswith(PREFIXES) and name != SET_LATER}}
 arguments = sys.argv[1:]
 option = not arguments or arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
-if option or {{name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}} != {environ}:
+if option or imported != {environ}:
     os.execv({python!r}, [{python!r}, *arguments])
 import ctypes, json
 connection = socket.socket(socket.AF_UNIX)
@@ -62,6 +63,7 @@ def python() -> str:
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     client, address = folder / "python", folder / "socket"
     environ = {name: value for name, value in os.environ.items() if name.startswith(("HF_", "TRANSFORMERS_", "PYTHON"))}
+    environ.pop("HF_HUB_OFFLINE", None)
     client.write_text(CLIENT.format(python=sys.executable, environ=environ, socket=str(address)))
     client.chmod(0o755)
     server = subprocess.Popen(
@@ -161,6 +163,7 @@ def run(client: str, request: bytes, files: list[int]) -> None:
     import traceback
 
     import numpy as np
+    from huggingface_hub import constants
 
     code: int | str | None = 1
     try:
@@ -174,6 +177,7 @@ def run(client: str, request: bytes, files: list[int]) -> None:
         asked = json.loads(request)
         os.environ.clear()
         os.environ.update(asked["environ"])
+        constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
         os.chdir(asked["cwd"])
         os.umask(asked["umask"])
         np.random.seed()
