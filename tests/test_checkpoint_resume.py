@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import warm
 from safetensors.torch import load_file
 
 from windlass import tiny
@@ -148,7 +147,7 @@ def launched(material: Path, world: int, cases: dict[str, Case]) -> tuple[Outcom
     (material / "cases.json").write_text(json.dumps(cases).replace("{out}", str(out)))
     script = Path(__file__).with_name("checkpoint_ranks.py")
     found = material / f"outcome of {world}"
-    command = [warm.python(), str(script), str(material / "run.yaml"), str(material / "cases.json"), str(found)]
+    command = [sys.executable, str(script), str(material / "run.yaml"), str(material / "cases.json"), str(found)]
     program = (
         "import json, os, sys; from windlass.train import ranks;"
         f"sys.exit(ranks.start(json.loads(sys.argv[1]), {world}, dict(os.environ)))"

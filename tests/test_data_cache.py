@@ -9,13 +9,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
-import warm
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
@@ -43,7 +43,7 @@ print((cached_folder(cache, "key", make, lambda said: print(said, flush=True)) /
 
 def start_maker(cache: Path) -> subprocess.Popen[str]:
     cache.mkdir(exist_ok=True)
-    return subprocess.Popen([warm.python(), "-c", MAKER, str(cache)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", MAKER, str(cache)], stdout=subprocess.PIPE, text=True)
 
 
 def wait_for(path: Path) -> None:
@@ -193,6 +193,6 @@ def test_no_deadlock_in_forked_workers(text: Path, tokenizer: Any, parallelism: 
     script = FORKED % repr(json.loads(run_file(text, streaming=True).model_dump_json(exclude_unset=True)))
     environment = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
     environment |= {"TOKENIZERS_PARALLELISM": parallelism} if parallelism else {}
-    command = [warm.python(), "-c", script, tokenizer.name_or_path]
+    command = [sys.executable, "-c", script, tokenizer.name_or_path]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.strip() == "20", done.stderr[-2000:]

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import warm
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -272,7 +271,7 @@ def start(made: Path, to: Path, limit: int | None, *words: str) -> subprocess.Po
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    command = [warm.python(), "-m", "windlass", "export", str(made / "adapter"), "--to", str(to), *words]
+    command = [sys.executable, "-m", "windlass", "export", str(made / "adapter"), "--to", str(to), *words]
     return subprocess.Popen(
         command,
         preexec_fn=limited,

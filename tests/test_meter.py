@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import warm
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -226,7 +225,7 @@ dist.destroy_process_group()
 
 def test_waiting_for_a_slow_rank_is_communication_and_its_own_time_is_not(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [warm.python(), "-c", RANK, str(tmp_path)]
+    command = [sys.executable, "-c", RANK, str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
     assert [rank.wait(240) for rank in ranks] == [0, 0]
     fast, slow = (sorted(line["communication_seconds"] for line in records(tmp_path, r)[1:])[3] for r in (0, 1))
@@ -476,7 +475,7 @@ PLAIN = """
 
 
 def test_a_plain_trainer_that_an_exception_ends_has_its_steps_and_a_report(small: Path, tmp_path: Path) -> None:
-    command = [warm.python(), "-c", textwrap.dedent(PLAIN), str(tmp_path), str(small)]
+    command = [sys.executable, "-c", textwrap.dedent(PLAIN), str(tmp_path), str(small)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert "MemoryError: planted" in done.stderr, done.stderr
     assert [(line["step"], line["tokens"]) for line in records(tmp_path)] == [(1, 8), (2, 8), (3, 8)]

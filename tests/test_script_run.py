@@ -18,7 +18,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import torch
-import warm
 import yaml
 from chromium import PROGRAM, Chromium
 from launch_jobs import calls, environ, program
@@ -71,7 +70,7 @@ def run_file(folder: Path, script: str, args: list[Any] | None = None, **more: A
 
 
 def windlass(*words: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
-    command = [warm.python(), "-m", "windlass", *map(str, words)]
+    command = [sys.executable, "-m", "windlass", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
 
 
@@ -295,7 +294,7 @@ def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exi
 )
 def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: int, said: str) -> None:
     path = run_file(tmp_path, script)
-    command = [warm.python(), "-m", "windlass", "train", str(path)]
+    command = [sys.executable, "-m", "windlass", "train", str(path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(process, *(tmp_path / f"run/ready-{rank}" for rank in range(2)))
     process.send_signal(signal.SIGTERM)
@@ -309,7 +308,7 @@ def test_a_save_that_its_grace_cut_off_is_none(tmp_path: Path) -> None:
     """Though another rank has saved in time, and first."""
     once = SLOW.replace("def save(*_):", "def save(*_):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)")
     path = run_file(tmp_path, once, cluster={"gpu": "cpu", "grace_seconds": 1})
-    process = subprocess.Popen([warm.python(), "-m", "windlass", "train", path], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "windlass", "train", path], stderr=subprocess.PIPE, text=True)
     wait_for(process, *(tmp_path / f"run/ready-{rank}" for rank in range(2)))
     process.send_signal(signal.SIGTERM)
     words = process.communicate(timeout=60)[1]
@@ -330,7 +329,7 @@ def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Pat
         "LOCAL_WORLD_SIZE": "2",
         "WINDLASS_STATUS_DIR": str(desk),
     }
-    command = [warm.python(), "-m", "windlass", "train", str(run_file(tmp_path, slow))]
+    command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, slow))]
     process = subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
     wait_for(process, tmp_path / "run/ready-1")
     process.send_signal(signal.SIGTERM)

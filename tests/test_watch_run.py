@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
 
 from windlass import run_folder, tiny
 from windlass.files import read_json, read_json_lines
@@ -119,7 +118,7 @@ def launch(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     }
     (folder / "cases.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("watch_ranks.py")
-    command = [warm.python(), script, folder / "run.yaml", folder / "cases.json", folder / "outcome"]
+    command = [sys.executable, script, folder / "run.yaml", folder / "cases.json", folder / "outcome"]
     stores = {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(folder),

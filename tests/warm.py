@@ -108,11 +108,15 @@ def serve(client: str, address: str) -> None:
         for key, _ in selector.select():
             if key.fileobj is listening:
                 connection, _ = listening.accept()
-                header, files, _, _ = socket.recv_fds(connection, 8, 4)
+                try:
+                    header, files, _, _ = socket.recv_fds(connection, 8, 4)
+                    request = connection.recv(int.from_bytes(header, "big"), socket.MSG_WAITALL)
+                except OSError:  # the client was killed
+                    connection.close()
+                    continue
                 if len(files) < 4:
                     connection.close()
                     continue
-                request = connection.recv(int.from_bytes(header, "big"), socket.MSG_WAITALL)
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
@@ -127,12 +131,13 @@ def serve(client: str, address: str) -> None:
                     os.close(file)
                 clients[pid] = connection
                 selector.register(connection, selectors.EVENT_READ, pid)
-                connection.sendall(pid.to_bytes(8, "big"))
+                with contextlib.suppress(OSError):
+                    connection.sendall(pid.to_bytes(8, "big"))
             elif key.fileobj == woken:
                 os.read(woken, 4096)
-            elif not key.fileobj.recv(1):  # type: ignore[union-attr]
+            elif clients.get(key.data) is key.fileobj:  # readable: the client was killed
                 selector.unregister(key.fileobj)
-                os.kill(key.data, signal.SIGKILL)  # the client was killed
+                os.kill(key.data, signal.SIGKILL)
         while clients:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
