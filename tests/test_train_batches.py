@@ -66,6 +66,13 @@ def test_every_number_of_ranks_has_the_same_steps_also_after_a_resume(
         assert of_step == sorted(expected.tolist())
 
 
+def test_a_run_that_resumes_within_an_epoch_has_all_rows_of_the_next_ones() -> None:
+    """11 rows, 3 steps an epoch: from the third step on, two epochs and a bit without a new start."""
+    rows = [row for batch in taken(batches(11, 4, 1, 0, 4), 2, 1, 3, 7) for row in batch.rows]
+    order = [np.random.default_rng(epoch).permutation(11).tolist() for epoch in range(3)]
+    assert rows == [*order[0][8:], *order[1], *order[2]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_goes_on_at_its_place_whoever_prepares_it(workers: int) -> None:
     expected = [[0, 1], [4, 5], [8, 9], [12, 13], [16, 17]]
