@@ -1,4 +1,4 @@
-"""The rules of the house, as tests: sizes, light imports, help pages that match the docs."""
+"""Rules of the source, as tests: sizes, light imports, one place for exit codes."""
 
 from __future__ import annotations
 

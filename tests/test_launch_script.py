@@ -33,7 +33,7 @@ CPU = ("cluster.gpus_per_node=1",)
 TWO = ("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=ethernet-25")
 NASTY = "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?"
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
-# What a rank does: leave its number and its code on the desk.
+# What a rank does: leave its number and its code in the status directory.
 RANK = 'echo $$ >"$WINDLASS_STATUS_DIR/pid-0"; echo {code} >"$WINDLASS_STATUS_DIR/code-0"; exit 1'
 
 
@@ -157,7 +157,7 @@ def test_the_ranks_own_exit_code_comes_through(tiny: Path, tmp_path: Path, body:
     program(fakes, "accelerate", body)
     script = written(tmp_path / "run", plan_of(tiny, CPU))
     assert launched(script, fakes, TMPDIR=str(tmp_path)).returncode == code
-    assert not list(tmp_path.glob("windlass-??????")), "the desk is cleared away"
+    assert not list(tmp_path.glob("windlass-??????")), "the status directory is removed"
 
 
 def test_a_rank_that_was_killed_is_named_with_what_it_was_doing(tiny: Path, tmp_path: Path) -> None:
@@ -176,16 +176,16 @@ def test_a_rank_that_was_killed_is_named_with_what_it_was_doing(tiny: Path, tmp_
 SAVER = """
 import os, signal, sys, time
 from pathlib import Path
-desk = Path(os.environ["WINDLASS_STATUS_DIR"])
+status_dir = Path(os.environ["WINDLASS_STATUS_DIR"])
 def save(*_):
     time.sleep(0.3)
-    (desk / "code-0").write_text("75")
+    (status_dir / "code-0").write_text("75")
     Path(sys.argv[1]).write_text("saved")
     os._exit(75)
 time.sleep(float(sys.argv[2]))
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, save)
-(desk / "pid-0").write_text(str(os.getpid()))
+(status_dir / "pid-0").write_text(str(os.getpid()))
 Path(sys.argv[1] + ".ready").touch()
 time.sleep(60)
 """

@@ -320,14 +320,14 @@ def test_a_save_that_its_grace_cut_off_is_none(tmp_path: Path) -> None:
 def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Path) -> None:
     """A launcher signals all ranks when one of them has ended, and kills them, whatever they are saving."""
     slow = SAVES.replace("def save(*_):", "def save(*_):\n    time.sleep(1.6)")
-    desk = tmp_path / "desk"
-    desk.mkdir()
+    status_dir = tmp_path / "status_dir"
+    status_dir.mkdir()
     place = {
         "RANK": "1",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
-        "WINDLASS_STATUS_DIR": str(desk),
+        "WINDLASS_STATUS_DIR": str(status_dir),
     }
     command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, slow))]
     process = subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
@@ -335,11 +335,11 @@ def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Pat
     process.send_signal(signal.SIGTERM)
     time.sleep(1.2)
     process.send_signal(signal.SIGTERM)
-    wait_for(process, tmp_path / "run/saved-1", desk / "code-1")
+    wait_for(process, tmp_path / "run/saved-1", status_dir / "code-1")
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None, "rank 0 has not ended"
-    (desk / "code-0").write_text("75")
+    (status_dir / "code-0").write_text("75")
     words = process.communicate(timeout=20)[1]
     assert process.returncode == 75, words
 

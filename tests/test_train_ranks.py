@@ -219,15 +219,15 @@ def test_a_rank_that_holds_nothing_yet_stops_at_once(tmp_path: Path) -> None:
 def test_who_saved_first_awaits_the_others_but_neither_the_dead_nor_for_ever(tmp_path: Path) -> None:
     script = """
     from pathlib import Path
-    desk, waited = Path(sys.argv[1]), []
-    here = Rank(rank=3, local_rank=1, world=4, status_dir=desk)
+    status_dir, waited = Path(sys.argv[1]), []
+    here = Rank(rank=3, local_rank=1, world=4, status_dir=status_dir)
     here.report("code", "75")
     for name, text in (("pid-0", "1"), ("pid-2", str(os.getpid())), ("pid-2", sys.argv[2]), ("code-2", "1")):
-        (desk / name).write_text(text)
+        (status_dir / name).write_text(text)
         began = time.monotonic()
         wait_for_peers(here, 2, 0.5)
         waited.append(time.monotonic() - began >= 0.5)
-        (desk / name).unlink()
+        (status_dir / name).unlink()
     print(waited)
     """
     gone = subprocess.Popen([sys.executable, "-c", ""])
