@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from windlass.model import read_base
-from windlass.model.config import describe, list_parameters
+from windlass.model.config import describe
 from windlass.train.load import peak_rss, reset_peak_rss
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def write(folder: Path, gib: float, shard_gib: float) -> int:
         where.update(dict.fromkeys(shards[-1], name))
         shards[-1] = {}
 
-    for parameter in list_parameters(describe(config, "benchmark"), tied=False):
+    for parameter in describe(config, "benchmark").parameters:
         tensor = (torch.randn(parameter.shape) * 0.02).bfloat16()
         if filled + tensor.nbytes > shard_gib * GIB:
             close()

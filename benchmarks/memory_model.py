@@ -194,7 +194,7 @@ def checkpoint(model: Any) -> Base:
     """What the headers would say of this model."""
     config = model.config
     dims = {"heads": config.num_attention_heads, "top_k": getattr(config, "num_experts_per_tok", None) or 0}
-    family = Family(config.model_type, type(model).__name__, "")
+    family = Family(config.model_type, type(model).__name__, "", narrow_routing=config.model_type == "qwen3_moe")
     parameters = tuple(
         Parameter(name, tuple(p.shape), part(name, tuple(p.shape))) for name, p in model.named_parameters()
     )

@@ -94,11 +94,7 @@ def headers(sizes: Sizes, layers: int) -> Base:
     assert known is not None
     text = {**known.config, **(TINY if sizes.tiny else {}), "num_hidden_layers": layers}
     wrapped = {"model_type": "mistral3", "architectures": [known.wrapper], "text_config": text}
-    described = config.describe({**wrapped, "quantization_config": known.quantization}, MODEL)
-    bare = replace(
-        known, config=described.config, dims=described.dims,
-        parameters=tuple(config.list_parameters(described, tied=described.tied)),
-    )  # fmt: skip
+    bare = config.describe({**wrapped, "quantization_config": known.quantization}, MODEL, known.name)
     eight = in_fp8(bare)
     return replace(bare, parameters=tuple(_stored(each, each.name in eight) for each in bare.parameters))
 

@@ -350,12 +350,6 @@ def test_a_missing_model_class_is_reported_with_the_version_that_has_it() -> Non
     assert inputs.check_model_class("LlamaForCausalLM", {"transformers": "5.23.0"}, "w")[1].verdict == SKIPPED
 
 
-def test_every_family_says_since_when_transformers_has_it() -> None:
-    from windlass.model.family import FAMILIES
-
-    assert {family.causal_lm for family in FAMILIES.values()} == set(inputs.MODEL_SINCE)
-
-
 def test_every_attention_that_a_run_file_takes_is_known() -> None:
     from windlass.runfile.names import ATTENTION
 

@@ -18,43 +18,45 @@ from safetensors.torch import load_file, save_file
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model import Piece, find_base, published_base, read_base
-from windlass.model.config import describe, list_parameters
-from windlass.model.family import DIMS, FAMILIES, PARTS, WRAPPERS
+from windlass.model import PARTS, Piece, find_base, published_base, read_base
+from windlass.model.config import describe
+from windlass.model.family import FAMILIES, WRAPPERS
 from windlass.model.published import CONFIGS
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
-    "n_shared_experts": 2, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
-    "v_head_dim": 7, "max_position_embeddings": 2**20,
+MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+SIZES: dict[str, dict[str, Any]] = {
+    "mistral4": {
+        "num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "n_shared_experts": 2, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
+        "v_head_dim": 7, "max_position_embeddings": 2**20,
+    },
+    "mistral": {},
+    "ministral3": {"head_dim": 12, "max_position_embeddings": 262144},
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 12},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_moe": MOE | {"head_dim": 12},
 }  # fmt: skip
-QWEN_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in SIZES),
+    ("mistral4", {"first_k_dense_replace": 2}),
+    ("mistral4", {"q_lora_rank": None}),
+    ("mistral4", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("mistral", {"head_dim": 12}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 6, "tie_word_embeddings": True}),
+    ("qwen3", {"attention_bias": True}),
+    ("qwen3_moe", {"attention_bias": True, "decoder_sparse_step": 2}),
+    ("qwen3_moe", {"mlp_only_layers": [1]}),
+]
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral4": ("mistral4", LATENT),
-    "mistral4, first layers dense": ("mistral4", LATENT | {"first_k_dense_replace": 2}),
-    "mistral4, queries not compressed": ("mistral4", LATENT | {"q_lora_rank": None}),
-    "mistral4, biases": ("mistral4", LATENT | {"attention_bias": True}),
-    "mistral4, tied": ("mistral4", LATENT | {"tie_word_embeddings": True}),
-    "mistral": ("mistral", {}),
-    "mistral, own head size": ("mistral", {"head_dim": 12}),
-    "ministral3": ("ministral3", {"head_dim": 12, "max_position_embeddings": 262144}),
-    "llama": ("llama", {}),
-    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 6}),
-    "llama, tied": ("llama", {"tie_word_embeddings": True}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {"head_dim": 12}),
-    "qwen3, biases": ("qwen3", {"attention_bias": True}),
-    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("qwen3_moe", QWEN_MOE),
-    "qwen3_moe, biases": ("qwen3_moe", QWEN_MOE | {"attention_bias": True}),
-    "qwen3_moe, every other layer": ("qwen3_moe", QWEN_MOE | {"decoder_sparse_step": 2}),
-    "qwen3_moe, listed dense": ("qwen3_moe", QWEN_MOE | {"mlp_only_layers": [1]}),
-}
+
+def config_of(model_type: str, **more: Any) -> Any:
+    return transformers.CONFIG_MAPPING[model_type](**{**SMALL, **SIZES[model_type], **more})
 
 
 def shapes(config: Any, causal_lm: str) -> dict[str, tuple[int, ...]]:
@@ -66,25 +68,16 @@ def shapes(config: Any, causal_lm: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_names_and_shapes_are_those_of_transformers(case: str) -> None:
-    model_type, sizes = CASES[case]
-    config = transformers.CONFIG_MAPPING[model_type](**{**SMALL, **sizes})
-    described = describe(config.to_dict(), "config.json")
-    parameters = list(list_parameters(described, tied=described.tied))
-    assert {p.name: p.shape for p in parameters} == shapes(config, FAMILIES[model_type].causal_lm)
-    assert described.dims.keys() <= DIMS.keys()
-    assert described.dims["dense_layers"] + described.dims["moe_layers"] == SMALL["num_hidden_layers"]
-    assert {p.part for p in parameters} <= set(PARTS)
-
-
-def test_every_family_size_and_wrapper_is_known() -> None:
-    assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)
-    own = [{*family.sizes, *family.derived, "dense_layers", "moe_layers"} for family in FAMILIES.values()]
-    assert set().union(*own) == DIMS.keys()
-    for wrapper in WRAPPERS.values():
-        assert transformers.CONFIG_MAPPING[wrapper.model_type].model_type == wrapper.model_type
-        assert hasattr(transformers, wrapper.architecture)
+@pytest.mark.parametrize(("model_type", "more"), VARIANTS, ids=lambda value: str(value)[:30])
+def test_names_and_shapes_are_those_of_transformers(model_type: str, more: dict[str, Any]) -> None:
+    config = config_of(model_type, **more)
+    base = describe(config.to_dict(), "config.json", "small")
+    assert (base.name, base.path, base.family) == ("small", None, FAMILIES[model_type])
+    assert {p.name: p.shape for p in base.parameters} == shapes(config, base.family.causal_lm)
+    assert base.dims["dense_layers"] + base.dims["moe_layers"] == SMALL["num_hidden_layers"]
+    assert {p.part for p in base.parameters} <= set(PARTS)
+    assert base.family.since
+    assert SIZES.keys() == FAMILIES.keys()
 
 
 # As the model cards and the libraries' own counts have them.
@@ -104,15 +97,18 @@ TOTALS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_published_models_have_their_published_size(name: str) -> None:
-    known = published_base(name.lower())
-    assert known is not None
-    assert (known.name, known.path) == (name, None)
-    assert known.total == TOTALS.get(name, known.total)
-    assert not any(parameter.pieces for parameter in known.parameters)
-    config = transformers.CONFIG_MAPPING[known.family.model_type].from_dict(dict(known.config))
-    assert {p.name: p.shape for p in known.parameters} == shapes(config, known.family.causal_lm)
+def test_published_models_have_their_published_size() -> None:
+    checked: dict[int, dict[str, tuple[int, ...]]] = {}  # several names share a config
+    for name, config in CONFIGS.items():
+        known = published_base(name.lower())
+        assert known is not None
+        assert (known.name, known.path) == (name, None)
+        assert known.total == TOTALS.get(name, known.total)
+        if id(config) not in checked:
+            theirs = transformers.CONFIG_MAPPING[known.family.model_type].from_dict(dict(known.config))
+            checked[id(config)] = shapes(theirs, known.family.causal_lm)
+        assert {p.name: p.shape for p in known.parameters} == checked[id(config)]
+    assert published_base("Mistral-Small-5") is None
 
 
 def test_mistral_small_4_is_the_default_of_transformers() -> None:
@@ -133,29 +129,28 @@ def test_mistral_small_4_is_the_default_of_transformers() -> None:
         "norm": 36 * (1024 + 256 + 2 * 4096) + 4096,
         "head": 536_870_912,
     }
-    assert published_base("Mistral-Small-5") is None
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "published": {"family": "mistral4", "decoys": True},
-    "published, sharded": {"family": "mistral4", "files": 5, "decoys": True},
+    "published-sharded": {"family": "mistral4", "files": 5, "decoys": True},
     "blocks": {"family": "mistral4", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
     "plain": {"family": "mistral4", "wrapper": False, "quantization": "none"},
-    "dense first": {"family": "mistral4", "config": {"first_k_dense_replace": 1}},
-    "mistral, wrapped": {"family": "mistral", "wrapper": True, "quantization": "tensor"},
-    "llama, tied": {"family": "llama", "tied": True, "files": 3},
+    "dense-first": {"family": "mistral4", "config": {"first_k_dense_replace": 1}},
+    "mistral-wrapped": {"family": "mistral", "wrapper": True, "quantization": "tensor"},
+    "llama-tied": {"family": "llama", "tied": True, "files": 3},
     "mixtral": {"family": "mixtral"},
-    "mixtral, fp8": {"family": "mixtral", "quantization": "tensor", "files": 2},
+    "mixtral-fp8": {"family": "mixtral", "quantization": "tensor", "files": 2},
     "qwen3_moe": {"family": "qwen3_moe", "files": 3},
-    "qwen3_moe, blocks": {"family": "qwen3_moe", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
-    "qwen3_moe, some dense": {"family": "qwen3_moe", "config": {"mlp_only_layers": [0]}},
+    "qwen3_moe-blocks": {"family": "qwen3_moe", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
+    "qwen3_moe-some-dense": {"family": "qwen3_moe", "config": {"mlp_only_layers": [0]}},
 }
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("layouts")
-    return {name: tiny.write(root / name.replace(", ", "-"), tokenizer=False, **how) for name, how in LAYOUTS.items()}
+    return {name: tiny.write(root / name, tokenizer=False, **how) for name, how in LAYOUTS.items()}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -166,7 +161,7 @@ def test_every_stored_tensor_has_a_use_or_a_reason(folders: dict[str, Path], nam
     wanted = shapes(config, base.family.causal_lm)
     assert {parameter.name: parameter.shape for parameter in base.parameters} == wanted
     assert base.total == sum(map(prod, wanted.values()))
-    assert (base.path, base.notes) == (folder, ())
+    assert (base.path, base.name, base.notes) == (folder, name, ())
     pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
     unread = [stored.key for stored in base.unread]
     on_disk = {key for file in folder.glob("model*.safetensors") for key in load_file(file)}
@@ -180,13 +175,11 @@ def value(piece: Piece) -> torch.Tensor:
     """The values of a piece without scale, read by its offsets alone."""
     stored = piece.stored
     assert (stored.dtype, piece.scale) == ("BF16", None)
-    with stored.file.open("rb") as opened:
-        opened.seek(stored.start)
-        data = bytearray(opened.read(stored.end - stored.start))
+    data = bytearray(stored.file.read_bytes()[stored.start : stored.end])
     return torch.frombuffer(data, dtype=torch.bfloat16).reshape(stored.shape)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe, some dense", "llama, tied", "plain"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe-some-dense", "llama-tied", "plain"])
 def test_pieces_have_the_values_that_transformers_loads(folders: dict[str, Path], name: str) -> None:
     """Offsets of experts and halves, against the library's own loading."""
     base = read_base(folders[name])
@@ -204,25 +197,29 @@ def test_pieces_have_the_values_that_transformers_loads(folders: dict[str, Path]
         assert torch.equal(assembled, truth[parameter.name]), parameter.name
 
 
-def test_wrapper_and_scales(folders: dict[str, Path]) -> None:
+def test_wrapper_scales_and_names(folders: dict[str, Path], tmp_path: Path) -> None:
     base = read_base(folders["published"])
     assert (base.wrapper, base.family.causal_lm) == ("Mistral3ForConditionalGeneration", "Mistral4ForCausalLM")
     assert base.config["model_type"] == "mistral4"
-    assert base.quantization is not None
-    assert base.quantization["weight_block_size"] is None
     (experts,) = (p for p in base.parameters if p.name == "model.layers.1.mlp.experts.down_proj")
     assert experts.pieces[0].stored.key == "language_model.model.layers.1.mlp.experts.down_proj"
     assert experts.pieces[0].scale is not None
     assert experts.pieces[0].scale.shape == (8, 1, 1)
-    assert base.dims["dense_layers"] == 0
-    assert read_base(folders["dense first"]).dims["dense_layers"] == 1
-    blocks = read_base(folders["qwen3_moe, blocks"])
+    assert (base.dims["dense_layers"], read_base(folders["dense-first"]).dims["dense_layers"]) == (0, 1)
+    blocks = read_base(folders["qwen3_moe-blocks"])
     assert (2, 2) in {piece.scale.shape for p in blocks.parameters for piece in p.pieces if piece.scale}
-    assert blocks.quantization is not None
-    assert blocks.quantization["weight_block_size"] == [128, 128]
+    assert blocks.block == [128, 128]
     fused = [p for p in blocks.parameters if p.part == "experts"]
     assert {len(p.pieces) for p in fused} == {8, 16}
     assert fused[0].pieces[1].offset == (0, 160, 0)
+    for wrapper, row in WRAPPERS.items():
+        assert transformers.CONFIG_MAPPING[wrapper].model_type == wrapper
+        assert hasattr(transformers, row.architecture)
+    # The hub's cache has the model under a hash.
+    snapshots = tmp_path / "models--mistralai--Mistral-7B-v0.1" / "snapshots"
+    snapshots.mkdir(parents=True)
+    (snapshots / "0123abcd").symlink_to(folders["llama-tied"])
+    assert find_base(str(snapshots / "0123abcd"), "run.yaml:2").name == "Mistral-7B-v0.1"
 
 
 def rewrite(folder: Path, target: Path, rename: Callable[[str], str | None]) -> Path:
@@ -278,26 +275,15 @@ def test_tied_heads(folders: dict[str, Path], tmp_path: Path) -> None:
     assert len(base.notes) == 1
 
 
-def test_names_are_the_folder_s_or_the_hub_cache_s(folders: dict[str, Path], tmp_path: Path) -> None:
-    snapshots = tmp_path / "models--mistralai--Mistral-7B-v0.1" / "snapshots"
-    snapshots.mkdir(parents=True)
-    (snapshots / "0123abcd").symlink_to(folders["llama, tied"])
-    assert find_base(str(snapshots / "0123abcd"), "run.yaml:2").name == "Mistral-7B-v0.1"
-    assert read_base(folders["llama, tied"]).name == "llama-tied"
-
-
-@pytest.mark.parametrize("prefix", ["/data/input/Models/", "mistralai/", "", "no/such/"])
-def test_known_models_are_found_without_weights(prefix: str) -> None:
-    base = find_base(f"{prefix}Mistral-Small-4-119B-2603", "run.yaml:2: model.model_name_or_path")
-    assert (base.path, base.total) == (None, 118_972_826_624)
-    (note,) = base.notes
-    assert note.startswith(f"no weights at {prefix}Mistral-Small-4-119B-2603: planned from the published config")
-    assert note.endswith("check and train will refuse this path")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_known_models_are_found_without_weights_and_unknown_ones_refused() -> None:
+    where = "run.yaml:2: model.model_name_or_path"
+    for prefix in ("/data/input/Models/", "mistralai/", "", "no/such/"):
+        base = find_base(f"{prefix}Mistral-Small-4-119B-2603", where)
+        assert (base.path, base.total) == (None, 118_972_826_624)
+        (note,) = base.notes
+        assert note.startswith(f"no weights at {prefix}Mistral-Small-4-119B-2603: planned from the published config")
+        assert note.endswith("check and train will refuse this path")
+    for name, message in (
         ("/data/Mistral-Small-4-119B", "nearest known: Mistral-Small-4-119B-2603"),
         ("Qwen/Qwen3-30B-A3", "nearest known: Qwen3-30B-A3B"),
         ("zzz", "; known: Mistral-Small-4-119B-2603"),
@@ -306,12 +292,10 @@ def test_known_models_are_found_without_weights(prefix: str) -> None:
         ("a" * 5000, "can't be opened"),
         ("a\0b", "no published model of that name"),
         (__file__, "is a file, not a folder"),
-    ],
-)
-def test_unknown_models_are_refused_with_the_nearest(name: str, message: str) -> None:
-    with pytest.raises(UserError, match=message) as error:
-        find_base(name, "run.yaml:2: model.model_name_or_path")
-    assert len(str(error.value)) < 1500
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            find_base(name, where)
+        assert len(str(error.value)) < 1500
 
 
 MEASURE = """
@@ -336,9 +320,8 @@ def test_119_billion_parameters_are_read_in_no_time_and_memory(tmp_path: Path, m
     taken = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
     if taken > 2**26:
         pytest.skip("this file system has no sparse files")
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     seconds, mib, parameters, heavy = map(float, done.stdout.split())
     assert parameters == 118_972_826_624
     assert seconds < 0.3

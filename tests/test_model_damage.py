@@ -151,13 +151,13 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     # the folder
     "no config": (remove(CONFIG), "the model folder has no config.json"),
     "empty": (remove(CONFIG, FILE), "has no config.json.*\n\nhint: the folder is empty: is its volume mounted"),
-    "no weights": (remove(FILE), "the model folder has no weights\n\nhint: it must hold model.safetensors"),
+    "no weights": (remove(FILE), "has no readable weights: .*\n\nhint: it must hold model.safetensors"),
     "an adapter": (only("adapter_model.safetensors"), "it holds an adapter"),
     "publisher's": (only("consolidated-00001.safetensors", "params.json"), "only the publisher's own format"),
     "pickled": (only("pytorch_model.bin"), r"pickled \(\*\.bin\)"),
     "gguf": (only("model-q4.gguf"), "GGUF"),
     "shards alone": (only("model-00001-of-00002.safetensors"), "it has shards but no model.safetensors.index.json"),
-    "other name": (only("weights.safetensors"), "no safetensors file is named model.safetensors"),
+    "other name": (only("weights.safetensors"), "no safetensors files by their usual name"),
     # config.json
     "config is a folder": (folder_instead, "can't be read: Is a directory"),
     "config is no JSON": (write(CONFIG, b"{"), "config.json: it is not JSON"),
@@ -167,11 +167,11 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "config is deep": (write(CONFIG, b"[" * 100_000), "config.json: it is not JSON"),
     "config is a number": (write(CONFIG, b'{"a": ' + b"9" * 5000 + b"}"), "config.json: it is not JSON"),
     "config says it twice": (write(CONFIG, b'{"a": 1, "a": 2}'), "not JSON: the key 'a' is there twice"),
-    "config is huge": (write(CONFIG, b" " * (2**24 + 1)), "config.json: it has more than 16777216 bytes"),
     "config is a pointer": (write(CONFIG, b"version https://git-lfs.github.com/spec/v1"), "hint: it is a Git LFS"),
     "no model type": (outer(model_type=None), "config.json: it has no model_type"),
-    "model type is a number": (outer(model_type=4), "model_type is 4"),
-    "no text_config": (outer(text_config=None), "has its language model in text_config, and there is none"),
+    "model type is a number": (outer(model_type=4), "unknown model type 4"),
+    "no text_config": (outer(text_config=None), "text_config: it has no model_type"),
+    "text_config is a list": (outer(text_config=[1]), r"text_config is \[1\], not the language model's config"),
     "unknown family": (text(model_type="mistral5"), r"unknown model type 'mistral5'\n\nhint: nearest: mistral"),
     "unlike any family": (text(model_type="gpt2"), "known: mistral4, mistral, ministral3, llama"),
     "a classifier": (outer(architectures=["Mistral3ForReward"]), "architectures is 'Mistral3ForReward'"),
@@ -180,9 +180,9 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "a string": (text(hidden_size="64"), "hidden_size is '64'"),
     "true": (text(hidden_size=True), "hidden_size is True"),
     "a fraction": (text(vocab_size=512.0), r"vocab_size is 512\.0"),
-    "a list": (text(vocab_size=[1]), "vocab_size is a list of 1 entries"),
+    "a list": (text(vocab_size=[1] * 99), r"vocab_size is \[1, 1, 1, 1, 1, 1, \.\.\.\]"),
     "enormous": (text(num_hidden_layers=10**9), "num_hidden_layers is 1000000000\n\nhint: a whole number from 1 to"),
-    "more digits than can be shown": (text(vocab_size=10**4000), "a number of more than 20 digits"),
+    "thousands of digits": (text(vocab_size=10**4000), r"vocab_size is 10+\.\.\.0+\n"),
     "missing size": (text(kv_lora_rank=...), "kv_lora_rank is missing"),
     "null size": (text(kv_lora_rank=None), "kv_lora_rank is null"),
     "flag": (text(attention_bias="no"), "attention_bias is 'no'\n\nhint: true or false"),
@@ -190,32 +190,31 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "heads": (text(num_key_value_heads=3), "4 attention heads can't share 3 heads of keys and values"),
     "experts": (text(num_experts_per_tok=9), "each token visits 9 of 8 experts"),
     "other quantisation": (outer(quantization_config={"quant_method": "gptq"}), "unsupported quantisation 'gptq'"),
-    "odd quantisation": (outer(quantization_config=[]), "unsupported quantisation a list"),
+    "odd quantisation": (outer(quantization_config=[]), r"unsupported quantisation \[\]"),
     "odd blocks": (
         outer(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
-        "weight_block_size is a list of 2 entries",
+        r"weight_block_size is \[128, 0\]",
     ),
     # the header
-    "header beyond the file": (length(10**9), r"model\.safetensors: its header should have 1000000000 bytes"),
-    "header of 2^64": (length(2**64 - 1), "its header should have 18446744073709551615 bytes"),
-    "header cut short": (length(40), "its header is not JSON"),
-    "no bytes": (write(FILE, b""), "it has only 0 bytes"),
-    "few bytes": (write(FILE, b"\x05\0\0"), "it has only 3 bytes"),
+    "header beyond the file": (length(10**9), r"model\.safetensors: its header is not a safetensors header"),
+    "header of 2^64": (length(2**64 - 1), "its header is not a safetensors header"),
+    "header cut short": (length(40), "its header is not a safetensors header: JSONDecodeError"),
+    "few bytes": (write(FILE, b"\x05\0\0"), "its header is not a safetensors header"),
     "a pointer": (write(FILE, b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
-    "not a table": (write(FILE, struct.pack("<Q", 3) + b"[1]"), "its header is not a table of tensors"),
+    "not a table": (write(FILE, struct.pack("<Q", 3) + b"[1]"), "its header is not a safetensors header: TypeError"),
     "truncated": (cut, r"model\.safetensors: it is truncated: \d+ of \d+ bytes, \d+ tensors lost from '"),
     "longer": (lambda f: write(FILE, (f / FILE).read_bytes() + b"abc")(f), "the last 3 bytes belong to no tensor"),
-    "overlapping": (header(partial(shift, first=1, by=-1)), "overlaps the tensor before it"),
-    "a gap": (header(partial(shift, first=1, by=2)), "comes after a gap"),
-    "offsets too short": (entry(data_offsets=[0, 1]), "and its offsets span 1"),
-    "offsets backwards": (entry(data_offsets=[8, 0]), "its offsets span -8"),
-    "negative offsets": (entry(data_offsets=[-8, 0]), "impossible name, shape or offsets"),
-    "no offsets": (header(lambda entries: entries[0].pop("data_offsets")), "lacks dtype, shape or offsets"),
-    "three offsets": (entry(data_offsets=[0, 1, 2]), "lacks dtype, shape or offsets"),
-    "shape is a word": (entry(shape="ab"), "impossible name, shape or offsets"),
-    "shape is huge": (entry(shape=[1] * 1000), "impossible name, shape or offsets"),
-    "unknown dtype": (entry(dtype="BF17"), "unknown dtype 'BF17'"),
-    "dtype is a list": (entry(dtype=["BF16"]), "unknown dtype"),
+    "overlapping": (header(partial(shift, first=1, by=-1)), r"starts at byte \d+, not \d+"),
+    "a gap": (header(partial(shift, first=1, by=2)), r"starts at byte \d+, not \d+"),
+    "offsets too short": (entry(data_offsets=[0, 1]), "has 1 bytes, which is not its shape's size"),
+    "offsets backwards": (entry(data_offsets=[8, 0]), "has -8 bytes, which is not its shape's size"),
+    "negative offsets": (entry(data_offsets=[-8, 0]), "has an impossible shape or offset"),
+    "no offsets": (header(lambda entries: entries[0].pop("data_offsets")), "KeyError: 'data_offsets'"),
+    "three offsets": (entry(data_offsets=[0, 1, 2]), "too many values"),
+    "shape is a word": (entry(shape="ab"), "has an impossible shape or offset"),
+    "shape is true": (entry(shape=[True]), "has an impossible shape or offset"),
+    "unknown dtype": (entry(dtype="BF17"), "KeyError: 'BF17'"),
+    "dtype is a list": (entry(dtype=["BF16"]), "unhashable"),
     # what it holds
     "missing": (tensors(lambda t: t.pop(NORM)), r"missing weights \(1\): model.norm.weight"),
     "wrong shape": (put(NORM, ONES(32)), r"weights of another shape .* \(1\): .*\.norm\.weight is \[32\], not \[64\]"),
@@ -231,11 +230,11 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "scale dropped": (tensors(lambda t: t.pop(f"{DOWN}_scale_inv")), rf"without a scale \(1\): {DOWN}"),
     "scale of another shape": (
         put(f"{DOWN}_scale_inv", ONES(7, 1, 1)),
-        r"scales that do not fit their weight \(1\): .*down_proj_scale_inv \[7, 1, 1\] for \[8, 64, 32\]",
+        r"scales that do not fit .* \(1\): .*down_proj_scale_inv is F32 \[7, 1, 1\] for F8_E4M3 \[8, 64, 32\]",
     ),
     "scale flattened": (put(f"{DOWN}_scale_inv", ONES(8)), "scales that do not fit their weight"),
     "scale of whole numbers": (put(f"{DOWN}_scale_inv", ONES(8, 1, 1, dtype=torch.int32)), "scale_inv is I32"),
-    "scale of 16-bit weights": (put(DOWN, ONES(8, 64, 32)), "down_proj_scale_inv for F32 weights"),
+    "scale of 16-bit weights": (put(DOWN, ONES(8, 64, 32)), r"down_proj_scale_inv is BF16 \[8, 1, 1\] for F32"),
     "whole numbers": (put(NORM, ONES(64, dtype=torch.int8)), r"unknown dtype \(1\): .*norm\.weight is I8"),
 }  # fmt: skip
 SHARDED: dict[str, tuple[Damage, str]] = {
@@ -243,23 +242,23 @@ SHARDED: dict[str, tuple[Damage, str]] = {
     "every shard is truncated": (cut, r"(?s)00001-of.*truncated.*00002-of.*truncated.*00003-of.*truncated"),
     "another folder": (mapped(lambda m: m.update({NORM: "../x.safetensors"})), r"not a file of this folder: \.\./x"),
     "absolute": (mapped(lambda m: m.update({NORM: "/etc/passwd"})), "what is not a file of this folder"),
-    "file is a number": (mapped(lambda m: m.update({NORM: 3})), "what is not a file of this folder: 3"),
-    "file is a list": (mapped(lambda m: m.update({NORM: [SHARD]})), "what is not a file of this folder"),
-    "index of more": (mapped(lambda m: m.update({"more": SHARD})), r"tensors that their file does not hold \(1\)"),
-    "index of less": (mapped(lambda m: m.pop(NORM)), rf"tensors that it does not name \(1\): {NORM}"),
-    "index of another shard": (
-        mapped(lambda m: m.update(dict.fromkeys(list(m), SHARD))), r"tensors that their file does not hold \(\d+\)",
-    ),
+    "file is a list": (mapped(lambda m: m.update({NORM: [SHARD]})), "1 of them are missing"),
+    "index of more": (mapped(lambda m: m.update({"more": SHARD})), rf"disagree .* \(1\): more in {SHARD}"),
+    "index of less": (mapped(lambda m: m.pop(NORM)), rf"disagree .* \(1\): {NORM} in"),
+    "index of another shard": (mapped(lambda m: m.update(dict.fromkeys(list(m), SHARD))), r"disagree .* \(\d+\)"),
     "a tensor in two shards": (
         lambda f: save_file(load_file(f / SHARD) | {NORM: ONES(64)}, f / SHARD),
-        rf"in another file than it names \(1\): {NORM} in {SHARD}",
+        rf"disagree .* \(1\): {NORM} in {SHARD}",
     ),
     "no map": (edit_json(INDEX, lambda index: index.pop("weight_map")), "it has no weight_map"),
     "empty map": (mapped(lambda m: m.clear()), "it has no weight_map"),
     "no JSON": (write(INDEX, b"{,}"), "it is not JSON"),
 }  # fmt: skip
 MIXTRAL: dict[str, tuple[Damage, str]] = {
-    "an expert missing": (tensors(lambda t: t.pop(f"{W}.5.w3.weight")), r"\(1\): expert 5 of model.*gate_up_proj"),
+    "an expert missing": (
+        tensors(lambda t: t.pop(f"{W}.5.w3.weight")),
+        r"missing .* \(1\): model\.layers\.0\.mlp\.experts\.5\.w3\.weight",
+    ),
     "an expert too many": (put(f"{W}.8.w3.weight", ONES(32, 64)), r"unknown .* \(1\): .*experts\.8\.w3\.weight"),
     "transposed": (put(f"{W}.1.w2.weight", ONES(32, 64)), r"experts\.1\.w2\.weight is \[32, 64\], not \[64, 32\]"),
     "all missing": (rename(".w2.", ".w4."), r"missing weights \(2\): model\.layers\.0\.mlp\.experts\.down_proj"),
@@ -285,8 +284,8 @@ def test_all_faults_of_a_config_at_once(originals: dict[str, Path], tmp_path: Pa
     with pytest.raises(UserError) as error:
         read_base(folder)
     assert len(error.value.problems) == 4
-    for path, message in ((folder / "nowhere", "no such folder"), (folder / CONFIG, "it is a file, not a folder")):
-        with pytest.raises(UserError, match=message):
+    for path, message in ((folder / "nowhere", "No such file"), (folder / CONFIG, "Not a directory")):
+        with pytest.raises(UserError, match=f"the folder can't be read: {message}"):
             read_base(path)
 
 

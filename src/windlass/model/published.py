@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_MISTRAL_SMALL_4: dict[str, Any] = {
+_MISTRAL_SMALL_4: dict[str, Any] = {  # what is not here is as transformers' Mistral4Config has it by default
     "model_type": "mistral4",
     "vocab_size": 131072,
     "hidden_size": 4096,
@@ -15,43 +15,13 @@ _MISTRAL_SMALL_4: dict[str, Any] = {
     "num_key_value_heads": 32,
     "n_shared_experts": 1,
     "n_routed_experts": 128,
-    "routed_scaling_factor": 1.0,
     "kv_lora_rank": 256,
     "q_lora_rank": 1024,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "qk_nope_head_dim": 64,
-    "n_group": 1,
-    "topk_group": 1,
     "num_experts_per_tok": 4,
-    "first_k_dense_replace": 0,
-    "norm_topk_prob": True,
-    "hidden_act": "silu",
-    "max_position_embeddings": 1048576,
-    "rms_norm_eps": 1e-6,
-    "pad_token_id": 11,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "rope_interleave": True,
-    "attention_bias": False,
-    "rope_parameters": {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 128.0,
-        "original_max_position_embeddings": 8192,
-        "max_position_embeddings": 1048576,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale_all_dim": 1.0,
-        "mscale": 1.0,
-        "llama_4_scaling_beta": 0.1,
-        "partial_rotary_factor": 0.5,
-    },
 }
-
-
 _MISTRAL_SMALL_4_FP8: dict[str, Any] = {
     "model_type": "mistral3",
     "architectures": ["Mistral3ForConditionalGeneration"],
@@ -83,14 +53,7 @@ def _sizes(
 
 
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
-_QWEN3_MOE: dict[str, Any] = {
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
+_QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 _MISTRAL_7B = _sizes("mistral", 4096, 32, (32, 8), 14336, 32000)
 _MISTRAL_7B_V3 = _sizes("mistral", 4096, 32, (32, 8), 14336, 32768)
 _MISTRAL_SMALL_3 = _sizes("mistral", 5120, 40, (32, 8), 32768, 131072, head_dim=128)

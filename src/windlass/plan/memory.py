@@ -33,9 +33,6 @@ HOST_PROCESS = 8.0 * GIB
 THREADS, AT_ONCE = 4, 2**20
 # TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
-# Families whose router hands its weights on in the width of compute; elsewhere softmax leaves them in float32, and the
-# experts' weighted rows with them.
-NARROW_ROUTING = {"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "ernie4_5_moe", "hunyuan_v1_moe"}
 # Ranks do not receive equal shares of tokens: the fullest one's surplus over the mean, an assumption.
 IMBALANCE = 1.2
 # Bytes of optimizer state per trained parameter: states in the adapter's own dtype, fixed bytes, words.
@@ -346,7 +343,7 @@ class Tokens:
             mask=0.0 if not work.dropout else (FLOAT if work.on_cpu else 1.0),
             heads=work.shape.heads,
             top_k=work.shape.top_k,
-            routed=width if work.base.family.model_type in NARROW_ROUTING else FLOAT,
+            routed=width if work.base.family.narrow_routing else FLOAT,
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
             merged=work.expert_path == "merged",
             masked=work.batch.length if work.masked else 0,

@@ -16,6 +16,7 @@ from windlass.data import sources
 from windlass.errors import UserError
 from windlass.hardware import GIB
 from windlass.launch.check.results import ALONE, Result, failed, not_here, passed, refused, skipped, warned
+from windlass.model.family import FAMILIES
 from windlass.plan.script import ScriptPlan, make_script
 from windlass.runfile.names import absent_trackers
 
@@ -52,18 +53,6 @@ TESTED: dict[str, Tested] = {
 DRIVERS: dict[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 # PEFT 0.21 raises ImportError for an older one as soon as it looks for layers to adapt (peft/import_utils.py).
 TORCHAO_LEAST = "0.16.0"
-# transformers' first release with each family's class: its published wheel has it, and that of the minor version before
-# has it not.
-MODEL_SINCE: dict[str, str] = {
-    "Mistral4ForCausalLM": "5.4",
-    "Ministral3ForCausalLM": "5.0",
-    "MistralForCausalLM": "4.34",
-    "MixtralForCausalLM": "4.36",
-    "LlamaForCausalLM": "4.28",
-    "Qwen2ForCausalLM": "4.37",
-    "Qwen3ForCausalLM": "4.51",
-    "Qwen3MoeForCausalLM": "4.51",
-}
 # Attention implementations: the package that must be installed (module, distribution), the class's flag.
 ATTENTION: dict[str, tuple[tuple[str, str] | None, str]] = {
     "eager": (None, ""),
@@ -348,7 +337,7 @@ def check_model_class(name: str, have: Installed, where: str) -> tuple[Any, Resu
 
 
 def missing_class(name: str, version: str, error: Exception, where: str) -> Result:
-    since = MODEL_SINCE.get(name)
+    since = next((family.since for family in FAMILIES.values() if family.causal_lm == name), None)
     if since and older(version, since):
         seen = f"transformers {version} has no {name}: {since} is the first that has"
     elif since and isinstance(error, AttributeError):
