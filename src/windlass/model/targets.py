@@ -56,11 +56,11 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
         for p in base.parameters
         if p.part in LINEAR_PARTS and p.name.endswith(".weight") and not _out_of_reach(p, base)
     }
-    one = isinstance(lora.target_modules, str)  # all, all-linear, or a regular expression
+    one = lora.target_modules if isinstance(lora.target_modules, str) else ""  # all, all-linear, a regular expression
     problems: list[Problem] = []
     targets: list[Target] = []
     taken: dict[str, str] = {}  # module -> the pattern that came first
-    for index, pattern in enumerate([lora.target_modules] if one else lora.target_modules):
+    for index, pattern in enumerate([one] if one else lora.target_modules):
         place = where("lora.target_modules" + ("" if one else f"[{index}]"))
         try:
             names, note, modules = _match(pattern, lora, linears, base, place)
