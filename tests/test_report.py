@@ -89,47 +89,35 @@ def test_figures_are_computed_from_the_steps(folder: Path, made: dict[str, Any])
     assert figures == pytest.approx((min(at_7), sum(at_7) / 3, max(at_7)), rel=1e-4)
 
 
-def test_what_other_stages_wrote(made: dict[str, Any]) -> None:
+def test_what_other_stages_wrote_is_on_the_page_and_in_the_terminal(
+    folder: Path, made: dict[str, Any], tmp_path: Path
+) -> None:
     rows = {row["what"]: row for row in made["planned"]}
     assert rows["seconds per step"]["planned"] == 3.1
     assert rows["seconds per step"]["ratio"] == pytest.approx(made["headline"]["step_seconds"] / 3.1)
     assert rows["peak memory, GiB"]["measured"] == max(row["peak_gib"] for row in made["memory"]["per_rank"])
     assert rows["steps"]["ratio"] == 1
-    assert (made["model"], made["data_set"], made["date"][:7]) == ("Mistral-Small-4-119B-2603", "wikitext-2", "2026-11")
     assert made["adapter"]["trainable"] == 27463680
     assert (made["certificate"]["loaded"], made["certificate"]["unread"]) == (759, 412)
     assert len(made["experts"]["busiest"]) == 36
     assert made["verdict"]["level"] == "warn"
     assert made["verdict"]["against"] == ["2 alarms: gradient-norm spike, straggler"]
-
-
-def test_the_page_and_the_terminal_say_the_same(folder: Path, tmp_path: Path) -> None:
-    made = report.make([folder], tmp_path)
-    page = made.html.read_text()
-    for wanted in (
-        "Mistral-Small-4-119B-2603 · wikitext-2 · 2026-11",
-        "10 saved; 2.5\xa0s each",
-        "1.13 ×",
-        "trained on",
-    ):
+    written = report.make([folder], tmp_path)
+    page, text = written.html.read_text(), shown(written)
+    about = "Mistral-Small-4-119B-2603 · wikitext-2 · 2026-11"
+    for wanted in (about, "10 saved; 2.5\xa0s each", "1.13 ×", "<mark>A windlass.&lt;/s&gt;</mark>"):
         assert wanted in page
-    text = shown(made)
     for wanted in ("Finished after 400 of 400 steps", "waiting for ranks", "x the planned 3.1", "report.html"):
         assert wanted in text
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "nothing half written is left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"], "nothing half written"
 
 
-OPTIONAL = ("plan.json", "load.json", "data.json", "manifest.json", "events.jsonl", "alarms.jsonl", "meter-rank0.json")
-
-
-def test_each_file_may_be_absent_and_is_named(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", ranks=2, count=30)
-    for absent in OPTIONAL:
+def test_files_may_be_absent_and_are_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", ranks=1, count=30)
+    files = ("plan.json", "load.json", "data.json", "manifest.json", "events.jsonl", "alarms.jsonl", "meter-rank0.json")
+    for absent in files:
         (folder / absent).rename(tmp_path / absent)
-        others = list(folder.glob("meter-rank1.json")) if absent.startswith("meter") else []
-        for other in others:
-            other.unlink()
-        assert any(line.startswith(absent) for line in only(folder)["absent"]), absent
+        assert f"{absent} is absent" in only(folder)["absent"]
         assert absent in (folder / "report.html").read_text()
         (tmp_path / absent).rename(folder / absent)
     bare = tmp_path / "bare"
@@ -139,13 +127,9 @@ def test_each_file_may_be_absent_and_is_named(tmp_path: Path) -> None:
     assert len(only(bare)["absent"]) == 7
     (bare / "steps-rank0.jsonl").write_text("")
     assert only(bare)["verdict"]["text"] == "No step has been made yet."
-
-
-def test_no_run_is_a_users_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for name, problem in (("", "holds no steps-rank"), ("file", "is not a folder"), ("run", "is not there")):
+    for name, problem in (("", "holds no steps-rank"), ("plan.json", "is not a folder"), ("run", "is not there")):
         with pytest.raises(UserError, match=problem):
-            report.make([tmp_path / name])
+            report.make([(folder if name == "plan.json" else tmp_path if not name else bare) / name])
 
 
 def test_lines_that_are_cut_damaged_or_trained_again(tmp_path: Path) -> None:
@@ -161,21 +145,13 @@ def test_lines_that_are_cut_damaged_or_trained_again(tmp_path: Path) -> None:
     assert [row["steps"] for row in made["ranks"]] == [28, 10]
     assert "a line of steps-rank0.jsonl can't be read, the first is line 11" in made["absent"]
     assert "1 of 3 ranks left no step file" in made["verdict"]["against"]
-    # A resumed run goes back to its checkpoint and appends.
+    # A resumed run goes back to its checkpoint and appends: twice here.
     path.write_bytes(b"".join(lines[:10] + lines[11:]))
     draw = random.Random(1)
-    again = [{**one_step(step, 30, 0, draw, gpu=True), "loss": 7.0, "time": 2e9 + step} for step in (21, 22)]
+    again = [{**one_step(step, 30, 0, draw, gpu=True), "loss": 7.0, "time": 2e9 + step} for step in (25, 26, 21, 22)]
     append(path, *again)
     assert (only(folder)["headline"]["steps"], only(folder)["headline"]["final_loss"]) == (22, 7.0)
     assert only(folder)["ranks"][0]["steps"] == 21
-
-
-CHANGES: list[tuple[dict[str, Any], str, str]] = [
-    ({"loss": math.nan}, "bad", "not a finite number at step 25"),
-    ({"loss": None, "non_finite": ["loss"]}, "bad", "not a finite number at step 25"),
-    ({"skipped": True}, "warn", "1 step was skipped"),
-    ({"gpu_throttle": ["hardware thermal slowdown"]}, "warn", "hardware thermal slowdown"),
-]
 
 
 def test_the_verdict_sees_what_went_wrong(tmp_path: Path) -> None:
@@ -184,20 +160,28 @@ def test_the_verdict_sees_what_went_wrong(tmp_path: Path) -> None:
     assert only(folder)["verdict"]["level"] == "good"
     path = folder / "steps-rank0.jsonl"
     sound = path.read_text()
-    for change, level, message in CHANGES:
-        lines = sound.splitlines()
-        lines[24] = json.dumps({**json.loads(lines[24]), **change})
-        path.write_text("\n".join(lines) + "\n")
+    changes: list[tuple[slice, dict[str, Any], str, str]] = [
+        (slice(24, 25), {"loss": None, "non_finite": ["loss"]}, "bad", "not a finite number at step 25"),
+        (slice(24, 25), {"skipped": True}, "warn", "1 step was skipped"),
+        (slice(24, 25), {"gpu_throttle": ["hardware thermal slowdown"]}, "warn", "hardware thermal slowdown"),
+        (slice(28, 30), {"loss": 3.0}, "warn", "the loss is higher at the end than at the start"),
+        (slice(0, 30), {"data_seconds": 3.0}, "warn", "of the step time is waiting for data: loading is the bottle"),
+        (slice(0, 30), {"data_seconds": 1.0}, "good", ""),
+        (slice(0, 30), {"grad_norm": 0.7}, "warn", "100% of the gradients were clipped to max_grad_norm 0.5"),
+    ]
+    for where, change, level, message in changes:
+        lines = [json.loads(line) for line in sound.splitlines()]
+        for line in lines[where]:
+            line |= change
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         verdict = only(folder)["verdict"]
-        assert verdict["level"] == level
+        assert verdict["level"] == level, message
         assert message in " ".join(verdict["against"])
     path.write_text(sound)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["run"]["train"] = {"max_grad_norm": 0.1}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert only(folder)["verdict"]["against"] == ["100% of the gradients were clipped to max_grad_norm 0.1"]
-    append(folder / "events.jsonl", {"step": 30, "kind": "save", "seconds": 9.0, "ok": False, "error": "disk full"})
-    assert only(folder)["saves"] == {
+    failed = {"step": 30, "kind": "save", "seconds": 9.0, "ok": False, "error": "disk full"}
+    append(folder / "events.jsonl", failed, {"step": 30, "kind": "eval", "eval_loss": 2.0})
+    made = only(folder)
+    assert made["saves"] == {
         "count": 11,
         "failed": 1,
         "error": "disk full",
@@ -205,7 +189,8 @@ def test_the_verdict_sees_what_went_wrong(tmp_path: Path) -> None:
         "most_seconds": 2.5,
         "bytes": 330_000_000,
     }
-    assert "1 of 11 saves failed: disk full" in only(folder)["verdict"]["against"]
+    assert "1 of 11 saves failed: disk full" in made["verdict"]["against"]
+    assert "the evaluation loss has risen from 1.008 to 2.000: overfitting" in made["verdict"]["against"]
 
 
 def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path) -> None:
@@ -242,7 +227,7 @@ def test_thinning_keeps_spikes_and_means() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "count"), [(1, 3), (32, 300), pytest.param(1, 300_000, marks=pytest.mark.prove), (2, 5000)]
+    ("ranks", "count"), [(1, 3), (32, 100), (1, 3000), pytest.param(1, 300_000, marks=pytest.mark.prove)]
 )
 def test_the_page_stays_small_and_keeps_the_spike(ranks: int, count: int, tmp_path: Path) -> None:
     made = report.make([write(tmp_path / "run", ranks=ranks, count=count)])
@@ -322,7 +307,7 @@ KEYS = st.sampled_from([*steps.FIELDS, *NAMES.split()])
 OBJECT = st.dictionaries(KEYS, JSON | st.dictionaries(KEYS, JSON, max_size=4), max_size=6)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(OBJECT, min_size=1, max_size=5), odd=OBJECT, bare=JSON)
 def test_no_content_of_a_file_ends_in_a_traceback(lines: list[Any], odd: Any, bare: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -352,27 +337,28 @@ def replacements(value: Any, odd: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("all_odd", [False, pytest.param(True, marks=pytest.mark.prove)])
-@pytest.mark.parametrize("name", ["plan.json", "load.json", "data.json", "manifest.json", "meter-rank0.json", "steps"])
-def test_one_odd_value_anywhere_is_survived(name: str, all_odd: bool, tmp_path: Path) -> None:
+def test_one_odd_value_anywhere_is_survived(all_odd: bool, tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=3)
-    path = folder / ("steps-rank0.jsonl" if name == "steps" else name)
-    first, newline, rest = path.read_text().partition("\n")
-    for number, odd in enumerate(ODD):
-        for place, changed in enumerate(replacements(json.loads(first), odd)):
-            if all_odd or place % len(ODD) == number:
-                path.write_text(json.dumps(changed) + newline + rest)
-                try:
-                    shown(report.make([folder]))
-                except Exception as error:
-                    raise AssertionError(f"{name}: {json.dumps(changed)[:2000]}") from error
+    for path in (*folder.glob("*.json"), folder / "steps-rank0.jsonl"):
+        sound = path.read_text()
+        first, newline, rest = sound.partition("\n")
+        for number, odd in enumerate(ODD):
+            for place, changed in enumerate(replacements(json.loads(first), odd)):
+                if all_odd or place % len(ODD) == number:
+                    path.write_text(json.dumps(changed) + newline + rest)
+                    try:
+                        shown(report.make([folder]))
+                    except Exception as error:
+                        raise AssertionError(f"{path.name}: {json.dumps(changed)[:2000]}") from error
+        path.write_text(sound)
 
 
 def test_the_report_imports_no_torch(folder: Path) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "windlass.observe.report", str(folder), "--quiet"]
+    command = [sys.executable, "-X", "importtime", "-m", "windlass", "report", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert {"windlass", "jinja2"} <= imported
-    assert not imported & {"torch", "transformers", "numpy", "pandas", "pydantic"}
+    assert not imported & {"torch", "transformers", "numpy", "pandas", "datasets"}
 
 
 def test_every_key_and_field_is_documented(made: dict[str, Any]) -> None:

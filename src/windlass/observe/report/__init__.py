@@ -43,9 +43,9 @@ def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
         run = read(Path(folder), points(len(run_dirs)))
         made.append(plain(facts(run) | {"charts": charts(run)}))
     names = [run["name"] for run in made]
-    for number, (name, entry) in enumerate(zip(names, made, strict=True), 1):
-        if names.count(name) > 1:
-            entry["name"] = f"{name} ({number})"
+    for number, entry in enumerate(made, 1):
+        if names.count(entry["name"]) > 1:
+            entry["name"] += f" ({number})"
     folder = out if out is not None else Path(run_dirs[0]) if len(made) == 1 else Path.cwd()
     report = Report(made, folder / "report.json", folder / "report.html")
     try:
@@ -60,13 +60,9 @@ def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
 def plain(value: Any) -> Any:
     """What strict JSON can hold: NaN and infinity become null, lone surrogates become visible."""
     if isinstance(value, dict):
-        return {_text(str(key)): plain(inner) for key, inner in value.items()}
+        return {plain(str(key)): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return _text(value) if isinstance(value, str) else value
-
-
-def _text(value: str) -> str:
-    return value.encode("utf-8", "replace").decode("utf-8")
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value

@@ -6,11 +6,12 @@ import atexit
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from windlass import run_folder
 
 FINISH_SECONDS: Final = 120  # that the end of a run waits for its report
+STREAMS: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
 
 
 class BackgroundReport:
@@ -18,7 +19,7 @@ class BackgroundReport:
 
     def __init__(self, folder: Path, *, at_exit: bool = False) -> None:
         self.folder = folder
-        self.command = [sys.executable, "-m", "windlass.observe.report", str(folder), "--quiet"]
+        self.command = [sys.executable, "-m", "windlass", "report", str(folder)]
         self.process: subprocess.Popen[bytes] | None = None
         if at_exit:
             atexit.register(self.finish)
@@ -27,7 +28,7 @@ class BackgroundReport:
         """At a save: without waiting, and not while the last one is still being written."""
         if self.process is None or self.process.poll() is not None:
             try:
-                self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL)
+                self.process = subprocess.Popen(self.command, **STREAMS)
             except OSError as error:
                 print(f"the report can't be written: {error}", file=sys.stderr)
 
@@ -39,6 +40,6 @@ class BackgroundReport:
         try:
             if self.process is not None:
                 self.process.wait(FINISH_SECONDS)
-            subprocess.run(self.command, stdin=subprocess.DEVNULL, timeout=FINISH_SECONDS, check=True)
+            subprocess.run(self.command, **STREAMS, timeout=FINISH_SECONDS, check=True)
         except (subprocess.SubprocessError, OSError) as error:
             print(f"the final report can't be written: {error}", file=sys.stderr)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from windlass.observe import steps
-from windlass.observe.report.facts import Facts, job_rate
+from windlass.observe.reader import NAN, listed, number
+from windlass.observe.report.facts import Facts, peak_gib
 from windlass.observe.report.format import NONE, duration, figure, percent
-from windlass.observe.report.read import NAN, Run, known, listed, number, short, thin
+from windlass.observe.report.read import Run, every, short, thin
 
 SMOOTHED: Final = 160  # steps from which a smoothed loss is worth a curve
 POINTS: Final = 480  # of one curve: every second pixel of a wide chart; the rest is in the band around it
@@ -32,52 +33,80 @@ def charts(run: Run) -> list[Chart]:
 
     A chart with a unit counts something, and begins at zero.
     """
-    first = run.first
-    if not first.length:
-        return []
-    x = [int(first["step"][end - 1]) for end in run.cuts[1:]]
-    phases = [_curve(label, first[f"{phase}_seconds"], run, band=False) for phase, label in PHASES.items()]
-    memory = [("gpu_peak_gib", "GPU peak"), ("gpu_reserved_gib", "GPU reserved"), ("rss_gib", "host, resident")]
-    found: list[tuple[str, str, str, list[Curve]]] = [
-        ("loss", "Loss", "", _losses(run, x)),
-        ("grad_norm", "Gradient norm", "", [_curve("gradient norm", first["grad_norm"], run)]),
-        ("learning_rate", "Learning rate", "", [_curve("learning rate", first["learning_rate"], run)]),
-        ("rate", "Throughput", f"{run.unit}/s", [_curve("whole job", job_rate(run), run)]),
-        ("time", "Where step time goes", "s", phases),
-        ("slowest", "Step time of the ranks", "s", _across(run, "step_seconds", "step time")),
-        ("memory", "Memory", "GiB", [curve for name, label in memory for curve in _across(run, name, label)]),
-        ("utilization", "GPU utilisation", "%", _across(run, "gpu_utilization", "busy", 100)),
-        ("power", "GPU power", "W", _across(run, "gpu_power_watts", "power")),
-        ("mfu", "Model FLOPs utilisation", "%", _across(run, "mfu", "MFU", 100)),
-        ("experts", "Expert load", "times an even share", _experts(run)),
+    first, x = run.first, [int(run.first["step"][end - 1]) for end in run.cuts[1:] if run.first.length]
+
+    def curve(label: str, values: Sequence[float], *, band: bool = True) -> list[Curve]:
+        return _curve(label, *thin(values, run.cuts), band=band) if len(values) else []
+
+    def across(name: str, label: str, scale: float = 1) -> list[Curve]:
+        """The mean over the ranks, and around it the least and the most of them."""
+        series = [rank.curves[name] for rank in run.ranks.values() if name in rank.curves]
+        ways: tuple[Callable[[list[float]], float], ...] = (lambda values: sum(values) / len(values), min, max)
+        found = []
+        for part, way in enumerate(ways):
+            stretches = [[v for v in each if v is not None] for each in zip(*(s[part] for s in series), strict=True)]
+            found.append([short(scale * way(values)) if values else None for values in stretches])
+        return _curve(label, *found)
+
+    memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
+    made: list[tuple[str, str, str, list[Curve]]] = [
+        ("loss", "Loss", "", [*_losses(run, curve), _evaluations(run, x)]),
+        ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
+        ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
+        ("rate", "Throughput", f"{first.unit}/s", curve("whole job", run.job_rate)),
+        (
+            "time",
+            "Where step time goes",
+            "s",
+            [each for p, label in PHASES.items() for each in curve(label, first[f"{p}_seconds"], band=False)],
+        ),
+        ("slowest", "Step time of the ranks", "s", across("step_seconds", "step time")),
+        ("memory", "Memory", "GiB", [each for name, label in memory.items() for each in across(name, label)]),
+        ("utilization", "GPU utilisation", "%", across("gpu_utilization", "busy", 100)),
+        ("power", "GPU power", "W", across("gpu_power_watts", "power")),
+        ("mfu", "Model FLOPs utilisation", "%", across("mfu", "MFU", 100)),
+        (
+            "experts",
+            "Expert load",
+            "times an even share",
+            [each for which in ("busiest", "idlest") for each in curve(f"{which} expert", _experts(run, which))],
+        ),
     ]
-    made = []
-    for name, title, unit, series in found:
-        if drawn := [curve for curve in series if any(value is not None for value in curve["values"])]:
-            stacked = name == "time"
-            made.append({"id": name, "title": title, "unit": unit, "x": x, "stacked": stacked, "series": drawn})
-    return made
+    return [
+        {"id": name, "title": title, "unit": unit, "x": x, "stacked": name == "time", "series": drawn}
+        for name, title, unit, series in made
+        if (drawn := [each for each in series if any(value is not None for value in each["values"])])
+    ]
 
 
-def _curve(label: str, values: Sequence[float], run: Run, *, band: bool = True) -> Curve:
-    middle, least, most = thin(values, run.cuts) if len(values) else ([], [], [])
-    curve = {"label": label, "values": middle}
-    return {**curve, "least": least, "most": most} if band and least != most else curve
+def _curve(
+    label: str,
+    values: list[float | None],
+    least: list[float | None],
+    most: list[float | None],
+    *,
+    band: bool = True,
+) -> list[Curve]:
+    curve: Curve = {"label": label, "values": values}
+    return [{**curve, "least": least, "most": most} if band and least != most else curve]
 
 
-def _losses(run: Run, x: list[int]) -> list[Curve]:
-    loss = _curve("loss", run.first["loss"], run)
-    evaluations: list[float | None] = [None] * len(x)
+def _losses(run: Run, curve: Callable[..., list[Curve]]) -> list[Curve]:
+    loss = run.first["loss"]
+    if len(loss) < SMOOTHED:
+        return curve("loss", loss)
+    weight = 1 - 1 / max(1.0, min(len(loss) / 80, 200.0))
+    faint = [{**each, "faint": True} for each in curve("loss", loss)]
+    return [*faint, *curve("smoothed", smooth(loss, weight), band=False)]
+
+
+def _evaluations(run: Run, x: list[int]) -> Curve:
+    values: list[float | None] = [None] * len(x)
     for event in run.events:
         step, value = number(event.get("step")), number(event.get("eval_loss"))
-        if event.get("kind") == "eval" and step == step and value == value:
-            at = next((i for i, last in enumerate(x) if last >= step), len(x) - 1)
-            evaluations[at] = short(value)
-    curves = [loss]
-    if len(run.first["loss"]) >= SMOOTHED:
-        weight = 1 - 1 / max(1.0, min(run.first.length / 80, 200.0))
-        curves = [{**loss, "faint": True}, _curve("smoothed", smooth(run.first["loss"], weight), run, band=False)]
-    return [*curves, {"label": "evaluation", "values": evaluations, "dots": True}]
+        if x and event.get("kind") == "eval" and step == step and value == value:
+            values[next((i for i, last in enumerate(x) if last >= step), len(x) - 1)] = short(value)
+    return {"label": "evaluation", "values": values, "dots": True}
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
@@ -88,42 +117,19 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
         if value == value:
             total = total * weight + value * (1 - weight)
             norm = norm * weight + (1 - weight)
-            smoothed.append(total / norm)
-        else:
-            smoothed.append(NAN)
+        smoothed.append(total / norm if value == value else NAN)
     return smoothed
 
 
-def _across(run: Run, name: str, label: str, scale: float = 1) -> list[Curve]:
-    """The mean over the ranks, and around it the least and the most of them."""
-    series = [rank.curves[name] for rank in run.ranks.values() if name in rank.curves]
-    if not series:
-        return []
-
-    def combine(part: int, how: Any) -> list[float | None]:
-        stretches = zip(*(each[part] for each in series), strict=True)
-        found = ([value for value in stretch if value is not None] for stretch in stretches)
-        return [short(scale * how(values)) if values else None for values in found]
-
-    middle, least, most = combine(0, lambda values: sum(values) / len(values)), combine(1, min), combine(2, max)
-    curve: Curve = {"label": label, "values": middle}
-    return [{**curve, "least": least, "most": most} if least != most else curve]
-
-
-def _experts(run: Run) -> list[Curve]:
-    """The busiest and the idlest expert of all layers. Each sample holds until the next one."""
-    if not run.first.experts:
-        return []
-    busiest, idlest = array("d", [NAN] * run.first.length), array("d", [NAN] * run.first.length)
-    for row, balance in run.first.experts.items():
-        high, low = (known(map(number, listed(balance.get(name)))) for name in ("busiest", "idlest"))
-        if high and low:
-            busiest[row], idlest[row] = max(high), min(low)
-    for column in (busiest, idlest):
-        for i in range(1, len(column)):
-            if column[i] != column[i]:
-                column[i] = column[i - 1]
-    return [_curve("busiest expert", busiest, run), _curve("idlest expert", idlest, run)]
+def _experts(run: Run, which: str) -> Sequence[float]:
+    """The busiest or the idlest expert of all layers. Each sample holds until the next one."""
+    column = array("d")
+    for row in range(run.first.length if run.first.objects["experts"] else 0):
+        balance = run.first.objects["experts"].get(row)
+        found = every(listed(balance.get(which))) if isinstance(balance, dict) else []
+        extreme = (max if which == "busiest" else min)(found) if found else NAN
+        column.append(column[-1] if column and not found else extreme)
+    return column
 
 
 # --- several runs ---
@@ -137,15 +143,12 @@ def compared(runs: Sequence[Facts]) -> list[Chart]:
         if not found or len({chart["unit"] for _, chart in found}) > 1:
             continue
         x = sorted({step for _, chart in found for step in chart["x"]})
-        at = {step: i for i, step in enumerate(x)}
         series = []
         for label, chart in found:
             curves = chart["series"]
             main = next((curve for curve in curves if curve["label"] == "smoothed"), curves[0])
-            values: list[float | None] = [None] * len(x)
-            for step, value in zip(chart["x"], main["values"], strict=True):
-                values[at[step]] = value
-            series.append({"label": label, "values": values})
+            at = dict(zip(chart["x"], main["values"], strict=True))
+            series.append({"label": label, "values": [at.get(step) for step in x]})
         made.append({**found[0][1], "x": x, "series": series, "stacked": False})
     return made
 
@@ -153,9 +156,6 @@ def compared(runs: Sequence[Facts]) -> list[Chart]:
 def comparison(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     """The same figures of every run, for the page and for the terminal."""
     heads = [facts["headline"] for facts in runs]
-    peaks = [max((row["peak_gib"] or 0 for row in facts["memory"]["per_rank"]), default=0) or None for facts in runs]
-    waiting = [facts["step_time"]["shares"].get("communication") for facts in runs]
-    units = dict.fromkeys(head["unit"] for head in heads)
     rows = [
         ("state", [facts["state"] for facts in runs]),
         ("steps", [figure(head["steps"]) for head in heads]),
@@ -166,11 +166,11 @@ def comparison(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
         ("seconds per step", [duration(head["step_seconds"]) for head in heads]),
         *(
             (f"{unit} per second", [figure(h["per_second"] if h["unit"] == unit else None) for h in heads])
-            for unit in units
+            for unit in dict.fromkeys(head["unit"] for head in heads)
         ),
         ("model FLOPs used", [percent(head["mfu"], 1) for head in heads]),
-        ("peak memory", [figure(peak, "GiB") for peak in peaks]),
-        ("waiting for ranks", [percent(share, 1) for share in waiting]),
+        ("peak memory", [figure(peak_gib(facts), "GiB") for facts in runs]),
+        ("waiting for ranks", [percent(facts["step_time"]["shares"].get("communication"), 1) for facts in runs]),
         ("time", [duration(head["seconds"]) for head in heads]),
         ("alarms", [figure(facts["alarm_count"]) for facts in runs]),
     ]

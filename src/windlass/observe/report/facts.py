@@ -1,16 +1,21 @@
-"""What a run did, as the numbers of report.json: everything here is read or computed, nothing drawn."""
+"""What a run did, as the numbers of report.json: everything here is read or computed, nothing drawn.
+
+An unknown number is NaN until `make` writes it as null, so that what is computed from it is unknown as well.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
 from windlass import run_folder
 from windlass.observe import steps
+from windlass.observe.reader import NAN, ask, known, listed, mean, median, number
 from windlass.observe.report.format import count_of, duration
-from windlass.observe.report.read import NAN, Run, Stats, ask, known, listed, mean, median, number
+from windlass.observe.report.read import Run, every
 
 Facts = dict[str, Any]
 PLAN: Final = run_folder.PLAN
@@ -26,6 +31,10 @@ MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 def facts(run: Run) -> Facts:
     """One run's entry in report.json."""
     meter = run.meters[min(run.meters)] if run.meters else {}
+    events = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("start", "eval", "save")}
+    times = run.first["time"]
+    began = next(iter(every(event.get("time") for event in events["start"])), times[0] if len(times) else NAN)
+    in_range = 0 <= began < 1e11  # false for NaN
     made: Facts = {
         "name": run.name,
         "folder": str(run.folder),
@@ -34,27 +43,37 @@ def facts(run: Run) -> Facts:
         "data_set": _last_part(
             run.ask(run_folder.DATA, "source", "name") or run.ask(MANIFEST, "run", "data", "dataset_name_or_path")
         ),
-        "date": _date(run),
-        "headline": headline(run),
+        "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if in_range else None,
+        "headline": headline(run, began, every(event.get("eval_loss") for event in events["eval"])),
         "step_time": step_time(run),
-        "tokens": tokens(run) if run.unit == steps.TOKENS else None,
+        "tokens": tokens(run) if run.first.unit == steps.TOKENS else None,
         "memory": memory(run),
-        "gpu": gpu(run),
+        "gpu": {
+            "utilization": run.mean("gpu_utilization"),
+            "power_watts": run.mean("gpu_power_watts"),
+            "hottest_celsius": max(
+                known(rank.stats["gpu_temperature_celsius"].most for rank in run.ranks.values()), default=None
+            ),
+            "throttled_samples": Counter(str(reason) for rank in run.ranks.values() for reason in rank.throttled),
+        },
         "experts": experts(run),
-        "evaluations": [event for event in run.events if event.get("kind") == "eval"],
+        "evaluations": events["eval"],
         "alarms": run.alarms[:MAX_LISTED],
         "alarm_count": len(run.alarms),
         "watched": run.watched,
-        "saves": saves(run),
+        "saves": saves(events["save"]),
         "ranks": ranks(run),
-        "hardware": [{**_dict(ask(each, "hardware")), "rank": rank} for rank, each in run.meters.items()],
+        "hardware": [
+            {**(ask(each, "hardware") if isinstance(ask(each, "hardware"), dict) else {}), "rank": rank}
+            for rank, each in run.meters.items()
+        ],
         "unmeasured": ask(meter, "unmeasured") or {},
         "script_name": ask(meter, "script_name") or "",
         "report_meta": ask(meter, "report_meta") or {},
         "arithmetic": ask(meter, "arithmetic") or {},
         "data": run.files.get(run_folder.DATA),
-        "adapter": adapter(run),
-        "certificate": certificate(run),
+        "adapter": adapter(run.ask(PLAN, "adapter")),
+        "certificate": certificate(run.files.get(run_folder.LOAD)),
         "run": run.ask(MANIFEST, "run"),
         "versions": run.ask(MANIFEST, "versions") or ask(meter, "hardware", "versions") or {},
         "git": run.ask(MANIFEST, "git"),
@@ -77,198 +96,162 @@ def state(run: Run) -> str:
     began = number(last.get("time"))
     if any(alarm.get("level") == "stop" and number(alarm.get("time")) >= began for alarm in run.alarms):
         return STOPPED_BY_ALARM
-    if run.silent_seconds is not None and run.silent_seconds > SILENT_SECONDS:
+    if run.silent_seconds > SILENT_SECONDS:
         return KILLED
     return run_folder.RUNNING if recorded else "running, or ended without saying so"
 
 
-def headline(run: Run) -> Facts:
-    first = run.first
-    loss, evaluations = first["loss"], known(number(e.get("eval_loss")) for e in run.events if e.get("kind") == "eval")
+def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
+    first, of_tokens = run.first, run.first.unit == steps.TOKENS
     few = max(1, first.length // 20)  # a twentieth of the run: one step's loss is mostly noise
-    began = next((number(e.get("time")) for e in run.events if e.get("kind") == "start"), NAN)
-    times = first["time"]
-    wall = times[-1] - (times[0] if math.isnan(began) else began) if len(times) else NAN
-    rate = median(job_rate(run))
-    mfu = [rank.stats["mfu"] for rank in run.ranks.values()]
+    seconds = first["time"][-1] - began if len(first["time"]) else NAN
+    recorded = every([ask(meter, "ranks") for meter in run.meters.values()] + [run.ask(MANIFEST, "ranks")])
+    world, rate = int(max([len(run.ranks), *recorded])), median(run.job_rate)  # some ranks may have left no file
     norms, limit = known(first["grad_norm"]), number(run.ask(MANIFEST, "run", "train", "max_grad_norm"))
-    clipped = sum(norm > limit for norm in norms) / len(norms) if norms and limit > 0 else None
     return {
         "steps": int(first["step"][-1]) if first.length else 0,
         "steps_planned": _whole(run.ask(PLAN, "batch", "steps")),
-        "ranks": world(run),
-        "first_loss": mean(loss[:few]),
-        "final_loss": mean(loss[-few:]),
-        "least_eval_loss": min(evaluations, default=None),
-        "final_eval_loss": evaluations[-1] if evaluations else None,
+        "ranks": world,
+        "first_loss": mean(first["loss"][:few]),
+        "final_loss": mean(first["loss"][-few:]),
+        "least_eval_loss": min(evaluations, default=NAN),
+        "final_eval_loss": evaluations[-1] if evaluations else NAN,
         "step_seconds": median(first["step_seconds"]),
-        "unit": run.unit,
+        "unit": first.unit,
         "per_second": rate,
-        "tokens_per_second": rate if run.unit == steps.TOKENS else None,
-        "tokens_per_second_per_gpu": rate / world(run) if rate and run.unit == steps.TOKENS else None,
-        "mfu": _mean_of(mfu),
-        "seconds": _clean(wall),
-        "gpu_hours": _clean(wall * world(run) / 3600),
-        "skipped_steps": len(first.skipped),
-        "clipped_share": clipped,
+        "tokens_per_second": rate if of_tokens else NAN,
+        "tokens_per_second_per_gpu": rate / world if of_tokens else NAN,
+        "mfu": run.mean("mfu"),
+        "seconds": seconds,
+        "gpu_hours": seconds * world / 3600,
+        "skipped_steps": sum(value is True for value in first.objects["skipped"].values()),
+        "clipped_share": sum(norm > limit for norm in norms) / len(norms) if norms and limit > 0 else NAN,
     }
-
-
-def world(run: Run) -> int:
-    """Ranks of the run; some may have left no file."""
-    recorded = [number(ask(meter, "ranks")) for meter in run.meters.values()] + [number(run.ask(MANIFEST, "ranks"))]
-    return int(max([len(run.ranks), *known(recorded)]))
-
-
-def job_rate(run: Run) -> list[float]:
-    """Tokens, or what else is counted, per second of the whole job, step by step."""
-    pairs = zip(run.job_items, run.first["step_seconds"], strict=False)
-    return [items / seconds if seconds > 0 else NAN for items, seconds in pairs]
 
 
 def step_time(run: Run) -> Facts:
     """Mean seconds per phase over all ranks and steps."""
-    means = {phase: _mean_of([r.stats[f"{phase}_seconds"] for r in run.ranks.values()]) for phase in steps.PHASES}
-    seconds = {phase: value for phase, value in means.items() if value is not None}
+    seconds = {phase: run.mean(f"{phase}_seconds") for phase in steps.PHASES if run.count(f"{phase}_seconds")}
     total = math.fsum(seconds.values())
-    slowest = max(run.ranks, key=lambda rank: (run.ranks[rank].medians["step_seconds"] or 0.0, rank), default=None)
-    cost, spent = Stats.of(run.first["meter_seconds"]), Stats.of(run.first["step_seconds"])
+    spent = math.fsum(known(run.first["step_seconds"]))
+    cost = known(run.first["meter_seconds"])
+    medians = {rank: each.step_seconds for rank, each in run.ranks.items()}
     return {
         "seconds": seconds,
         "shares": {phase: value / total for phase, value in seconds.items()} if total else {},
-        "median": run.ranks[min(run.ranks)].medians["step_seconds"],
-        "slowest_rank": slowest,
+        "median": medians[min(medians)],
+        "slowest_rank": max(medians, key=lambda rank: (medians[rank] if medians[rank] > 0 else 0.0, rank)),
         "pause_seconds": math.fsum(known(run.first["pause_seconds"])),
-        "meter_share": cost.total / spent.total if spent.total and cost.count else None,
+        "meter_share": math.fsum(cost) / spent if spent and cost else NAN,
     }
 
 
 def tokens(run: Run) -> Facts:
     """Sums over the ranks whose files are here."""
-    names = ("tokens", "padded_tokens", "supervised_tokens")
-    useful, padded, supervised = (math.fsum(rank.stats[n].total for rank in run.ranks.values()) for n in names)
-    padding_known = any(rank.stats["padded_tokens"].count for rank in run.ranks.values())
+    useful, padded, supervised = (run.total(name) for name in ("tokens", "padded_tokens", "supervised_tokens"))
     return {
         "useful": int(useful),
-        "padded": int(padded) if padding_known else None,
+        "padded": int(padded) if run.count("padded_tokens") else None,
         "supervised": int(supervised),
         "masked": max(int(useful - supervised), 0),
-        "useful_share": useful / (useful + padded) if useful + padded else None,
-        "supervised_share": min(supervised / useful, 1.0) if useful else None,
+        "useful_share": useful / (useful + padded) if useful + padded else NAN,
+        "supervised_share": min(supervised / useful, 1.0) if useful else NAN,
     }
 
 
 def memory(run: Run) -> Facts:
-    on_gpu = any(rank.stats["gpu_peak_gib"].count for rank in run.ranks.values())
+    on_gpu = run.count("gpu_peak_gib") > 0
     device, host = number(run.ask(PLAN, "memory", "gpu_gib")), number(run.ask(PLAN, "memory", "host_gib"))
-    per_node = number(run.ask(PLAN, "layout", "gpus_per_node"))
+    # Without a GPU a rank's device is the host: what the plan puts there, and its share of the node's.
+    share = host / (number(run.ask(PLAN, "layout", "gpus_per_node")) or NAN)
     field = "gpu_peak_gib" if on_gpu else "rss_gib"
     return {
         "place": "gpu" if on_gpu else "host",
-        "per_rank": [
-            {"rank": number_, "peak_gib": _clean(rank.stats[field].most)} for number_, rank in run.ranks.items()
-        ],
-        # Without a GPU a rank's device is the host: what the plan puts there, and its share of the node's.
-        "planned_gib": _clean(device if on_gpu else device + host / per_node if per_node else NAN),
-        "capacity_gib": _clean(number(run.ask(PLAN, "memory", "gpu_memory_gib"))) if on_gpu else None,
-    }
-
-
-def gpu(run: Run) -> Facts:
-    throttled: dict[str, int] = {}
-    for rank in run.ranks.values():
-        for reason, samples in rank.throttled.items():
-            throttled[reason] = throttled.get(reason, 0) + samples
-    return {
-        "utilization": _mean_of([rank.stats["gpu_utilization"] for rank in run.ranks.values()]),
-        "power_watts": _mean_of([rank.stats["gpu_power_watts"] for rank in run.ranks.values()]),
-        "hottest_celsius": max(
-            known(r.stats["gpu_temperature_celsius"].most for r in run.ranks.values()), default=None
-        ),
-        "throttled_samples": throttled,
+        "per_rank": [{"rank": at, "peak_gib": rank.stats[field].most} for at, rank in run.ranks.items()],
+        "planned_gib": device if on_gpu else device + share,
+        "capacity_gib": number(run.ask(PLAN, "memory", "gpu_memory_gib")) if on_gpu else NAN,
     }
 
 
 def experts(run: Run) -> Facts | None:
     """The last expert balance."""
-    if not run.first.experts:
-        return None
-    last = max(run.first.experts)
-    lists = {name: listed(run.first.experts[last].get(name)) for name in ("busiest", "idlest", "unused")}
+    balances = {row: each for row, each in run.first.objects["experts"].items() if isinstance(each, dict)}
+    last = max(balances, default=None)
+    lists = {name: listed(ask(balances.get(last), name)) for name in ("busiest", "idlest", "unused")}
     layers = min(map(len, lists.values()))
-    if not layers:
+    if last is None or not layers:
         return None
     return {
         "step": int(run.first["step"][last]),
-        "experts": _whole(run.first.experts[last].get("experts")),
-        **{name: [_clean(number(value)) for value in values[:layers]] for name, values in lists.items()},
+        "experts": _whole(balances[last].get("experts")),
+        **{name: list(map(number, values[:layers])) for name, values in lists.items()},
     }
 
 
-def saves(run: Run) -> Facts:
+def saves(events: list[dict[str, Any]]) -> Facts:
     """Checkpoints, by the events that are logged when each has ended."""
-    found = [event for event in run.events if event.get("kind") == "save"]
-    failed = [event for event in found if event.get("ok") is False]
-    good = [event for event in found if event.get("ok") is not False]
-    seconds = known(number(event.get("seconds")) for event in good)
+    good = [event for event in events if event.get("ok") is not False]
+    failed = [event for event in events if event.get("ok") is False]
+    seconds = every(event.get("seconds") for event in good)
     return {
-        "count": len(found),
+        "count": len(events),
         "failed": len(failed),
         "error": str(failed[-1].get("error", "")) if failed else "",
         "seconds": median(seconds),
-        "most_seconds": max(seconds, default=None),
+        "most_seconds": max(seconds, default=NAN),
         "bytes": _whole(good[-1].get("bytes")) if good else None,
     }
 
 
 def ranks(run: Run) -> list[Facts]:
     rows = []
-    for number_, rank in run.ranks.items():
-        seconds, waiting = rank.stats["step_seconds"], rank.stats["communication_seconds"]
-        rows.append(
-            {
-                "rank": number_,
-                "host": ask(run.meters.get(number_), "hardware", "host"),
-                "steps": rank.length,
-                "step_seconds": rank.medians["step_seconds"],
-                "communication_share": waiting.total / seconds.total if seconds.total and waiting.count else None,
-                "per_second": rank.medians[steps.counted(run.unit)[1]],
-                "tokens_per_second": rank.medians["tokens_per_second"],
-                "gpu_utilization": _mean_of([rank.stats["gpu_utilization"]]),
-                "power_watts": _mean_of([rank.stats["gpu_power_watts"]]),
-                "rss_gib": _clean(rank.stats["rss_gib"].most),
-            }
-        )
+    for at, rank in run.ranks.items():
+        stats = rank.stats
+        shown = {
+            name: stats[field].total / stats[field].count if stats[field].count else NAN
+            for name, field in (("gpu_utilization", "gpu_utilization"), ("power_watts", "gpu_power_watts"))
+        }
+        waiting, seconds = stats["communication_seconds"], stats["step_seconds"].total
+        row = {
+            "rank": at,
+            "host": ask(run.meters.get(at), "hardware", "host"),
+            "steps": rank.length,
+            "step_seconds": rank.step_seconds,
+            "communication_share": waiting.total / seconds if seconds and waiting.count else NAN,
+            "per_second": rank.per_second,
+            "tokens_per_second": rank.per_second if run.first.unit == steps.TOKENS else NAN,
+            **shown,
+            "rss_gib": stats["rss_gib"].most,
+        }
+        rows.append(row)
     return rows
 
 
 def planned(run: Run, made: Facts) -> list[Facts]:
     """Each figure of the plan that was also measured."""
-    head, seconds = made["headline"], made["headline"]["seconds"]
+    head = made["headline"]
     rows = (
-        ("seconds per step", ("estimate", "step_seconds"), head["step_seconds"]),
-        ("tokens per second", ("estimate", "tokens_per_second"), head["tokens_per_second"]),
-        ("MFU", ("estimate", "mfu"), head["mfu"]),
-        ("peak memory, GiB", None, peak_gib(made)),
-        ("steps", ("batch", "steps"), head["steps"]),
-        ("hours", ("estimate", "hours"), seconds / 3600 if seconds is not None else None),
+        ("seconds per step", run.ask(PLAN, "estimate", "step_seconds"), head["step_seconds"]),
+        ("tokens per second", run.ask(PLAN, "estimate", "tokens_per_second"), head["tokens_per_second"]),
+        ("MFU", run.ask(PLAN, "estimate", "mfu"), head["mfu"]),
+        ("peak memory, GiB", made["memory"]["planned_gib"], peak_gib(made)),
+        ("steps", run.ask(PLAN, "batch", "steps"), float(head["steps"])),
+        ("hours", run.ask(PLAN, "estimate", "hours"), head["seconds"] / 3600),
     )
-    table = []
-    for what, path, measured in rows:
-        expected = _clean(number(run.ask(PLAN, *path))) if path else made["memory"]["planned_gib"]
-        if expected is not None or measured is not None:
-            ratio = measured / expected if expected and measured is not None else None
-            table.append({"what": what, "planned": expected, "measured": measured, "ratio": ratio})
-    return table if any(row["planned"] is not None for row in table) else []
+    table = [
+        {"what": what, "planned": number(expected), "measured": measured, "ratio": measured / (number(expected) or NAN)}
+        for what, expected, measured in rows
+        if known([number(expected), measured])
+    ]
+    return table if known(row["planned"] for row in table) else []
 
 
-def peak_gib(made: Facts) -> float | None:
+def peak_gib(made: Facts) -> float:
     """Of the rank with the highest peak."""
-    return max((row["peak_gib"] or 0 for row in made["memory"]["per_rank"]), default=0) or None
+    return max(every(row["peak_gib"] for row in made["memory"]["per_rank"]), default=NAN)
 
 
-def adapter(run: Run) -> Facts | None:
-    plan = run.ask(PLAN, "adapter")
+def adapter(plan: Any) -> Facts | None:
     if not isinstance(plan, dict):
         return None
     keys = ("pattern", "part", "modules", "parameters", "note")
@@ -277,100 +260,67 @@ def adapter(run: Run) -> Facts | None:
     return {name: plan.get(name) for name in ("r", "alpha", "trainable", "percent")} | {"targets": shown}
 
 
-def certificate(run: Run) -> Facts | None:
+def certificate(load: Facts | None) -> Facts | None:
     """load.json without its thousands of tensors."""
-    load = run.files.get(run_folder.LOAD)
     if load is None:
         return None
-    return {
-        "checkpoint": load.get("checkpoint"),
-        "layout": load.get("layout"),
-        "parameters": _length(load.get("parameters")),
-        "loaded": _whole(load.get("loaded")),
-        "unread": _length(load.get("unread")),
-        "checked": load.get("checked"),
-    }
+    found: Facts = {name: load.get(name) for name in ("checkpoint", "layout", "parameters", "unread", "checked")}
+    for name in ("parameters", "unread"):
+        found[name] = len(found[name]) if isinstance(found[name], list | dict) else _whole(found[name])
+    return found | {"loaded": _whole(load.get("loaded"))}
 
 
 def verdict(run: Run, made: Facts) -> Facts:
     """good, warn or bad; a sentence; and what speaks against the run."""
-    head, against = made["headline"], []
-    bad = bool(run.first.non_finite) or made["state"] in BAD_STATES
-    if made["state"] == KILLED:
-        against.append(f"no sign of life from any rank for {duration(run.silent_seconds)}, and no end recorded")
-    if run.first.non_finite:
-        against.append(f"loss or gradient is not a finite number at step {run.first.non_finite[0]}")
-    if head["skipped_steps"]:
-        was = "was" if head["skipped_steps"] == 1 else "were"
-        against.append(f"{count_of(head['skipped_steps'], 'step')} {was} skipped: the gradients were not finite")
-    first, last = head["first_loss"], head["final_loss"]
-    if first is not None and last is not None and last > first * 1.02 and head["steps"] >= 20:
-        against.append("the loss is higher at the end than at the start")
+    head, saved, throttled = made["headline"], made["saves"], made["gpu"]["throttled_samples"]
+    first, last, clipped = head["first_loss"], head["final_loss"], head["clipped_share"]
     least, final = head["least_eval_loss"], head["final_eval_loss"]
-    if least is not None and final > least * 1.05:
-        against.append(f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting")
-    if (head["clipped_share"] or 0) >= CLIPPED_SHARE and head["steps"] >= 20:
-        limit = number(run.ask(MANIFEST, "run", "train", "max_grad_norm"))
-        against.append(f"{head['clipped_share']:.0%} of the gradients were clipped to max_grad_norm {limit:g}")
-    if run.alarms:
-        bad = bad or any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
-        kinds = list(dict.fromkeys(str(alarm.get("kind", "?")) for alarm in run.alarms))[:6]
-        against.append(f"{count_of(len(run.alarms), 'alarm')}: {', '.join(kinds)}")
-    if made["saves"]["failed"]:
-        against.append(f"{made['saves']['failed']} of {made['saves']['count']} saves failed: {made['saves']['error']}")
     waiting = made["step_time"]["shares"].get("data", 0.0)
-    if waiting > DATA_SHARE:
-        against.append(f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck")
-    if made["gpu"]["throttled_samples"]:
-        against.append(f"GPU clocks were held down: {', '.join(made['gpu']['throttled_samples'])}")
-    if len(run.ranks) < head["ranks"]:
-        against.append(f"{head['ranks'] - len(run.ranks)} of {head['ranks']} ranks left no step file")
-    return {"level": "bad" if bad else "warn" if against else "good", "text": _sentence(made), "against": against}
+    odd = [int(run.first["step"][row]) for row in run.first.objects["non_finite"]]
+    skipped = f"{count_of(head['skipped_steps'], 'step')} {'was' if head['skipped_steps'] == 1 else 'were'} skipped"
+    limit = number(run.ask(MANIFEST, "run", "train", "max_grad_norm"))
+    kinds = list(dict.fromkeys(str(alarm.get("kind", "?")) for alarm in run.alarms))[:6]
+    stopped = any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
+    silence = f"no sign of life from any rank for {duration(run.silent_seconds)}, and no end recorded"
+    lost = head["ranks"] - len(run.ranks)
+    # A comparison with an unknown number is false.
+    against = [
+        (made["state"] == KILLED, silence),
+        (odd, f"loss or gradient is not a finite number at step {odd[0] if odd else 0}"),
+        (head["skipped_steps"], f"{skipped}: the gradients were not finite"),
+        (last > first * 1.02 and head["steps"] >= 20, "the loss is higher at the end than at the start"),
+        (final > least * 1.05, f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting"),
+        (
+            clipped >= CLIPPED_SHARE and head["steps"] >= 20,
+            f"{clipped:.0%} of the gradients were clipped to max_grad_norm {limit:g}",
+        ),
+        (run.alarms, f"{count_of(len(run.alarms), 'alarm')}: {', '.join(kinds)}"),
+        (saved["failed"], f"{saved['failed']} of {saved['count']} saves failed: {saved['error']}"),
+        (waiting > DATA_SHARE, f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck"),
+        (throttled, f"GPU clocks were held down: {', '.join(throttled)}"),
+        (lost > 0, f"{lost} of {head['ranks']} ranks left no step file"),
+    ]
+    reasons = [reason for applies, reason in against if applies]
+    bad = odd or stopped or made["state"] in BAD_STATES
+    return {"level": "bad" if bad else "warn" if reasons else "good", "text": _sentence(made), "against": reasons}
 
 
 def _sentence(made: Facts) -> str:
     head = made["headline"]
     if not head["steps"]:
         return "No step has been made yet."
-    of = f" of {head['steps_planned']:,}" if head["steps_planned"] else ""
-    text = f"{made['state'][:1].upper()}{made['state'][1:]} after {head['steps']:,}{of} "
-    text += "step" if head["steps"] == 1 and not of else "steps"
-    if head["first_loss"] is not None and head["final_loss"] is not None:
+    planned = f" of {head['steps_planned']:,} steps" if head["steps_planned"] else ""
+    text = f"{made['state'][:1].upper()}{made['state'][1:]} after "
+    text += f"{head['steps']:,}{planned}" if planned else count_of(head["steps"], "step")
+    if known([head["first_loss"] + head["final_loss"]]):
         text += f"; the loss went from {head['first_loss']:.3f} to {head['final_loss']:.3f}"
     return text + "."
 
 
-def _mean_of(found: list[Stats]) -> float | None:
-    count = sum(each.count for each in found)
-    return math.fsum(each.total for each in found) / count if count else None
-
-
 def _whole(value: Any) -> int | None:
-    found = number(value)
-    return None if math.isnan(found) else int(found)
-
-
-def _length(value: Any) -> int | None:
-    return len(value) if isinstance(value, list | dict) else _whole(value)
-
-
-def _clean(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return int(number(value)) if known([number(value)]) else None
 
 
 def _last_part(value: Any) -> str | None:
     """A model or data set by its last name: /data/models/Mistral-7B -> Mistral-7B."""
     return Path(value).name or value if isinstance(value, str) and value else None
-
-
-def _date(run: Run) -> str | None:
-    """When the run began, in this machine's time."""
-    began = next((number(e.get("time")) for e in run.events if e.get("kind") == "start"), NAN)
-    began = run.first["time"][0] if math.isnan(began) and len(run.first["time"]) else began
-    if math.isnan(began) or not 0 <= began < 1e11:
-        return None
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(began))

@@ -18,10 +18,8 @@ def figure(value: Any, unit: str = "", digits: int = 3) -> str:
     if not _is_number(value):
         return NONE
     size = abs(value)
-    if isinstance(value, int) or size >= 1000:
+    if isinstance(value, int) or size >= 100:
         shown = f"{value:,.0f}"
-    elif size >= 100:
-        shown = f"{value:.0f}"
     elif size >= 0.001 or value == 0:
         shown = f"{value:.{digits}g}"
     else:
@@ -33,25 +31,19 @@ def percent(share: Any, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}{SPACE}%" if _is_number(share) else NONE
 
 
-def _scaled(value: Any, scales: tuple[tuple[float, str], ...], unit: str) -> str:
+def count(value: Any, unit: str = "", scales: str = "kMBT") -> str:
+    """Large whole numbers short: 27.5 M."""
     if not _is_number(value):
         return NONE
-    for scale, name in scales:
-        if abs(value) >= scale:
-            return f"{value / scale:.3g}{SPACE}{name}"
-    return f"{value:,.0f}{f'{SPACE}{unit}' if unit else ''}"
-
-
-def count(value: Any) -> str:
-    """Large whole numbers short: 27.5 M."""
-    if _is_number(value) and abs(value) < 1e4:
-        return f"{value:,.0f}"
-    return _scaled(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")), "")
+    power = next((at for at in (4, 3, 2, 1) if abs(value) >= 1000**at), 0)
+    if not power or (abs(value) < 1e4 and not unit):
+        return f"{value:,.0f}{SPACE if unit else ''}{unit}"
+    return f"{value / 1000**power:.3g}{SPACE}{scales[power - 1]}{unit}"
 
 
 def size(value: Any) -> str:
     """Bytes."""
-    return _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "B")
+    return count(value, "B", "kMGT")
 
 
 def duration(seconds: Any) -> str:

@@ -16,23 +16,22 @@ STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 def show(report: Report, console: Console | None = None) -> None:
     """Figures to stdout, one column per run."""
     console = console or Console(highlight=False)
-    for facts in report.runs:
-        verdict = facts["verdict"]
-        style = STYLES[verdict["level"]]
-        console.print(Text(f"{facts['name']}: ", style="bold") + Text(verdict["text"], style=style))
-        for reason in verdict["against"]:
-            console.print(Text(f"  {reason}", style=style))
     table = Table(box=None, pad_edge=False, show_header=len(report.runs) > 1)
     table.add_column("")
     for facts in report.runs:
+        verdict, style = facts["verdict"], STYLES[facts["verdict"]["level"]]
+        console.print(Text(f"{facts['name']}: ", style="bold") + Text(verdict["text"], style=style))
+        for reason in verdict["against"]:
+            console.print(Text(f"  {reason}", style=style))
         table.add_column(Text(facts["name"]), justify="right")
-    for name, values in comparison(report.runs):
-        table.add_row(Text(name), *map(Text, values))
     times = [facts["step_time"] for facts in report.runs]
+    rows = comparison(report.runs)
     for phase, label in PHASES.items():
         if any(time["shares"].get(phase) for time in times):
             cells = [f"{duration(t['seconds'].get(phase))} {percent(t['shares'].get(phase)):>6}" for t in times]
-            table.add_row(Text(f"  {label}"), *map(Text, cells))
+            rows.append((f"  {label}", cells))
+    for name, values in rows:
+        table.add_row(Text(name), *map(Text, values))
     console.print(table)
     for facts in report.runs:
         for row in facts["planned"]:

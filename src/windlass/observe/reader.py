@@ -1,0 +1,178 @@
+"""Reads a run folder's JSON lines while they grow or afterwards; damaged and half-written ones are passed over."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from windlass import run_folder
+from windlass.observe import steps
+
+NAN: Final = math.nan
+CHUNK: Final = 2048  # lines that are parsed together
+MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
+OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite")  # fields that are not numbers
+
+Record = dict[str, Any]  # a line
+
+
+class Tail:
+    """The complete lines that were added to a file since the last reading. A file that became shorter is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at, self.line = path, 0, 0
+        self.damaged: list[int] = []  # numbers of lines that are not JSON objects
+
+    def skip(self) -> None:
+        with suppress(OSError):
+            self.at = self.path.stat().st_size
+
+    def lines(self) -> Iterator[list[bytes]]:
+        """In chunks."""
+        with suppress(OSError), self.path.open("rb") as file:
+            if file.seek(0, 2) < self.at:
+                self.at = self.line = 0
+            file.seek(self.at)
+            while lines := list(itertools.islice(file, CHUNK)):
+                complete = lines if lines[-1].endswith(b"\n") else lines[:-1]
+                self.at += sum(map(len, complete))
+                self.line += len(complete)
+                yield complete
+                if complete is not lines:
+                    return
+
+    def chunks(self) -> Iterator[list[Record]]:
+        for lines in self.lines():
+            try:
+                records = _decode(b"[%b]" % b",".join(lines))
+            except (ValueError, RecursionError):
+                records = []
+            if len(records) != len(lines) or {*map(type, records)} != {dict}:
+                records = []
+                for number_, line in enumerate(lines, self.line - len(lines) + 1):
+                    with suppress(ValueError, RecursionError):
+                        if isinstance(value := _decode(line), dict):
+                            records.append(value)
+                            continue
+                    self.damaged.append(number_)
+            yield records
+
+    def objects(self) -> Iterator[Record]:
+        return itertools.chain.from_iterable(self.chunks())
+
+
+def _decode(text: bytes) -> Any:
+    return json.loads(str(text, "utf-8"), parse_constant=lambda _: NAN)
+
+
+class JoinedSteps:
+    """Steps whose line every rank has written."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.tails = {rank: Tail(folder / run_folder.STEPS.format(rank=rank)) for rank in range(ranks)}
+        self.waiting: dict[int, dict[int, Record]] = {}
+        self.latest: dict[int, Record] = {}  # by rank; fields of earlier steps are kept
+
+    def new(self) -> list[tuple[int, dict[int, Record]]]:
+        for rank, tail in self.tails.items():
+            for record in tail.objects():
+                if isinstance(step := record.get("step"), int):
+                    self.waiting.setdefault(step, {})[rank] = record
+                    self.latest.setdefault(rank, {}).update(record)
+        complete = sorted(step for step, records in self.waiting.items() if len(records) == len(self.tails))
+        joined = [(step, dict(sorted(self.waiting.pop(step).items()))) for step in complete]
+        for step in sorted(self.waiting)[:-MAX_WAITING]:
+            del self.waiting[step]
+        return joined
+
+
+class Columns:
+    """One rank's steps, field by field; NaN where a field was not measured in a step."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.length, self.unit = names, 0, steps.TOKENS
+        self.fields: dict[str, array[float]] = {"step": array("d")}
+        self.objects: dict[str, dict[int, Any]] = {name: {} for name in OBJECTS}  # by row
+
+    def __getitem__(self, name: str) -> Sequence[float]:
+        return self.fields.get(name, ())
+
+    def add(self, records: list[Record]) -> None:
+        """More lines. A step that is there already was trained again: it replaces what came from it on."""
+        numbered = [record for record in records if number(record.get("step")) >= 0]
+        if not self.length and numbered:
+            self.unit = steps.unit(numbered[0])
+            self.names = [*dict.fromkeys((*self.names, *steps.counted(self.unit)))]
+        at = [number(record["step"]) for record in numbered]
+        ends = [i for i in range(1, len(at)) if at[i] <= at[i - 1]]
+        for start, end in itertools.pairwise([0, *ends, len(at)] if at else []):
+            if self.length and at[start] <= self.fields["step"][-1]:
+                self.length = bisect_left(self.fields["step"], at[start])
+                for column in self.fields.values():
+                    del column[self.length :]
+                for name, found in self.objects.items():
+                    self.objects[name] = {row: value for row, value in found.items() if row < self.length}
+            self._extend(numbered[start:end])
+
+    def _extend(self, records: list[Record]) -> None:
+        for name in self.names:
+            values = [record.get(name, NAN) for record in records]
+            if name not in self.fields:
+                if values.count(NAN) == len(values):  # compares by identity first
+                    continue
+                self.fields[name] = array("d", [NAN]) * self.length
+            try:
+                self.fields[name].extend(array("d", values))
+            except (TypeError, OverflowError):  # null, text, or an integer too large
+                self.fields[name].extend(map(number, values))
+        for name, found in self.objects.items():
+            found |= {row: record[name] for row, record in enumerate(records, self.length) if record.get(name)}
+        self.length += len(records)
+
+
+# --- values that may be anything ---
+
+
+def ask(value: Any, *path: str) -> Any:
+    """value[a][b]…, or None as soon as there is nothing to go into."""
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def number(value: Any) -> float:
+    """A float, or NaN for whatever is not a finite number."""
+    if type(value) is float and value - value == 0:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return NAN
+    try:
+        value = float(value)
+    except OverflowError:
+        return NAN
+    return value if math.isfinite(value) else NAN
+
+
+def known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if value == value]
+
+
+def mean(values: Iterable[float]) -> float:
+    found = known(values)
+    return math.fsum(found) / len(found) if found else NAN
+
+
+def median(values: Iterable[float]) -> float:
+    found = sorted(known(values))
+    return found[len(found) // 2] if found else NAN
