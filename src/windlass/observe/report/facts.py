@@ -176,10 +176,10 @@ def memory(run: Run) -> Facts:
 def experts(run: Run) -> Facts | None:
     """The last expert balance."""
     balances = {row: each for row, each in run.first.objects["experts"].items() if isinstance(each, dict)}
-    last = max(balances, default=None)
+    last = max(balances, default=-1)
     lists = {name: listed(ask(balances.get(last), name)) for name in ("busiest", "idlest", "unused")}
     layers = min(map(len, lists.values()))
-    if last is None or not layers:
+    if not layers:
         return None
     return {
         "step": int(run.first["step"][last]),
@@ -243,7 +243,7 @@ def planned(run: Run, made: Facts) -> list[Facts]:
         for what, expected, measured in rows
         if known([number(expected), measured])
     ]
-    return table if known(row["planned"] for row in table) else []
+    return table if every(row["planned"] for row in table) else []
 
 
 def peak_gib(made: Facts) -> float:

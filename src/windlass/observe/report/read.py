@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from windlass import run_folder
 from windlass.errors import UserError
@@ -34,7 +34,8 @@ SUMS: Final = (*PHASE_FIELDS, *CURVES, "tokens", "padded_tokens", "supervised_to
 Series = tuple[list[float | None], list[float | None], list[float | None]]  # mean, least and most of each stretch
 
 
-class Stats(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stats:
     """Of the steps in which a field was measured."""
 
     count: int
