@@ -25,11 +25,12 @@ from windlass import run_folder, runfile, tiny, train
 from windlass.errors import UserError
 from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
+from windlass.observe.reader import Tail
 from windlass.observe.watch import live, prometheus
 from windlass.observe.watch.alarms import Alarm, append
 from windlass.observe.watch.detectors import BY_KIND, SAMPLES
 from windlass.observe.watch.heartbeat import Heartbeat, Position, absent_ranks, read_beats
-from windlass.observe.watch.patrol import Patrol, Tail, environment
+from windlass.observe.watch.patrol import Patrol, environment
 from windlass.runfile import Watch, names
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import run_folder
-from windlass.observe.watch.patrol import Tail
+from windlass.observe.reader import Tail
 
 Values = Mapping[str, float]
 AXES = ("step", "time", "epoch")  # of a line of the step file: what trackers have of their own

@@ -106,28 +106,24 @@ class Heartbeat(threading.Thread):
         """One rank reports; with action `stop` every rank then ends itself, before the process group's timeout does."""
         beats = read_beats(self.folder)
         alive = [rank for rank, beat in beats.items() if time.time() - beat["time"] < 4 * self.period]
-        # A while: a rank that is dead, or on a node that is, writes no stacks.
-        silent, give_up = {*range(self.ranks)} - {*alive}, time.monotonic() + 2 * self.period
+        silent = [rank for rank in range(self.ranks) if rank not in alive]
+        give_up = time.monotonic() + 2 * self.period  # a rank that is dead, or on a node that is, writes no stacks
         while any(not _stacks(self.folder, rank) for rank in silent) and time.monotonic() < give_up:
             if self.over.wait(self.period / 4):
                 break
-        message = self._message(beats, alive, quiet)
-        if min(alive, default=self.rank) == self.rank:
-            self.stalled(Alarm("stall", now.step, message))
-        if self.leave is not None:
-            self.leave(message)
-
-    def _message(self, beats: Mapping[int, Mapping[str, Any]], alive: list[int], quiet: float) -> str:
         parts = [f"no progress for {quiet:.0f} s"]
-        if silent := [rank for rank in range(self.ranks) if rank not in alive]:
+        if silent:
             where = ", ".join(f"pid {beats[r]['pid']} on {beats[r]['host']}" for r in silent if r in beats)
             parts.append(f"no sign of life from {named(silent)}{f' ({where})' if where else ''}")
         holders = ((rank, gil_holder(self.folder, rank)) for rank in range(self.ranks))
         parts += [f"rank {rank} holds Python's lock: {where}" for rank, where in holders if where]
-        stalled = {rank: beats[rank].get("collectives") or {} for rank in alive if beats[rank]["stalled"]}
-        parts += absent_ranks(stalled)
+        parts += absent_ranks({rank: beats[rank].get("collectives") or {} for rank in alive if beats[rank]["stalled"]})
         parts += [f"rank {rank} in {beat['phase']} of step {beat['step']}" for rank, beat in beats.items()][:8]
-        return "; ".join([*parts, f"stacks in {STACKS.format(rank='*')}"])
+        message = "; ".join([*parts, f"stacks in {STACKS.format(rank='*')}"])
+        if min(alive, default=self.rank) == self.rank:
+            self.stalled(Alarm("stall", now.step, message))
+        if self.leave is not None:
+            self.leave(message)
 
 
 def _stacks(folder: Path, rank: int) -> str:
@@ -183,13 +179,13 @@ def absent_ranks(by_rank: Mapping[int, Calls]) -> list[str]:
     """For each group, the ranks that lack the call for which others wait. A rank without any record lacks all."""
     found = []
     for name in sorted({name for groups in by_rank.values() for name in groups}):
-        last = {rank: int(groups[name]["last"]) for rank, groups in by_rank.items() if name in groups}
+        last = {rank: int(groups[name]["last"]) for rank, groups in sorted(by_rank.items()) if name in groups}
         newest = max(last.values())
-        behind = sorted(rank for rank, number in last.items() if number < newest)
-        behind += sorted(rank for rank, groups in by_rank.items() if not groups)
-        waiting = sorted(rank for rank, number in last.items() if number == newest)
+        waiting = [rank for rank in last if last[rank] == newest]
+        behind = [rank for rank in last if last[rank] < newest]
+        first = min((last[rank] for rank in behind), default=newest - 1) + 1
+        behind += [rank for rank, groups in sorted(by_rank.items()) if not groups]
         if behind:
-            first = min((last[rank] for rank in behind if rank in last), default=newest - 1) + 1
             call = by_rank[waiting[0]][name]["recent"].get(str(first), "a collective")
             found.append(f"{named(behind)} absent from {call} (number {first} of group {name}), {named(waiting)} in it")
     return found

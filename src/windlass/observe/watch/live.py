@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +18,9 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
+from windlass.observe.reader import JoinedSteps, Tail, ask, known, number
 from windlass.observe.watch.detectors import BY_KIND
 from windlass.observe.watch.heartbeat import read_beats
-from windlass.observe.watch.patrol import JoinedSteps, Tail
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 WIDTH: Final = 48  # characters of a curve
@@ -30,6 +31,7 @@ HEADS: Final = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "commun
 MAX_ALARMS: Final = 8  # the newest
 MAX_RANKS: Final = 16  # the slowest
 MAX_POINTS: Final = 64 * WIDTH
+HUGE: Final = 1e300  # of smaller numbers sums and differences stay finite
 PIPE_WIDTH: Final = 100  # columns that a page in a pipe gets at least
 
 
@@ -47,7 +49,7 @@ class View:
         self.alarm_lines, self.event_lines = Tail(folder / run_folder.ALARMS), Tail(folder / run_folder.EVENTS)
         self.alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
         self.alarm_count = 0
-        self.evaluation: dict[str, float] = {}
+        self.evaluation = ""
         self.curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         self.seconds: deque[float] = deque(maxlen=20)
         self.beats: dict[int, dict[str, Any]] = {}
@@ -63,17 +65,17 @@ class View:
             self.ranks, self.joined = ranks, JoinedSteps(self.folder, ranks)
         for _, records in self.joined.new():
             for name, curve in self.curves.items():
-                if (value := numbers(records[0]).get(name)) is not None:
-                    curve.append(value)
+                if abs(found := number(records[0].get(name))) < HUGE:
+                    curve.append(found)
                 if len(curve) > MAX_POINTS:
                     curve[:] = curve[1::2]
-            self.seconds.append(max(numbers(record).get("step_seconds", 0.0) for record in records.values()))
+            self.seconds.append(max(value(record, "step_seconds") for record in records.values()))
         for alarm in self.alarm_lines.objects():
             self.alarms.append(alarm)
             self.alarm_count += 1
         for event in self.event_lines.objects():
-            if event.get("kind") == "eval":
-                self.evaluation = numbers(event)
+            if event.get("kind") == "eval" and known([number(event.get("eval_loss"))]):
+                self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {value(event, 'step'):.0f}"
         self.beats = read_beats(self.folder)
         self.state = str(run_folder.read_manifest(self.folder).get("state") or "unknown")
 
@@ -82,77 +84,63 @@ class View:
         return self.state != run_folder.RUNNING
 
     def draw(self, now: float) -> Group:
-        first = numbers(self.joined.latest.get(0, {}))
-        return Group(*self._head(first, now), *self._curves(first), self._table(now), *self._alarms())
-
-    def _head(self, first: dict[str, float], now: float) -> list[Text]:
-        batch = read_json(self.folder / run_folder.PLAN).get("batch")
-        planned = int(numbers(batch if isinstance(batch, dict) else {}).get("steps", 0))
-        step = int(first.get("step", 0))
+        """State and time left, curves, a row per rank, alarms."""
+        latest = self.joined.latest
+        first = latest.get(0, {})
+        planned = int(value(ask(read_json(self.folder / run_folder.PLAN), "batch"), "steps"))
+        step = int(value(first, "step"))
         line = Text(f"{self.folder}  ", style="bold") + Text(self.state, style=STATES.get(self.state, "yellow"))
         line += Text(f"  step {step:,}" + (f" of {planned:,}" if planned else ""))
         if planned and self.seconds and not self.over:
-            left = max(planned - step, 0) * sum(self.seconds) / len(self.seconds)
-            line += Text(f"  {steps.clock(left)} left")
-        lines = [line]
-        newest = max((float(beat["time"]) for beat in self.beats.values()), default=0.0)
-        if not self.over and newest and now - newest > SILENT_SECONDS:
+            line += Text(f"  {steps.clock(max(planned - step, 0) * sum(self.seconds) / len(self.seconds))} left")
+        lines: list[Text | Table] = [line]
+        newest = max((float(beat["time"]) for beat in self.beats.values()), default=now)
+        if not self.over and now - newest > SILENT_SECONDS:
             ago = steps.clock(now - newest)
             lines.append(Text(f"no sign of life from any rank for {ago}: killed?", style="bold red"))
-        return lines
-
-    def _curves(self, first: dict[str, float]) -> list[Text]:
-        lines = [
-            Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {sparkline(curve)}")
-            for name, curve in self.curves.items()
-            if curve
-        ]
-        if "learning_rate" in first:
+        for name, curve in self.curves.items():
+            if curve:
+                lines.append(Text(f"{name.replace('_', ' '):10} {curve[-1]:>10.4g}  {sparkline(curve)}"))
+        if known([number(first.get("learning_rate"))]):
             unit, rate = steps.counted(steps.unit(first))
-            total = sum(numbers(each).get(rate, 0.0) for each in self.joined.latest.values())
-            line = f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s"
-            if "eval_loss" in self.evaluation:
-                line += f"  evaluation {self.evaluation['eval_loss']:.4f} at step {self.evaluation.get('step', 0):.0f}"
-            lines.append(Text(line))
-        return lines
+            total = sum(value(record, rate) for record in latest.values())
+            lines.append(Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}"))
 
-    def _table(self, now: float) -> Table:
         table = Table(box=None, pad_edge=False)
         for name in ("rank", "step", "in", "s/step", *(HEADS.get(p, p) for p in steps.PHASES), "GiB", "GPU", "alive"):
             table.add_column(name, justify="left" if name == "in" else "right", no_wrap=True)
-        latest = {rank: numbers(record) for rank, record in self.joined.latest.items()}
-        slowest = sorted(latest, key=lambda rank: -latest[rank].get("step_seconds", 0.0))
+        slowest = sorted(latest, key=lambda rank: -value(latest[rank], "step_seconds"))
         for rank in sorted(slowest[:MAX_RANKS]):
             record, beat = latest[rank], self.beats.get(rank) if not self.over else None
-            seconds = record.get("step_seconds", 0.0)
-            shares = [f"{record.get(f'{p}_seconds', 0.0) / seconds:.0%}" if seconds else "" for p in steps.PHASES]
-            memory, busy = record.get("gpu_peak_gib", record.get("rss_gib")), record.get("gpu_utilization")
+            seconds = value(record, "step_seconds")
+            shares = [f"{value(record, f'{p}_seconds') / seconds:.0%}" if seconds else "" for p in steps.PHASES]
+            memory = number(record.get("gpu_peak_gib", record.get("rss_gib")))
+            busy = number(record.get("gpu_utilization"))
             cells = (
                 str(rank),
-                f"{record.get('step', 0):.0f}",
+                f"{value(record, 'step'):.0f}",
                 str(beat.get("phase", "")) if beat else "",
                 f"{seconds:.3g}",
                 *shares,
-                "" if memory is None else f"{memory:.1f}",
-                "" if busy is None else f"{busy:.0%}",
+                f"{memory:.1f}" if memory == memory else "",
+                f"{busy:.0%}" if busy == busy else "",
                 f"{steps.clock(max(now - beat['time'], 0))} ago" if beat else "",
             )
             table.add_row(*map(Text, cells))
-        return table
+        lines.append(table)
 
-    def _alarms(self) -> list[Text]:
         if not self.alarm_count:
-            return [Text("no alarm", style="green")]
-        lines = [Text(f"{self.alarm_count} alarm{'s' if self.alarm_count > 1 else ''}", style="bold")]
+            return Group(*lines, Text("no alarm", style="green"))
+        lines.append(Text(f"{self.alarm_count} alarm{'s' if self.alarm_count > 1 else ''}", style="bold"))
         for alarm in self.alarms:
-            rank = "" if alarm.get("rank") is None else f" rank {alarm['rank']}"
-            head = f"  step {alarm.get('step', '?')}{rank} {str(alarm.get('kind', '?')).replace('_', ' ')}: "
+            of_rank = "" if alarm.get("rank") is None else f" rank {alarm['rank']}"
+            head = f"  step {alarm.get('step', '?')}{of_rank} {str(alarm.get('kind', '?')).replace('_', ' ')}: "
             message = "".join(letter for letter in str(alarm.get("message", "")) if letter.isprintable())
             lines.append(Text(head, style=LEVELS.get(str(alarm.get("level")), "yellow")) + Text(message))
         detector = BY_KIND.get(str(self.alarms[-1].get("kind")))
         if detector and detector.hint:
             lines.append(Text(f"  hint: {detector.hint}", style="dim"))
-        return lines
+        return Group(*lines)
 
 
 def watch(folder: Path, *, once: bool, console: Console, every_seconds: float = 1.0) -> None:
@@ -178,18 +166,16 @@ def follow(view: View, show: Callable[[], None], every_seconds: float) -> None:
         show()
 
 
-def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line, whatever else is in it."""
-    plain = {name: value for name, value in record.items() if isinstance(value, int | float)}
-    return {name: float(value) for name, value in plain.items() if abs(value) < 1e300}  # false for NaN
+def value(record: Any, name: str) -> float:
+    """A number, whatever else is in the line; 0 if there is none."""
+    found = number(ask(record, name))
+    return found if abs(found) < HUGE else 0.0  # false for NaN
 
 
 def sparkline(values: Sequence[float]) -> str:
     """A curve in one line: each character is the mean of its part."""
     parts = min(WIDTH, len(values))
-    means = []
-    for i in range(parts):
-        part = values[i * len(values) // parts : (i + 1) * len(values) // parts]
-        means.append(sum(part) / len(part))
+    edges = [i * len(values) // parts for i in range(parts + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     return "".join(BARS[round((mean - low) / (high - low or 1.0) * (len(BARS) - 1))] for mean in means)

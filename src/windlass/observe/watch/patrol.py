@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from windlass import run_folder
 from windlass.files import read_json
+from windlass.observe.reader import JoinedSteps, Tail
 from windlass.observe.watch import alarms, prometheus
 from windlass.observe.watch.alarms import Alarm
 from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, History, Memory
@@ -21,7 +20,6 @@ from windlass.runfile import RunFile, ScriptRun, Watch
 
 EVERY_SECONDS: Final = 1.0
 QUIET_STEPS: Final = 100  # after which the same alarm of the same rank is raised again
-MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
 OFF, WARN, CHECKPOINT, STOP = "off", "warn", "checkpoint", "stop"
 
 NCCL_LOG: Final = "nccl-%h-%p.log"  # NCCL fills in the host and the process
@@ -42,58 +40,11 @@ def environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Pa
     return wanted
 
 
-class Tail:
-    """The complete lines that were added to a file since the last reading. A file that became shorter is read anew."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.at = 0
-
-    def skip(self) -> None:
-        with suppress(OSError):
-            self.at = self.path.stat().st_size
-
-    def lines(self) -> Iterator[bytes]:
-        with suppress(OSError), self.path.open("rb") as file:
-            size = file.seek(0, 2)
-            self.at = 0 if size < self.at else self.at
-            file.seek(self.at)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self.at += len(line)
-                yield line
-
-    def objects(self) -> Iterator[dict[str, Any]]:
-        for line in self.lines():
-            with suppress(ValueError, RecursionError):
-                if isinstance(value := json.loads(line), dict):
-                    yield value
-
-
-class JoinedSteps:
-    """Steps whose line every rank has written."""
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self.tails = {rank: Tail(folder / run_folder.STEPS.format(rank=rank)) for rank in range(ranks)}
-        self.waiting: dict[int, dict[int, dict[str, Any]]] = {}
-        self.latest: dict[int, dict[str, Any]] = {}  # by rank; fields of earlier steps are kept
-
-    def new(self) -> list[tuple[int, dict[int, dict[str, Any]]]]:
-        for rank, tail in self.tails.items():
-            for record in tail.objects():
-                if isinstance(step := record.get("step"), int):
-                    self.waiting.setdefault(step, {})[rank] = record
-                    self.latest[rank] = {**self.latest.get(rank, {}), **record}
-        complete = sorted(step for step, records in self.waiting.items() if len(records) == len(self.tails))
-        joined = [(step, dict(sorted(self.waiting.pop(step).items()))) for step in complete]
-        for step in sorted(self.waiting)[:-MAX_WAITING]:
-            del self.waiting[step]
-        return joined
-
-
 class Patrol:
-    """`round` reads what is new and passes each alarm to `raised`, once until it has been quiet a while."""
+    """`round` reads what is new and passes each alarm to `raised`, once until it has been quiet a while.
+
+    Rank 0 also has it as a thread, from `start` to `close`, with the page for Prometheus.
+    """
 
     def __init__(
         self, folder: Path, limits: Watch, ranks: int, *, network: str = "", raised: Callable[[Alarm], None]
@@ -104,11 +55,41 @@ class Patrol:
         self.joined = JoinedSteps(folder, ranks)
         self.events = Tail(folder / run_folder.EVENTS)
         self.nccl_logs: dict[Path, Tail] = {}
-        self.channels: dict[str, int] = {}  # between nodes, by transport: IB, Socket, or a plugin's name
+        self.channels: Counter[str] = Counter()  # between nodes, by transport: IB, Socket, or a plugin's name
         self.last: dict[tuple[str, int | None], int] = {}  # the step at which an alarm was raised
         self.from_step = 0  # steps up to here were judged before the run was resumed
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="windlass watch", daemon=True)
+        self.page: prometheus.Page | None = None
+
+    def serve(self, name: str) -> None:
+        """The page for Prometheus, if one is configured."""
+
+        def metrics() -> str:
+            with self.lock:
+                return prometheus.exposition(name, self.joined.latest, self.counts)
+
+        if self.limits.prometheus_port is not None:
+            self.page = prometheus.Page(self.limits.prometheus_address, self.limits.prometheus_port, metrics)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.over.wait(EVERY_SECONDS):
+            self.round()
+
+    def close(self) -> None:
+        """Stop, with a last round over what has been written since."""
+        self.over.set()
+        if self.thread.is_alive():
+            self.thread.join(10)
+        self.round()
+        if self.page is not None:
+            self.page.close()
+            self.page = None
 
     def round(self) -> None:
         with self.lock:
@@ -135,7 +116,7 @@ class Patrol:
         if action == OFF or repeated:
             return
         self.last[alarm.kind, alarm.rank] = alarm.step
-        self.counts[alarm.kind] = self.counts.get(alarm.kind, 0) + 1
+        self.counts[alarm.kind] += 1
         self.raised(dataclasses.replace(alarm, level=action))
 
     def _judge(self, reads: str, step: int) -> None:
@@ -147,12 +128,10 @@ class Patrol:
 
     def _read_nccl_logs(self) -> None:
         for path in self.folder.glob("nccl-*.log"):
-            for line in self.nccl_logs.setdefault(path, Tail(path)).lines():
-                if match := CHANNEL.search(line):
-                    transport = match[1].decode()
-                    self.channels[transport] = self.channels.get(transport, 0) + 1
-        if (sockets := self.channels.get("Socket", 0)) and ("sockets", None) not in self.last:
-            count = f"{sockets} of {sum(self.channels.values())}"
+            for lines in self.nccl_logs.setdefault(path, Tail(path)).lines():
+                self.channels.update(match[1].decode() for line in lines if (match := CHANNEL.search(line)))
+        if (sockets := self.channels["Socket"]) and ("sockets", None) not in self.last:
+            count = f"{sockets} of {self.channels.total()}"
             message = f"NCCL sends {count} channels between nodes over sockets, and there is {self.network}"
             self.tell(Alarm("sockets", max((r["step"] for r in self.joined.latest.values()), default=0), message))
 
@@ -168,42 +147,6 @@ def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
         if gib and (gpus or not facts.get("gpu")):
             found[rank] = Memory(gib)
     return found
-
-
-class Monitor:
-    """Rank 0's side of the watch: a thread that patrols every second, and the Prometheus page."""
-
-    def __init__(self, patrol: Patrol, name: str) -> None:
-        self.patrol, self.name = patrol, name
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="windlass watch", daemon=True)
-        self.page: prometheus.Page | None = None
-
-    def serve(self) -> None:
-        limits = self.patrol.limits
-        if limits.prometheus_port is not None:
-            self.page = prometheus.Page(limits.prometheus_address, limits.prometheus_port, self._metrics)
-
-    def start(self) -> None:
-        self.thread.start()
-
-    def close(self) -> None:
-        """Stop, with a last round over what has been written since."""
-        self.over.set()
-        if self.thread.is_alive():
-            self.thread.join(10)
-        self.patrol.round()
-        if self.page is not None:
-            self.page.close()
-            self.page = None
-
-    def _run(self) -> None:
-        while not self.over.wait(EVERY_SECONDS):
-            self.patrol.round()
-
-    def _metrics(self) -> str:
-        with self.patrol.lock:
-            return prometheus.exposition(self.name, self.patrol.joined.latest, self.patrol.counts)
 
 
 def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None:
@@ -222,26 +165,23 @@ class ScriptWatch:
 
     def __init__(self, run: ScriptRun, ranks: int, stop: Callable[[], None], say: Callable[[str], None]) -> None:
         self.folder, self.limits, self.stop, self.say = Path(run.folder), run.watch, stop, say
-        self.why = ""
+        self.name, self.why = run.name or self.folder.resolve().name, ""
         self.patrol = Patrol(self.folder, run.watch, ranks, network=str(run.cluster.network), raised=self._raised)
-        self.monitor = Monitor(self.patrol, run.name or self.folder.resolve().name)
         for tail in (*self.patrol.joined.tails.values(), self.patrol.events):
             tail.skip()
 
     def __enter__(self) -> Self:
-        self.monitor.serve()
-        self.monitor.start()
+        self.patrol.serve(self.name)
+        self.patrol.start()
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        self.monitor.close()
+    def __exit__(self, *_: Any) -> None:
+        self.patrol.close()
 
     def _raised(self, alarm: Alarm) -> None:
         report_alarm(self.folder, alarm, self.say)
         # A language model's own loop stops itself at a loss that is not finite; a script's ranks are stopped from here.
         broken = alarm.broken and self.limits.non_finite == STOP
-        if (alarm.level == STOP or broken) and not self.why and not self.monitor.over.is_set():
+        if (alarm.level == STOP or broken) and not self.why and not self.patrol.over.is_set():
             self.why = str(alarm)
             self.stop()

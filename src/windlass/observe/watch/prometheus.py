@@ -10,40 +10,30 @@ from typing import Any, Final
 from windlass.errors import UserError
 from windlass.observe import steps
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 # Of the whole job: the first rank's value is everybody's.
 OF_THE_JOB: Final = ("step", "epoch", "loss", "grad_norm", "learning_rate", "job_tokens")
+ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def exposition(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mapping[str, int]) -> str:
     """`windlass_FIELD{run,rank}` for every field of the step files that is a number, and `windlass_alarms_total`."""
     counted = {name for record in latest.values() for name in steps.counted(steps.unit(record))}
     fields = steps.FIELDS | dict.fromkeys(sorted(counted - steps.FIELDS.keys()), ("", "as the script's meter counts"))
+    named = f'run="{run.translate(ESCAPES)}"'
     lines = []
     for field, (unit, meaning) in fields.items():
-        found = {rank: record[field] for rank, record in latest.items() if _is_number(record.get(field))}
-        if field in OF_THE_JOB:
-            found = dict(list(found.items())[:1])
+        found = {rank: record[field] for rank, record in latest.items() if type(record.get(field)) in (int, float)}
         if found:
-            lines.append(f"# HELP windlass_{field} {meaning}{f' ({unit})' if unit else ''}".replace("\\", "\\\\"))
+            lines.append(f"# HELP windlass_{field} {meaning}{f' ({unit})' if unit else ''}")
             lines.append(f"# TYPE windlass_{field} gauge")
-        for rank, value in found.items():
-            labels = {"run": run} if field in OF_THE_JOB else {"run": run, "rank": str(rank)}
-            lines.append(f"windlass_{field}{_labels(labels)} {float(value)!r}")
+        if found and field in OF_THE_JOB:
+            lines.append(f"windlass_{field}{{{named}}} {float(next(iter(found.values())))!r}")
+        else:
+            lines += [f'windlass_{field}{{{named},rank="{rank}"}} {float(value)!r}' for rank, value in found.items()]
     lines.append("# HELP windlass_alarms_total alarms of the watch since this run was started or resumed")
     lines.append("# TYPE windlass_alarms_total counter")
-    for kind, number in sorted(alarms.items()):
-        lines.append(f"windlass_alarms_total{_labels({'run': run, 'kind': kind})} {number}")
+    lines += [f'windlass_alarms_total{{{named},kind="{kind}"}} {count}' for kind, count in sorted(alarms.items())]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-    return "{" + ",".join(f'{name}="{text.translate(escapes)}"' for name, text in labels.items()) + "}"
 
 
 class Page:
@@ -55,7 +45,7 @@ class Page:
                 found = self.path.split("?")[0] == "/metrics"
                 body = text().encode() if found else b"see /metrics\n"
                 self.send_response(200 if found else 404)
-                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

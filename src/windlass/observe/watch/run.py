@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 import torch._C._distributed_c10d as c10d
@@ -20,7 +19,7 @@ from windlass.files import read_json
 from windlass.observe.watch import alarms
 from windlass.observe.watch.alarms import Alarm, AlarmError
 from windlass.observe.watch.heartbeat import Heartbeat, Position, recent_calls
-from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Monitor, Patrol, report_alarm
+from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Patrol, report_alarm
 from windlass.runfile import ScriptRun, Watch
 
 REQUESTS: Final = {CHECKPOINT: 1, STOP: 1000}  # what rank 0 adds to a step's all-reduce
@@ -58,18 +57,17 @@ class RunWatch:
         report: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.rank, self.ranks, self.limits, self.recorder = folder, rank, ranks, limits, recorder
-        self.say, self.on_stall, self.report = say, on_stall, report
+        self.name, self.say, self.on_stall, self.report = name, say, on_stall, report
         self.request = 0  # what rank 0 asks of all; 0 on the others
         self.stopped_by = ""
         self.patrol = Patrol(folder, limits, ranks, network=network, raised=self._raised)
-        self.monitor = Monitor(self.patrol, name)
         stall = None if limits.stall == OFF else stall_seconds
         leave = self._leave if limits.stall == STOP else None
         self.heartbeat = Heartbeat(folder, rank, ranks, stall, recorder.position, self._stalled, leave, flight_recorder)
 
     def __enter__(self) -> Self:
         if self.rank == 0:
-            self.monitor.serve()
+            self.patrol.serve(self.name)
         return self
 
     def start(self, step: int, max_steps: int) -> None:
@@ -77,7 +75,7 @@ class RunWatch:
         self.patrol.from_step, self.patrol.history.max_steps = step, max_steps
         self.heartbeat.start()
         if self.rank == 0:
-            self.monitor.start()
+            self.patrol.start()
 
     def act(self, total: float) -> bool:
         """After the step's all-reduce of `request`: whether to save a checkpoint. Raises AlarmError to stop."""
@@ -91,10 +89,10 @@ class RunWatch:
             self.request = 0
         return total > 0
 
-    def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(self, _kind: type | None, error: BaseException | None, *_: Any) -> None:
         self.heartbeat.close()
         if self.rank == 0:
-            self.monitor.close()
+            self.patrol.close()
             if isinstance(error, RunError) and not (isinstance(error, AlarmError) and error.logged):
                 kind = error.kind if isinstance(error, AlarmError) else "failed"
                 self.patrol.tell(Alarm(kind, self.recorder.position().step, error.problems[0].problem, level=STOP))
