@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import Problem, UserError
-from windlass.runfile import Loaded, init, keys, presets, read
+from windlass.runfile import keys, presets, read
 
 Problems = Callable[..., list[Problem]]
 
@@ -41,14 +41,13 @@ BOMB = b"a: &a [x,x,x,x,x,x,x,x,x,x]\n" + b"".join(
     b"%c: &%c [%s]\n" % (one, one, b",".join([b"*%c" % (one - 1)] * 10)) for one in range(98, 110)
 )
 FILES = {
-    "empty": (b"", "is empty"),
-    "blank": (b" \n\n", "is empty"),
-    "comments": (b"# nothing\n", "contains only comments"),
-    "empty mapping": (b"{}", "is empty"),
-    "list": (b"- a\n- b\n", "a list, not sections"),
-    "text": (b"hello", "not sections"),
+    "empty": (b"", "contains no sections"),
+    "comments": (b"# nothing\n", "contains no sections"),
+    "empty mapping": (b"{}", "contains no sections"),
+    "list": (b"- a\n- b\n", "contains no sections"),
+    "text": (b"hello", "contains no sections"),
     "binary": (b"\x7fELF\x00\x01\xff\xfe", "is not UTF-8"),
-    "zip": (b"PK\x03\x04" + b"\x00" * 30, "is a binary file"),
+    "zip": (b"PK\x03\x04" + b"\x00" * 30, "is not valid YAML: special characters"),
     "UTF-16": ("train: {seed: 1}".encode("utf-16"), "is not UTF-8"),
     "Latin-1": ("name: é".encode("latin-1"), "is not UTF-8"),
     "tab": (b"train:\n\tseed: 1\n", "a tab where YAML wants spaces"),
@@ -71,15 +70,13 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize(("content", "what"), FILES.values(), ids=FILES)
-def test_bad_file(problems: Problems, content: bytes, what: str) -> None:
-    found = problems(content)[0]
-    assert re.search(what, found.problem), found
-    assert found.where.startswith("F")
-    assert found.hint
-
-
-def test_bad_path(tmp_path: Path) -> None:
+def test_bad_files_and_paths(problems: Problems, tmp_path: Path) -> None:
+    for content, what in FILES.values():
+        found = problems(content)[0]
+        assert re.search(what, found.problem), found
+        assert found.where.startswith("F")
+        assert found.hint
+    (tmp_path / "run.yaml").unlink()
     (tmp_path / "train.yaml").write_text("name: a")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "mine").mkdir()
@@ -87,12 +84,12 @@ def test_bad_path(tmp_path: Path) -> None:
     for path, what in {
         tmp_path / "trian.yaml": "did you mean train.yaml",
         tmp_path: "is a folder",
-        tmp_path / "no" / "run.yaml": "doesn't exist",
+        tmp_path / "no" / "run.yaml": "no such file",
         tmp_path / ("x" * 5000): "can't be read",
         Path("a\0b"): "can't be read",
-        Path("/dev/zero"): "not a regular file",
-        tmp_path / "pipe": "not a regular file",
-        tmp_path / "mine" / "locked.yaml": "is empty" if os.geteuid() == 0 else "Permission denied",
+        Path("/dev/zero"): "no regular file",
+        tmp_path / "pipe": "no regular file",
+        tmp_path / "mine" / "locked.yaml": "no sections" if os.geteuid() == 0 else "Permission denied",
     }.items():
         with pytest.raises(UserError, match=what):
             read(path)
@@ -152,10 +149,10 @@ BAD_VALUES = {
     "lora: 5": ("lora", "must be a section, not 5", "indent its keys below it: r,"),
     "model: a/b": ("model", "must be a section", "model_name_or_path"),
     "train: {bf16: 'True'}": ("train.bf16", "must be true or false, not 'True'", "write true without quotes"),
-    "train: {learning_rate: .nan}": ("train.learning_rate", "must be a finite number", ""),
+    "train: {learning_rate: .nan}": ("train.learning_rate", "must be a number, not '.nan'", ""),
     "train: {learning_rate: 1e999}": ("train.learning_rate", "must be a finite number", ""),
     "train: {learning_rate: 0}": ("train.learning_rate", "must be greater than 0, not 0", ""),
-    "train: {max_steps: 0}": ("train.max_steps", "must be a number of steps above 0, or -1", ""),
+    "train: {max_steps: 0}": ("train.max_steps", "must be at least 1 or -1, not 0", ""),
     "train: {seed: 099}": ("train.seed", "must be a whole number, not '099'", "leading zeros"),
     f"train: {{seed: {'9' * 5000}}}": ("train.seed", "must be a whole number, not '9999", ""),
     "train: {eval_strategy: step}": ("train.eval_strategy", "must be 'no', 'steps' or 'epoch'", "did you mean steps?"),
@@ -181,14 +178,13 @@ BAD_VALUES = {
 }
 
 
-@pytest.mark.parametrize(("text", "wanted"), {**BAD_KEYS, **BAD_VALUES}.items(), ids=lambda case: str(case)[:60])
-def test_bad_setting(problems: Problems, text: str, wanted: tuple[str, str, str]) -> None:
-    found = problems(text)[0]
-    where, what, hint = wanted
-    assert found.where == f"F:{text.count(chr(10)) + 1}: {where}"
-    assert what in found.problem
-    assert found.hint
-    assert hint in found.hint
+def test_bad_settings(problems: Problems) -> None:
+    for text, (where, what, hint) in {**BAD_KEYS, **BAD_VALUES}.items():
+        found = problems(text)[0]
+        assert found.where == f"F:{text.count(chr(10)) + 1}: {where}", text
+        assert what in found.problem, text
+        assert found.hint, text
+        assert hint in found.hint, text
 
 
 THREE = "cluster.nodes=3"
@@ -213,10 +209,7 @@ CLASHES: list[tuple[list[str], str, str]] = [
     (["watch.stall_seconds=400"], "watch.stall_seconds", "time out after 600 s"),
     (["model.attn_implementation=flash_atention_2"], "model.attn_implementation", "there is no attention"),
     (["train.report_to=wandd"], "train.report_to", "there is no tracker"),
-    (["train.report_to=[none, wandb]"], "train.report_to", "trackers and none"),
     (["model.device_map=cpu", THREE], "model.device_map", "3 ranks each load their own part"),
-    (["model.use_cache=true", "train.gradient_checkpointing=true"], "model.use_cache", "computed again"),
-    (["model.use_cache=true", "data.packing=true"], "model.use_cache", "see each other"),
     (["lora.use_dora=true", "lora.experts=true"], "lora.use_dora", "doesn't work on routed experts"),
     (["data.prompt_field=q"], "data.prompt_field", "needs data.completion_field"),
     (["data.completion_field=q"], "data.completion_field", "needs data.prompt_field"),
@@ -225,8 +218,6 @@ CLASHES: list[tuple[list[str], str, str]] = [
     (["layout.shard=2", THREE], "layout.shard", "does not make 3 ranks"),
     (["layout.shard=2", "layout.replicate=2", "cluster.nodes=8"], "layout.shard", "= 4 does not make 8 ranks"),
     (["layout.expert_parallel=2", THREE], "layout.expert_parallel", "2 does not divide the 3 ranks"),
-    (["cluster.memory_request=2Ti", "cluster.memory_limit=500G"], "cluster.memory_request", "the limit is 500G"),
-    (["cluster.volumes=[{claim: a, path: /d}, {claim: b, path: /d/}]"], "cluster.volumes", "/d is mounted twice"),
     (["cluster.env.RANK=0"], "cluster.env.RANK", "is set by the launcher"),
     (["cluster.env.PET_NNODES=0"], "cluster.env.PET_NNODES", "is set by the launcher"),
     (["cluster.env.HF_TOKEN=hf_abc"], "cluster.env.HF_TOKEN", "looks like a secret"),
@@ -239,36 +230,35 @@ CLASHES: list[tuple[list[str], str, str]] = [
     (["lora.r=x"], "lora.r", "must be a whole number, not 'x'"),
     (["lora.r="], "lora.r", "must be a whole number, not null"),
     (["lora.r=-1"], "lora.r", "must be at least 1, not -1"),
-    (["lora.target_modules[9]=x"], "lora.target_modules[9]", "there is no [9]"),
+    (["lora.target_modules[0]=x"], "lora.target_modules[0]", "the run file has no"),
     (["lora.target_modules=[a"], "lora.target_modules", "is not valid YAML"),
     (["lora.target_modules.x=a"], "lora.target_modules.x", "the run file has no"),
     (["lora.r.x=a"], "lora.r.x", "the run file has no"),
     (["lora[0]=a"], "lora[0]", "the run file has no"),
     (["train.output_dir=a\ud800"], "train.output_dir", "can't be printed"),
-    (["cluster.volumes[0].path=/x"], "cluster.volumes[0]", "has 0 items"),
+    (["cluster.volumes[0].path=/x"], "cluster.volumes[0].path", "the run file has no"),
     (["lora={q: 1}"], "lora={q: 1}", "`lora` has no such key"),
     (["lora={r: 1, r: 2}"], "lora={r: 1, r: 2}", "is set twice"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "key", "what"), CLASHES, ids=[repr(case[0]) for case in CLASHES])
-def test_bad_override_or_combination(problems: Problems, overrides: list[str], key: str, what: str) -> None:
-    (found,) = problems("train: {seed: 1}", *overrides)
-    assert found.where.startswith(f"--override {key}")
-    assert what in found.problem
-    assert found.hint
+HINTS = {
+    "train.lerning_rate=1": "did you mean learning_rate?",
+    "learning_rate=1": "write train.learning_rate",
+    "lora.rank=1": "write lora.r",
+    "lora.target_modules[0]=x": "give the whole list",
+    "train.optim=adamw_troch": "adamw_torch",
+}
 
 
-def test_hints_of_overrides(problems: Problems) -> None:
-    for override, hint in {
-        "train.lerning_rate=1": "did you mean learning_rate?",
-        "learning_rate=1": "write train.learning_rate",
-        "lora.rank=1": "write lora.r",
-        "lora.target_modules[9]=x": "[4] appends one",
-        "train.optim=adamw_troch": "adamw_torch",
-    }.items():
+def test_bad_overrides_and_combinations(problems: Problems) -> None:
+    for overrides, key, what in CLASHES:
+        (found,) = problems("train: {seed: 1}", *overrides)
+        assert found.where.startswith(f"--override {key}"), overrides
+        assert what in found.problem, overrides
+        assert found.hint, overrides
+    for override, hint in HINTS.items():
         assert hint in problems("train: {seed: 1}", override)[0].hint
-    assert "not a list here" in problems("lora: {target_modules: all}", "lora.target_modules[0]=x")[0].problem
 
 
 # overrides: what is remarked on; empty: nothing, and no contradiction either
@@ -292,20 +282,20 @@ REMARKS: list[tuple[list[str], str]] = [
     (["train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_kwargs={min_lr: 1e-6}"], ""),
     (["layout.ranks=4"], ""),
     (["layout.shard=4", "layout.replicate=2", "cluster.gpus_per_node=8", "layout.expert_parallel=4"], ""),
-    (["cluster.memory_request=1500Mi", "cluster.memory_limit=2G"], ""),
     (["model.attn_implementation=kernels-community/flash-attn", "cluster.env.TOKENIZERS_PARALLELISM=false"], ""),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "remark"), REMARKS, ids=[" ".join(case[0]) for case in REMARKS])
-def test_valid_combination(tmp_path: Path, overrides: list[str], remark: str) -> None:
+def test_valid_combinations(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("train: {seed: 1}")
-    loaded: Loaded = read(tmp_path / "run.yaml", overrides)
-    assert remark in " ".join(loaded.notes)
-    assert bool(loaded.notes) == bool(remark)
+    for overrides, remark in REMARKS:
+        notes = read(tmp_path / "run.yaml", overrides).notes
+        assert remark in " ".join(notes), overrides
+        assert bool(notes) == bool(remark), overrides
 
 
-def test_both_places_are_named(problems: Problems) -> None:
+def test_all_problems_at_once_with_all_places(problems: Problems) -> None:
+    """Form, overrides, unknown keys, wrong values and contradictions of what is valid, in one error."""
     (found,) = problems("train:\n  bf16: true\n  fp16: true\n")
     assert (found.where, found.problem) == ("F:3: train.fp16", "bf16 and fp16 are both on (F:2: train.bf16)")
     (found,) = problems("train:\n  load_best_model_at_end: true\n  eval_steps: 30\n  save_steps: 100\n")
@@ -314,27 +304,15 @@ def test_both_places_are_named(problems: Problems) -> None:
     (found,) = problems("train:\n  seed: 1\n  seed: 2\n")
     assert (found.where, found.problem) == ("F:3: train.seed", "is set twice, first at F:2")
 
-
-def test_all_problems_at_once(problems: Problems) -> None:
-    """Form, overrides, unknown keys, wrong values and contradictions of what is valid, in one error."""
     text = (
         "train:\n  seed: 1\n  seed: 2\n  fp16: true\n  warmup: 3\n  eval_steps: x\n"
         "lora: {r: -1}\ncluster: {nodes: 0}\ndata: {val_split: null}\n"
     )
     assert {problem.where for problem in problems(text, "lora.q=1")} == {
-        "F:3: train.seed",
-        "--override lora.q=1",
-        "F:5: train.warmup",
-        "F:6: train.eval_steps",
-        "F:7: lora.r",
-        "F:8: cluster.nodes",
-        "F:4: train.fp16",
-        "F:9: data.val_split",
+        *("F:3: train.seed", "--override lora.q=1", "F:5: train.warmup", "F:6: train.eval_steps", "F:7: lora.r"),
+        *("F:8: cluster.nodes", "F:4: train.fp16", "F:9: data.val_split"),
     }
-
-
-def test_a_wrong_value_makes_no_second_problem(problems: Problems) -> None:
-    """save_steps can't be compared with eval_steps while one of them isn't a number."""
+    # save_steps can't be compared with eval_steps while one of them isn't a number.
     (found,) = problems("train: {load_best_model_at_end: true, eval_steps: x, save_steps: 70}")
     assert "eval_steps" in found.where
 
@@ -342,7 +320,10 @@ def test_a_wrong_value_makes_no_second_problem(problems: Problems) -> None:
 # --- whatever is in a run file or an override, only a UserError comes out, and it can be printed ---------------------
 
 ROOT = Path(__file__).parent.parent / "examples" / "mistral-small-4"
-EXAMPLES = [*(path.read_bytes() for path in sorted(ROOT.glob("*.yaml"))), *(init(name).encode() for name in presets())]
+EXAMPLES = [
+    *(path.read_bytes() for path in sorted(ROOT.glob("*.yaml"))),
+    *(text.encode() for text in presets().values()),
+]
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
 

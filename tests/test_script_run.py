@@ -32,6 +32,7 @@ from script_ranks import (
     STALLS,
 )
 
+from windlass import explain
 from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
 from windlass.launch import check, kubernetes, runai
@@ -41,7 +42,7 @@ from windlass.meter import StepProfiler
 from windlass.observe import report
 from windlass.observe.watch.prometheus import exposition
 from windlass.plan.script import ScriptPlan, make_any
-from windlass.runfile import LoadedScript, describe, init, read, read_any
+from windlass.runfile import LoadedScript, init, read, read_any
 from windlass.train import ranks, script
 
 NASTY = ["--name", "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?", "line\nbreak", "", "$(HOME)", "{x}"]
@@ -154,8 +155,8 @@ def test_what_is_for_language_models_says_so(tmp_path: Path) -> None:
 def test_the_start_and_the_reference_know_scripts(tmp_path: Path) -> None:
     made = loaded(init("script"), tmp_path)
     assert made.run.script.args[:2] == ["--epochs", "2"]
-    assert "word by word" in str(describe("script.args"))
-    assert "type:" in str(describe("module"))
+    assert "word by word" in explain.topic("script.args")[0].text
+    assert explain.topic("module")[1].text == "type: text or null"
 
 
 # --- plan and check -------------------------------------------------------------------------------------------------

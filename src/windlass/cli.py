@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -165,8 +166,8 @@ def init(
     from windlass import runfile
 
     if names:
-        for name, summary in runfile.presets().items():
-            print(f"{name:24} {summary}")
+        for name, text in runfile.presets().items():
+            print(f"{name:24} {text.splitlines()[0].removeprefix('# ')}")
     else:
         print(runfile.init(preset), end="")
 
@@ -235,7 +236,7 @@ def explain(
     if not rows:
         raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
     if as_json:
-        write_json([row.as_dict() for row in rows])
+        write_json([asdict(row) for row in rows])
     else:
         explaining.show(rows)
 

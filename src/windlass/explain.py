@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from windlass.errors import UserError
 from windlass.plan.accelerate import ANY, FATES, TRANSLATED, find, read_accelerate
 from windlass.plan.layout import LAYOUTS
-from windlass.runfile import describe
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
-from windlass.runfile.reference import documented
+from windlass.runfile.reference import describe, documented, items
 from windlass.variables import DOES_NOT_EXIST, variables
 
 KINDS = {
@@ -36,9 +35,6 @@ class Row:
     text: str
     where: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def topic(name: str) -> tuple[Row, ...]:
     """Everything of that name."""
@@ -46,37 +42,36 @@ def topic(name: str) -> tuple[Row, ...]:
     rows = (*_run_file(name), *_accelerate(name), *_variable(name))
     if name in LAYOUTS:
         rows = (*rows, Row("layout", name, "", "", LAYOUTS[name]))
-    if not rows:
-        near = nearest(name)
-        hint = "give a run-file key such as lora.r, an Accelerate key, a variable such as NCCL_DEBUG, or a layout"
-        raise UserError(
-            f"there is no setting {name!r}", "windlass explain", f"did you mean {', '.join(near)}?" if near else hint
-        )
-    return rows
-
-
-def nearest(name: str) -> list[str]:
-    """What was probably meant, over all kinds, best first."""
+    if rows:
+        return rows
+    keys = [*documented(), *RENAMED]
     names = [*(key for section in FATES.values() for key in section), *documented()]
-    names += [*(path.rpartition(".")[2] for path in (*documented(), *RENAMED)), *NOT_TAKEN, *variables(), *LAYOUTS]
+    names += [*(path.rpartition(".")[2] for path in keys), *NOT_TAKEN, *variables(), *LAYOUTS]
     known = {known.lower(): known for known in names}
-    close = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
-    inside = [low for low in known if len(name) > 2 and name.lower() in low]
-    return [known[low] for low in dict.fromkeys([*close, *inside])][:4]
+    near = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
+    near += [low for low in known if len(name) > 2 and name.lower() in low]
+    hint = "give a run-file key such as lora.r, an Accelerate key, a variable such as NCCL_DEBUG, or a layout"
+    hint = f"did you mean {', '.join(known[low] for low in [*dict.fromkeys(near)][:4])}?" if near else hint
+    raise UserError(f"there is no setting {name!r}", "windlass explain", hint)
 
 
 def _run_file(name: str) -> Iterator[Row]:
-    last = name.rpartition(".")[2]
-    for block in (describe(name) or "").split("\n\n"):
-        path, *lines = block.split("\n")
-        if not lines and path:  # `a is another name of b`
-            accepted = name in RENAMED or any(old.rpartition(".")[2] == name for old in RENAMED)
-            verdict = TRANSLATED if accepted and last not in OTHER_NAMES else ""
-            to = path.rpartition(" ")[2]
-            yield Row("run file", name, "", verdict, f"to {to}" if verdict else f"windlass calls it {to}")
-        yield from (Row("run file", path, "", "", line.strip()) for line in lines)
-    if last in NOT_TAKEN and describe(name) is None:
+    """A key by its path or the last part of it, or another name of one."""
+    path, last = re.sub(r"\[\d*\]", "", name), name.rpartition(".")[2]
+    found = [path] if path in documented() else [key for key in documented() if key.rpartition(".")[2] == path]
+    parent = path.rpartition(".")[0]
+    if not found and parent in documented() and items(documented()[parent][1].annotation, dict):
+        found = [parent]  # a key of a free mapping, such as one variable of cluster.env
+    accepted = RENAMED.get(name) or next((new for old, new in RENAMED.items() if old.rpartition(".")[2] == name), "")
+    if not found and accepted:
+        yield Row("run file", name, "", TRANSLATED, f"to {accepted}")
+    elif not found and last in OTHER_NAMES:
+        yield Row("run file", name, "", "", f"windlass calls it {OTHER_NAMES[last]}")
+    elif not found and last in NOT_TAKEN:
         yield Row("run file", name, "", "refused", NOT_TAKEN[last])
+        return
+    for key in found or filter(None, [accepted or OTHER_NAMES.get(last)]):
+        yield from (Row("run file", key, "", "", line) for line in describe(key))
 
 
 def _accelerate(name: str) -> Iterator[Row]:

@@ -20,7 +20,7 @@ from windlass.launch.rendezvous import PORT
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile import ScriptRun
-from windlass.runfile.kinds import RUN_NAME_LETTERS
+from windlass.runfile.fields import RUN_NAME_LETTERS
 from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
 from windlass.variables import DEFAULTS, variables
 

@@ -22,11 +22,11 @@ MAX_DEPTH = 32
 
 Steps = tuple[str | int, ...]
 
-# YAML 1.2's numbers with 1.1's underscores. A leading zero (octal in 1.1) and hundreds of digits stay text.
-_INT = re.compile(r"[-+]?(0|[1-9][0-9_]{0,17})|0x[0-9a-fA-F]{1,15}|0o[0-7]{1,20}")
+# YAML 1.2's decimal numbers with 1.1's underscores. A leading zero (octal in 1.1) and hundreds of digits stay text.
+_INT = re.compile(r"[-+]?(0|[1-9][0-9_]{0,17})")
 _FLOAT = re.compile(r"(?=.*[.eE])[-+]?(\.[0-9][0-9_]*|(0|[1-9][0-9_]*)(\.[0-9_]*)?)([eE][-+]?[0-9]{1,4})?")
-_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as in YAML 1.1
+_WORDS = {"": None, "~": None, "null": None, "true": True, "yes": True, "on": True}  # as in YAML 1.1
+_WORDS |= dict.fromkeys(("false", "no", "off"), False)
 # Control characters and lone surrogates can't be in a path, an argument or a report.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 _TAGS = {"", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
@@ -41,15 +41,11 @@ class _Loader(yaml.SafeLoader):
 
 def scalar(text: str) -> Any:
     """The value of plain, unquoted text."""
-    if text in ("", "~", "null", "Null", "NULL"):
-        return None
-    if text in (text.lower(), text.capitalize(), text.upper()) and text.lower() in _BOOL:
-        return _BOOL[text.lower()]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     if _INT.fullmatch(text):
-        return int(text, 0) if "x" in text or "o" in text else int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text.replace("_", ""))
-    return float(text.replace(".", "").lower()) if _SPECIAL.fullmatch(text) else text
+        return int(text)
+    return float(text.replace("_", "")) if _FLOAT.fullmatch(text) else text
 
 
 def unprintable(text: str) -> str:
@@ -87,32 +83,27 @@ class Document:
         if len(steps) > MAX_DEPTH:
             raise UserError(f"is nested more than {MAX_DEPTH} levels deep", self.place(line), "flatten it")
         if node.tag not in _TAGS:
-            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            self.problems.append(Problem(f"the tag {tag} is not supported", self.place(line, steps), "remove it"))
+            what = f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not supported"
+            self.problems.append(Problem(what, self.place(line, steps), "remove it"))
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*steps, index)) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, steps)
-        assert isinstance(node, yaml.ScalarNode)
-        if bad := unprintable(node.value):
-            what = f"contains the character {bad}, which can't be printed"
-            self.problems.append(Problem(what, self.place(line, steps), "remove it"))
-            return ""
-        return scalar(node.value) if node.style is None and not node.tag else node.value
-
-    def _mapping(self, node: yaml.MappingNode, steps: Steps) -> dict[str, Any]:
+        if isinstance(node, yaml.ScalarNode):
+            if bad := unprintable(node.value):
+                what = f"contains the character {bad}, which can't be printed"
+                self.problems.append(Problem(what, self.place(line, steps), "remove it"))
+                return ""
+            return scalar(node.value) if node.style is None and not node.tag else node.value
         items: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode) or unprintable(key_node.value):
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or unprintable(key.value):
                 raise UserError("a key must be plain text", self.place(line, steps), "write `key: value`")
-            path = (*steps, key_node.value)
-            if key_node.value in items:
+            path = (*steps, key.value)
+            if key.value in items:
                 what = f"is set twice, first at {self.place(self.lines[path])}"
                 self.problems.append(Problem(what, self.place(line, path), "remove one of them"))
-            else:
-                self.lines[path] = line
-            items[key_node.value] = self.build(value_node, path)
+            self.lines.setdefault(path, line)
+            items[key.value] = self.build(value, path)
         return items
 
 
@@ -121,65 +112,44 @@ def parse(text: str, file: str) -> Document:
     document = Document(file)
     try:
         root = yaml.compose(text, Loader=_Loader)
+        document.value = None if root is None else document.build(root, ())
     except yaml.YAMLError as error:
-        raise _syntax_error(error, file, text) from error
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        hint = "YAML wants `key: value` lines, indented alike, and quotes around text with `: `, `#` or brackets"
+        if "another document" in what:
+            what, hint = "a second document starts here", "one run per file: remove the `---` line"
+        elif mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]).partition("#")[0]:
+            what, hint = "a tab where YAML wants spaces", "indent with spaces"
+        raise UserError(f"is not valid YAML: {what}", f"{file}:{mark.line + 1}" if mark else file, hint) from error
     except RecursionError:
         raise UserError(f"is nested more than {MAX_DEPTH} levels deep", file, "flatten it") from None
     except (ValueError, OverflowError) as error:  # escapes and directives with numbers beyond what Python takes
         raise UserError(f"is not valid YAML: {error}", file, "look for unusual escapes or % lines") from error
-    if root is None:
-        raise UserError("contains only comments", file, "`windlass init > run.yaml` writes a complete one")
-    document.value = document.build(root, ())
     return document
-
-
-def _syntax_error(error: yaml.YAMLError, file: str, text: str) -> UserError:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    position = getattr(error, "position", None)
-    line = mark.line + 1 if mark else text[:position].count("\n") + 1 if isinstance(position, int) else None
-    hint = "YAML wants `key: value` lines, indented alike, and quotes around text with `: `, `#` or brackets"
-    if "another document" in what:
-        what, hint = "a second document starts here", "one run per file: remove the `---` line"
-    elif "\\t" in repr(what) or (mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]).split("#")[0]):
-        what, hint = "a tab where YAML wants spaces", "indent with spaces"
-    return UserError(f"is not valid YAML: {what}", f"{file}:{line}" if line else file, hint)
 
 
 def load(path: Path) -> Document:
     """Read a run file."""
     file = str(path)
     try:
-        if path.is_dir():
-            raise UserError("is a folder", file, "give the path of a run file")
         if path.exists() and not path.is_file():  # a pipe would block, /dev/zero never end
-            raise UserError("is not a regular file", file, "save the run file first, then give its path")
+            raise UserError(f"is {'a folder' if path.is_dir() else 'no regular file'}", file, "give a run file's path")
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise UserError("no such file", file, _neighbours(path)) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"can't be read: {reason}", ascii(file)[1:-1], "check the path and its permissions") from error
-    if len(raw) > MAX_BYTES:
-        raise UserError(f"is larger than {MAX_BYTES // 1024} KiB", file, "is this a data file?")
-    if not raw.strip():
-        raise UserError("is empty", file, "`windlass init > run.yaml` writes one to start from")
-    try:
+        if len(raw) > MAX_BYTES:
+            raise UserError(f"is larger than {MAX_BYTES // 1024} KiB", file, "is this a data file?")
         text = raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        there = [other.name for other in path.parent.glob("*.y*ml")]
+        close = close_names(path.name, there) or sorted(there)[:3]
+        hint = f"did you mean {', '.join(close)}?" if close else "`windlass init > run.yaml` writes one to start from"
+        raise UserError("no such file", file, hint) from None
     except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        what = f"is not UTF-8 text (byte {raw[error.start]:#04x})"
+        line = error.object.count(b"\n", 0, error.start) + 1
+        what = f"is not UTF-8 text (byte {error.object[error.start]:#04x})"
         raise UserError(what, f"{file}:{line}", "save it as UTF-8") from error
-    if "\0" in text:
-        raise UserError("is a binary file, not YAML", file, "give the path of the run file")
+    except (OSError, ValueError) as error:
+        what = f"can't be read: {getattr(error, 'strerror', None) or error}"
+        raise UserError(what, ascii(file)[1:-1], "check the path and its permissions") from error
     return parse(text, file)
-
-
-def _neighbours(path: Path) -> str:
-    try:
-        there = [str(other.name) for other in path.parent.iterdir() if other.suffix in (".yaml", ".yml")]
-    except (OSError, ValueError):
-        return f"the folder {path.parent} doesn't exist either"
-    close = close_names(path.name, there) or sorted(there)[:3]
-    return f"did you mean {', '.join(close)}?" if close else "`windlass init > run.yaml` writes one to start from"

@@ -10,8 +10,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from windlass.runfile.kinds import Count, LooseText, Natural, Number, Positive, RunName, Section, Share, Text, Whole
-from windlass.runfile.machines import Cluster, LayoutSection
+from windlass.runfile.machines import Cluster, LayoutSection, Ranks
+from windlass.runfile.values import Count, LooseText, Natural, Number, Positive, Section, Share, Text, matching
+
+# The name of a run becomes the name of a job, and a JobSet's pods append `-node-0-99-abcde` to that: 63 - 16.
+RUN_NAME_LETTERS = 47
+RunName = Annotated[
+    str,
+    matching(
+        rf"[a-z]([-a-z0-9]{{0,{RUN_NAME_LETTERS - 2}}}[a-z0-9])?",
+        f"at most {RUN_NAME_LETTERS} lower-case letters, digits and dashes, starting with a letter, no dash last",
+    ),
+]
 
 
 class Model(Section):
@@ -56,10 +66,6 @@ def _check_targets(value: list[str] | str) -> list[str] | str:
     return value
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
-
-
 class Lora(Section):
     """The adapter, in PEFT's terms."""
 
@@ -70,10 +76,9 @@ class Lora(Section):
     """Scale of the adapter's update: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Dropout on the adapter's input during training, also for routed experts."""
-    target_modules: Annotated[
-        Annotated[list[Text], Field(min_length=1)] | Text,
-        AfterValidator(_check_targets),
-    ] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
+    target_modules: Annotated[Annotated[list[Text], Field(min_length=1)] | Text, AfterValidator(_check_targets)] = (
+        Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
+    )
     """Modules to adapt: names, `all`, `all-linear`, or one regular expression over full names. Each must match."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Also train the base model's bias vectors: none, all, or those of adapted modules."""
@@ -99,16 +104,15 @@ class Lora(Section):
         """`experts: true` and partly given experts take rank and ratio from the other adapters."""
         if not isinstance(section, dict) or not isinstance(experts := section.get("experts"), bool | dict):
             return section
-        if isinstance(experts, bool):
-            experts = {}
-            if not section["experts"]:
-                return {**section, "experts": None}
+        given = experts if isinstance(experts, dict) else {}
         r, alpha = section.get("r", 16), section.get("lora_alpha", 32)
-        if not (_is_positive(r) and _is_positive(alpha)):  # reported by their own fields; any valid value does here
-            r, alpha = 1, 1
-        scaled = alpha * experts.get("r", r) / r if _is_positive(experts.get("r", r)) else alpha
-        scaled = int(scaled) if float(scaled).is_integer() else scaled
-        return {**section, "experts": {"r": r, "lora_alpha": scaled, **experts}}
+        numbers: tuple[Any, ...] = (r, alpha, given.get("r", r))
+        if all(type(number) in (int, float) and 0 < number < 1e9 for number in numbers):
+            scaled = alpha * given.get("r", r) / r
+            filled = {"r": r, "lora_alpha": int(scaled) if scaled.is_integer() else scaled}
+        else:  # reported by their own fields; any valid value does here
+            filled = {"r": 1, "lora_alpha": 1}
+        return {**section, "experts": None if experts is False else {**filled, **given}}
 
 
 class Data(Section):
@@ -153,28 +157,9 @@ class Data(Section):
         return section
 
 
-def _no(value: Any) -> Any:
-    """A bare `no` is false to YAML 1.1."""
-    return "no" if value is False else value
-
-
-def _none(value: Any) -> Any:
-    return "none" if value is None or value is False or value == [] else value
-
-
-def _resume(value: Any) -> Any:
-    return ("auto" if value else "never") if isinstance(value, bool) else value
-
-
-def _steps(value: int) -> int:
-    if value == 0 or value < -1:
-        raise ValueError(f"must be a number of steps above 0, or -1 to train by epochs, not {value}")
-    return value
-
-
-_When = Annotated[
-    Literal["no", "steps", "epoch"],
-    BeforeValidator(_no, json_schema_input_type=Literal["no", "steps", "epoch", False]),
+When = Annotated[
+    Literal["no", "steps", "epoch"],  # a bare `no` is false to YAML 1.1
+    BeforeValidator(lambda v: "no" if v is False else v, json_schema_input_type=Literal["no", "steps", "epoch", False]),
 ]
 
 
@@ -185,7 +170,7 @@ class Train(Section):
     """The run folder: everything that the run writes goes there."""
     num_train_epochs: Positive = 1
     """Passes over the training data; may be a fraction."""
-    max_steps: Annotated[Whole, AfterValidator(_steps)] = -1
+    max_steps: Count | Literal[-1] = -1
     """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
     per_device_train_batch_size: Count | Literal["auto"] = 1
     """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits, and keeps the sequences per
@@ -226,11 +211,11 @@ class Train(Section):
     """Must be false: float16 overflows, and windlass stops a run at a step that isn't finite."""
     logging_steps: Count = 25
     """Log every N optimizer steps."""
-    eval_strategy: _When = "steps"
+    eval_strategy: When = "steps"
     """When to evaluate: never (no), every eval_steps (steps), or after each epoch."""
     eval_steps: Count = 200
     """Evaluate every N optimizer steps."""
-    save_strategy: _When = "steps"
+    save_strategy: When = "steps"
     """When to save a checkpoint: never (no), every save_steps (steps), or after each epoch."""
     save_steps: Count = 200
     """Save a checkpoint every N optimizer steps."""
@@ -239,8 +224,7 @@ class Train(Section):
     load_best_model_at_end: bool = False
     """End with the adapter of the checkpoint with the lowest evaluation loss."""
     report_to: Annotated[
-        Text | list[Text],
-        BeforeValidator(_none, json_schema_input_type=str | list[str] | None),
+        Text | list[Text], BeforeValidator(lambda v: v or "none", json_schema_input_type=str | list[str] | None)
     ] = "none"
     """Experiment trackers such as wandb, by transformers' names."""
     run_name: Text | None = None
@@ -259,7 +243,10 @@ class Train(Section):
     """Seconds after which a hanging collective ends the run."""
     resume: Annotated[
         Literal["never", "auto"],
-        BeforeValidator(_resume, json_schema_input_type=Literal["never", "auto", True, False]),
+        BeforeValidator(
+            lambda v: {True: "auto", False: "never"}[v] if isinstance(v, bool) else v,
+            json_schema_input_type=Literal["never", "auto", True, False],
+        ),
     ] = "never"
     """auto: resume from the newest complete checkpoint in output_dir; never: refuse a folder that has one."""
 
@@ -346,20 +333,27 @@ class Watch(Section):
 class Run(Section):
     """What both kinds of run have."""
 
+    folder_key: ClassVar[str]
+
     name: RunName | None = None
     """Name of the run and of the submitted job. Default: made from the name of the run folder."""
+    layout: Ranks = Field(default_factory=Ranks)
+    """How many processes. How they share the work is up to the script."""
     cluster: Cluster = Field(default_factory=Cluster)
     """The machines, and how a job is submitted to them."""
     watch: Watch = Field(default_factory=Watch)
     """Alarms while the run trains, and what to do about them."""
 
-
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+    @property
+    def ranks(self) -> int:
+        """Processes of the run, one per GPU."""
+        return self.layout.ranks or self.cluster.nodes * self.cluster.gpus_per_node
 
 
 class RunFile(Run):
     """One run: the model, the adapter, the data, the training, and the machines it runs on."""
+
+    folder_key = "train.output_dir"
 
     kind: Literal["lora"] = "lora"
     """What to run: lora trains a language model's adapter, script runs any PyTorch script and has other sections."""
@@ -371,14 +365,13 @@ class RunFile(Run):
     """The data set, and how text becomes tokens."""
     train: Train = Field(default_factory=Train)
     """The training, in the terms of transformers' TrainingArguments."""
-    layout: Annotated[LayoutSection, BeforeValidator(_named)] = Field(default_factory=LayoutSection)
+    layout: Annotated[LayoutSection, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)] = Field(
+        default_factory=LayoutSection
+    )
     """How the model is placed on the GPUs: a name (`auto` by default), or a section."""
-
-    folder_key: ClassVar[str] = "train.output_dir"
 
     @property
     def folder(self) -> str:
-        """The run folder."""
         return self.train.output_dir
 
     @property
@@ -392,33 +385,13 @@ class RunFile(Run):
         attention = self.model.attn_implementation or "sdpa"
         return self.data.packing and not ("flash" in attention or attention == "flex_attention")
 
-    @property
-    def ranks(self) -> int:
-        """Processes of the run, one per GPU."""
-        return self.layout.ranks or self.cluster.nodes * self.cluster.gpus_per_node
-
-
-# --- kind: script ---------------------------------------------------------------------------------------------------
-
-
-def _module(value: str) -> str:
-    if not all(part.isidentifier() for part in value.split(".")):
-        raise ValueError(f"must be a module's name such as package.train, not {value!r}")
-    return value
-
-
-def _file(value: str) -> str:
-    if value.startswith("-"):
-        raise ValueError(f"would be read as an option of Python: {value!r}; write ./{value}")
-    return value
-
 
 class Script(Section):
     """The script that every rank runs, as torchrun would start it."""
 
-    path: Annotated[Text, AfterValidator(_file)] | None = None
+    path: Text | None = None
     """Python file, relative to the folder that the run is started in; this or `module`."""
-    module: Annotated[Text, AfterValidator(_module)] | None = None
+    module: Text | None = None
     """Python module, as `python -m` takes it; this or `path`."""
     args: list[LooseText] = Field(default=[])
     """Its arguments, word by word: [--epochs, 2]. No shell interprets them."""
@@ -428,39 +401,23 @@ class Script(Section):
     """Processes per rank that prepare batches; sets the CPUs and /dev/shm to request."""
 
 
-class Ranks(Section):
-    """How many processes. How they share the work is up to the script."""
-
-    ranks: Count | None = None
-    """Processes, one per GPU. Default: cluster.nodes x cluster.gpus_per_node."""
-
-
 class ScriptRun(Run):
     """One run of any PyTorch script that torchrun could start, on the same machines."""
+
+    folder_key = "script.output_dir"
 
     kind: Literal["script"]
     """What to run: script runs any PyTorch script, lora trains a language model's adapter and has other sections."""
     script: Script = Field(default_factory=Script)
     """The script that every rank runs, as torchrun would start it."""
-    layout: Ranks = Field(default_factory=Ranks)
-    """How many processes. How they share the work is up to the script."""
-
-    folder_key: ClassVar[str] = "script.output_dir"
 
     @property
     def folder(self) -> str:
-        """The run folder."""
         return self.script.output_dir
 
     @property
     def workers(self) -> int:
-        """Processes per rank that prepare batches."""
         return self.script.workers
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the run, one per GPU."""
-        return self.layout.ranks or self.cluster.nodes * self.cluster.gpus_per_node
 
     @property
     def command(self) -> list[str]:

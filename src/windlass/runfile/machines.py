@@ -7,37 +7,43 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from windlass.runfile.kinds import (
-    AbsolutePath,
-    Count,
-    Cpus,
-    Image,
-    Label,
-    LooseText,
-    Natural,
-    Positive,
-    Qualified,
-    Quantity,
-    Release,
-    SecretKey,
-    Section,
-    Subdomain,
-    Text,
-    Variable,
-)
+from windlass.runfile.values import Count, LooseText, Natural, Positive, Section, Text, matching
 
 GRACE_SECONDS: Final = 120  # to save in after a stop signal, if neither the run file nor the plan says otherwise
 
+# RFC 1123: what Kubernetes accepts as the name of an object, and of a label's part.
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SUBDOMAIN = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
+_QUALIFIED = r"([a-z0-9][-a-z0-9.]{0,251}[a-z0-9]/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
-class LayoutSection(Section):
+Label = Annotated[str, matching(_LABEL, "at most 63 lower-case letters, digits and dashes, no dash first or last")]
+Subdomain = Annotated[str, matching(_SUBDOMAIN, "lower-case letters, digits, dashes and dots (RFC 1123)")]
+Qualified = Annotated[str, matching(_QUALIFIED, "a name such as `rdma/nic`, with at most 63 letters after the slash")]
+AbsolutePath = Annotated[str, matching(r"/[^\n]*", "an absolute path, starting with /")]
+Quantity = Annotated[
+    str, matching(r"\d{1,15}(\.\d{1,9})?(m|k|[MGTPE]|[KMGTPE]i)", "an amount with its unit, such as 64G or 500Gi")
+]
+Cpus = Annotated[LooseText, matching(r"\d{1,6}(\.\d{1,3}|m)?", "a number of CPUs such as 8, 0.5 or 500m")]
+Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and underscores")]
+Image = Annotated[str, matching(r"[!-~]{1,1024}", "an image's name, without spaces")]
+Release = Annotated[str, matching(r"\d{1,4}\.\d{1,4}", 'a version such as "2.3", in quotes')]
+SecretKey = Annotated[str, matching(r"[-._a-zA-Z0-9]{1,253}", "letters, digits, dashes, dots and underscores")]
+
+
+class Ranks(Section):
+    """How many processes. How they share the work is up to the script."""
+
+    ranks: Count | None = None
+    """Processes, one per GPU. Default: cluster.nodes x cluster.gpus_per_node."""
+
+
+class LayoutSection(Ranks):
     """How the model is placed on the GPUs. What is left out follows from the name and the machines."""
 
     name: Literal["auto", "full-shard", "no-reshard", "hybrid", "expert-parallel", "resident"] = "auto"
     """auto: the fastest that fits, by the plan. full-shard: each layer is gathered for every micro-batch (FSDP2,
     ZeRO-3). no-reshard: layers stay gathered during accumulation. hybrid: sharded in groups. expert-parallel: each GPU
     stores some of the experts. resident: each GPU stores the whole base model."""
-    ranks: Count | None = None
-    """Processes, one per GPU. Default: cluster.nodes x cluster.gpus_per_node."""
     shard: Count | None = None
     """GPUs that the weights are sharded over."""
     replicate: Count | None = None
@@ -209,7 +215,5 @@ def admission(cluster: Cluster, where: Callable[[str], str]) -> tuple[str, ...]:
     if cluster.user is None:
         return ()
     scc = "anyuid" if cluster.user.uid == 0 else "nonroot-v2"
-    return (
-        f"{where('cluster.user')}: OpenShift's restricted-v2 policy refuses user {cluster.user.uid} unless it is in "
-        f"the namespace's range: give the service account the SCC {scc}, or remove cluster.user",
-    )
+    what = f"OpenShift's restricted-v2 policy refuses user {cluster.user.uid} unless it is in the namespace's range"
+    return (f"{where('cluster.user')}: {what}: give the service account the SCC {scc}, or remove cluster.user",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.runfile.document import Document, Steps, dotted, load, parse, scalar, unprintable
+from windlass.runfile.document import Steps, dotted, load, parse, scalar, unprintable
 from windlass.runfile.fields import RunFile, ScriptRun
-from windlass.runfile.names import RENAMED
-from windlass.runfile.problems import problems_of, unknown_key
-from windlass.runfile.reference import SECTIONS, Root, annotation_at, items, section
+from windlass.runfile.names import NOT_TAKEN, NOT_VALUES, OTHER_NAMES, RENAMED, close_names
+from windlass.runfile.reference import SECTIONS, Root, annotation_at, items, keys, owners, section, shown
 from windlass.runfile.rules import contradictions, remarks
 
 
@@ -78,48 +77,52 @@ def _root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile | Scri
 def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
     """Read a run file of either kind. Raises UserError with all that is wrong, each with its place and a hint."""
     document = load(Path(path))
-    tree = _mapping(document)
+    tree, problems = document.value, document.problems
+    if not isinstance(tree, dict) or not tree:
+        hint = "it needs sections such as `model:`, `data:`, `train:`; `windlass init > run.yaml` writes one"
+        raise_all([*problems, Problem("contains no sections", document.file, hint)])
     places = {dotted(steps): document.place(line, steps) for steps, line in document.lines.items() if steps}
-    problems = list(document.problems)
     root = _root(tree, overrides)
     notes = _rename(tree, places, problems) if root is RunFile else []
     for text in overrides:
         try:
-            steps, value = _override(tree, text, root)
+            _override(tree, places, text, root)
         except UserError as error:
             problems += error.problems
-            continue
-        for known in [known for known in places if known.startswith((f"{dotted(steps)}.", f"{dotted(steps)}["))]:
-            del places[known]
-        _set_places(places, dotted(steps), value, f"--override {text}")
     if isinstance(tree.get("layout"), str):
-        tree["layout"] = {"name": tree["layout"]}
         places["layout.name"] = places["layout"]
     tree.update({name: {} for name in SECTIONS if name in tree and tree[name] is None})
 
-    run, wrong, more = _validate(tree, root, places, document.file)
+    wrong: list[str] = []
+    run: RunFile | ScriptRun = RunFile() if root is RunFile else ScriptRun(kind="script")
+    for _ in range(8):  # without the wrong keys, to find contradictions among the others
+        try:
+            run = root.model_validate(tree)
+            break
+        except ValidationError as error:
+            found = _problems_of(error, tree, lambda steps: _nearest_place(places, steps, document.file), root)
+        problems += found.values()
+        wrong += map(dotted, found)
+        for steps in found:  # a list or free mapping goes as a whole
+            top = tree.get(str(steps[0])) if len(steps) > 1 else None
+            if isinstance(top, dict):
+                top.pop(str(steps[1]), None)
+            elif steps:
+                tree.pop(str(steps[0]), None)
+    else:
+        wrong += SECTIONS
 
     def is_valid(path: str) -> bool:
         return not any(path == bad or path.startswith((f"{bad}.", f"{bad}[")) for bad in wrong)
 
     where = LoadedFile(Path(path), (), places).where
-    problems += [*more, *contradictions(run, where, is_valid=is_valid)]
+    problems += contradictions(run, where, is_valid=is_valid)
     line = re.compile(re.escape(document.file) + r":(\d+)")
-    raise_all(sorted(problems, key=lambda each: int(found[1]) if (found := line.match(each.where)) else 0))
+    raise_all(sorted(problems, key=lambda each: int(at[1]) if (at := line.match(each.where)) else 0))
     notes += remarks(run, where)
     if isinstance(run, ScriptRun):
         return LoadedScript(Path(path), tuple(notes), places, run)
     return Loaded(Path(path), tuple(notes), places, run)
-
-
-def _mapping(document: Document) -> dict[str, Any]:
-    if not isinstance(document.value, dict):
-        what = f"contains {'a list' if isinstance(document.value, list) else 'a single value'}, not sections"
-        hint = "it needs sections such as `model:`, `data:`, `train:`; `windlass init` writes one"
-        raise_all([*document.problems, Problem(what, document.file, hint)])
-    if not document.value:
-        raise UserError("is empty", document.file, "`windlass init > run.yaml` writes one to start from")
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in document.value.items()}
 
 
 def _rename(tree: dict[str, Any], places: dict[str, str], problems: list[Problem]) -> list[str]:
@@ -127,109 +130,54 @@ def _rename(tree: dict[str, Any], places: dict[str, str], problems: list[Problem
     notes: list[str] = []
     for old, new in RENAMED.items():
         (old_section, _, old_key), (new_section, _, new_key) = old.partition("."), new.partition(".")
-        if not isinstance(tree.get(old_section), dict) or old_key not in tree[old_section]:
+        source = tree.get(old_section)
+        if not isinstance(source, dict) or old_key not in source:
             continue
-        if tree.get(new_section) is None:
-            tree[new_section] = {}
-        target = tree[new_section]
-        value = tree[old_section].pop(old_key)
-        if not isinstance(target, dict):
-            continue  # reported as a section that isn't one
-        if new_key in target:
+        target = tree[new_section] = {} if tree.get(new_section) is None else tree[new_section]
+        value = source.pop(old_key)
+        if isinstance(target, dict) and new_key in target:
             what = f"is another name of {new}, which is set too ({places.get(new, new)})"
             problems.append(Problem(what, places.get(old, old), "remove one of them"))
-            continue
-        target[new_key] = value
-        places[new] = places.get(old, old)
-        notes.append(f"{places[new]} is read as {new}")
+        elif isinstance(target, dict):  # else reported as a section that isn't one
+            target[new_key] = value
+            places[new] = places.get(old, old)
+            notes.append(f"{places[new]} is read as {new}")
     return notes
 
 
-def _validate(
-    tree: dict[str, Any], root: type[RunFile | ScriptRun], places: dict[str, str], file: str
-) -> tuple[RunFile | ScriptRun, list[str], list[Problem]]:
-    """The run, the wrong paths and their problems. Wrong keys are removed, to find contradictions among the others."""
-    wrong: list[str] = []
-    problems: list[Problem] = []
-    for _ in range(8):
-        try:
-            return root.model_validate(tree), wrong, problems
-        except ValidationError as error:
-            found = problems_of(error, tree, lambda steps: _nearest_place(places, steps, file), root)
-        problems += found.values()
-        wrong += map(dotted, found)
-        for steps in found:  # a list or free mapping goes as a whole
-            if len(steps) > 1 and isinstance(tree.get(str(steps[0])), dict):
-                tree[str(steps[0])] = {key: value for key, value in tree[str(steps[0])].items() if key != steps[1]}
-            elif steps:
-                tree.pop(str(steps[0]), None)
-    return (RunFile() if root is RunFile else ScriptRun(kind="script")), [*wrong, *SECTIONS], problems
-
-
-def _nearest_place(places: dict[str, str], steps: Steps, file: str) -> str:
-    """Where a path is set, or what encloses it."""
-    for length in range(len(steps), 0, -1):
-        outer = dotted(steps[:length])
-        if outer in places:
-            place = places[outer]
-            exact = length == len(steps) or place.startswith("--")
-            return place if exact else place.removesuffix(outer) + dotted(steps)
-    return f"{file}: {dotted(steps)}" if steps else file
-
-
-# --- overrides ------------------------------------------------------------------------------------------------------
-
-_STEP = re.compile(r"\.?([^.\[\]=]+)|\[(\d{1,6})\]")
-
-
-def _override(tree: dict[str, Any], text: str, root: Root) -> tuple[Steps, Any]:
+def _override(tree: dict[str, Any], places: dict[str, str], text: str, root: Root) -> None:
     """Put the value of `a.b=value` into the tree."""
     place = f"--override {text}"
     if unprintable(text):
-        raise UserError("contains a character that can't be printed", f"--override {ascii(text)[1:-1]}", "remove it")
+        raise UserError("contains a character that can't be printed", ascii(place)[1:-1], "remove it")
     path, equals, value_text = text.partition("=")
     path = path.strip()
     if not equals or not path:
         raise UserError("is not of the form a.b=value", place, "such as --override train.learning_rate=1e-4")
-    steps = _path(path, root)
+    steps: tuple[str, ...] = tuple((RENAMED.get(path, path) if root is RunFile else path).split("."))
+    for depth in range(1, len(steps)):
+        if items(annotation_at(steps[:depth], root), dict) is not None:  # keys of a free mapping may contain dots
+            steps = (*steps[:depth], ".".join(steps[depth:]))
+            break
     annotation = annotation_at(steps, root)
-    if not steps or annotation is None:
-        hint = unknown_key(steps or (path,), root)[1]
+    if annotation is None:
+        hint = "give the whole list: KEY=[a, b]" if "[" in path else _explain_unknown(steps, root)[1]
         raise UserError(f"the run file has no {path}", place, hint)
     try:
         value = _typed(value_text, annotation)
-        current: Any = tree
-        for depth, step in enumerate(steps[:-1]):
-            current[step] = current = _container(current, steps[: depth + 1], steps[depth + 1], root)
-        if isinstance(current, list) and steps[-1] == len(current):
-            current.append(value)
-        else:
-            current[steps[-1]] = value
     except UserError as error:
         raise UserError(error.problems[0].problem, place, error.problems[0].hint) from None
-    return steps, value
-
-
-def _path(path: str, root: Root) -> Steps:
-    """The steps of a path, old spellings translated; empty if it isn't one."""
-    steps: Steps = ()
-    position = 0
-    while position < len(path):
-        annotation = annotation_at(steps, root)
-        values = items(annotation, dict) if steps else None
-        if values is not None and section(values) is None:
-            return (*steps, path[position:].removeprefix("."))  # a key of a free mapping may contain dots
-        found = _STEP.match(path, position)
-        if found is None or len(steps) > 12:
-            return ()
-        name, index = found.groups()
-        if index is None and name.isdecimal() and items(annotation, list) is not None:
-            index = name
-        steps = (*steps, int(index) if index else name)
-        position = found.end()
-        if root is RunFile and dotted(steps) in RENAMED:
-            steps = tuple(RENAMED[dotted(steps)].split("."))
-    return steps
+    current = tree
+    for step in steps[:-1]:
+        inner = current.get(step)
+        if not isinstance(inner, dict):
+            inner = {"name": inner} if step == "layout" and isinstance(inner, str) else {}
+        current[step] = current = inner
+    current[steps[-1]] = value
+    path = dotted(steps)
+    for known in [known for known in places if known.startswith((f"{path}.", f"{path}["))]:
+        del places[known]
+    _set_places(places, path, value, place)
 
 
 def _typed(text: str, annotation: Any) -> Any:
@@ -255,32 +203,136 @@ def _typed(text: str, annotation: Any) -> Any:
     return value
 
 
-def _container(parent: Any, steps: Steps, following: str | int, root: Root) -> Any:
-    """A copy of the list or mapping that the next step goes into."""
-    step, path = steps[-1], dotted(steps)
-    if isinstance(step, int) and step >= len(parent):
-        raise UserError(
-            f"{dotted(steps[:-1])} has {len(parent)} items: there is no [{step}]", "", "give the whole item"
-        )
-    there = parent[step] if isinstance(step, int) else parent.get(step)
-    if isinstance(following, str):
-        if path == "layout" and isinstance(there, str):
-            return {"name": there}
-        return dict(there) if isinstance(there, dict) else {}
-    if there is None:
-        there = root.model_construct()
-        for name in steps:
-            there = getattr(there, str(name), None)
-    if there is not None and not isinstance(there, list):
-        raise UserError(f"{path} is not a list here", "", "give the whole list: [a, b]")
-    there = list(there or [])
-    if following > len(there):
-        raise UserError(f"{path} has {len(there)} items: there is no [{following}]", "", f"[{len(there)}] appends one")
-    return there
-
-
 def _set_places(places: dict[str, str], path: str, value: Any, place: str) -> None:
     """An override is the place of its key, and of every key inside its value."""
     places[path] = place
     for key, inner in value.items() if isinstance(value, dict) else ():
         _set_places(places, f"{path}.{key}", inner, place)
+
+
+# --- pydantic's errors as problems with a place and a hint ----------------------------------------------------------
+
+# What follows pydantic's "Input should be", in plainer words.
+WORDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid list": "a list",
+    "a valid dictionary": "a mapping of keys to values",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "a whole number or a number": "a number",
+}
+
+
+def _nearest_place(places: dict[str, str], steps: Steps, file: str) -> str:
+    """Where a path is set, or what encloses it."""
+    path = dotted(steps)
+    for outer in (dotted(steps[:length]) for length in range(len(steps), 0, -1)):
+        if place := places.get(outer):
+            return place if outer == path or place.startswith("--") else place.removesuffix(outer) + path
+    return f"{file}: {path}" if path else file
+
+
+def _problems_of(
+    error: ValidationError, tree: dict[str, Any], where: Callable[[Steps], str], root: Root
+) -> dict[Steps, Problem]:
+    """One problem for each path that is wrong."""
+    grouped: dict[Steps, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        value: Any = tree
+        steps: list[str | int] = []  # pydantic's location without its names of alternatives
+        part: Any
+        for part in item["loc"]:
+            if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
+                value = value[part]
+                steps.append(part)
+        if item["type"] == "missing":
+            steps.append(item["loc"][-1])
+        grouped.setdefault(tuple(steps), []).append({**item, "value": value})
+    problems = {}
+    for path, found in grouped.items():
+        # For "a list or text", a wrong item of the list is also "not text": only the deeper problem is the user's.
+        if any(len(other) > len(path) and other[: len(path)] == path for other in grouped):
+            continue
+        unknown = any(item["type"] == "extra_forbidden" for item in found)
+        what, hint = _explain_unknown(path, root, tree) if unknown else _explain_wrong(path, found, root)
+        problems[path] = Problem(what, where(path), hint)
+    return problems
+
+
+def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str]:
+    """What is wrong with a value, and a hint."""
+    key, types, value = dotted(steps).partition("[")[0], {item["type"] for item in found}, found[0]["value"]
+    explain = f"see `windlass explain {key}`"
+    messages = dict.fromkeys(item["msg"] for item in found)
+    own = [message.removeprefix("Value error, ") for message in messages if message.startswith("Value error, ")]
+    if "missing" in types:
+        return "is missing", explain
+    if own:
+        return own[0], explain
+    if types & {"string_too_short", "too_short"}:
+        return "must not be empty", explain
+    wanted = " or ".join(message.removeprefix("Input should be ") for message in messages)
+    wanted = re.sub(r"a valid dictionary or instance of \w+", "a section", wanted)
+    for upstream, plain in WORDS.items():
+        wanted = wanted.replace(upstream, plain)
+    if key == "kind":
+        wanted = "'lora' or 'script'"
+    hint = explain
+    if (key, str(value)) in NOT_VALUES:
+        hint = NOT_VALUES[key, str(value)]
+    elif value is None:
+        hint = "write a value, or remove the line"
+    elif inner := section(annotation_at(steps, root)):
+        hint = f"indent its keys below it: {', '.join(list(inner.model_fields)[:6])} …"
+    elif isinstance(value, str) and "bool_type" in types and value.lower() in ("true", "false"):
+        hint = f"write {value.lower()} without quotes"
+    elif isinstance(value, str) and types & {"int_type", "float_type"} and re.fullmatch(r"[-+0-9._eE]+", value):
+        hint = "write the number without quotes and without leading zeros"
+    elif isinstance(value, str) and (near := close_names(value, re.findall(r"'([^']+)'", wanted), 1)):
+        hint = f"did you mean {near[0]}?"
+    elif "string_type" in types and not isinstance(value, str | dict | list):
+        hint = f'write it in quotes: "{shown(value)}"'
+    return f"must be {wanted}, not {_cut(value)}", hint
+
+
+def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = None) -> tuple[str, str]:
+    """What is wrong with a key that doesn't exist, and which one may have been meant."""
+    key, path, parent = str(steps[-1]), dotted(steps), dotted(steps[:-1])
+    what = f"`{parent}` has no such key" if parent else "a run file has no such section"
+    there = section(annotation_at(steps[:-1], root))
+    own = list(there.model_fields) if there else []
+    own += [old.rpartition(".")[2] for old in RENAMED if old.rpartition(".")[0] == parent]
+    near, elsewhere = close_names(key, own), owners(key, root)
+    other = next((name for name in [OTHER_NAMES.get(key.lower())] if name in keys(root)), "")
+    if root is RunFile and path == "script":
+        return "is a section of `kind: script` runs", "write `kind: script` above it"
+    if root is ScriptRun and path in keys(RunFile):
+        return "is not for `kind: script` runs", "remove it: the script has its own settings"
+    if key in NOT_TAKEN:
+        return what, NOT_TAKEN[key]
+    if elsewhere and not parent and tree is not None:
+        header = elsewhere[0].partition(".")[0]
+        missing = "" if header in tree else f"; the line `{header}:` is missing"
+        return f"belongs to `{header}`", f"indent it under `{header}:`{missing}"
+    if other and (other.rpartition(".")[0] == parent or not (elsewhere or (near and parent))):
+        return what, f"write {other}"
+    if elsewhere:
+        return f"{what}; it belongs to `{elsewhere[0].rpartition('.')[0] or 'the top'}`", f"write {elsewhere[0]}"
+    if near:
+        return what, f"did you mean {', '.join(near)}?"
+    if far := close_names(key, [path.rpartition(".")[2] for path in keys(root)], 1):
+        return what, f"did you mean {owners(far[0], root)[0]}?"
+    if len(own) > 12:
+        return what, f"see `windlass explain {parent}`"
+    return what, f"its keys are {', '.join(own)}" if own else "remove it"
+
+
+def _cut(value: Any) -> str:
+    """A value as the user wrote it, cut short."""
+    if isinstance(value, dict | list):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    text = repr(value) if isinstance(value, str) else shown(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import sys
 import types
 from collections.abc import Iterator
@@ -20,8 +19,10 @@ from windlass.errors import UserError
 from windlass.runfile.document import Steps
 from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.names import OTHER_NAMES, RENAMED, close_names
+from windlass.runfile.values import Section
 
 Root = type[BaseModel]
+Key = tuple[Root, FieldInfo]  # its section and its definition
 SECTIONS = ("model", "lora", "data", "train", "script", "layout", "cluster", "watch")
 
 # The class whose argument a key becomes, and the keys of the section that are windlass's own.
@@ -41,7 +42,7 @@ def options(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def section(annotation: Any) -> type[BaseModel] | None:
+def section(annotation: Any) -> Root | None:
     """The section that an annotation stands for, if it does."""
     found = (o for o in options(annotation) if isinstance(o, type) and issubclass(o, BaseModel))
     return next(found, None)
@@ -57,30 +58,25 @@ def annotation_at(steps: Steps, root: Root = RunFile) -> Any:
     current: Any = root
     for step in steps:
         inner = section(current)
-        if isinstance(step, int):
-            current = items(current, list)
-        elif inner is not None and step in inner.model_fields:
-            current = inner.model_fields[step].rebuild_annotation()
+        if inner is not None and step in inner.model_fields:
+            current = inner.model_fields[str(step)].rebuild_annotation()
         else:
-            current = items(current, dict)
-        if current is None:
-            return None
+            current = items(current, list if isinstance(step, int) else dict)
     return current
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, tuple[type[BaseModel], FieldInfo]]]:
-    for name, field in model.model_fields.items():
-        owner = next(base for base in model.__mro__ if name in base.__annotations__)
-        yield prefix + name, (owner, field)
-        kinds = (field.annotation, items(field.annotation, list), items(field.annotation, dict))
-        if inner := next(filter(None, map(section, kinds)), None):
-            yield from _walk(inner, f"{prefix}{name}.")
-
-
 @cache
-def fields(root: Root = RunFile) -> dict[str, tuple[type[BaseModel], FieldInfo]]:
+def fields(root: Root = RunFile) -> dict[str, Key]:
     """Every path of a run file, in order. What is inside lists and mappings stands once, without index or key."""
-    return dict(_walk(root, ""))
+
+    def walk(model: Root, prefix: str) -> Iterator[tuple[str, Key]]:
+        for name, field in model.model_fields.items():
+            yield prefix + name, (model, field)
+            kinds = (field.annotation, items(field.annotation, list), items(field.annotation, dict))
+            if inner := next(filter(None, map(section, kinds)), None):
+                yield from walk(inner, f"{prefix}{name}.")
+
+    return dict(walk(root, ""))
 
 
 def keys(root: Root = RunFile) -> tuple[str, ...]:
@@ -89,15 +85,22 @@ def keys(root: Root = RunFile) -> tuple[str, ...]:
 
 def owners(key: str, root: Root = RunFile) -> list[str]:
     """Paths that end in this key."""
-    return [path for path in keys(root) if path.rpartition(".")[2] == key]
+    return [path for path in fields(root) if path.rpartition(".")[2] == key]
 
 
 @cache
-def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+def documented() -> dict[str, Key]:
+    """The paths of both kinds of run file."""
+    return {**fields(RunFile), **{path: key for path, key in fields(ScriptRun).items() if path.startswith("script")}}
+
+
+@cache
+def _docstrings(model: Root) -> dict[str, str]:
     """The docstrings under a section's keys. pydantic can read them too, but does so at every import."""
     tree = ast.parse(inspect.getsource(sys.modules[model.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
-    return {
+    base = model.__bases__[0]
+    return (_docstrings(base) if base not in (BaseModel, Section) else {}) | {
         key.target.id: " ".join(str(text.value.value).split())
         for key, text in pairwise(body)
         if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
@@ -105,40 +108,18 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     }
 
 
-@cache
-def documented() -> dict[str, tuple[type[BaseModel], FieldInfo]]:
-    """The paths of both kinds of run file."""
-    return {**fields(RunFile), **{path: row for path, row in fields(ScriptRun).items() if path.startswith("script")}}
-
-
-def describe(path: str) -> str | None:
-    """What a key means, its type, default and other names. The last part of its path is enough."""
-    path = re.sub(r"\[\d*\]", "", path.strip())
-    found = [path] if path in documented() else [key for key in documented() if key.rpartition(".")[2] == path]
-    if found:
-        return "\n\n".join(map(_described, found))
-    by_last = {old.rpartition(".")[2]: new for old, new in reversed(RENAMED.items())}
-    if new := RENAMED.get(path) or by_last.get(path) or OTHER_NAMES.get(path.rpartition(".")[2]):
-        return f"{path} is another name of {new}\n\n{_described(new)}"
-    parent = path.rpartition(".")[0]
-    if parent in keys() and items(fields()[parent][1].annotation, dict):
-        return _described(parent)  # a key of a free mapping, such as one variable of cluster.env
-    return None
-
-
-def _described(path: str) -> str:
+def describe(path: str) -> list[str]:
+    """What a key means, its type, default and other names, a line each."""
     model, field = documented()[path]
     top, _, name = path.rpartition(".")
-    text = _docstrings(model).get(name, "")
-    lines = [path, text]
+    lines = [_docstrings(model)[name]]
     if section(field.annotation) and field.default_factory:
-        inside = [key for key in documented() if key.rpartition(".")[0] == path]
-        lines.append(f"keys: {', '.join(key.rpartition('.')[2] for key in inside)}")
+        lines.append(f"keys: {', '.join(key.removeprefix(f'{path}.') for key in _children(path))}")
     else:
-        lines.append(f"type: {words(TypeAdapter(field.rebuild_annotation()).json_schema())}")
+        lines.append(f"type: {_words(TypeAdapter(field.rebuild_annotation()).json_schema())}")
         if not field.is_required():
-            lines.append(f"default: {_shown(field.default)}")
-        elif "Default:" not in text:
+            lines.append(f"default: {shown(field.default)}")
+        elif "Default:" not in lines[0]:
             lines.append("required")
     upstream, own = UPSTREAM.get(top, ("", set()))
     if upstream and name not in own:
@@ -146,27 +127,30 @@ def _described(path: str) -> str:
     for title, table in (("also accepted", RENAMED), ("elsewhere called", OTHER_NAMES)):
         if names := [name for name, key in table.items() if key == path]:
             lines.append(f"{title}: {', '.join(names)}")
-    return "\n  ".join(lines)
+    return lines
 
 
-def words(rule: dict[str, Any]) -> str:
+def _children(path: str) -> list[str]:
+    return [key for key in documented() if key.rpartition(".")[0] == path]
+
+
+def _words(rule: dict[str, Any]) -> str:
     """A JSON Schema rule in words."""
     if "anyOf" in rule:
-        return " or ".join(dict.fromkeys(map(words, rule["anyOf"])))
-    if "$ref" in rule:
-        return "a section"
+        return " or ".join(dict.fromkeys(map(_words, rule["anyOf"])))
     if "enum" in rule or "const" in rule:
-        return ", ".join(map(_shown, rule.get("enum", [rule.get("const")])))
+        return ", ".join(map(shown, rule.get("enum", [rule.get("const")])))
     names = {"integer": "whole number", "boolean": "true or false", "string": "text", "object": "mapping"}
-    name = names.get(rule.get("type", ""), rule.get("type", "anything"))
+    name = "a section" if "$ref" in rule else names.get(kind := rule.get("type", "anything"), kind)
     if name == "array":
-        return f"list of {words(rule.get('items', {}))}"
+        return f"list of {_words(rule.get('items', {}))}"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {rule[key]:g}" for key, sign in signs.items() if key in rule]
     return f"{name} {' and '.join(bounds)}".strip()
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as YAML writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
@@ -174,16 +158,22 @@ def _shown(value: Any) -> str:
 
 def schema() -> dict[str, Any]:
     """JSON Schema of both kinds of run file: `kind: script` chooses the second."""
-    lora, script = _schema(RunFile), _schema(ScriptRun)
+    roots = {}
+    for root in (ScriptRun, RunFile):
+        roots[root] = found = root.model_json_schema()
+        for path, (model, _) in fields(root).items():
+            properties = found["$defs"].get(model.__name__, found)["properties"]
+            properties[path.rpartition(".")[2]]["description"] = _docstrings(model)[path.rpartition(".")[2]]
+        for name in SECTIONS:  # a header may have nothing under it
+            if rule := found["properties"].get(name):
+                rule["anyOf"] = [{"$ref": rule.pop("$ref")}, {"type": "null"}]
+    script, lora = roots[ScriptRun], roots[RunFile]
     sections = {**script.pop("$defs"), **lora.pop("$defs")}
     for old, new in RENAMED.items():
         (old_section, _, old_key), (new_section, _, new_key) = old.partition("."), new.partition(".")
-        properties = sections[new_section.capitalize()]["properties"]
-        sections[old_section.capitalize()]["properties"][old_key] = {
-            **properties[new_key],
-            "deprecated": True,
-            "description": f"Another name of {new}.",
-        }
+        rule = sections[new_section.capitalize()]["properties"][new_key]
+        rule = {**rule, "deprecated": True, "description": f"Another name of {new}."}
+        sections[old_section.capitalize()]["properties"][old_key] = rule
     layout_names = sections["LayoutSection"]["properties"]["name"]["enum"]
     lora["properties"]["layout"]["anyOf"].append({"enum": layout_names})  # `layout: hybrid`
     sections["Lora"]["properties"]["experts"]["anyOf"].append({"type": "boolean"})
@@ -198,35 +188,16 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _schema(root: Root) -> dict[str, Any]:
-    """pydantic's, with the keys' docstrings, and with headers that have nothing under them."""
-    found = root.model_json_schema(mode="validation")
-    for path, (model, _) in fields(root).items():
-        rule = found["$defs"].get(model.__name__, found)
-        name = path.rpartition(".")[2]
-        rule["properties"][name]["description"] = _docstrings(model)[name]
-    for name in SECTIONS:
-        if name in found["properties"]:
-            rule = found["properties"][name]
-            rule["anyOf"] = [{"$ref": rule.pop("$ref")}, {"type": "null"}]
-    return found
-
-
 def presets() -> dict[str, str]:
-    """Name and one-line summary of every run file that `windlass init` can print."""
-    return {name: text.splitlines()[0].removeprefix("# ") for name, text in sorted(_texts().items())}
+    """Every run file that `windlass init` can print, by its name; its first line is a summary."""
+    found = (entry for entry in (files("windlass.runfile") / "presets").iterdir() if entry.name.endswith(".yaml"))
+    return dict(sorted((entry.name.removesuffix(".yaml"), entry.read_text(encoding="utf-8")) for entry in found))
 
 
 def init(preset: str = "mistral-small-4") -> str:
     """The text of a preset."""
-    texts = _texts()
+    texts = presets()
     if preset not in texts:
-        near = close_names(preset, texts) or sorted(texts)
+        near = close_names(preset, texts) or texts
         raise UserError(f"there is no preset {preset!r}", "windlass init", f"choose {', '.join(near)}")
     return texts[preset]
-
-
-def _texts() -> dict[str, str]:
-    folder = files("windlass.runfile") / "presets"
-    found = [entry for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return {entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8") for entry in found}
