@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import warm
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -132,15 +133,11 @@ def test_steps_are_written_in_order_once_their_time_is_known(tmp_path: Path, mon
     assert len(records(tmp_path)) == 3, "the caller still has values for it"
     recorder.add_values(loss=7.5, step=9)
     assert (records(tmp_path)[3]["loss"], records(tmp_path)[3]["step"]) == (7.5, 4)
+    record_step(recorder, 5, loss=math.nan, grad_norm=torch.tensor(math.inf))
     recorder.close()
-
-
-def test_a_number_that_is_not_finite_is_valid_json(recorder: Recorder, tmp_path: Path) -> None:
-    record_step(recorder, 1, loss=math.nan, grad_norm=torch.tensor(math.inf))
-    line = (tmp_path / "steps-rank0.jsonl").read_text()
-    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert record["non_finite"] == ["loss", "grad_norm"]
-    assert record["loss"] is None
+    last = (tmp_path / "steps-rank0.jsonl").read_text().splitlines()[-1]
+    record = json.loads(last, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (record["non_finite"], record["loss"]) == (["loss", "grad_norm"], None)
 
 
 def test_a_full_disk_ends_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -166,41 +163,34 @@ for step in range(1, 10**9):
 
 
 def test_a_killed_run_keeps_every_step_it_made(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([warm.python(), "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         printed = next(int(line) for line in process.stdout if int(line) >= 50)
         process.send_signal(signal.SIGKILL)
     assert [line["step"] for line in records(tmp_path)][:printed] == list(range(1, printed + 1))
 
 
-@pytest.mark.parametrize(
-    "number", [3_000, pytest.param(1_000_000, marks=[pytest.mark.prove, pytest.mark.timeout(1800)])]
-)
-def test_recording_is_cheap_and_needs_no_more_memory_with_more_steps(number: int, tmp_path: Path) -> None:
+def test_recording_is_cheap_and_needs_no_more_memory_with_more_steps(tmp_path: Path) -> None:
     """Python's own memory and the process's, from a third of the way on; the cost of the median step."""
-    trace = number < 100_000
-    if trace:
-        tracemalloc.start()
-    used: list[tuple[int, float]] = []
     recorder = Recorder(tmp_path)
     recorder.start()
-    for step in range(1, number + 1):
+    for step in range(1, 501):
         record_step(recorder, step, loss=1.0)
-        if step == 500 and trace:
-            tracemalloc.stop()  # it makes everything slow
-            costs = sorted(line["meter_seconds"] for line in records(tmp_path)[-200:])
-            tracemalloc.start()
-        if step in (number // 3, number):
+    costs = sorted(line["meter_seconds"] for line in records(tmp_path)[-200:])
+    assert costs[100] < 0.005, "seconds; 0.0001 on a quiet machine"
+    tracemalloc.start()  # it makes everything slow
+    used: list[tuple[int, float]] = []
+    for step in range(501, 2001):
+        record_step(recorder, step, loss=1.0)
+        if step in (1000, 2000):
             gc.collect()
-            used.append((tracemalloc.get_traced_memory()[0] if trace else 0, rss_gib()))
-    recorder.close()
+            used.append((tracemalloc.get_traced_memory()[0], rss_gib()))
     tracemalloc.stop()
+    recorder.close()
     assert used[1][0] - used[0][0] < 50_000
     assert used[1][1] - used[0][1] < 0.02
-    if trace:
-        assert costs[100] < 0.005, "seconds; 0.0001 on a quiet machine, without tracing"
-    with (tmp_path / "steps-rank0.jsonl").open() as lines:
-        assert sum(1 for _ in lines) == number
+    lines = (tmp_path / "steps-rank0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 2001))
 
 
 RANK = """
@@ -225,7 +215,7 @@ dist.destroy_process_group()
 
 def test_waiting_for_a_slow_rank_is_communication_and_its_own_time_is_not(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RANK, str(tmp_path)]
+    command = [warm.python(), "-c", RANK, str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
     assert [rank.wait(240) for rank in ranks] == [0, 0]
     fast, slow = (sorted(line["communication_seconds"] for line in records(tmp_path, r)[1:])[3] for r in (0, 1))
@@ -269,7 +259,7 @@ def test_flops_are_what_torch_counts(family: str, tmp_path: Path) -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     # Eager attention computes the full square, of which the count takes the causal half.
-    expected = count(model, 2 * length, recomputes=False).model * ids.numel()
+    expected = count(model, recomputes=False).model(2 * length) * ids.numel()
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.03)
 
 
@@ -293,7 +283,7 @@ def test_flops_of_a_rank_with_a_part_of_the_experts_are_the_same() -> None:
         model.mlp = layer
         return model
 
-    assert count(mixture(4), 0, recomputes=False).model == count(mixture(2), 0, recomputes=False).model > 0
+    assert count(mixture(4), recomputes=False).weights == count(mixture(2), recomputes=False).weights > 0
 
 
 def test_expert_balance_of_planted_routers() -> None:
@@ -329,7 +319,7 @@ def test_infiniband_counters_are_read_in_words(tmp_path: Path) -> None:
     (node.ports[0] / "port_xmit_data").write_text(str(1000 + 250_000_000))
     (node.ports[0] / "port_rcv_data").write_text("500000000")
     sample = node.sample()
-    assert (sample["infiniband_sent_gb"], sample["infiniband_received_gb"]) == (1.0, 2.0)
+    assert (sample["infiniband_sent_gb"], sample["infiniband_received_gb"]) == pytest.approx((1.0, 2.0))
 
 
 @pytest.mark.skipif(not read_gpus(health=False).error, reason="this machine has NVML")
@@ -411,8 +401,6 @@ def test_the_callback_records_every_step_of_a_trainer(trained: Trained) -> None:
         assert all(high >= 1 >= low for high, low in zip(balance["busiest"], balance["idlest"], strict=True))
     assert not [name for name, module in trained.trainer.model.named_modules() if module._forward_pre_hooks]
 
-
-def test_loss_gradient_norm_and_rate_are_the_trainers(trained: Trained) -> None:
     logged = [log for log in trained.logs if "loss" in log]
     assert len(logged) == 4
     for log in logged:
@@ -423,9 +411,8 @@ def test_loss_gradient_norm_and_rate_are_the_trainers(trained: Trained) -> None:
         assert sum(window) / 3 == pytest.approx(log["loss"], rel=1e-4)
 
 
-def test_tokens_are_the_batches(trained: Trained) -> None:
-    """The same batches again, counted by hand."""
-    loader = iter(trained.trainer.get_train_dataloader())
+def test_tokens_evaluations_and_saves(trained: Trained) -> None:
+    loader = iter(trained.trainer.get_train_dataloader())  # the same batches again, counted by hand
     for line in trained.records:
         seen = list(itertools.islice(loader, 2))
         ids = sum(each["input_ids"].numel() for each in seen)
@@ -434,8 +421,6 @@ def test_tokens_are_the_batches(trained: Trained) -> None:
         found = (line["tokens"], line["padded_tokens"], line["supervised_tokens"], line["masked_tokens"])
         assert found == (useful, ids - useful, supervised, useful - supervised)
 
-
-def test_evaluations_and_saves_are_events_and_pauses(trained: Trained) -> None:
     paused = {line["step"]: line["pause_seconds"] for line in trained.records}
     events = list(read_json_lines(trained.folder / run_folder.EVENTS))
     kinds = [(event["kind"], event["step"]) for event in events]
@@ -451,12 +436,8 @@ def test_evaluations_and_saves_are_events_and_pauses(trained: Trained) -> None:
 
 PLAIN = """
     import sys
-    import windlass.meter
-    assert "torch" not in sys.modules
-    from windlass.meter import LLMStepProfiler
-    profiler = LLMStepProfiler()
-    assert "transformers" not in sys.modules, "it is no TrainerCallback by birth"
     import transformers
+    from windlass.meter import LLMStepProfiler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Fault(TrainerCallback):
@@ -470,12 +451,12 @@ PLAIN = """
         dataloader_pin_memory=False, per_device_train_batch_size=2,
     )
     model = transformers.Mistral4ForCausalLM.from_pretrained(sys.argv[2])
-    Trainer(model, arguments, train_dataset=rows, callbacks=[profiler, Fault()]).train()
+    Trainer(model, arguments, train_dataset=rows, callbacks=[LLMStepProfiler(), Fault()]).train()
 """
 
 
 def test_a_plain_trainer_that_an_exception_ends_has_its_steps_and_a_report(small: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(PLAIN), str(tmp_path), str(small)]
+    command = [warm.python(), "-c", textwrap.dedent(PLAIN), str(tmp_path), str(small)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert "MemoryError: planted" in done.stderr, done.stderr
     assert [(line["step"], line["tokens"]) for line in records(tmp_path)] == [(1, 8), (2, 8), (3, 8)]
@@ -487,6 +468,8 @@ def test_a_plain_trainer_that_an_exception_ends_has_its_steps_and_a_report(small
 
 
 def test_the_imports_of_the_published_script() -> None:
+    cold = "import sys, windlass.meter; assert not {'torch', 'rich'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", cold], timeout=60, check=True)
     path = ROOT / "examples" / "mistral-small-4" / "llm_train_utils.py"
     spec = importlib.util.spec_from_file_location("llm_train_utils", path)
     assert spec

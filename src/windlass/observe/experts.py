@@ -33,8 +33,18 @@ class ExpertBalance:
     def start(self) -> None:
         self.stop()
         for layer, (router, experts) in enumerate(self.routers):
+
+            def count(_module: Any, _inputs: Any, output: Any, layer: int = layer, experts: int = experts) -> None:
+                chosen = output[-1] if isinstance(output, tuple) else output
+                # No gradients: an evaluation between two steps.
+                if torch.is_grad_enabled() and isinstance(chosen, Tensor) and not chosen.is_floating_point():
+                    flat = chosen.detach().reshape(-1).long()
+                    # scatter_add and not bincount, which reads the largest value and so waits for the GPU.
+                    total = self.counts.setdefault(layer, torch.zeros(experts, device=flat.device))
+                    total.scatter_add_(0, flat.clamp(0, experts - 1), torch.ones(flat.shape, device=flat.device))
+
             # Before all other hooks: expert parallelism appends one that renumbers the experts for its own rank.
-            self.hooks.append(router.register_forward_hook(self._counter(layer, experts), prepend=True))
+            self.hooks.append(router.register_forward_hook(count, prepend=True))
 
     def stop(self) -> dict[str, Any] | None:
         """The balance, or None if no router ran. 1.0 is an even share; `busiest` 2.0 is twice an even share."""
@@ -51,17 +61,3 @@ class ExpertBalance:
             "idlest": [round(min(layer) / share, 4) for layer, share in zip(counts, even, strict=True)],
             "unused": [layer.count(0) for layer in counts],
         }
-
-    def _counter(self, layer: int, experts: int) -> Any:
-        def count(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():  # an evaluation between two steps
-                return
-            chosen = output[-1] if isinstance(output, tuple) else output
-            if not isinstance(chosen, Tensor) or chosen.is_floating_point():
-                return
-            flat = chosen.detach().reshape(-1).long()
-            # scatter_add and not bincount, which reads the largest value and so waits for the GPU.
-            total = self.counts.setdefault(layer, torch.zeros(experts, device=flat.device))
-            total.scatter_add_(0, flat.clamp(0, experts - 1), torch.ones(flat.shape, device=flat.device))
-
-        return count

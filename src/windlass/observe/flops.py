@@ -16,14 +16,22 @@ from windlass.observe.experts import routers
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Forward and backward of one token; recomputation is separate."""
+    """Forward and backward of one token; recomputation is separate. What attention adds grows with the sequence."""
 
-    model: float
-    recompute: float
-    formula: str
+    weights: float
+    attention: float = 0.0
+    recompute_weights: float = 0.0
+    recompute_attention: float = 0.0
+    formula: str = "given by the plan"
+
+    def model(self, length: int) -> float:
+        return self.weights + self.attention * length
+
+    def recompute(self, length: int) -> float:
+        return self.recompute_weights + self.recompute_attention * length
 
 
-def count(model: nn.Module, sequence: int, *, recomputes: bool) -> Flops:
+def count(model: nn.Module, *, recomputes: bool) -> Flops:
     """2 per weight in forward, 2 for the gradient of the input, 2 more only for trainable weights.
 
     A token passes through top_k of its layer's experts; an embedding lookup multiplies nothing; causal attention
@@ -40,10 +48,18 @@ def count(model: nn.Module, sequence: int, *, recomputes: bool) -> Flops:
         weights = math.prod(parameter.shape) * _share_of_a_token(name, parameter, chosen)
         active += weights
         trainable += weights if parameter.requires_grad else 0.0
-    attention = _attention(model, sequence)
-    forward = 2 * active + attention
-    formula = f"4 x {active:.4g} active weights + 2 x {trainable:.4g} trainable + 3 x {attention:.4g} attention"
-    return Flops(2 * forward + 2 * trainable + attention, forward if recomputes else 0.0, formula)
+
+    config: Any = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
+    attention = 0.0  # scores and values of all layers in forward, for each token of the sequence
+    if layers and heads:
+        width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+        key, value = (getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))
+        attention = 2.0 * layers * heads * (key + value) / 2
+    formula = f"4 x {active:.4g} active weights + 2 x {trainable:.4g} trainable + 3 x {attention:.4g} x sequence"
+    recompute = (2 * active, attention) if recomputes else (0.0, 0.0)
+    return Flops(4 * active + 2 * trainable, 3 * attention, *recompute, formula)
 
 
 def _share_of_a_token(name: str, parameter: Tensor, chosen: list[tuple[int, int]]) -> float:
@@ -60,18 +76,6 @@ def _share_of_a_token(name: str, parameter: Tensor, chosen: list[tuple[int, int]
     return 1.0
 
 
-def _attention(model: nn.Module, sequence: int) -> float:
-    """Scores and values of all layers for one token in forward, half the sequence on average."""
-    config: Any = getattr(model, "config", None)
-    config = getattr(config, "text_config", config)
-    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
-    if not layers or not heads:
-        return 0.0
-    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    key, value = getattr(config, "qk_head_dim", None) or width, getattr(config, "v_head_dim", None) or width
-    return 2.0 * layers * heads * (key + value) * sequence / 2
-
-
 class Rates:
     """A step's tokens and seconds -> its rates. FLOPs are counted on `model` unless given by the plan."""
 
@@ -85,50 +89,35 @@ class Rates:
         flops_per_token: float | None = None,
         recompute_flops_per_token: float | None = None,
     ) -> None:
-        self.seq_len = seq_len
-        self.peak_tflops: float | None = None
-        self.why_no_peak = ""
-        try:
-            if device.type != "cuda":
-                raise UserError(f"no peak is known for {device.type}")
-            self.peak_tflops = hardware.gpu(torch.cuda.get_device_name(device)).bf16_tflops
-        except UserError as error:
-            self.why_no_peak = error.problems[0].problem
-        self.formula = "given by the plan"
-        given = (flops_per_token or 0.0, recompute_flops_per_token or 0.0)
-        self.at_0 = self.at_1024 = given  # model and recomputed FLOPs: linear in the sequence's length
+        self.seq_len, self.peak_tflops, self.why_no_peak = seq_len, None, f"no peak is known for {device.type}"
+        if device.type == "cuda":
+            try:
+                self.peak_tflops, self.why_no_peak = hardware.gpu(torch.cuda.get_device_name(device)).bf16_tflops, ""
+            except UserError as error:
+                self.why_no_peak = error.problems[0].problem
         if flops_per_token is None and model is not None:
-            none, some = (count(model, length, recomputes=recomputes) for length in (0, 1024))
-            self.at_0, self.at_1024, self.formula = (
-                (none.model, none.recompute),
-                (some.model, some.recompute),
-                some.formula,
-            )
-
-    def per_token(self, length: int) -> tuple[float, float]:
-        """Model FLOPs and recomputed FLOPs of one token of a sequence."""
-        model, recompute = (a + (b - a) * length / 1024 for a, b in zip(self.at_0, self.at_1024, strict=True))
-        return model, recompute
+            self.flops = count(model, recomputes=recomputes)
+        else:
+            self.flops = Flops(flops_per_token or 0.0, recompute_weights=recompute_flops_per_token or 0.0)
 
     def of(self, tokens: float, seconds: float, length: int) -> dict[str, float]:
         if not seconds or not tokens:
             return {}
-        rates = {"tokens_per_second": tokens / seconds}
-        model, recompute = self.per_token(self.seq_len or length)
-        if model:
+        rates, length = {"tokens_per_second": tokens / seconds}, self.seq_len or length
+        if model := self.flops.model(length):
             rates["model_tflops"] = model * tokens / seconds / 1e12
             if self.peak_tflops:
                 rates["mfu"] = rates["model_tflops"] / self.peak_tflops
-                rates["hfu"] = rates["mfu"] * (model + recompute) / model
+                rates["hfu"] = rates["mfu"] * (1 + self.flops.recompute(length) / model)
         return rates
 
     def as_dict(self) -> dict[str, Any]:
-        model, recompute = self.per_token(self.seq_len or 0)
+        length = self.seq_len or 0
         return {
-            "sequence": self.seq_len or 0,
-            "flops_per_token": model,
-            "recompute_flops_per_token": recompute,
-            "formula": self.formula,
+            "sequence": length,
+            "flops_per_token": self.flops.model(length),
+            "recompute_flops_per_token": self.flops.recompute(length),
+            "formula": self.flops.formula,
             "peak_tflops": self.peak_tflops,
             "why_no_peak": self.why_no_peak,
         }

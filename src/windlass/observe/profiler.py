@@ -7,8 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,43 @@ from windlass.observe.watch.run import script_heartbeat
 Batch = TypeVar("Batch")
 
 
-class StepProfiler:
+class _Profiler:
+    """What both have: settings, the recorder while a training runs, and the report."""
+
+    def __init__(
+        self,
+        output_dir: str | Path | None,
+        debug_freq: int | None,
+        report_meta: Mapping[str, Any] | None,
+        script_name: str | None,
+        report: bool,
+    ) -> None:
+        self.folder = Path(output_dir) if output_dir is not None else None
+        self.debug_freq = max(int(debug_freq or 0), 0)
+        self.about = {"script_name": script_name or "", "report_meta": dict(report_meta or {})}
+        self.report = report
+        self.recorder: Recorder | None = None
+        self.background: BackgroundReport | None = None
+
+    def _record(self, folder: Path, rank: int, ranks: int, device: torch.device | str, **options: Any) -> Recorder:
+        """Not started yet."""
+        if self.report and rank == 0:
+            self.background = BackgroundReport(folder, at_exit=True)
+        options |= {"sample_every": self.debug_freq, "about": self.about}
+        self.recorder = Recorder(folder, rank, ranks, device, **options)
+        return self.recorder
+
+    def close(self) -> None:
+        """Write what is still under way. Safe to call twice."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def _write_report(self) -> None:
+        if self.background is not None:
+            self.background.finish()
+
+
+class StepProfiler(_Profiler):
     """Measures every optimizer step of any PyTorch loop and appends it to `steps-rank*.jsonl`.
 
         meter = StepProfiler(unit="images", debug_freq=10)
@@ -73,13 +108,9 @@ class StepProfiler:
     ) -> None:
         if unit != "tokens" and (not re.fullmatch("[a-z][a-z_]{0,30}", unit) or f"{unit}_per_second" in steps.FIELDS):
             raise UserError(f"{unit!r} can't name what is counted", "StepProfiler", "small letters: images, clips")
-        self.folder = Path(output_dir) if output_dir is not None else None
-        self.unit, self.debug_freq, self.made = unit, max(int(debug_freq or 0), 0), from_step
-        self.about = {"script_name": script_name or "", "report_meta": dict(report_meta or {})}
-        self.report = report
-        self.recorder: Recorder | None = None
+        super().__init__(output_dir, debug_freq, report_meta, script_name, report)
+        self.unit, self.made = unit, from_step
         self.heartbeat: Heartbeat | None = None
-        self.background: BackgroundReport | None = None
 
     def __enter__(self) -> Self:
         folder = self.folder or Path(os.environ.get(run_folder.OUTPUT_DIR, ""))
@@ -88,31 +119,22 @@ class StepProfiler:
             raise UserError("no folder to write into", "StepProfiler", hint)
         connected = dist.is_available() and dist.is_initialized()
         if not connected and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            hint = "enter it after torch.distributed.init_process_group"
-            raise UserError(
-                "the ranks are not connected yet, so the number of this one is unknown", "StepProfiler", hint
-            )
+            problem = "the ranks are not connected yet, so the number of this one is unknown"
+            raise UserError(problem, "StepProfiler", "enter it after torch.distributed.init_process_group")
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if connected else (0, 1)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self.recorder = Recorder(
-            folder, rank, ranks, device, unit=self.unit, sample_every=self.debug_freq, about=self.about
-        )
-        self.recorder.start(self.made)
-        if self.report and rank == 0:
-            self.background = BackgroundReport(folder, at_exit=True)
-        self.heartbeat = script_heartbeat(folder, rank, ranks, self.recorder.position)
+        recorder = self._record(folder, rank, ranks, device, unit=self.unit)
+        recorder.start(self.made)
+        self.heartbeat = script_heartbeat(folder, rank, ranks, recorder.position)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
             self._running().event("end", self.made)
         if self.heartbeat is not None:
             self.heartbeat.close()
         self.close()
-        if self.background is not None:
-            self.background.finish()
+        self._write_report()
 
     @property
     def latest(self) -> dict[str, Any]:
@@ -122,7 +144,7 @@ class StepProfiler:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The loader's batches. What comes between two rounds over a loader (setting up, evaluating) is a pause."""
         if self._running().between_steps:
-            self._running().mark(PAUSE)
+            self.mark(PAUSE)
         for batch in loader:
             self.mark("data")
             yield batch
@@ -141,12 +163,10 @@ class StepProfiler:
         epoch: float | None = None,
     ) -> None:
         """The optimizer step is over: its line is written as soon as its times are known."""
-        recorder = self._running()
         self.made += 1
-        counted: dict[str, Any] = {self.unit: int(items)}
-        recorder.end_step(
-            self.made, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, epoch=epoch, **counted
-        )
+        values: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "epoch": epoch}
+        values[self.unit] = int(items)
+        self._running().end_step(self.made, **values)
 
     def event(self, kind: str, **numbers: float) -> None:
         """An evaluation (`eval`, best with `eval_loss`), a `save`, or another event of the script's."""
@@ -154,18 +174,13 @@ class StepProfiler:
         if kind == "save" and self.background is not None:
             self.background.start()
 
-    def close(self) -> None:
-        """Write what is still under way. Safe to call twice."""
-        if self.recorder is not None:
-            self.recorder.close()
-
     def _running(self) -> Recorder:
         if self.recorder is None:
             raise UserError("nothing is measured yet", "StepProfiler", "write `with meter:` around the loop")
         return self.recorder
 
 
-class LLMStepProfiler:
+class LLMStepProfiler(_Profiler):
     """Callback of any transformers or TRL Trainer: measures every optimizer step into `steps-rank*.jsonl`.
 
     debug_freq: every that many steps, also wait for the GPU, sample every counter and the expert balance.
@@ -175,6 +190,9 @@ class LLMStepProfiler:
     flops_per_token, recompute_flops_per_token: default: counted on the model.
     report: write report.html at every save and at the end, also if an exception ends the script.
     """
+
+    # Events of the Trainer that end a phase, and nothing else.
+    ENDS: Final = {"on_step_begin": "data", "on_substep_end": "backward", "on_optimizer_step": "optimizer"}
 
     def __init__(
         self,
@@ -188,13 +206,9 @@ class LLMStepProfiler:
         recompute_flops_per_token: float | None = None,
         report: bool = True,
     ) -> None:
-        self.debug_freq, self.seq_len = max(int(debug_freq or 0), 0), seq_len
-        self.folder = Path(output_dir) if output_dir is not None else None
-        self.about = {"script_name": script_name or "", "report_meta": dict(report_meta or {})}
+        super().__init__(output_dir, debug_freq, report_meta, script_name, report)
+        self.seq_len = seq_len
         self.flops = {"flops_per_token": flops_per_token, "recompute_flops_per_token": recompute_flops_per_token}
-        self.report = report
-        self.recorder: Recorder | None = None
-        self.background: BackgroundReport | None = None
         self.hooks: list[RemovableHandle] = []
         self.idle = 0.0  # since when the Trainer has been doing something else than training
         self.logged = 0
@@ -211,39 +225,25 @@ class LLMStepProfiler:
         self.values.update(values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """The Trainer calls every event of TrainerCallback; those not written below need nothing."""
-        if name.startswith("on_"):
-            return lambda *_, **__: None
-        raise AttributeError(name)
-
-    # --- what the Trainer calls, in the order of its loop ---
+        """The Trainer calls every event of TrainerCallback; those not written below end a phase, or need nothing."""
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        phase = self.ENDS.get(name)
+        return lambda *_, **__: self._mark(phase) if phase else None
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, model: Any = None, **_: Any) -> None:
         self.close()
-        folder, rank, device = self.folder or Path(args.output_dir), int(args.process_index), torch.device(args.device)
+        device = torch.device(args.device)
         rates = Rates(device, model, recomputes=bool(args.gradient_checkpointing), seq_len=self.seq_len, **self.flops)
-        self.recorder = Recorder(
-            folder,
-            rank,
-            int(args.world_size),
-            device,
-            sample_every=self.debug_freq,
-            model=model,
-            rates=rates,
-            about=self.about,
-        )
+        folder, rank, ranks = self.folder or Path(args.output_dir), int(args.process_index), int(args.world_size)
+        recorder = self._record(folder, rank, ranks, device, model=model, rates=rates)
         if args.torch_compile:
-            self.recorder.counters.unmeasured["forward_seconds, tokens"] = "torch_compile: hooks would split the graph"
+            recorder.counters.unmeasured["forward_seconds, tokens"] = "torch_compile: hooks would split the graph"
         elif model is not None:
             self.hooks.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
             self.hooks.append(model.register_forward_hook(self._after_forward, with_kwargs=True))
-        if self.report and rank == 0:
-            self.background = BackgroundReport(folder, at_exit=True)
         self.logged = int(state.global_step)
-        self.recorder.start(self.logged)
-
-    def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        self._mark("data")
+        recorder.start(self.logged)
 
     def _before_forward(self, module: nn.Module, _arguments: Any, inputs: dict[str, Any]) -> None:
         if not module.training or torch.compiler.is_compiling() or self.recorder is None:
@@ -262,16 +262,10 @@ class LLMStepProfiler:
             self.losses.append(loss.detach().double())
         self._mark("forward")
 
-    def on_substep_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        self._mark("backward")
-
     def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, optimizer: Any = None, **_: Any) -> None:
         self._mark("backward")
         if optimizer is not None:
             self.values.setdefault("learning_rate", optimizer.param_groups[0]["lr"])
-
-    def on_optimizer_step(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        self._mark("optimizer")
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.recorder is not None:
@@ -288,7 +282,7 @@ class LLMStepProfiler:
                 known.pop("loss", None)
             self.recorder.add_values(**known)
         self.logged = int(state.global_step)
-        self._pause()
+        self._mark(PAUSE)
 
     def on_evaluate(self, _args: Any, state: Any, _control: Any, metrics: Any = None, **_: Any) -> None:
         numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
@@ -304,24 +298,20 @@ class LLMStepProfiler:
     def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._event("end", state)
         self.close()
-        if self.background is not None:
-            self.background.finish()
+        self._write_report()
 
     def close(self) -> None:
         """Write what is still under way and let go of the model. Safe to call twice."""
         while self.hooks:
             self.hooks.pop().remove()
-        if self.recorder is not None:
-            self.recorder.close()
-            self.recorder = None
+        super().close()
+        self.recorder = None
 
     def _mark(self, phase: str) -> None:
         if self.recorder is not None:
             self.recorder.mark(phase)
-
-    def _pause(self) -> None:
-        self._mark(PAUSE)
-        self.idle = time.perf_counter()
+        if phase == PAUSE:
+            self.idle = time.perf_counter()
 
     def _event(self, kind: str, state: Any, **fields: Any) -> None:
         if self.recorder is not None:

@@ -28,6 +28,8 @@ BUDGET: Final = 0.005  # share of the run's time that sampling counters may take
 MAX_PENDING: Final = 64  # steps whose GPU times may be under way before the recorder waits for them
 PAUSE: Final = "pause"  # evaluating, saving, logging: not part of a step
 TOKEN_COUNTS: Final = ("tokens", "padded_tokens", "supervised_tokens")
+# The phase after the one that was marked last.
+NEXT: Final = {"start": "data", "data": "forward", "forward": "backward", "backward": "optimizer", PAUSE: "data"}
 
 Time = Any  # of one mark: seconds on the CPU; on a GPU an event in the stream, whose time is known once it has passed
 
@@ -42,21 +44,6 @@ class _Pending:
     late_names: tuple[str, ...]
     hold: bool  # the caller still has values for it
 
-    def seconds(self) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
-            took = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
-            total[phase] = total.get(phase, 0.0) + max(took, 0.0)
-        return total
-
-    def arrived(self) -> bool:
-        last = self.marks[-1][1]
-        return isinstance(last, float) or bool(last.query())
-
-
-# The phase after the one that was marked last.
-_NEXT: Final = {"start": "data", "data": "forward", "forward": "backward", "backward": "optimizer", PAUSE: "data"}
-
 
 class Recorder:
     """A training loop calls it in this order; it never waits for the GPU outside of sampled steps.
@@ -65,22 +52,14 @@ class Recorder:
         for ...:
             for ...:                            # the micro-batches of a step
                 recorder.count_tokens(batch)    # while it is in host memory; on a GPU the counting takes kernels
-                recorder.mark("data")           # the time since the last mark was that
-                ...
-                recorder.mark("forward")
-                loss.backward()
-                recorder.mark("backward")
-            all_reduce(...)
+                recorder.mark("data")           # the time since the last mark was that; then forward, backward
             recorder.mark("communication")
-            optimizer.step()
             recorder.mark("optimizer")
             recorder.end_step(step, loss=..., grad_norm=..., learning_rate=..., epoch=...)
             recorder.event("eval", step, eval_loss=...)   # or mark("pause"): what is no training
         recorder.close()
 
     Values of `end_step` are named as in `steps.FIELDS`; tensors on the GPU are copied without waiting for them.
-    Waits for other ranks that happen inside forward or backward (FSDP's gathers, expert parallelism) count as such.
-
     sample_every: every that many steps, also wait for the GPU, sample every counter and the expert balance; 0: never.
     """
 
@@ -191,8 +170,7 @@ class Recorder:
         stacked = torch.stack([value.double().reshape(()) for value in late.values()]) if late else None
         if stacked is not None and stacked.device.type == "cuda":
             host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-            host.copy_(stacked, non_blocking=True)
-            stacked = host
+            stacked = host.copy_(stacked, non_blocking=True)
             self._marks.append(("other", self.now()))  # has passed only when the copy has arrived
         self._pending.append(_Pending(record, self._marks, stacked, tuple(late), hold))
         self._marks, self._counts, self._sequences, self._longest = [("start", self.now())], [], 0, 0
@@ -204,8 +182,7 @@ class Recorder:
         """More values for the step that was ended with `hold`."""
         if self._pending and self._pending[-1].hold:
             last = self._pending[-1]
-            last.hold = False
-            last.record = {**values, **last.record}
+            last.hold, last.record = False, {**values, **last.record}
             self._write_arrived()
 
     def event(self, kind: str, step: int, **numbers: Any) -> None:
@@ -224,7 +201,7 @@ class Recorder:
     def position(self) -> Position:
         """For the heartbeat, from its own thread."""
         last = self._marks[-1][0] if self._marks else ""
-        return Position(self.step + 1, _NEXT.get(last, "the end of it") if last else "the beginning", self.progress)
+        return Position(self.step + 1, NEXT.get(last, "the end of it") if last else "the beginning", self.progress)
 
     def close(self) -> None:
         """Write what is still under way. Safe to call twice."""
@@ -267,15 +244,21 @@ class Recorder:
         """Write every step, in order, whose times and values have arrived."""
         if wait and self._pending and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        while self._pending and not self._pending[0].hold and (wait or self._pending[0].arrived()):
+        while self._pending and not self._pending[0].hold:
+            last = self._pending[0].marks[-1][1]
+            if not wait and not isinstance(last, float) and not last.query():
+                return
             self._write(self._pending.popleft())
 
     def _write(self, done: _Pending) -> None:
-        seconds = done.seconds()
-        pause = seconds.pop(PAUSE, 0.0)
+        seconds = dict.fromkeys((*steps.PHASES, PAUSE), 0.0)
+        for (_, start), (phase, end) in zip(done.marks, done.marks[1:], strict=False):
+            took = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+            seconds[phase] += max(took, 0.0)
+        pause = seconds.pop(PAUSE)
         record = done.record | {
             "step_seconds": sum(seconds.values()),
-            **{f"{phase}_seconds": seconds.get(phase, 0.0) for phase in steps.PHASES},
+            **{f"{phase}_seconds": took for phase, took in seconds.items()},
             "pause_seconds": pause,
             "meter_seconds": self._cost,
         }
@@ -296,13 +279,11 @@ class Recorder:
             self.latest |= {"non_finite": non_finite, **dict.fromkeys(non_finite)}
         assert self._file is not None
         try:
-            self._file.write(json.dumps(self.latest) + "\n")
+            self._file.write(json.dumps(self.latest, separators=(",", ":")) + "\n")
         except OSError as error:
-            raise RunError(
-                f"step {record['step']} can't be written: {error.strerror}",
-                self._file.name,
-                "make room on this storage, then continue from the last checkpoint with --resume",
-            ) from error
+            problem = f"step {record['step']} can't be written: {error.strerror}"
+            hint = "make room on this storage, then continue from the last checkpoint with --resume"
+            raise RunError(problem, self._file.name, hint) from error
 
 
 def token_counts(batch: Mapping[str, Any]) -> Tensor | None:
@@ -337,5 +318,5 @@ def mean_loss(losses: Sequence[Tensor], counts: Sequence[Tensor], *, summed: boo
 
 
 def _short(value: Any) -> Any:
-    """Measured floats to nine digits: more is noise, and half of the file. Dates need theirs."""
-    return float(f"{value:.9g}") if isinstance(value, float) and abs(value) < 1e6 else value
+    """Measured floats to seven digits: more is noise, and half of the file. Dates need theirs."""
+    return float(f"{value:.7g}") if isinstance(value, float) and abs(value) < 1e6 else value
