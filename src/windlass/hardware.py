@@ -83,36 +83,26 @@ GPUS: dict[str, Gpu] = {
         _gpu("mi300x", 196592, 1307, 5.3, "xgmi", "pcie5", "AMD Instinct MI300X data sheet"),
     )
 }
-GPUS["cpu"] = Gpu(
-    "cpu",
-    16.0,
-    0.1,
-    0.03,
-    10.0,
-    "a round figure for two CPU cores; memory: what this machine has",
-    "loopback",
-    "memory",
-)
+_ROUND = "a round figure for two CPU cores; memory: what this machine has"
+GPUS["cpu"] = Gpu("cpu", 16.0, 0.1, 0.03, 10.0, _ROUND, "loopback", "memory")
 
-ALIASES: dict[str, str] = {
-    "h200-sxm": "h200",
-    "h200-sxm5": "h200",
-    "h200-141gb": "h200",
-    "h100-sxm": "h100",
-    "h100-sxm5": "h100",
-    "h100-80gb": "h100",
-    "h100-80gb-hbm3": "h100",
-    "h100-94gb": "h100-nvl",
-    "a100": "a100-80gb",
-    "a100-sxm4-80gb": "a100-80gb",
-    "a100-sxm4-40gb": "a100-40gb",
-    "a100-80": "a100-80gb",
-    "a100-40": "a100-40gb",
-    "b200-180gb": "b200",
-    "gb200": "b200",
-    "mi300": "mi300x",
-    "none": "cpu",
-}
+
+def _by_alias(aliases: dict[str, str]) -> dict[str, str]:
+    return {alias: name for name, words in aliases.items() for alias in words.split()}
+
+
+ALIASES = _by_alias(
+    {
+        "h200": "h200-sxm h200-sxm5 h200-141gb",
+        "h100": "h100-sxm h100-sxm5 h100-80gb h100-80gb-hbm3",
+        "h100-nvl": "h100-94gb",
+        "a100-80gb": "a100 a100-sxm4-80gb a100-80",
+        "a100-40gb": "a100-sxm4-40gb a100-40",
+        "b200": "b200-180gb gb200",
+        "mi300x": "mi300",
+        "cpu": "none",
+    }
+)
 
 _NETWORK = "line rate x 0.9, what NCCL's all-gather reaches on InfiniBand with RDMA"
 _TCP = "line rate x 0.8, TCP sockets without RDMA"
@@ -125,34 +115,25 @@ FABRICS: dict[str, Fabric] = {
         Fabric("xgmi", 310.0, "448 GB/s a direction (MI300X data sheet) x 0.7"),
         Fabric("pcie4", 25.0, "31.5 GB/s for 16 lanes x 0.8"),
         Fabric("pcie5", 49.5, "63 GB/s for 16 lanes x 0.8"),
-        Fabric("infiniband-100", 11.25, _NETWORK),
-        Fabric("infiniband-200", 22.5, _NETWORK),
-        Fabric("infiniband-400", 45.0, _NETWORK),
-        Fabric("infiniband-800", 90.0, _NETWORK),
-        Fabric("roce-100", 11.25, _NETWORK),
-        Fabric("roce-200", 22.5, _NETWORK),
-        Fabric("roce-400", 45.0, _NETWORK),
-        Fabric("ethernet-10", 1.0, _TCP),
-        Fabric("ethernet-25", 2.5, _TCP),
-        Fabric("ethernet-100", 10.0, _TCP),
+        *(Fabric(f"infiniband-{gigabits}", gigabits * 0.9 / 8, _NETWORK) for gigabits in (100, 200, 400, 800)),
+        *(Fabric(f"roce-{gigabits}", gigabits * 0.9 / 8, _NETWORK) for gigabits in (100, 200, 400)),
+        *(Fabric(f"ethernet-{gigabits}", gigabits * 0.8 / 8, _TCP) for gigabits in (10, 25, 100)),
         Fabric("loopback", 1.0, "gloo between two processes of one machine, order of magnitude"),
         Fabric("memory", 10.0, "copies within host memory, order of magnitude"),
     )
 }
-FABRIC_ALIASES: dict[str, str] = {
-    "nvlink": "nvlink4",
-    "pcie": "pcie5",
-    "infiniband": "infiniband-400",
-    "ib": "infiniband-400",
-    "ib-100": "infiniband-100",
-    "ib-200": "infiniband-200",
-    "ib-400": "infiniband-400",
-    "hdr": "infiniband-200",
-    "ndr": "infiniband-400",
-    "xdr": "infiniband-800",
-    "roce": "roce-400",
-    "ethernet": "ethernet-25",
-}
+FABRIC_ALIASES = _by_alias(
+    {
+        "nvlink4": "nvlink",
+        "pcie5": "pcie",
+        "infiniband-100": "ib-100",
+        "infiniband-200": "ib-200 hdr",
+        "infiniband-400": "infiniband ib ib-400 ndr",
+        "infiniband-800": "xdr",
+        "roce-400": "roce",
+        "ethernet-25": "ethernet",
+    }
+)
 FIGURES = ("name", "memory_gib", "bf16_tflops", "memory_gb_per_second")
 SUSTAINED = "achieved_tflops"  # may be given besides
 
@@ -163,15 +144,9 @@ def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
         return _given_gpu(name, where)
     key = re.sub(r"[\s_/]+", "-", name.strip().lower())
     key = re.sub(r"^(nvidia|amd|instinct|tesla)-", "", re.sub(r"^(nvidia|amd)-(?=instinct)", "", key))
-    key = ALIASES.get(key, key)
-    if key in GPUS:
-        return GPUS[key]
-    close = difflib.get_close_matches(key, [*GPUS, *ALIASES], 3, 0.4)
-    nearest = f"nearest: {', '.join(close)}" if close else f"known: {', '.join(GPUS)}"
     figures = ", ".join(f"{figure}: …" for figure in FIGURES)
-    raise UserError(
-        f"the GPU {name!r} is not in the table", where, f"{nearest}; or give its figures: cluster.gpu: {{{figures}}}"
-    )
+    key = _find("GPU", name, ALIASES.get(key, key), [*GPUS, *ALIASES], f"cluster.gpu: {{{figures}}}", where)
+    return GPUS[key]
 
 
 def fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fabric:
@@ -180,40 +155,37 @@ def fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fab
         return Fabric(str(name["name"]), float(name["gb_per_second"]), "given in the run file")
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     key = FABRIC_ALIASES.get(key, key)
-    if key in FABRICS:
-        return FABRICS[key]
-    close = difflib.get_close_matches(key, [*FABRICS, *FABRIC_ALIASES], 3, 0.4)
-    nearest = f"nearest: {', '.join(close)}" if close else f"known: {', '.join(FABRICS)}"
-    raise UserError(
-        f"the fabric {name!r} is not in the table",
-        where,
-        f"{nearest}; or give its figures: {{name: …, gb_per_second: …}}",
-    )
+    return FABRICS[_find("fabric", name, key, [*FABRICS, *FABRIC_ALIASES], "{name: …, gb_per_second: …}", where)]
+
+
+def _find(what: str, name: str, key: str, known: list[str], figures: str, where: str) -> str:
+    if key in known:
+        return key
+    close = difflib.get_close_matches(key, known, 3, 0.4)
+    nearest = "nearest: " + ", ".join(close) if close else "known: " + ", ".join(known)
+    raise UserError(f"the {what} {name!r} is not in the table", where, f"{nearest}; or give its figures: {figures}")
 
 
 def _given_gpu(figures: Mapping[str, Any], where: str) -> Gpu:
+    known = f"known: {', '.join(FIGURES)}"
     problems = [
-        Problem(f"{key!r} is not a figure of a GPU", f"{where}.{key}", f"known: {', '.join(FIGURES)}")
+        Problem(f"{key!r} is not a figure of a GPU", f"{where}.{key}", known)
         for key in figures
         if key not in (*FIGURES, SUSTAINED)
     ]
-    values: dict[str, float] = {}
-    for key in FIGURES[1:]:
-        value = figures.get(key)
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-        if good:
-            values[key] = float(value or 0)
-        else:
-            problem = f"{key} is missing" if value is None else f"{key} is {value!r}"
-            problems.append(Problem(problem, f"{where}.{key}", "a positive number, from the GPU's data sheet"))
     name = figures.get("name")
     if not isinstance(name, str) or not name.strip():
         problems.append(Problem("name is missing", f"{where}.name", "what to call this GPU in the plan"))
+    for key in FIGURES[1:]:
+        value = figures.get(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            problem = f"{key} is missing" if value is None else f"{key} is {value!r}"
+            problems.append(Problem(problem, f"{where}.{key}", "a positive number, from the GPU's data sheet"))
     raise_all(problems)
-    peak, rate = values["bf16_tflops"], values["memory_gb_per_second"] * MEMORY_SHARE
-    sustained = figures.get(SUSTAINED) or peak * ACHIEVED_SHARE
+    gib, peak, rate = (float(figures[key]) for key in FIGURES[1:])
+    sustained = float(figures.get(SUSTAINED) or peak * ACHIEVED_SHARE)
     source = f"given in the run file; sustained: {sustained:,.0f} TFLOP/s, {MEMORY_SHARE:.0%} of the memory rate"
-    return Gpu(str(name), values["memory_gib"], peak, float(sustained), rate, source)
+    return Gpu(str(name), gib, peak, sustained, rate * MEMORY_SHARE, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +201,14 @@ class LocalMachine:
 
 def this_machine() -> LocalMachine:
     """GPUs as NVML reports them, processors and memory within the control group's limits."""
-    found = read_gpus(health=False)
-    limit = memory_limit_gib()
-    total = _memory_gib()
+    found, limit = read_gpus(health=False), memory_limit_gib()
+    kib = re.search(r"^MemTotal:\s+(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
+    if kib:
+        total = int(kib[1]) * 1024 / GIB
+    elif platform.system() == "Windows":  # no sysconf there
+        total = 0.0
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     notes = (found.error,) if found.error else ()
     return LocalMachine(found.gpus, usable_cpus(), min(total, limit) if limit else total, limit, notes)
 
@@ -269,12 +246,10 @@ class GpuReading:
     memory_gib: float
     free_gib: float
     uuid: str | None = None
-    mig: bool | None = None  # split into instances, each a device of its own
     processes: tuple[int, ...] | None = ()  # ids of processes on it that are not this one
     ecc_uncorrected: int | None = 0  # ECC errors since the driver started that were not corrected
     remap_pending: bool | None = False  # rows wait for a reset to be remapped, or could not be
     throttle: tuple[str, ...] | None = ()  # of THROTTLE
-    persistence: bool | None = True
     nvlinks: int | None = 0
     nvlinks_up: int | None = 0
     pcie_width: int | None = 16
@@ -298,7 +273,7 @@ def read_gpus(*, health: bool = True) -> Gpus:
         return Gpus(error=nvml.error, installed=nvml.installed)
     try:
         gpus = tuple(nvml.read_gpu(index, health=health) for index in range(nvml.count()))
-        return Gpus(gpus, "" if gpus else "NVML lists no GPU", nvml.driver())
+        return Gpus(gpus, "" if gpus else "NVML lists no GPU", nvml.ask("nvmlSystemGetDriverVersion"))
     except nvml.library.NVMLError as error:
         return Gpus(error=f"NVML stopped answering: {error}")
     finally:
@@ -329,10 +304,6 @@ class Nvml:
             return None
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
-    def driver(self) -> str | None:
-        version: str | None = self.ask("nvmlSystemGetDriverVersion")
-        return version
-
     def count(self) -> int:
         return int(self.library.nvmlDeviceGetCount())
 
@@ -351,20 +322,16 @@ class Nvml:
         reading = GpuReading(index, name, memory.total / GIB, memory.free / GIB, self.ask("nvmlDeviceGetUUID", gpu))
         if not health:
             return reading
-        mig = self.ask("nvmlDeviceGetMigMode", gpu)  # now, after the next reset
         running = self.ask("nvmlDeviceGetComputeRunningProcesses", gpu)
         remapped = self.ask("nvmlDeviceGetRemappedRows", gpu)  # corrected, uncorrected, pending, failed
-        persistence = self.ask("nvmlDeviceGetPersistenceMode", gpu)
         states = (self.ask("nvmlDeviceGetNvLinkState", gpu, link) for link in range(MAX_NVLINKS))
         links = [bool(state) for state in states if state is not None]
         return replace(
             reading,
-            mig=None if mig is None else bool(mig[0]),
             processes=None if running is None else tuple(p.pid for p in running if p.pid != os.getpid()),
             ecc_uncorrected=self.ask("nvmlDeviceGetTotalEccErrors", gpu, UNCORRECTED, SINCE_DRIVER_START),
             remap_pending=None if remapped is None else bool(remapped[2] or remapped[3]),
             throttle=self._throttle(gpu),
-            persistence=None if persistence is None else bool(persistence),
             nvlinks=len(links) or None,
             nvlinks_up=sum(links) if links else None,
             pcie_width=self.ask("nvmlDeviceGetCurrPcieLinkWidth", gpu),
@@ -409,7 +376,7 @@ def interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
         found.append(socket.inet_ntoa(answer[20:24]))
-    for line in _text(root / "proc/net/if_inet6").splitlines():
+    for line in read_text(root / "proc/net/if_inet6").splitlines():
         fields = line.split()
         if len(fields) == 6 and fields[5] == name and fields[3] != "20":
             found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
@@ -420,31 +387,22 @@ def usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Processors that this process may run on, within the control group's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota, period, *_ = (*_text(root / "cpu.max").split(), "", "")
+    quota, period, *_ = (*read_text(root / "cpu.max").split(), "", "")
     if quota.isdigit() and period.isdigit() and int(period):
         allowed = min(allowed, max(1, int(quota) // int(period)))
     return allowed
 
 
-def _memory_gib() -> float:
-    match = re.search(r"^MemTotal:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
-    if match:
-        return int(match[1]) * 1024 / GIB
-    if platform.system() == "Windows":  # no sysconf there
-        return 0.0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-
-
 def memory_limit_gib(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Version 2 of control groups first, then version 1, which writes 'no limit' as a huge number."""
     for path in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
-        line = _text(path).strip()
+        line = read_text(path).strip()
         if line.isdigit() and int(line) < 2**60:
             return int(line) / GIB
     return None
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:

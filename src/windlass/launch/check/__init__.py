@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.launch.check import inputs, machine
-from windlass.launch.check.results import ALONE, HERE, IN_POD, Report, Result, show, skipped
+from windlass.launch.check.results import ALONE, HERE, IN_POD, Context, Report, Result, show, skipped
 from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
     from windlass.plan.accelerate import AccelerateFile
-    from windlass.plan.script import AnyPlan
 
 __all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "run", "show"]
 
@@ -42,32 +41,19 @@ def run(
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Every check of this depth. Nothing is raised for what is wrong with the run: it is a failed check."""
-    began = time.monotonic()
+    began, is_leader = time.monotonic(), True
     environ = dict(os.environ if environ is None else environ)  # as it was: importing torch adds to it
-    # A run for another platform finds its libraries and volumes there, not on the machine that plans it.
-    elsewhere = depth == ALONE and loaded.run.cluster.platform != "local"
-    have = inputs.installed()
-    plan: AnyPlan | None
-    folder = machine.check_run_folder(loaded, elsewhere=elsewhere)
-    if isinstance(loaded, LoadedScript):
-        plan, results = inputs.check_script(loaded, have, folder, elsewhere=elsewhere)
-    else:
-        plan, results = inputs.check_run(
-            loaded,
-            accelerate,
-            have,
-            depth,
-            lambda plan: [folder, machine.check_disk_space(plan, elsewhere=elsewhere)],
-            elsewhere=elsewhere,
-        )
+    plan, results = inputs.check_plan(loaded, accelerate)
+    c = Context(loaded, plan, inputs.installed(), environ, root, depth == ALONE)
+    results += [*inputs.check_inputs(c), machine.check_run_folder(c), machine.check_disk_space(c)]
     if depth == ALONE:
-        results += [skipped("machine", "--here checks this machine, --in-pod each of the run's")]
+        results.append(skipped("machine", "--here checks this machine, --in-pod each of the run's"))
     else:
-        results += machine.check_machine(plan, have, environ, root)
+        results += machine.check_machine(c)
     if depth == IN_POD:
         from windlass.launch.check import nodes
 
-        found, is_leader = nodes.check_nodes(loaded, plan, results, have, environ, root, patience_seconds, say)
-        return Report(depth, tuple(found), is_leader, time.monotonic() - began)
-    results += [skipped("between nodes", "--in-pod checks it, from all nodes of the run at once")]
-    return Report(depth, tuple(results), True, time.monotonic() - began)
+        results, is_leader = nodes.check_nodes(c, results, patience_seconds, say)
+    else:
+        results.append(skipped("between nodes", "--in-pod checks it, from all nodes of the run at once"))
+    return Report(depth, tuple(results), is_leader, time.monotonic() - began)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from windlass.launch.check.machine import RDMA
 from windlass.launch.check.results import Result, failed, passed, skipped, warned
@@ -61,21 +61,51 @@ def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
     """Every node calls it, and every node gets all figures. What fails is reported, not raised."""
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not among the names it declares
 
-    rank, world = rendezvous.node.rank, rendezvous.node.world
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    rank, world, timeout = rendezvous.node.rank, rendezvous.node.world, datetime.timedelta(seconds=GROUP_SECONDS)
+    backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
     backends = rendezvous.gather(backend)
     if len(set(backends)) > 1:
         return Measured(backend, error=f"nodes have different backends: {', '.join(map(str, backends))}")
-    found = Measured(backend)
+
+    def speed(ranks: list[int]) -> float | None:
+        """GB/s per direction of an all-reduce: 2 (n - 1) / n of the bytes leave each rank. None: no right sum."""
+        tensor, wait = torch.ones(BYTES[backend] // 4, device=device), getattr(torch, device).synchronize
+        best = float("inf")
+        with contextlib.suppress(Exception):  # a peer that is cut off shows as whatever the backend makes of it
+            group = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < world else None
+            for turn in range(1 + REPEATS):
+                tensor.fill_(1.0)
+                wait()
+                began = time.perf_counter()
+                dist.all_reduce(tensor, group=group)
+                wait()
+                best = min(best, time.perf_counter() - began) if turn else best
+            if group is not None:
+                dist.destroy_process_group(group)
+            if bool((tensor == len(ranks)).all()):
+                return float(2 * (len(ranks) - 1) / len(ranks) * tensor.nbytes / best / 1e9)
+        return None
+
+    def slowest(speeds: Sequence[float | None]) -> float | None:
+        known = [each for each in speeds if each is not None]
+        return min(known) if len(known) == len(speeds) else None
+
+    found, error, store = Measured(backend), "", None
     with nccl_log(backend) as log:
-        error = ""
+        try:  # torch's store on a free port of node 0: the launcher's own port is taken by the rendezvous
+            if rank == 0:
+                store = TCPStore("localhost", 0, world, True, timeout, wait_for_workers=False)
+        except Exception as failure:
+            error = first_line(failure)
+        address, port = rendezvous.gather([rendezvous.address, store.port if store else 0])[0]
         try:
-            store = open_store(rendezvous, dist)
-            timeout = datetime.timedelta(seconds=GROUP_SECONDS)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+            if not error:
+                store = store or TCPStore(address, port, world, False, timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         except Exception as failure:  # torch raises RuntimeError, DistError, ValueError …
             error = first_line(failure)
         opened = rendezvous.gather(error, 3 * GROUP_SECONDS)
@@ -86,62 +116,17 @@ def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
         found.left_out = sum(map(len, all_rounds[MAX_ROUNDS:]))
         for pairs in all_rounds[:MAX_ROUNDS]:  # the pairs of a round at once
             mine = next((pair for pair in pairs if rank in pair), None)
-            speed = None
-            if mine:
-                with contextlib.suppress(Exception):  # a peer that is cut off shows as whatever the backend makes of it
-                    group = dist.new_group(list(mine), use_local_synchronization=True)
-                    speed = bandwidth(torch, dist, backend, group)
-                    dist.destroy_process_group(group)
-            speeds = rendezvous.gather(speed, 3 * GROUP_SECONDS)
+            speeds = rendezvous.gather(speed(list(mine)) if mine else None, 3 * GROUP_SECONDS)
             found.pairs |= {(a, b): slowest((speeds[a], speeds[b])) for a, b in pairs}
-        speed = None
-        with contextlib.suppress(Exception):
-            speed = bandwidth(torch, dist, backend, None)
-        found.overall = slowest(rendezvous.gather(speed, 3 * GROUP_SECONDS))
+        found.overall = slowest(rendezvous.gather(speed(list(range(world))), 3 * GROUP_SECONDS))
         if found.overall is not None and None not in found.pairs.values():
             dist.destroy_process_group()  # one that is broken would be waited for
         found.log = log()
     return found
 
 
-def open_store(rendezvous: Rendezvous, dist: Any) -> Any:
-    """torch's store on a free port of node 0: the launcher's own port is taken by the rendezvous."""
-    timeout, world = datetime.timedelta(seconds=GROUP_SECONDS), rendezvous.node.world
-    store, port, error = None, 0, ""
-    if rendezvous.node.rank == 0:
-        try:
-            store = dist.TCPStore("localhost", 0, world, True, timeout, wait_for_workers=False)
-            port = store.port
-        except Exception as failure:
-            error = first_line(failure)
-    first = rendezvous.gather({"port": port, "address": rendezvous.address, "error": error})[0]
-    if first is None or first["error"]:
-        raise RuntimeError(f"node 0 opened no store: {first['error'] if first else 'it is gone'}")
-    return store or dist.TCPStore(first["address"], first["port"], world, False, timeout)
-
-
-def slowest(speeds: Sequence[float | None]) -> float | None:
-    known = [speed for speed in speeds if speed is not None]
-    return min(known) if len(known) == len(speeds) else None
-
-
-def bandwidth(torch: Any, dist: Any, backend: str, group: Any) -> float:
-    """GB/s per direction of an all-reduce of this group: 2 (n - 1) / n of the bytes leave each rank."""
-    tensor = torch.ones(BYTES[backend] // 4, device="cuda" if backend == "nccl" else "cpu")
-    wait = torch.cuda.synchronize if backend == "nccl" else lambda: None
-    world = dist.get_world_size(group)
-    best = float("inf")
-    for turn in range(1 + REPEATS):
-        tensor.fill_(1.0)
-        wait()
-        began = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
-        wait()
-        took = time.perf_counter() - began
-        best = min(best, took) if turn else best
-    if not bool((tensor == world).all()):
-        raise ArithmeticError(f"the sum over {world} ranks is wrong")
-    return float(2 * (world - 1) / world * tensor.nbytes / best / 1e9)
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 @contextlib.contextmanager
@@ -161,7 +146,7 @@ def nccl_log(backend: str) -> Iterator[Callable[[], str]]:
             "NCCL_DEBUG_FILE": f"{folder}/%h.%p",
             "TORCH_NCCL_BLOCKING_WAIT": "1",
         }
-        before = {name: os.environ[name] for name in ours if name in os.environ}
+        before = {name: os.environ.pop(name) for name in ours if name in os.environ}
         os.environ |= ours
         try:
             yield lambda: "".join(path.read_text(errors="replace") for path in sorted(Path(folder).iterdir()))
@@ -171,79 +156,61 @@ def nccl_log(backend: str) -> Iterator[Callable[[], str]]:
             os.environ |= before
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
-
-
 def check_speed(plan: AnyPlan, measured: Measured, names: Sequence[str]) -> list[Result]:
-    """The figures against the fabric's, and the pairs against each other."""
+    """The pairs against each other and the fabric's rate, and all nodes against that."""
+    backend, overall, fabric = measured.backend, measured.overall, plan.machine.network
+    where, rate, title = plan.loaded.where("cluster.network"), fabric.gb_per_second, "all-reduce of pairs"
     if measured.error:
         hint = "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to the interface that the nodes share"
-        return [failed("all-reduce", f"{measured.backend} does not start: {measured.error}", hint)]
-    network, incomparable = plan.machine.network, ""
+        return [failed("all-reduce", f"{backend} does not start: {measured.error}", hint)]
+    incomparable = ""
     if plan.layout.nodes < 2:
         incomparable = "the run has one node"
-    elif measured.backend == "gloo" and not network.name.startswith(("ethernet", "loopback")):
-        incomparable = f"gloo uses TCP: not comparable with {network.name}"
-    return [check_pairs(plan, measured, names, incomparable), check_overall(plan, measured, incomparable)]
+    elif backend == "gloo" and not fabric.name.startswith(("ethernet", "loopback")):
+        incomparable = f"gloo uses TCP: not comparable with {fabric.name}"
 
-
-def check_pairs(plan: AnyPlan, measured: Measured, names: Sequence[str], incomparable: str) -> Result:
-    title, fabric = "all-reduce of pairs", plan.machine.network
-    if dead := [f"{names[a]} and {names[b]}" for (a, b), speed in measured.pairs.items() if speed is None]:
-        hint = "these two don't get through to each other: interface, firewall, or the cards between them"
-        return failed(title, f"no result between {', '.join(dead)}", hint)
     speeds = {pair: speed for pair, speed in measured.pairs.items() if speed is not None}
-    if not speeds:
-        return skipped(title, "no pair was measured")
-    (a, b), least = min(speeds.items(), key=lambda item: item[1])
-    median = statistics.median(speeds.values())
-    seen = f"{measured.backend}: {least:.2f} to {max(speeds.values()):.2f} GB/s over {len(speeds)} pairs"
-    seen += f", {measured.left_out} pairs not measured" * bool(measured.left_out)
-    pair = f"slowest is {names[a]} with {names[b]} at {least:.2f} GB/s"
-    if not incomparable and least < FAIL_SHARE * fabric.gb_per_second:
-        hint = "sockets instead of RDMA, or one lane of many: see the transport and the ports of both nodes"
-        return failed(title, f"{pair}; {fabric.name} gets {fabric.gb_per_second:g}. {seen}", hint)
-    if least < SLOW_SHARE * median:
-        others = Counter(rank for (i, j), speed in speeds.items() if speed < SLOW_SHARE * median for rank in (i, j))
-        rank, count = others.most_common(1)[0]
-        suspect = f"; {names[rank]} is in {count} of the slow ones" if count > 1 else ""
-        hint = "check the cards and cables of these two; a step is as slow as its slowest pair"
-        return warned(title, f"{pair}, the median is {median:.2f}{suspect}. {seen}", hint)
-    return passed(title, seen)
+    if dead := [f"{names[a]} and {names[b]}" for a, b in measured.pairs.keys() - speeds.keys()]:
+        hint = "these two don't get through to each other: interface, firewall, or the cards between them"
+        pairs = failed(title, f"no result between {', '.join(sorted(dead))}", hint)
+    else:
+        (a, b), least = min(speeds.items(), key=lambda item: item[1])
+        seen, median = f"{backend}: {least:.2f} to {max(speeds.values()):.2f} GB/s", statistics.median(speeds.values())
+        seen += f" over {len(speeds)} pairs" + f", {measured.left_out} not measured" * bool(measured.left_out)
+        pair = f"slowest is {names[a]} with {names[b]} at {least:.2f} GB/s"
+        slow = [pair for pair, speed in speeds.items() if speed < SLOW_SHARE * median]
+        if not incomparable and least < FAIL_SHARE * rate:
+            hint = "sockets instead of RDMA, or one lane of many: see the transport and the ports of both nodes"
+            pairs = failed(title, f"{pair}; {fabric.name} gets {rate:g}. {seen}", hint)
+        elif slow:
+            rank, count = Counter(rank for pair in slow for rank in pair).most_common(1)[0]
+            suspect = f"; {names[rank]} is in {count} of the slow ones" if count > 1 else ""
+            hint = "check the cards and cables of these two; a step is as slow as its slowest pair"
+            pairs = warned(title, f"{pair}, the median is {median:.2f}{suspect}. {seen}", hint)
+        else:
+            pairs = passed(title, seen)
 
-
-def check_overall(plan: AnyPlan, measured: Measured, incomparable: str) -> Result:
-    title, fabric, speed = "all-reduce of all", plan.machine.network, measured.overall
-    if speed is None:
-        return failed(title, f"{measured.backend} gives no result over all nodes", "see the pairs")
-    seen = f"{measured.backend}: {speed:.2f} GB/s per direction"
+    title = "all-reduce of all"
+    if overall is None:
+        return [pairs, failed(title, f"{backend} gives no result over all nodes", "see the pairs")]
+    seen, share = f"{backend}: {overall:.2f} GB/s per direction", overall / rate
     if incomparable:
-        return passed(title, f"{seen} ({incomparable})")
-    share, rate = speed / fabric.gb_per_second, f"{fabric.gb_per_second:g}"
-    seen += f", {share:.0%} of {fabric.name}'s {rate}"
+        return [pairs, passed(title, f"{seen} ({incomparable})")]
+    seen += f", {share:.0%} of {fabric.name}'s {rate:g}"
     if share >= WARN_SHARE:
-        return passed(title, seen)
-    hint = f"state the real rate in cluster.network, or fix the fabric: the plan counts on {rate} GB/s"
-    return (failed if share < FAIL_SHARE else warned)(title, seen, hint, plan.loaded.where("cluster.network"))
-
-
-def transports(log: str) -> Counter[str]:
-    """What NCCL's channels use: NET/IB, NET/IB/GDRDMA, NET/Socket, P2P, SHM …"""
-    found = Counter(name + direct for name, direct in VIA.findall(log))
-    return found or Counter(f"NET/{name}" for name in NETWORK.findall(log))
+        return [pairs, passed(title, seen)]
+    hint = f"state the real rate in cluster.network, or fix the fabric: the plan counts on {rate:g} GB/s"
+    return [pairs, (failed if share < FAIL_SHARE else warned)(title, seen, hint, where)]
 
 
 def check_transport(plan: AnyPlan, log: str) -> Result:
     """Sockets although InfiniBand is planned: the fault that costs most and shows least."""
-    title, used = "NCCL transport", transports(log)
-    if not log:
-        return skipped(title, "NCCL did not run here")
-    between = [name for name in used if name.startswith("NET/")]
-    seen = ", ".join(f"{count} x {name}" for name, count in used.items())
+    title, network, where = "NCCL transport", plan.machine.network.name, plan.loaded.where("cluster.network")
+    used = Counter(name + direct for name, direct in VIA.findall(log))
+    used = used or Counter(f"NET/{name}" for name in NETWORK.findall(log))  # it ended before it opened a channel
+    seen, between = ", ".join(f"{n} x {name}" for name, n in used.items()), [n for n in used if n.startswith("NET/")]
     if not between:
-        return skipped(title, f"its log names no network: {seen or 'nothing at all'}")
-    network, where = plan.machine.network.name, plan.loaded.where("cluster.network")
+        return skipped(title, f"its log names no network: {seen}" if log else "NCCL did not run here")
     if network.startswith(RDMA) and any(name.startswith("NET/Socket") for name in between):
         hint = "the pod lacks RDMA devices, memlock is low, or NCCL_IB_HCA / NCCL_IB_DISABLE keeps it from the cards"
         return failed(title, f"sockets, and {network} is planned: {seen}", hint, where)

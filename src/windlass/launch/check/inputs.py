@@ -6,47 +6,33 @@ import ast
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass import plan as planning
 from windlass.data import sources
 from windlass.errors import UserError
-from windlass.hardware import GIB
-from windlass.launch.check.results import ALONE, Result, failed, not_here, passed, refused, skipped, warned
-from windlass.model.family import FAMILIES
-from windlass.plan.script import ScriptPlan, make_script
+from windlass.hardware import GIB, Gpus
+from windlass.launch.check.results import NO_PLAN, Context, Result, failed, not_here, passed, refused, skipped, warned
+from windlass.plan.script import AnyPlan, ScriptPlan, make_any
+from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.names import absent_trackers
 
 if TYPE_CHECKING:
     from packaging.version import Version
 
+    from windlass.model.family import Family
     from windlass.plan import Plan
     from windlass.plan.accelerate import AccelerateFile
-    from windlass.runfile import Loaded, LoadedScript
 
-Installed = Mapping[str, str]  # distribution -> version
-
-
-@dataclass(frozen=True, slots=True)
-class Tested:
-    """A library's supported range, and the version that the tests ran with."""
-
-    least: str
-    below: str
-    ran: str
-
-
-# The ranges are pyproject's (a test compares them), where their reasons stand.
-TESTED: dict[str, Tested] = {
-    "torch": Tested("2.11", "3", "2.13.0"),
-    "transformers": Tested("5.23", "5.24", "5.23.0"),
-    "peft": Tested("0.21", "0.22", "0.21.2"),
-    "accelerate": Tested("1.15", "2", "1.15.0"),
-    "datasets": Tested("5", "6", "5.2.0"),
-    "safetensors": Tested("0.7", "1", "0.8.0"),
+# Each library's supported range, which is pyproject's (a test compares them), and the version that the tests ran with.
+TESTED: dict[str, tuple[str, str]] = {
+    "torch": (">=2.11,<3", "2.13.0"),
+    "transformers": (">=5.23,<5.24", "5.23.0"),
+    "peft": (">=0.21,<0.22", "0.21.2"),
+    "accelerate": (">=1.15,<2", "1.15.0"),
+    "datasets": (">=5,<6", "5.2.0"),
+    "safetensors": (">=0.7,<1", "0.8.0"),
 }
 # The oldest Linux driver for each CUDA major version, whose minor versions all run on it: NVIDIA's CUDA Compatibility,
 # "Minor Version Compatibility", table 1, with the full numbers of CUDA 11.0, 12.0 and 13.0 from the CUDA release notes.
@@ -65,53 +51,49 @@ ATTENTION: dict[str, tuple[tuple[str, str] | None, str]] = {
 INSTALL = "pip install 'windlass[train]', or use the image that the Containerfile builds"
 
 
-def check_run(
-    loaded: Loaded,
-    accelerate: Callable[[], AccelerateFile | None],
-    have: Installed,
-    depth: str,
-    folders: Callable[[Plan | None], list[Result]],
-    *,
-    elsewhere: bool,
-) -> tuple[Plan | None, list[Result]]:
-    """A language model's run. Making the plan checks targets, layout, classes and batch. `folders`: where it writes."""
+def check_plan(
+    loaded: Loaded | LoadedScript, accelerate: Callable[[], AccelerateFile | None]
+) -> tuple[AnyPlan | None, list[Result]]:
+    """Making the plan checks targets, layout, classes and batch; and whether it fits by the plan's arithmetic."""
     try:
-        plan = planning.make(loaded, accelerate())
+        plan = make_any(loaded, accelerate())
     except UserError as error:
-        lost = [skipped(name, "there is no plan") for name in ("weights", "tokenizer")]
-        results = [*refused("plan", error.problems), *check_libraries(loaded, None, have, depth), *folders(None), *lost]
-        return None, [*results, check_data(loaded, None, elsewhere=elsewhere)]
-    targets = sum(len(target.modules) for target in plan.adapter.targets)
-    tokenizer, opened = check_tokenizer(plan)
+        return None, refused("plan", error.problems)
+    layout = plan.layout
+    if isinstance(plan, ScriptPlan):
+        seen = f"{layout.ranks} ranks, {layout.gpus_per_node} on each of {layout.nodes} nodes"
+        return plan, [passed("layout", seen)]
+    cost, gpu, targets = plan.cost, plan.machine.gpu, sum(len(target.modules) for target in plan.adapter.targets)
+    seen = f"{cost.gpu_gib:.1f} of {gpu.memory_gib:.1f} GiB on each {gpu.name}, {cost.host_gib:.1f} GiB of host memory"
+    where = loaded.where("cluster.gpu")
     return plan, [
         passed("model", f"{plan.base.name}: {plan.base.family.causal_lm}, {plan.total:,} parameters"),
         passed("adapter", f"{targets:,} modules, {plan.adapter.trainable:,} trainable parameters"),
-        passed("layout", f"{plan.layout.name} over {plan.layout.ranks} ranks, by {plan.base.family.layer}"),
+        passed("layout", f"{layout.name} over {layout.ranks} ranks, by {plan.base.family.layer}"),
         passed("batch", f"{plan.schedule.global_sequences} sequences per step"),
-        check_memory(plan),
-        *check_libraries(loaded, plan, have, depth),
-        *folders(plan),
-        check_weights(plan, elsewhere=elsewhere),
-        opened,
-        check_data(loaded, tokenizer, elsewhere=elsewhere),
+        passed("memory", seen) if cost.fits else failed("memory", f"does not fit: {seen}", cost.remedy, where),
     ]
 
 
-def check_memory(plan: Plan) -> Result:
-    """Whether it fits by the plan's arithmetic: each GPU, and the host's memory if that is stated."""
-    cost, gpu = plan.cost, plan.machine.gpu
-    seen = f"{cost.gpu_gib:.1f} of {gpu.memory_gib:.1f} GiB on each {gpu.name}, {cost.host_gib:.1f} GiB of host memory"
-    if cost.fits:
-        return passed("memory", seen)
-    return failed("memory", f"does not fit: {seen}", cost.remedy, plan.loaded.where("cluster.gpu"))
+def check_inputs(c: Context) -> list[Result]:
+    """What the run reads: weights, tokenizer, data, libraries; of a script, itself and torch."""
+    if isinstance(c.loaded, LoadedScript):
+        missing = failed("library torch", "not installed", "pip install torch, or use an image that has it")
+        torch = [] if c.elsewhere else [passed("library torch", c.have["torch"]) if "torch" in c.have else missing]
+        return [check_script(c, c.loaded), *torch, skipped("model, data and optimizer", "they are the script's own")]
+    libraries = check_libraries(c, c.loaded)
+    if c.plan is None or isinstance(c.plan, ScriptPlan):
+        return [*libraries, skipped("weights and tokenizer", NO_PLAN), check_data(c, c.loaded, None)]
+    tokenizer, opened = check_tokenizer(c.plan)
+    return [*libraries, check_weights(c, c.plan), opened, check_data(c, c.loaded, tokenizer)]
 
 
-def check_weights(plan: Plan, *, elsewhere: bool) -> Result:
+def check_weights(c: Context, plan: Plan) -> Result:
     """A plan can be made from a published config, a run can't."""
-    name, where = plan.loaded.run.model.model_name_or_path, plan.loaded.where("model.model_name_or_path")
+    name, where = plan.loaded.run.model.model_name_or_path, c.loaded.where("model.model_name_or_path")
     if plan.disk_bytes is not None:
         return passed("weights", f"{size(plan.disk_bytes)} in {plan.base.path}")
-    if elsewhere:
+    if c.elsewhere:
         return not_here("weights", name)
     hint = "mount the volume, name the model's folder, or download it with `windlass fetch`"
     return failed("weights", f"{name} holds no weights", hint, where)
@@ -119,7 +101,7 @@ def check_weights(plan: Plan, *, elsewhere: bool) -> Result:
 
 def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
     """The tokenizer next to the weights, opened as training does, and its ids against the embedding's rows."""
-    path, where = plan.base.path, plan.loaded.where("model.model_name_or_path")
+    path, where, rows = plan.base.path, plan.loaded.where("model.model_name_or_path"), plan.base.dims["vocab"]
     if path is None:
         return None, skipped("tokenizer", "there is no model folder on this machine")
     try:
@@ -131,17 +113,16 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
     except Exception as error:  # the library raises whatever a damaged file makes it stumble on
         seen = f"{path} holds no tokenizer that opens: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
         return None, failed("tokenizer", seen, "copy tokenizer.json and tokenizer_config.json there", where)
-    rows = plan.base.dims["vocab"]
     if len(tokenizer) > rows:
         hint = "these files belong to another model: copy the tokenizer that was published with this one"
         return tokenizer, failed("tokenizer", f"{len(tokenizer):,} tokens, and the embedding has {rows:,} rows", hint)
     return tokenizer, passed("tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} of {rows:,} ids")
 
 
-def check_data(loaded: Loaded, tokenizer: Any, *, elsewhere: bool) -> Result:
+def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
     """That the first training rows can be read and have the columns that the run needs."""
     run, name = loaded.run, loaded.run.data.dataset_name_or_path
-    if elsewhere and not Path(name).expanduser().exists():
+    if c.elsewhere and not Path(name).expanduser().exists():
         return not_here("data", name)
     try:
         from windlass.data.formats import choose_format
@@ -172,40 +153,12 @@ def size(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
-# --- kind: script ---------------------------------------------------------------------------------------------------
-
-
-def check_script(
-    loaded: LoadedScript, have: Installed, folder: Result, *, elsewhere: bool
-) -> tuple[ScriptPlan | None, list[Result]]:
-    """A run of kind: script. Model, data and optimizer are the script's own. `folder`: whether it can write."""
-    try:
-        plan = make_script(loaded)
-    except UserError as error:
-        return None, refused("plan", error.problems)
-    spread = plan.layout
-    if "torch" in have:
-        torch = passed("library torch", have["torch"])
-    elif elsewhere:
-        torch = not_here("library torch", "the image's torch")
-    else:
-        torch = failed("library torch", "not installed", "pip install torch, or use an image that has it")
-    return plan, [
-        passed("layout", f"{spread.ranks} ranks, {spread.gpus_per_node} on each of {spread.nodes} nodes"),
-        check_script_file(loaded, elsewhere=elsewhere),
-        torch,
-        folder,
-        skipped("model, data and optimizer", "they are the script's own; its memory and time are not known"),
-    ]
-
-
-def check_script_file(loaded: LoadedScript, *, elsewhere: bool) -> Result:
+def check_script(c: Context, loaded: LoadedScript) -> Result:
     """That the script is here, and is Python."""
-    script, where = loaded.run.script, loaded.where("script.path")
+    script, path, where = loaded.run.script, Path(str(loaded.run.script.path)), loaded.where("script.path")
     if script.module:
         return skipped("script", f"module {script.module}: importing it would run the packages around it")
-    path = Path(str(script.path))
-    if elsewhere and not path.is_file():
+    if c.elsewhere and not path.is_file():
         return not_here("script", str(path))
     try:
         tree = ast.parse(path.read_bytes(), str(path))
@@ -214,12 +167,8 @@ def check_script_file(loaded: LoadedScript, *, elsewhere: bool) -> Result:
         return failed("script", f"{path} can't be read: {error.strerror}", hint, where)
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        why = error.msg if isinstance(error, SyntaxError) else str(error)
-        return failed("script", f"{path}{line} is not Python: {why}", "fix it, or name another file", where)
+        return failed("script", f"{path}{line} is not Python: {error}", "fix it, or name another file", where)
     return passed("script", f"{path}, {len(tree.body)} statements")
-
-
-# --- libraries ------------------------------------------------------------------------------------------------------
 
 
 def installed() -> dict[str, str]:
@@ -246,43 +195,38 @@ def older(version: str, than: str) -> bool:
     return mine is not None and other is not None and mine < other
 
 
-def check_libraries(loaded: Loaded, plan: Plan | None, have: Installed, depth: str) -> list[Result]:
+def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
     """On a machine that only plans, missing libraries are no fault."""
-    if depth == ALONE and loaded.run.cluster.platform != "local":
+    if c.elsewhere:
         return [not_here("libraries", "the image's Python")]
-    if depth == ALONE and "torch" not in have:
+    if c.alone and "torch" not in c.have:
         return [skipped("libraries", "torch is not installed on this machine", "`--here`, on a node of the run")]
-    results = [*(check_library(name, have.get(name)) for name in TESTED), check_torchao(have), *check_trackers(loaded)]
-    if plan is None:
-        return [*results, *(skipped(name, "there is no plan") for name in ("model class", "attention"))]
-    where = loaded.where("model.model_name_or_path")
-    model, result = check_model_class(plan.base.family.causal_lm, have, where)
-    return [*results, result, check_attention(loaded, model, have)]
+    results = [*(check_library(name, c.have.get(name)) for name in TESTED), *check_trackers(loaded)]
+    torchao = c.have.get("torchao", TORCHAO_LEAST)
+    if older(torchao, TORCHAO_LEAST):
+        seen = f"{torchao}: PEFT refuses versions before {TORCHAO_LEAST} and would not attach the adapter"
+        hint = f"pip uninstall torchao, or pip install 'torchao>={TORCHAO_LEAST}'"
+        results.append(failed("library torchao", seen, hint))
+    if c.plan is None or isinstance(c.plan, ScriptPlan):
+        return [*results, skipped("model class and attention", NO_PLAN)]
+    model, result = check_model_class(c, c.plan.base.family)
+    return [*results, result, check_attention(c, loaded, model)]
 
 
 def check_library(name: str, version: str | None) -> Result:
-    title, tested = f"library {name}", TESTED[name]
-    wanted = f">={tested.least},<{tested.below}"
+    from packaging.specifiers import SpecifierSet
+
+    title, (supported, ran) = f"library {name}", TESTED[name]
     if version is None:
         return failed(title, "not installed", INSTALL)
-    mine, ran = release(version), release(tested.ran)
-    if mine is None:
+    mine, tested = release(version), release(ran)
+    if mine is None or tested is None:
         return skipped(title, f"{version!r} is no version that can be compared")
-    if older(version, tested.least) or not older(version, tested.below):
-        return failed(title, f"{version}; supported is {wanted}", f"pip install '{name}{wanted}'")
-    if ran and (mine.major, mine.minor) != (ran.major, ran.minor):
-        return warned(title, f"{version}; the tests ran with {tested.ran}", f"pip install {name}=={tested.ran}")
-    return passed(title, f"{version}, tests ran with {tested.ran}")
-
-
-def check_torchao(have: Installed) -> Result:
-    version = have.get("torchao")
-    if version is None:
-        return passed("torchao", "not installed, and not needed")
-    if older(version, TORCHAO_LEAST):
-        seen = f"{version}: PEFT refuses versions before {TORCHAO_LEAST} and would not attach the adapter"
-        return failed("torchao", seen, f"pip uninstall torchao, or pip install 'torchao>={TORCHAO_LEAST}'")
-    return passed("torchao", version)
+    if mine not in SpecifierSet(supported):
+        return failed(title, f"{version}; supported is {supported}", f"pip install '{name}{supported}'")
+    if mine.release[:2] != tested.release[:2]:
+        return warned(title, f"{version}; the tests ran with {ran}", f"pip install {name}=={ran}")
+    return passed(title, f"{version}, tests ran with {ran}")
 
 
 def check_trackers(loaded: Loaded) -> list[Result]:
@@ -295,76 +239,62 @@ def check_trackers(loaded: Loaded) -> list[Result]:
     ]
 
 
-def check_cuda(
-    torch_cuda: str | None, driver: str | None, gpus: int, works: Callable[[], bool] = lambda: False
-) -> Result:
-    """torch's CUDA against the driver. `torch_cuda` is None for a CPU build.
-
-    works: whether CUDA starts all the same. NVIDIA's images bring libraries that make it start on an older driver.
-    """
-    if torch_cuda is None:
-        if gpus:
-            hint = "install torch's CUDA build, or use an NGC image"
-            return failed("CUDA", f"{gpus} GPUs, and a torch built without CUDA", hint)
+def check_cuda(c: Context, gpus: Gpus) -> Result:
+    """torch's CUDA against the driver."""
+    if "torch" not in c.have:
+        return skipped("CUDA", "torch is not installed")
+    try:
+        import torch.cuda
+        from torch.version import cuda as built_for
+    except (ImportError, OSError) as error:
+        return skipped("CUDA", f"torch can't be imported: {str(error).splitlines()[0]}")
+    if built_for is None and gpus.gpus:
+        return failed("CUDA", f"{len(gpus.gpus)} GPUs, and a torch built without CUDA", "install torch's CUDA build")
+    if built_for is None:
         return skipped("CUDA", "torch is built without CUDA, and there is no GPU")
-    if driver is None:
-        return skipped("CUDA", f"torch is built for CUDA {torch_cuda}; there is no driver here")
-    least = DRIVERS.get(int(torch_cuda.partition(".")[0]))
-    if least is None:
-        return skipped("CUDA", f"the oldest driver for CUDA {torch_cuda} is not known; this one is {driver}")
+    seen, least, driver = f"torch is built for CUDA {built_for}", DRIVERS.get(int(built_for.split(".")[0])), gpus.driver
+    if driver is None or least is None:
+        return skipped("CUDA", f"{seen}; {'its oldest driver is not known' if driver else 'there is no driver here'}")
     if not older(driver, least):
-        return passed("CUDA", f"torch is built for CUDA {torch_cuda}, driver {driver}")
-    if works():
-        return passed("CUDA", f"torch is built for CUDA {torch_cuda}; it starts on driver {driver}, older than {least}")
-    return failed(
-        "CUDA",
-        f"torch is built for CUDA {torch_cuda}, which needs driver {least}; this one is {driver}",
-        "use a node with a newer driver, or an image with an older CUDA",
-    )
+        return passed("CUDA", f"{seen}, driver {driver}")
+    if torch.cuda.is_available():  # NVIDIA's images bring libraries that make it start on an older driver
+        return passed("CUDA", f"{seen}; it starts on driver {driver}, older than {least}")
+    hint = "use a node with a newer driver, or an image with an older CUDA"
+    return failed("CUDA", f"{seen}, which needs driver {least}; this one is {driver}", hint)
 
 
-def check_model_class(name: str, have: Installed, where: str) -> tuple[Any, Result]:
+def check_model_class(c: Context, family: Family) -> tuple[Any, Result]:
     """The class that is trained, imported as training will."""
-    version = have.get("transformers")
-    if version is None or "torch" not in have:
+    version, name = c.have.get("transformers"), family.causal_lm
+    if version is None or "torch" not in c.have:
         return None, skipped("model class", f"{'transformers' if version is None else 'torch'} is not installed")
     try:
         import transformers
 
         return getattr(transformers, name), passed("model class", f"{name} of transformers {version}")
     except (AttributeError, ImportError, RuntimeError, OSError) as error:
-        return None, missing_class(name, version, error, where)
-
-
-def missing_class(name: str, version: str, error: Exception, where: str) -> Result:
-    since = next((family.since for family in FAMILIES.values() if family.causal_lm == name), None)
-    if since and older(version, since):
-        seen = f"transformers {version} has no {name}: {since} is the first that has"
-    elif since and isinstance(error, AttributeError):
-        seen = f"transformers {version} should have {name} and doesn't: the installation is damaged"
-    else:
         seen = f"{name} can't be imported from transformers {version}: {str(error).splitlines()[0]}"
-    ran = TESTED["transformers"].ran
-    return failed("model class", seen, f"pip install transformers=={ran}, which the tests ran with", where)
+        if older(version, family.since):
+            seen = f"transformers {version} has no {name}: {family.since} is the first that has"
+        hint = f"pip install transformers=={TESTED['transformers'][1]}, which the tests ran with"
+        return None, failed("model class", seen, hint, c.loaded.where("model.model_name_or_path"))
 
 
-def check_attention(loaded: Loaded, model: Any, have: Installed) -> Result:
+def check_attention(c: Context, loaded: Loaded, model: Any) -> Result:
     """Whether the configured implementation is installed, and the model class takes it."""
     name = loaded.run.model.attn_implementation or "sdpa"
-    where = loaded.where("model.attn_implementation")
-    if name not in ATTENTION:  # the run file takes these names, and hub kernels
-        if "kernels" not in have:
-            hint = "pip install kernels, or set sdpa"
-            return failed("attention", f"{name} is a hub kernel, and `kernels` is not installed", hint, where)
+    needs, flag = ATTENTION.get(name, (("kernels", "kernels"), ""))  # else a hub kernel: the run file takes no other
+    problem = hint = ""
+    if needs and needs[1] not in c.have:
+        problem, hint = f"{name} needs {needs[1]}, which is not installed", f"pip install {needs[1]}, or set sdpa"
+    elif needs and name in ATTENTION and importlib.util.find_spec(needs[0]) is None:
+        problem, hint = f"{needs[1]} is installed and has no module {needs[0]}", "reinstall it"
+    elif name not in ATTENTION:
         return skipped("attention", f"{name} is downloaded from the Hub when the model is loaded")
-    needs, flag = ATTENTION[name]
-    if needs and needs[1] not in have:
-        hint = f"pip install {needs[1]}, or set model.attn_implementation: sdpa"
-        return failed("attention", f"{name} needs {needs[1]}, which is not installed", hint, where)
-    if needs and importlib.util.find_spec(needs[0]) is None:
-        return failed("attention", f"{needs[1]} is installed and has no module {needs[0]}", "reinstall it", where)
-    if model is None:
+    elif model is None:
         return skipped("attention", f"{name}: without the model's class it is not known whether the model takes it")
-    if flag and not getattr(model, flag, False):
-        return failed("attention", f"{model.__name__} does not take {name}", "set eager or sdpa", where)
+    elif flag and not getattr(model, flag, False):
+        problem, hint = f"{model.__name__} does not take {name}", "set eager or sdpa"
+    if problem:
+        return failed("attention", problem, hint, loaded.where("model.attn_implementation"))
     return passed("attention", f"{name}, which {model.__name__} takes")

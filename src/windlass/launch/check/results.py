@@ -1,22 +1,44 @@
-"""What one check found, what all of them come to, and the table that shows it."""
+"""What checks read, what one of them found, what all of them come to, and the table that shows it."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
 from windlass.errors import FAILED, RANK_USER_INPUT, Problem
-from windlass.files import write_atomic
+from windlass.files import write_json
+
+if TYPE_CHECKING:
+    from windlass.plan.script import AnyPlan
+    from windlass.runfile import Loaded, LoadedScript
 
 PASS, WARN, FAIL, SKIPPED = "pass", "warn", "fail", "skipped"
 STYLES = {SKIPPED: "dim", PASS: "green", WARN: "yellow", FAIL: "bold red"}  # from the mildest to the gravest
 NODES = "nodes"  # whether all nodes came and stayed: the one check that a retry may pass
 ALONE, HERE, IN_POD = "alone", "here", "in-pod"
+NO_PLAN = "there is no plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What checks read: the run, and this machine."""
+
+    loaded: Loaded | LoadedScript
+    plan: AnyPlan | None
+    have: Mapping[str, str]  # installed distribution -> version
+    environ: Mapping[str, str]
+    root: Path  # of /sys, /proc and /dev
+    alone: bool  # this machine is not one that the run will use
+
+    @property
+    def elsewhere(self) -> bool:
+        """A run for another platform finds its libraries and volumes there, not on the machine that plans it."""
+        return self.alone and self.loaded.run.cluster.platform != "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +50,6 @@ class Result:
     where: str = ""  # the place in the run file that asks for it
     node: str = ""  # which node, when several were checked
     elsewhere: bool = False  # skipped because only the machines of the run can tell
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def passed(name: str, seen: str) -> Result:
@@ -81,23 +100,16 @@ class Report:
         return RANK_USER_INPUT if self.depth == IN_POD and failures != {NODES} else FAILED
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "windlass": __version__,
-            "depth": self.depth,
-            "verdict": self.verdict,
-            "seconds": round(self.seconds, 3),
-            "results": [result.as_dict() for result in self.results],
-        }
+        results, seconds = list(map(asdict, self.results)), round(self.seconds, 3)
+        head = {"windlass": __version__, "depth": self.depth, "verdict": self.verdict}
+        return {**head, "seconds": seconds, "results": results}
 
     def write(self, folder: Path) -> Path | None:
         """check.json into the run folder if that exists; a folder that refuses it was reported by a check."""
-        path = folder / "check.json"
-        try:
+        with suppress(OSError):
             if folder.is_dir():
-                write_atomic(path, json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n")
-                return path
-        except OSError:
-            pass
+                write_json(folder / "check.json", self.as_dict())
+                return folder / "check.json"
         return None
 
 
