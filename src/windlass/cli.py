@@ -21,9 +21,7 @@ from windlass import __version__
 from windlass.errors import FAILED, RANK_USER_INPUT, USER_INPUT, RunError, UserError
 
 if TYPE_CHECKING:
-    from windlass.plan import Plan
     from windlass.plan.script import AnyPlan
-    from windlass.train.best import Ranking
 
 TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
 BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
@@ -75,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def command(group: str, *examples: str) -> Callable[[Command], Command]:
     """Register a command, with examples below its help."""
-    lines = "".join(f"  {example}\n" for example in examples)
+    lines = "".join(f"  windlass {example}\n" for example in examples)
     return app.command(rich_help_panel=group, epilog=f"Example{'s' * (len(examples) > 1)}:\n\n\b\n{lines}")
 
 
@@ -97,6 +95,7 @@ Overrides = Annotated[list[str] | None, opt("--override", "KEY=VALUE", "Set one 
 Accelerate = Annotated[Path | None, opt("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of tables.")]
 JobDir = Annotated[Path | None, opt("--out", "DIR", "Folder of the job's files. Default: the run folder.")]
+Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arrive.")]
 Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
 Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 
@@ -122,6 +121,10 @@ def write_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def write_result(value: Any, as_json: bool, show: Callable[[Any], None]) -> None:
+    write_json(value.as_dict()) if as_json else show(value)
+
+
 def not_installed(names: str | None, command: str) -> UserError:
     """windlass is installed without its `train` extra, as on a login node."""
     hint = "in windlass's source folder: pip install '.[train]'"
@@ -142,6 +145,11 @@ def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) ->
     return make_any(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)
 
 
+def words(option: str, value: object) -> list[str]:
+    """An option of the ranks' command line, if it was given."""
+    return [] if value is None else [option, str(value)]
+
+
 def print_version(requested: bool) -> None:
     if requested:
         print(f"windlass {__version__}")
@@ -157,7 +165,7 @@ def windlass(
 # --- before a run ---------------------------------------------------------------------------------------------------
 
 
-@command(BEFORE, "windlass init > run.yaml", "windlass init tiny-cpu > run.yaml", "windlass init --list")
+@command(BEFORE, "init > run.yaml", "init tiny-cpu > run.yaml", "init --list")
 def init(
     preset: Annotated[str, arg("PRESET", "Which run file; see --list.")] = "mistral-small-4",
     names: Annotated[bool, flag("--list", "List the presets.")] = False,
@@ -172,24 +180,19 @@ def init(
         print(runfile.init(preset), end="")
 
 
-@command(
-    BEFORE,
-    "windlass schema > windlass.schema.json",
-    "then, as the first line of run.yaml:",
-    "# yaml-language-server: $schema=windlass.schema.json",
-)
+@command(BEFORE, "schema > windlass.schema.json")
 def schema() -> None:
-    """Print the run file's JSON Schema, for editors that complete and check."""
+    """Print the run file's JSON Schema, for editors that complete and check.
+
+    Most editors read it from the first line of run.yaml: # yaml-language-server: $schema=windlass.schema.json
+    """
     from windlass import runfile
 
     write_json(runfile.schema())
 
 
 @command(
-    BEFORE,
-    "windlass plan run.yaml",
-    "windlass plan run.yaml --compare --override cluster.nodes=2",
-    "windlass plan run.yaml --accelerate fsdp.yaml --json | jq .estimate",
+    BEFORE, "plan run.yaml", "plan run.yaml --compare", "plan run.yaml --accelerate fsdp.yaml --json | jq .estimate"
 )
 def plan(
     run: Run,
@@ -205,24 +208,17 @@ def plan(
     Reads the run file, config.json and the safetensors headers; needs neither the weights nor torch.
     The exit code is 0 whether or not the run fits; `memory.fits` in the JSON says which.
     """
+    from windlass.plan.show import show
+
     made = make_plan(run, override, accelerate)
     written = made.write(out)
-    if as_json:
-        write_json(made.as_dict())
-    else:
-        from windlass.plan.show import show
-
-        show(made, formulas=explain, compare=compare)
+    write_result(made, as_json, lambda made: show(made, formulas=explain, compare=compare))
     if written:
         say(f"plan written to {written}")
 
 
 @command(
-    BEFORE,
-    "windlass explain lora.target_modules",
-    "windlass explain fsdp_use_orig_params",
-    "windlass explain NCCL_IB_HCA",
-    "windlass explain --accelerate fsdp.yaml",
+    BEFORE, "explain lora.r", "explain fsdp_use_orig_params", "explain NCCL_IB_HCA", "explain --accelerate fsdp.yaml"
 )
 def explain(
     topic: Annotated[str | None, arg("KEY", "Key of a run file or Accelerate file, variable, or layout.")] = None,
@@ -241,7 +237,7 @@ def explain(
         explaining.show(rows)
 
 
-@command(BEFORE, "windlass data run.yaml", "windlass data run.yaml --override data.packing=true")
+@command(BEFORE, "data run.yaml", "data run.yaml --override data.packing=true")
 def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
     """Tokenize the data and show what the model will be trained on.
 
@@ -254,7 +250,7 @@ def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
     audit_data(read(run, override or ()), say=say, audited=write_json if as_json else show)
 
 
-@command(BEFORE, "windlass fetch run.yaml")
+@command(BEFORE, "fetch run.yaml")
 def fetch(run: Run, override: Overrides = None) -> None:
     """Download the run's model and data set from the Hugging Face Hub.
 
@@ -268,21 +264,14 @@ def fetch(run: Run, override: Overrides = None) -> None:
         print(f"{name}\t{folder}")
 
 
-@command(
-    BEFORE,
-    "windlass check run.yaml",
-    "windlass check run.yaml --here",
-    "windlass check run.yaml --in-pod --wait 600 --json",
-)
+@command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --wait 600 --json")
 def check(
     run: Run,
     override: Overrides = None,
     accelerate: Accelerate = None,
     here: Annotated[bool, flag("--here", "Check this machine too: the run will use it.")] = False,
     in_pod: Annotated[bool, flag("--in-pod", "Run on every node: checks the nodes and their network.")] = False,
-    wait: Annotated[
-        float, opt("--wait", "SECONDS", "How long nodes wait for each other. Default: 300.", min=1)
-    ] = 300.0,
+    wait: Annotated[float, opt("--wait", "SECONDS", "How long nodes wait for others. Default: 300.", min=1)] = 300.0,
     as_json: Json = False,
 ) -> None:
     """Check what would stop the run: files, libraries, GPUs, network.
@@ -312,29 +301,20 @@ def check(
         patience_seconds=wait,
         say=say,
     )
-    written = report.write(Path(loaded.run.folder)) if report.is_leader else None
-    if report.is_leader and as_json:
-        write_json(report.as_dict())
-    elif report.is_leader:
-        checking.show(report)
-    if written:
-        say(f"checks written to {written}")
+    if report.is_leader:
+        written = report.write(Path(loaded.run.folder))
+        write_result(report, as_json, checking.show)
+        if written:
+            say(f"checks written to {written}")
     raise typer.Exit(report.exit_code)
 
 
-@command(
-    BEFORE,
-    "windlass rehearse run.yaml",
-    "windlass rehearse run.yaml --keep rehearsal --override cluster.nodes=2",
-    "windlass rehearse run.yaml --json > rehearsal.json",
-)
+@command(BEFORE, "rehearse run.yaml", "rehearse run.yaml --keep rehearsal --override cluster.nodes=2")
 def rehearse(
     run: Run,
     override: Overrides = None,
     accelerate: Accelerate = None,
-    keep: Annotated[
-        Path | None, opt("--keep", "DIR", "Keep all files there. Default: only those of a failure.")
-    ] = None,
+    keep: Annotated[Path | None, opt("--keep", "DIR", "Keep all files there. Default: those of a failure.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run everything with a tiny replica of the model on this CPU.
@@ -349,22 +329,14 @@ def rehearse(
     record = rehearsing.rehearse(
         run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, screen=Terminal()
     )
-    if as_json:
-        write_json(record.as_dict())
-    else:
-        show(record)
+    write_result(record, as_json, show)
     raise typer.Exit(record.exit_code)
 
 
 # --- during a run ---------------------------------------------------------------------------------------------------
 
 
-@command(
-    DURING,
-    "windlass train run.yaml",
-    "windlass train run.yaml --ranks 2 --override train.max_steps=20",
-    "accelerate launch --config_file fsdp.yaml -m windlass train run.yaml",
-)
+@command(DURING, "train run.yaml", "train run.yaml --ranks 2 --override train.max_steps=20")
 def train(
     run: Run,
     override: Overrides = None,
@@ -374,6 +346,8 @@ def train(
     debug_freq: Annotated[int | None, opt("--debug-freq", "N", "Measure GPUs every N steps; 0: never.", min=0)] = None,
 ) -> None:
     """Start training. Under torchrun or accelerate, runs as one worker.
+
+    Such as: accelerate launch --config_file fsdp.yaml -m windlass train run.yaml
 
     Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a worker), and 75 if a signal
     stopped it and everything was saved.
@@ -406,18 +380,15 @@ def train(
             loaded = read_any(run, [*overrides, *found])
         return make_any(loaded, file)
 
+    more: dict[str, Any] = {"environ": os.environ, "resume": resume, "say": print_error}
     if is_script:
-        raise typer.Exit(script.train(planned, environ=os.environ, resume=resume, say=print_error))
+        raise typer.Exit(script.train(planned, **more))
     arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
-    arguments += [*(["--accelerate", str(accelerate)] if accelerate else []), *(["--resume"] if resume else [])]
-    arguments += [] if debug_freq is None else ["--debug-freq", str(debug_freq)]
-    code = training.train(
-        planned, arguments=arguments, environ=os.environ, resume=resume, debug_freq=debug_freq, say=print_error
-    )
-    raise typer.Exit(code)
+    arguments += words("--accelerate", accelerate) + words("--debug-freq", debug_freq) + ["--resume"] * resume
+    raise typer.Exit(training.train(planned, arguments=arguments, debug_freq=debug_freq, **more))
 
 
-@command(DURING, "windlass demo --dir demo-run", "windlass report demo-run/run")
+@command(DURING, "demo --dir demo-run", "report demo-run/run")
 def demo(
     directory: Annotated[Path, opt("--dir", "DIR", "Folder to create it in. Default: demo-run.")] = Path("demo-run"),
     make_only: Annotated[bool, flag("--make-only", "Create model, data and run file, but don't train.")] = False,
@@ -431,12 +402,7 @@ def demo(
         train(run)
 
 
-@command(
-    DURING,
-    "windlass submit run.yaml --to script",
-    "windlass submit run.yaml --to kubernetes --dry-run",
-    "windlass submit run.yaml --to runai --follow",
-)
+@command(DURING, "submit run.yaml --to kubernetes --dry-run", "submit run.yaml --to runai --follow")
 def submit(
     run: Run,
     to: Annotated[str | None, opt("--to", "PLATFORM", "local, script, kubernetes or runai.")] = None,
@@ -461,20 +427,11 @@ def submit(
     if to is not None and to not in PLATFORMS:
         hint = NOT_VALUES.get(("cluster.platform", to.lower()), f"choose {', '.join(PLATFORMS)}")
         raise UserError(f"there is no platform {to!r}", "--to", hint)
-    made = make_plan(run, override, accelerate)
-    code = submitting.submit(
-        made,
-        to or made.loaded.run.cluster.platform,
-        overrides=override or (),
-        accelerate=accelerate,
-        out=out,
-        dry_run=dry_run,
-        follow=follow,
-        api=api,
-        plane=control_plane(os.environ) if api else None,
-        say=say,
-    )
-    raise typer.Exit(code)
+    plan = make_plan(run, override, accelerate)
+    to = to or plan.loaded.run.cluster.platform
+    plane = control_plane(os.environ) if api else None
+    more: dict[str, Any] = {"out": out, "dry_run": dry_run, "follow": follow, "api": api, "plane": plane, "say": say}
+    raise typer.Exit(submitting.submit(plan, to, overrides=override or (), accelerate=accelerate, **more))
 
 
 def job_of(run: Path, override: list[str] | None, out: Path | None) -> tuple[Path, Path]:
@@ -486,7 +443,7 @@ def job_of(run: Path, override: list[str] | None, out: Path | None) -> tuple[Pat
     return submitting.find(loaded, out), Path(loaded.run.folder)
 
 
-@command(DURING, "windlass status run.yaml")
+@command(DURING, "status run.yaml")
 def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     """Show the state of a submitted run, as its platform reports it."""
     from windlass.launch import submit as submitting
@@ -494,20 +451,15 @@ def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     raise typer.Exit(submitting.status(*job_of(run, override, out)))
 
 
-@command(DURING, "windlass logs run.yaml --follow")
-def logs(
-    run: Run,
-    override: Overrides = None,
-    follow: Annotated[bool, flag("--follow -f", "Keep printing as lines arrive.")] = False,
-    out: JobDir = None,
-) -> None:
+@command(DURING, "logs run.yaml --follow")
+def logs(run: Run, override: Overrides = None, follow: Follow = False, out: JobDir = None) -> None:
     """Show the output of a submitted run's nodes."""
     from windlass.launch import submit as submitting
 
     raise typer.Exit(submitting.logs(*job_of(run, override, out), follow=follow, say=say))
 
 
-@command(DURING, "windlass stop run.yaml", "windlass submit run.yaml    # resumes it")
+@command(DURING, "stop run.yaml", "submit run.yaml    # resumes it")
 def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     """Stop a submitted run after it has saved a checkpoint."""
     from windlass.launch import submit as submitting
@@ -515,7 +467,7 @@ def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     raise typer.Exit(submitting.stop(*job_of(run, override, out), say))
 
 
-@command(DURING, "windlass watch run", "windlass watch run --once")
+@command(DURING, "watch run", "watch run --once")
 def watch(folder: RunDir, once: Annotated[bool, flag("--once", "Print the current state and exit.")] = False) -> None:
     """Watch a run: curves, workers, alarms.
 
@@ -531,7 +483,7 @@ def watch(folder: RunDir, once: Annotated[bool, flag("--once", "Print the curren
 # --- after a run ----------------------------------------------------------------------------------------------------
 
 
-@command(AFTER, "windlass report run", "windlass report run-a run-b --out compared")
+@command(AFTER, "report run", "report run-a run-b --out compared")
 def report(
     folders: Annotated[list[Path], arg("RUN_DIR", "One run folder, or several to compare.")],
     out: Annotated[Path | None, opt("--out", "DIR", "Folder to write the report to.")] = None,
@@ -539,17 +491,12 @@ def report(
 ) -> None:
     """Write report.html and report.json for one run, or compare several."""
     from windlass.observe import report as reporting
+    from windlass.observe.report.show import show
 
-    made = reporting.make(folders, out)
-    if as_json:
-        write_json(made.as_dict())
-    else:
-        from windlass.observe.report.show import show
-
-        show(made)
+    write_result(reporting.make(folders, out), as_json, show)
 
 
-@command(AFTER, "windlass best run", "windlass best run --eval-data held-out.jsonl --ranks 1")
+@command(AFTER, "best run", "best run --eval-data held-out.jsonl --ranks 1")
 def best(
     folder: RunDir,
     eval_data: Annotated[Path | None, opt("--eval-data", "PATH", "Rows to evaluate on, instead of the run's.")] = None,
@@ -563,29 +510,24 @@ def best(
     """
     from windlass import train as training
 
-    def planned() -> Plan:
+    def planned() -> Any:
         from windlass import plan as planning
         from windlass.train import load_finished_run
 
         return planning.make(load_finished_run(folder, eval_data=eval_data, ranks=ranks), None)
 
-    def show(ranking: Ranking) -> None:
+    def show(ranking: Any) -> None:
         from windlass.train.best import show as show_table
 
-        write_json(ranking.as_dict()) if as_json else show_table(ranking)
+        write_result(ranking, as_json, show_table)
 
-    arguments = ["best", str(folder), *(["--eval-data", str(eval_data)] if eval_data else [])]
-    arguments += [*(["--ranks", str(ranks)] if ranks else []), *(["--json"] if as_json else [])]
-    code = training.best(planned, folder, arguments=arguments, environ=os.environ, show=show, say=print_error)
-    raise typer.Exit(code)
+    arguments = ["best", str(folder), *words("--eval-data", eval_data), *words("--ranks", ranks), *["--json"] * as_json]
+    raise typer.Exit(
+        training.best(planned, folder, arguments=arguments, environ=os.environ, show=show, say=print_error)
+    )
 
 
-@command(
-    AFTER,
-    "windlass export run --to my-adapter",
-    "windlass export run --to my-model --merge --dtype bf16",
-    "windlass export run --to my-adapter --serve-check --push org/my-adapter",
-)
+@command(AFTER, "export run --to my-adapter --serve-check", "export run --to my-model --merge --dtype bf16")
 def export(
     source: Annotated[Path, arg("RUN_DIR|CHECKPOINT", "A run folder, or a folder with an adapter.")],
     to: Annotated[Path, opt("--to", "DIR", "Folder to write to.")],
@@ -605,17 +547,8 @@ def export(
     from windlass import export as exporting
     from windlass.export import screen
 
-    made = exporting.export(
-        source,
-        to,
-        merge=merge,
-        dtype=dtype,
-        base=base,
-        called=base_name,
-        workers=workers,
-        say=screen.say,
-        progress=screen.progress,
-    )
+    how: dict[str, Any] = {"merge": merge, "dtype": dtype, "base": base, "called": base_name, "workers": workers}
+    made = exporting.export(source, to, say=screen.say, progress=screen.progress, **how)
     served = exporting.hints(source, made, base) if serve_check else None
     if served and not as_json:
         screen.show_hints(served)
@@ -626,14 +559,12 @@ def export(
         print(to)
 
 
-@command(AFTER, "windlass generate my-model --prompt 'Once upon a time'")
+@command(AFTER, "generate my-model --prompt 'Once upon a time'")
 def generate(
     folder: Annotated[Path, arg("DIR", "A merged model, an adapter, or a run folder.")],
     prompt: Annotated[str, opt("--prompt", "TEXT", "The text to continue.")],
     tokens: Annotated[int, opt("--tokens", "N", "Maximum number of new tokens. Default: 64.", min=1)] = 64,
-    temperature: Annotated[
-        float, opt("--temperature", "T", "0, the default: always the likeliest token.", min=0)
-    ] = 0.0,
+    temperature: Annotated[float, opt("--temperature", "T", "Default: 0, always the likeliest token.", min=0)] = 0.0,
     seed: Annotated[int, opt("--seed", "N", "Seed for sampling.")] = 0,
     chat: Annotated[bool, flag("--chat", "Apply the model's chat template to the prompt.")] = False,
     base: Base = None,
@@ -642,14 +573,5 @@ def generate(
     from windlass.export import screen
     from windlass.export.generate import generate as generating
 
-    generating(
-        folder,
-        prompt,
-        base=base,
-        tokens=tokens,
-        temperature=temperature,
-        seed=seed,
-        chat=chat,
-        say=screen.say,
-        write=lambda text: print(text, end="", flush=True),
-    )
+    how: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed, "chat": chat, "base": base}
+    generating(folder, prompt, say=screen.say, write=lambda text: print(text, end="", flush=True), **how)

@@ -61,12 +61,16 @@ def read_json_lines(path: Path, damaged: list[int] | None = None) -> Iterator[di
 
 def flush(path: Path) -> None:
     """Bring a file, or a folder with all it holds, to the disk: contents first, then the names."""
-    for one in (*path.rglob("*"), path) if path.is_dir() else (path,):
-        handle = os.open(one, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    for one in (*path.rglob("*"), path):
+        _fsync(one)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def commit_dir(partial: Path, final: Path) -> None:
@@ -75,11 +79,7 @@ def commit_dir(partial: Path, final: Path) -> None:
     if final.exists():  # rename() does not replace a folder that has files
         discard_dir(final)
     partial.rename(final)
-    handle = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    _fsync(final.parent)
 
 
 def discard_dir(folder: Path) -> None:

@@ -71,9 +71,8 @@ def lock_run(folder: Path, where: str) -> IO[str] | None:
         except BlockingIOError:
             raise UserError(f"another run is using {folder}", where, "wait for it, or name another folder") from None
     if lock is None:
-        print(
-            f"{folder} is on storage without locks: nothing keeps a second run out of it", file=sys.stderr, flush=True
-        )
+        remark = f"{folder} is on storage without locks: nothing keeps a second run out of it"
+        print(remark, file=sys.stderr, flush=True)
     return lock
 
 
