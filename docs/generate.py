@@ -4,39 +4,43 @@ plan, and the marked blocks of others. `make docs` writes them; a test fails whe
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
+import io
 import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
+
+from windlass.cli import app, main
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ROOT / "docs" / "commands"
 
 
+@functools.cache
 def windlass(*arguments: str) -> str:
     """What the command prints, at 100 columns and without colour."""
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(
-        [sys.executable, "-m", "windlass", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return "\n".join(line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines())
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}),
+        mock.patch.object(sys, "argv", ["windlass"]),
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.suppress(SystemExit),
+    ):
+        main(arguments)
+    return "\n".join(line.rstrip() for line in (out.getvalue() + err.getvalue()).strip().splitlines())
 
 
 def commands() -> list[str]:
-    from windlass.cli import app
-
     return sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
 
 
@@ -103,8 +107,6 @@ def layouts(argument: str, names: list[str]) -> str:
 
 def command_table(_argument: str, _titles: list[str]) -> str:
     """Every command with the first paragraph of its help, in the help's order."""
-    from windlass.cli import app
-
     rows = "| command | |\n|---|---|\n"
     for command in app.registered_commands:
         assert command.callback
@@ -163,7 +165,7 @@ def pages() -> dict[Path, str]:
     return {**made, COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
 
 
-def main() -> None:
+def write() -> None:
     COMMANDS.mkdir(parents=True, exist_ok=True)
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
@@ -171,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from windlass import cli
+from windlass.runfile import read
+from windlass.train.ranks import started_on, visible_gpus
 
 ROOT = Path(__file__).parent.parent
 TRAIN = "examples/mistral-small-4/train.yaml"
@@ -63,17 +65,11 @@ def test_the_published_recipe_is_planned_without_weights(windlass: Windlass, tmp
     uneven = next(row for row in plan["layouts"] if row["name"] == "expert-parallel 3")
     assert not uneven["possible"]
     assert "128 experts" in uneven["why_not"]
-
-
-def test_experts_adapted_too(windlass: Windlass) -> None:
     more = ("lora.experts=true", "lora.lora_dropout=0", "train.per_device_train_batch_size=16")
     plan = json.loads(windlass("plan", TRAIN, "--json", *(word for each in more for word in ("--override", each))))
     assert plan["adapter"]["trainable"] == 1_084_428_288
     assert plan["memory"]["fits"] is False
     assert "gradient_checkpointing" in plan["memory"]["remedy"]
-
-
-def test_a_plan_for_people_starts_with_its_verdict(windlass: Windlass) -> None:
     assert windlass("plan", TRAIN, "--compare", "--explain").startswith("fits: ")
 
 
@@ -143,23 +139,37 @@ def test_help_groups_all_commands(windlass: Windlass) -> None:
     assert "<bool>" not in text + windlass("plan", "--help")
     assert windlass("--version").startswith("windlass ")
     assert "Did you mean 'plan'" in windlass("plam", code=2)
+    for platform, answer in {"openshift": "kubernetes", "slurm": "script", "x": "choose"}.items():
+        assert answer in windlass("submit", TRAIN, "--to", platform, code=2).partition("hint: ")[2]
 
 
-@pytest.mark.parametrize(("platform", "answer"), [("openshift", "kubernetes"), ("slurm", "script"), ("x", "choose")])
-def test_an_unknown_platform_is_answered(windlass: Windlass, platform: str, answer: str) -> None:
-    assert answer in windlass("submit", TRAIN, "--to", platform, code=2).partition("hint: ")[2]
+def test_ranks_where_nobody_wrote_how_many(tmp_path: Path) -> None:
+    """What a launcher says, or the GPUs of this machine as far as they are visible; what is written is left alone."""
+    torchrun = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
+    path = tmp_path / "run.yaml"
+    for text in ("cluster: {gpus_per_node: 4}\n", "cluster: {nodes: 2, network: infiniband-400}\n"):
+        path.write_text(text)
+        assert started_on(read(path), torchrun, 0) == []
+    path.write_text("lora: {r: 8}\n")
+    assert started_on(read(path), torchrun, 0) == ["cluster.nodes=3", "cluster.gpus_per_node=2"]
+    assert started_on(read(path), {"CUDA_VISIBLE_DEVICES": "0,1"}, 4) == ["cluster.gpus_per_node=2"]
+    assert started_on(read(path), {"CUDA_VISIBLE_DEVICES": "1"}, 4) == []
+    assert visible_gpus({}, 4) == 4
+    for visible, gpus, count in (("0,1", 4, 2), ("0,1", 1, 1), ("", 4, 0), ("-1", 4, 0)):
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, gpus) == count
 
 
 def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> None:
-    """In processes of their own, which have not imported the libraries yet."""
+    """In a process of its own, which has not imported the libraries yet."""
     run = tmp_path / "run.yaml"
     run.write_text("model: {model_name_or_path: Llama-3.1-8B}\n")
-    for command, missing in (("train", "torch"), ("data", "transformers"), ("demo", "torch")):
-        block = f"import sys; sys.modules[{missing!r}] = None; from windlass.__main__ import main"
-        arguments = [command, "--dir", str(tmp_path / "made")] if command == "demo" else [command, str(run)]
-        code = f"{block}; main({arguments!r})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 2, done.stderr
-        assert f"error: windlass {command}: {missing} is not installed" in done.stderr
-        assert "pip install '.[train]'" in done.stderr
-        assert "Traceback" not in done.stderr
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'transformers')); from windlass.__main__ import main\n"
+        "for arguments in {}:\n    try:\n        main(arguments)\n"
+        "    except SystemExit as end:\n        assert end.code == 2\n    else:\n        assert False, arguments\n"
+    ).format([["train", str(run)], ["data", str(run)], ["demo", "--dir", str(tmp_path / "made")]])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    for error in ("train: torch", "data: transformers", "demo: torch"):
+        assert f"error: windlass {error}" in done.stderr
+    assert done.stderr.count("pip install '.[train]'") == 3

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import warm
 import yaml
 from pydantic import ValidationError
 
@@ -274,23 +276,33 @@ def test_the_schema_accepts_what_is_read_and_refuses_what_is_not(tmp_path: Path)
         assert not validator.is_valid(yaml.safe_load(text)), text
 
 
+UPSTREAM_NAMES = """
+import dataclasses, json
+from peft import LoraConfig
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
+print(json.dumps({
+    "optimizers": [one.value for one in OptimizerNames], "schedules": [one.value for one in SchedulerType],
+    "trackers": list(INTEGRATION_TO_CALLBACK), "attention": list(ALL_ATTENTION_FUNCTIONS.keys()),
+    "lora": [field.name for field in dataclasses.fields(LoraConfig)],
+    "train": [field.name for field in dataclasses.fields(TrainingArguments)],
+}))
+"""
+
+
 def test_names_are_the_libraries() -> None:
     """The names kept as data are those of the installed libraries; every other name leads to one of our keys."""
-    from peft import LoraConfig
-    from transformers import TrainingArguments
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.trainer_utils import SchedulerType
-    from transformers.training_args import OptimizerNames
-
-    optimizers, schedules = ({one.value for one in names} for names in (OptimizerNames, SchedulerType))
-    trackers, attention = set(INTEGRATION_TO_CALLBACK), set(ALL_ATTENTION_FUNCTIONS.keys())
-    assert set(OPTIMIZERS) | set(OPTIMIZERS_REFUSED) == optimizers
-    assert set(SCHEDULES) == schedules
-    assert TRACKERS.keys() - {"none"} < trackers
-    assert set(ATTENTION) - {"eager"} == {name for name in attention if "|" not in name}
-    for section, upstream in {"lora": LoraConfig, "train": TrainingArguments}.items():
+    done = subprocess.run([warm.python(), "-c", UPSTREAM_NAMES], capture_output=True, text=True, check=True)
+    upstream = {kind: set(names) for kind, names in json.loads(done.stdout).items()}
+    assert set(OPTIMIZERS) | set(OPTIMIZERS_REFUSED) == upstream["optimizers"]
+    assert set(SCHEDULES) == upstream["schedules"]
+    assert TRACKERS.keys() - {"none"} < upstream["trackers"]
+    assert set(ATTENTION) - {"eager"} == {name for name in upstream["attention"] if "|" not in name}
+    for section in ("lora", "train"):
         ours = {key.partition(".")[2] for key in keys() if key.startswith(f"{section}.") and key.count(".") == 1}
-        assert ours - UPSTREAM[section][1] <= {field.name for field in dataclasses.fields(upstream)}
-        assert not UPSTREAM[section][1] & {field.name for field in dataclasses.fields(upstream)}
+        assert ours - UPSTREAM[section][1] <= upstream[section]
+        assert not UPSTREAM[section][1] & upstream[section]
     assert set(OTHER_NAMES.values()) <= set(keys())

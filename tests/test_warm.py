@@ -16,11 +16,10 @@ import warm
 @pytest.mark.parametrize(
     "code",
     [
-        "import os, sys; print(os.getcwd(), sys.argv, os.environ['MARK'], __name__, input())",
-        "import sys; sys.exit(7)",
+        "import atexit, os, sys; atexit.register(print, 'at exit'); print(os.getcwd(), sys.argv, os.environ['MARK'],"
+        " __name__, input())",
         "import sys; sys.exit('a message')",
         "import os; os.kill(os.getpid(), 9)",
-        "import atexit; atexit.register(print, 'at exit'); print('first')",
         "import sys, subprocess; sys.exit(subprocess.run([sys.executable, '-c', 'raise SystemExit(3)']).returncode)",
         "1 / 0",
     ],
