@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from windlass import tiny
 from windlass.data.chat import ChatTemplate, chat_template
 from windlass.data.prepare import Prepared, prepare
-from windlass.data.show import render
+from windlass.data.show import show
 from windlass.errors import UserError
 from windlass.runfile import RunFile
 
@@ -283,9 +283,13 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -
         ("a.json", b'[{"text": "a"}, {]', "a.json:1: not JSON"),
         ("a.txt", b"caf\xe9\n", "not UTF-8"),
         ("a.csv", b"text\na,b\n", "more fields than the header"),
-        ("a.csv", b'text\n"never closed\nb\n', "can't be read: unexpected end of data"),
+        ("a.csv", b'text\n"never closed\nb\n', "can't be read as csv: unexpected end of data"),
         ("a.jsonl", b'{"text": "\\ud800 x"}\n', "half a surrogate pair"),
-        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "not Parquet"),
+        (
+            "a.parquet",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "can't be read as parquet: .*\n\nhint: it is a git-lfs pointer",
+        ),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, tokenizer: Any, name: str, content: bytes, words: str) -> None:
@@ -317,7 +321,7 @@ def test_a_tokenizer_without_offsets_keeps_the_edge(prepared: Prepare, tokenizer
 def test_the_audit_is_shown(prepared: Prepare) -> None:
     done = prepared([{"prompt": f"question {i}?", "completion": f" answer {i}."} for i in range(50)], val_fraction=0.2)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(render(done.audit))
+    show(done.audit, console)
     text = console.export_text()
     assert all(words in text for words in ("[[ answer", "supervised share", "packed"))
     json.dumps(done.audit, allow_nan=False)

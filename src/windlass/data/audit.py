@@ -32,8 +32,7 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
     tokens = int(lengths.sum())
     supervised = int(documents.supervised.sum()) - int(documents.supervised[documents.starts].sum())
     stopping = int((documents.supervised[ends] & (documents.ids[ends] == eos)).sum()) if eos is not None else 0
-    powers = np.floor(np.log2(lengths)).astype(int)
-    return {
+    figures: Audit = {
         **counts,
         "documents": kept,
         "tokens": tokens,
@@ -43,22 +42,19 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
         "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
         "end_learnt_share": stopping / kept if kept else 0.0,
-        "lengths": {
-            "least": int(lengths.min()),
-            "mean": float(lengths.mean()),
-            "median": float(np.median(lengths)),
-            "percentile_95": float(np.percentile(lengths, 95)),
-            "most": int(lengths.max()),
-        }
-        if kept
-        else {},
-        # [from, to, documents]: every bin twice as wide as the one before
-        "histogram": [[2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in range(powers.min(), powers.max() + 1)]
-        if kept
-        else [],
         "lowest_id": int(documents.ids.min()) if tokens else None,
         "highest_id": int(documents.ids.max()) if tokens else None,
+        "lengths": {},
+        "histogram": [],  # [from, to, documents]: every bin twice as wide as the one before
     }
+    if kept:
+        least, median, high, most = np.percentile(lengths, (0, 50, 95, 100)).tolist()
+        figures["lengths"] = {"least": int(least), "mean": float(lengths.mean()), "median": median}
+        figures["lengths"] |= {"percentile_95": high, "most": int(most)}
+        powers = np.floor(np.log2(lengths)).astype(int)
+        bins = range(powers.min(), powers.max() + 1)
+        figures["histogram"] = [[2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in bins]
+    return figures
 
 
 def overlap(train: Documents, validation: Documents) -> Audit:
@@ -76,36 +72,17 @@ def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configure
         lengths = lengths[shuffled(documents, seed, 0)[:BATCHED_DOCUMENTS]]
     count, tokens = len(lengths), int(lengths.sum())
     packs = len(pack(lengths.tolist(), max_length))
-
-    def padded(rows: Lengths) -> int:
-        """Positions when every batch is padded to its longest row."""
-        parts = (rows[i : i + batch] for i in range(0, len(rows), batch))
-        return sum(int(part.max()) * len(part) for part in parts)
-
-    ways = {
-        "padded to max_length": (count, count * max_length),
-        "padded in random batches": (count, padded(lengths[shuffled(count, seed, 0)])),
-        LENGTH_GROUPED: (count, padded(lengths[length_grouped(lengths, batch, seed, 0)])),
-        PADDING_FREE: (count, tokens),
-        PACKED: (packs, padded(np.full(packs, max_length))),
-    }
-    table = {
-        way: {
-            "rows": (scaled := round(rows * documents / count)),
-            "micro_batches": -(-scaled // batch),
-            "useful_share": tokens / positions,
-        }
-        for way, (rows, positions) in ways.items()
-    }
-    now = table[configured]
-    return {
-        "configured": configured,
-        "batch": batch,
-        "padding_waste": 1 - now["useful_share"],
-        "documents_per_packed_row": count / packs,
-        "micro_batches_saved_by_packing": now["micro_batches"] / table[PACKED]["micro_batches"],
-        "ways": table,
-    }
+    ordered = lengths[length_grouped(lengths, batch, seed, 0)]
+    padded = sum(int(part.max()) * len(part) for part in np.split(ordered, range(batch, count, batch)))
+    ways = {}
+    for way, rows, positions in (
+        (LENGTH_GROUPED, count, padded),
+        (PADDING_FREE, count, tokens),
+        (PACKED, packs, packs * max_length),
+    ):
+        rows = round(rows * documents / count)
+        ways[way] = {"rows": rows, "micro_batches": -(-rows // batch), "useful_share": tokens / positions}
+    return {"configured": configured, "padding_waste": 1 - ways[configured]["useful_share"], "ways": ways}
 
 
 def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
@@ -129,10 +106,7 @@ def find_problems(
     found = []
     for split, figures in audit["splits"].items():
         place = where(f"data.{'train' if split == 'train' else 'val'}_split")
-        if not figures["rows"]:
-            hint = "the files are empty, or the slice takes nothing"
-            found.append(Problem(f"{split} has no rows", place, hint))
-        elif not figures["documents"]:
+        if not figures["documents"]:
             problem = (
                 f"no row of {split} has a supervised token: of {figures['rows']} rows {figures['empty']} are empty, "
                 f"{figures['unsupervised']} have nothing supervised, {figures['truncated']} were cut at data.max_length"
@@ -143,10 +117,10 @@ def find_problems(
             problem = f"{split} has token id {figures['highest_id']}, the model's vocabulary ends at {vocabulary - 1}"
             hint = "this tokenizer is not this model's: take the tokenizer files from the model's own folder"
             found.append(Problem(problem, where("model.model_name_or_path"), hint))
-    fraction = audit["splits"]["train"]["supervised_fraction"]
-    if audit["splits"]["train"]["documents"] and fraction < least_fraction:
+    train = audit["splits"]["train"]
+    if train["documents"] and train["supervised_fraction"] < least_fraction:
         problem = (
-            f"{fraction:.2%} of the training tokens are supervised, less than "
+            f"{train['supervised_fraction']:.2%} of the training tokens are supervised, less than "
             f"watch.min_supervised_fraction = {least_fraction:.2%}"
         )
         hint = "`windlass data` shows which part is supervised: fix the template, or lower the limit if it is meant"
@@ -156,28 +130,32 @@ def find_problems(
 
 def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     """What a reader should know that is no error."""
-    train, found = audit["splits"]["train"], []
-    if train["truncated"]:
-        found.append(
+    train, shared = audit["splits"]["train"], audit.get("overlap", {"documents": 0, "share": 0})
+    waste, all_tokens = audit["batching"].get("padding_waste", 0), max(1, train["tokens"] + train["tokens_cut"])
+    warnings = (
+        (
+            train["truncated"],
             f"{train['truncated']:,} rows ({train['truncated_share']:.1%}) are cut at max_length and lose "
-            f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / (train['tokens'] + train['tokens_cut']):.1%})"
-        )
-    if train["unsupervised"]:
-        found.append(f"{train['unsupervised']:,} rows have no supervised token within max_length and are dropped")
-    if train["straddling"]:
-        found.append(
+            f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / all_tokens:.1%})",
+        ),
+        (
+            train["unsupervised"],
+            f"{train['unsupervised']:,} rows have no supervised token within max_length and are dropped",
+        ),
+        (
+            train["straddling"],
             f"in {train['straddling']:,} rows a token lies across the edge of the supervised part and is supervised: "
-            "let the white space at the edge belong to that part"
-        )
-    if train["documents"] and train["end_learnt_share"] < 0.5:
-        found.append(
+            "let the white space at the edge belong to that part",
+        ),
+        (
+            train["documents"] and train["end_learnt_share"] < 0.5,
             f"only {train['end_learnt_share']:.0%} of the rows end with the end of sequence supervised: "
-            "the model will not learn to stop"
-        )
-    shared = audit.get("overlap")
-    if shared and shared["documents"]:
-        found.append(f"{shared['documents']:,} validation rows ({shared['share']:.1%}) are in the training set as well")
-    waste = audit.get("batching", {}).get("padding_waste", 0)
-    if waste > 0.2:
-        found.append(f"{waste:.0%} of the computed positions are padding: data.packing: true leaves next to none")
-    return found
+            "the model will not learn to stop",
+        ),
+        (
+            shared["documents"],
+            f"{shared['documents']:,} validation rows ({shared['share']:.1%}) are in the training set as well",
+        ),
+        (waste > 0.2, f"{waste:.0%} of the computed positions are padding: data.packing: true leaves next to none"),
+    )
+    return [text for holds, text in warnings if holds]

@@ -9,11 +9,11 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from windlass.errors import UserError
-from windlass.files import commit_dir, discard_dir, lock_file, write_json
+from windlass.files import commit_dir, discard_dir, lock_file, read_json, write_json
 
 Say = Callable[[str], None]
 
@@ -25,8 +25,8 @@ CHECKED_SECONDS = 600
 
 def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
     """The folder of this fingerprint: found and verified, or made now. A damaged one is made again, and reported."""
-    folder, own = cache / fingerprint, f"{socket.gethostname()}-{os.getpid()}"
-    partial = cache / f"{fingerprint}.part-{own}"
+    folder, ours = cache / fingerprint, f"{fingerprint}.part-{socket.gethostname()}-"
+    partial = cache / f"{ours}{os.getpid()}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that is tokenizing into {folder}"
@@ -37,7 +37,7 @@ def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], s
                     return folder
                 say(f"the tokens cached in {folder} are damaged ({damage}): made again")
                 discard_dir(folder)
-            for left in cache.glob(f"{fingerprint}.part-{socket.gethostname()}-*") if alone else ():
+            for left in cache.glob(f"{ours}*") if alone else ():
                 shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
             partial.mkdir()
             try:
@@ -72,25 +72,20 @@ def one_at_a_time(path: Path, say: Say, waiting: str) -> Iterator[bool]:
 
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a cached folder, or None."""
+    files = read_json(folder / SEAL).get("files")
+    if not files:
+        return f"{SEAL} is missing, or can't be read"
     try:
-        files = json.loads((folder / SEAL).read_text())["files"]
         stats = {name: (folder / name).stat() for name in files}
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{SEAL} can't be read"
-    for name, entry in files.items():
-        if stats[name].st_size != entry["bytes"]:
-            return f"{name} has {stats[name].st_size} bytes of {entry['bytes']}"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
     state = json.dumps({name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()})
     checked = folder.with_name(f"{folder.name}.checked-{socket.gethostname()}.json")
-    try:
+    with suppress(OSError):  # not checked yet
         if 0 <= time.time() - checked.stat().st_mtime < CHECKED_SECONDS and checked.read_text() == state:
             return None
-    except OSError:
-        pass  # not checked yet
     for name, entry in files.items():
-        if hash_file(folder / name) != entry["hash"]:
+        if stats[name].st_size != entry["bytes"] or hash_file(folder / name) != entry["hash"]:
             return f"{name} is not what was written"
     checked.write_text(state)
     return None

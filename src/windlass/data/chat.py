@@ -45,36 +45,34 @@ class ChatTemplate:
         if GENERATION.search(self.template):  # the template itself marks the assistant's part
             from transformers.utils.chat_template_utils import render_jinja_template
 
+            names = self.tokenizer.special_tokens_map
             texts, marked = render_jinja_template(
-                [turns],
-                tools=tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                [turns], tools=tools, chat_template=self.template, return_assistant_tokens_mask=True, **names
             )
             skipped = sum(turn["role"] == "assistant" for turn in turns[:first])
             return texts[0], tuple((start, end) for start, end in marked[0][skipped:])
-        text = self.apply(turns, tools)
-        spans = []
+        text, spans = self.apply(turns, tools), []
         for i, turn in enumerate(turns):
-            if turn["role"] == "assistant" and i >= first:
-                start = self._start_of_answer(turns[:i], text, tools) if i else 0
-                until = self.apply(turns[: i + 1], tools)
-                if not text.startswith(until) or len(until) <= start:
-                    raise _unstable(until, text)
-                spans.append((start, len(until)))
+            if turn["role"] != "assistant" or i < first:
+                continue
+            # An answer begins behind the prompt that the template writes for it. Reasoning templates open a thought
+            # in that prompt which a finished answer may lack: then behind what both have.
+            prompt = self.apply(turns[:i], tools, prompt=True) if i else ""
+            plain = prompt if text.startswith(prompt) else self.apply(turns[:i], tools)
+            until = self.apply(turns[: i + 1], tools)
+            start = max(len(plain), common_length(text, prompt))
+            for head in (plain, until):
+                if not text.startswith(head) or len(until) <= start:
+                    at = common_length(text, head)
+                    raise UserError(
+                        "the chat template writes earlier turns differently once later ones follow "
+                        f"(at {text[max(0, at - 30) : at + 30]!r}), so the assistant's part can't be found",
+                        "data",
+                        "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around the "
+                        "assistant's part",
+                    )
+            spans.append((start, len(until)))
         return text, tuple(spans)
-
-    def _start_of_answer(self, before: list[dict[str, Any]], text: str, tools: Any) -> int:
-        """Where the assistant's own words begin: behind the prompt that the template writes for it to answer."""
-        prompt = self.apply(before, tools, prompt=True)
-        if text.startswith(prompt):
-            return len(prompt)
-        # Reasoning templates open a thought in the prompt which a finished answer may lack: behind what both have.
-        plain = self.apply(before, tools)
-        if not text.startswith(plain):
-            raise _unstable(plain, text)
-        return max(len(plain), _agreement(text, prompt))
 
     def apply(self, turns: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> str:
         from jinja2 import TemplateError
@@ -91,37 +89,23 @@ class ChatTemplate:
             raise UserError(f"the chat template refuses a chat ({roles}): {error}", "data", hint) from None
 
 
-def _agreement(one: str, other: str) -> int:
-    """Length of the common beginning."""
+def common_length(one: str, other: str) -> int:
+    """Of the beginning that two texts share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _unstable(head: str, text: str) -> UserError:
-    at = _agreement(head, text)
-    return UserError(
-        "the chat template writes earlier turns differently once later ones follow "
-        f"(at {text[max(0, at - 30) : at + 30]!r}), so the assistant's part can't be found",
-        "data",
-        "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around the assistant's part",
-    )
-
-
 def as_message(message: Any) -> dict[str, Any]:
     """One message with `role` and `content`, also where it was written as `from` and `value`."""
-    hint = 'write {"role": …, "content": …}'
-    if not isinstance(message, dict):
-        raise UserError(f"a message is a {type(message).__name__}", "data", hint)
     # Columnar files fill what a message lacks with None; templates test for presence.
-    found = {key: value for key, value in message.items() if value is not None}
+    found = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
     role = found.pop("from", None) or found.get("role")
     if role is None:
-        raise UserError(f"a message has no role; it has {', '.join(found)}", "data", hint)
+        problem = f"a message has no role: {str(message)[:80]}"
+        raise UserError(problem, "data", 'write {"role": …, "content": …}')
     if "value" in found and "content" not in found:
         found["content"] = found.pop("value")
-    found["role"] = ROLES.get(role, role)
-    found.setdefault("content", "")
-    return found
+    return {"content": "", **found, "role": ROLES.get(role, role)}
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

@@ -67,9 +67,8 @@ class PaddingFreeCollator:
         }
 
 
-def _labels(row: Row) -> Sequence[int]:
-    labels: Sequence[int] = row["labels"] if "labels" in row else row["input_ids"]
-    return labels
+def _labels(row: Row) -> Any:
+    return row.get("labels", row["input_ids"])
 
 
 def _positions(row: Row) -> Tensor:

@@ -6,11 +6,12 @@ import difflib
 import json
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windlass.data.chat import ChatTemplate, Span, chat_template
+from windlass.data.chat import Span, chat_template
 from windlass.data.readers import Row
 from windlass.data.sources import Where
 from windlass.errors import UserError
@@ -39,7 +40,6 @@ class Format:
 
     name: str
     description: str
-    columns: tuple[str, ...]
     identity: str
     render: Callable[[Row], Rendered | None]
     notes: tuple[str, ...] = ()
@@ -62,11 +62,6 @@ class Request:
         has = ", ".join(map(repr, self.columns)) or "none"
         raise UserError(f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint)
 
-    @property
-    def everything(self) -> bool:
-        """Whether prompts are trained on as well."""
-        return self.data.completion_only_loss is False
-
     def refuse_completion_only(self, what: str) -> None:
         if self.data.completion_only_loss:
             hint = "mark it with [[ ]] in data.prompt_template, or name data.prompt_field and data.completion_field"
@@ -80,52 +75,42 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     if len(asked) > 1:
         one, two = asked[:2]
         raise UserError(f"data.{one} and data.{two} choose different formats", where(f"data.{two}"), "keep one")
-    request = Request(data, columns, tokenizer, where)
-    for keys, _, make in FORMATS:
-        if any(key in data.model_fields_set and getattr(data, key) for key in keys):
-            return make(request)
-    for _, needed, make in FORMATS:
-        if any(set(names) <= set(columns) for names in needed):
-            return make(request)
-    return text_format(request)
+    by_key = (f for f in FORMATS if any(key in data.model_fields_set and getattr(data, key) for key in f.keys))
+    by_columns = (f for f in FORMATS if any(set(needed) <= set(columns) for needed in f.columns))
+    chosen = next(by_key, None) or next(by_columns, FORMATS[-1])
+    return chosen.make(Request(data, columns, tokenizer, where))
+
+
+def as_text(value: Any, field: str) -> str:
+    """A column's text; a number is written out, an absent value is empty, anything else is no text."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return "" if value is None else str(value)
+    hint = "name a column of text, or write data.prompt_template, which reaches inside: {answers[text][0]}"
+    raise UserError(f"column {field!r} has a {type(value).__name__}, not text: {str(value)[:80]}", "data", hint)
 
 
 def text_format(request: Request) -> Format:
     request.refuse_completion_only("plain text")
     field = request.require(request.data.text_field, "text_field")
-
-    def render(row: Row) -> Rendered | None:
-        text = as_text(row.get(field), field)
-        return Rendered(text) if text.strip() else None
-
-    return Format("text", f"text in {field!r}, loss on every token", (field,), f"text:{field}", render)
-
-
-def as_text(value: Any, field: str) -> str:
-    """A column's text; a number is written out, an absent value is empty, anything else is no text."""
-    if value is None:
-        return ""
-    if isinstance(value, str | bool | int | float):
-        return str(value)
-    hint = "name a column of text, or write data.prompt_template, which reaches inside: {answers[text][0]}"
-    raise UserError(f"column {field!r} has a {type(value).__name__}, not text: {str(value)[:80]}", "data", hint)
+    return Format(
+        "text", f"text in {field!r}, loss on every token", field, lambda row: Rendered(as_text(row.get(field), field))
+    )
 
 
 def completion_format(request: Request) -> Format:
     """A prompt and the completion that the loss is computed on; either may be a list of messages."""
-    prompt = request.require(request.data.prompt_field or "prompt", "prompt_field")
-    completion = request.require(request.data.completion_field or "completion", "completion_field")
-    everything = request.everything
-    template: list[ChatTemplate] = []  # made at the first row that is a chat: most tokenizers here need none
+    data = request.data
+    prompt = request.require(data.prompt_field or "prompt", "prompt_field")
+    completion = request.require(data.completion_field or "completion", "completion_field")
+    everything = data.completion_only_loss is False
+    template = cache(lambda: chat_template(request.tokenizer))  # most tokenizers here need none
 
     def render(row: Row) -> Rendered | None:
         question, answer = row.get(prompt), row.get(completion)
         if isinstance(question, list) or isinstance(answer, list):
-            if not template:
-                template.append(chat_template(request.tokenizer))
             before = question if isinstance(question, list) else [{"role": "user", "content": question or ""}]
             after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer or ""}]
-            text, spans = template[0].render([*before, *after], first=len(before))
+            text, spans = template().render([*before, *after], first=len(before))
             return Rendered(text, None if everything else spans, closed=True)
         head, tail = as_text(question, prompt), as_text(answer, completion)
         if not tail.strip():
@@ -133,14 +118,13 @@ def completion_format(request: Request) -> Format:
         return Rendered(head + tail, None if everything else ((len(head), len(head) + len(tail)),))
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
-    identity = f"pair:{prompt}:{completion}:{everything}"
-    return Format("prompt-completion", description, (prompt, completion), identity, render)
+    return Format("prompt-completion", description, f"{prompt}:{completion}:{everything}", render)
 
 
 def chat_format(request: Request) -> Format:
     field = request.data.messages_field or next((c for c in ("messages", "conversations") if c in request.columns), "")
     request.require(field, "messages_field")
-    template, everything = chat_template(request.tokenizer), request.everything
+    template, everything = chat_template(request.tokenizer), request.data.completion_only_loss is False
 
     def render(row: Row) -> Rendered | None:
         messages = row.get(field)
@@ -158,11 +142,7 @@ def chat_format(request: Request) -> Format:
 
     loss = "every token" if everything else "assistant turns"
     description = f"chats in {field!r} through {template.source}, loss on {loss}"
-    identity = f"chat:{field}:{everything}:{template.template}"
-    return Format("chat", description, (field,), identity, render, notes=template.notes)
-
-
-MARKS = re.compile(r"\\\[\[|\\\]\]|\[\[|\]\]")
+    return Format("chat", description, f"{field}:{everything}:{template.template}", render, template.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +159,17 @@ class Piece:
     def column(self) -> str:
         return re.split(r"[\[.]", self.field or "")[0]
 
+    def render(self, row: Mapping[str, Any], place: str) -> str:
+        if self.field is None or row.get(self.column) is None:
+            return self.literal
+        formatter = string.Formatter()
+        try:
+            value, _ = formatter.get_field(self.field, (), row)
+            return "" if value is None else format(formatter.convert_field(value, self.conversion), self.spec)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+            problem = f"{{{self.field}}} can't be written for a row: {error}"
+            raise UserError(problem, place, "check what the column holds") from None
+
 
 def parse_template(text: str, place: str) -> list[Piece]:
     """A template's parts: `{column}` as in a format string, `[[…]]` around what is trained on, `\\[[` for a bracket."""
@@ -188,75 +179,64 @@ def parse_template(text: str, place: str) -> list[Piece]:
     except ValueError as error:
         raise UserError(f"not a template: {error}", place, "write {column}; a brace itself is {{ or }}") from None
     for literal, field, spec, conversion in parsed:
-        at = 0
-        for mark in MARKS.finditer(literal):
-            pieces.append(Piece(literal[at : mark.start()], inside))
-            at = mark.end()
-            if mark[0].startswith("\\"):
-                pieces.append(Piece(mark[0][1:], inside))
+        for part in re.split(r"(\\\[\[|\\\]\]|\[\[|\]\])", literal):
+            if part not in ("[[", "]]"):
+                pieces += [Piece(part.removeprefix("\\") if part in ("\\[[", "\\]]") else part, inside)] if part else []
                 continue
-            if inside == (mark[0] == "[["):
+            if inside == (part == "[["):
                 hint = r"[[ and ]] come in pairs; \[[ is the bracket itself"
-                raise UserError(f"{mark[0]} without its other half", place, hint)
+                raise UserError(f"{part} without its other half", place, hint)
             inside = not inside
-        pieces.append(Piece(literal[at:], inside))
         if field is not None:
             pieces.append(Piece("", inside, field, conversion, spec or ""))
     if inside:
         raise UserError("[[ is never closed", place, r"put ]] where the completion ends; \[[ is the bracket itself")
-    return [piece for piece in pieces if piece.literal or piece.field is not None]
+    return pieces
 
 
 def template_format(request: Request) -> Format:
     """`Question: {q}\\nAnswer: [[{a}]]`: loss on the part inside [[ ]], on all of it when nothing is marked."""
     place, text = request.where("data.prompt_template"), request.data.prompt_template or ""
     pieces = parse_template(text, place)
-    columns = tuple(dict.fromkeys(piece.column for piece in pieces if piece.field is not None))
+    columns = dict.fromkeys(piece.column for piece in pieces if piece.field is not None)
     if not columns:
         hint = f"write {{column}}; there are {', '.join(request.columns)}"
         raise UserError("the template names no column", place, hint)
     for column in columns:
         request.require(column, "prompt_template")
-    if not any(piece.supervised for piece in pieces):
+    marked = any(piece.supervised for piece in pieces)
+    if not marked:
         request.refuse_completion_only("a template without [[ ]]")
-    marked = any(piece.supervised for piece in pieces) and not request.everything
-    needed = {piece.column for piece in pieces if piece.field is not None and (piece.supervised or not marked)}
+    marked = marked and request.data.completion_only_loss is not False
+    needed = [piece.field is not None and (piece.supervised or not marked) for piece in pieces]
 
     def render(row: Row) -> Rendered | None:
-        parts, spans, at = [], [], 0
-        filled = not needed
-        for piece in pieces:
-            part = piece.literal if piece.field is None else format_column(piece, row, place)
-            filled |= piece.column in needed and bool(part.strip())
-            parts.append(part)
+        parts = [piece.render(row, place) for piece in pieces]
+        if any(needed) and not any(part.strip() for part, is_needed in zip(parts, needed, strict=True) if is_needed):
+            return None  # nothing from the row is in what would be trained on
+        spans, at = [], 0
+        for piece, part in zip(pieces, parts, strict=True):
             if piece.supervised and part:
                 spans.append((at, at + len(part)))
             at += len(part)
-        if not filled:
-            return None  # nothing from the row is in what would be trained on
         return Rendered("".join(parts), tuple(spans) if marked else None)
 
     description = f"data.prompt_template, loss on {'the part in [[ ]]' if marked else 'every token'}"
-    return Format("template", description, columns, f"template:{marked}:{text}", render)
+    return Format("template", description, f"{marked}:{text}", render)
 
 
-def format_column(piece: Piece, row: Row, place: str) -> str:
-    try:
-        value, _ = string.Formatter().get_field(piece.field or "", (), row)
-        if value is None:
-            return ""
-        return format(string.Formatter().convert_field(value, piece.conversion), piece.spec)
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-        if piece.column not in row:
-            return ""
-        hint = "check what the column holds"
-        raise UserError(f"{{{piece.field}}} can't be written for a row: {error}", place, hint) from None
+class FormatRow(NamedTuple):
+    """Keys of `data` that request a format, sets of columns that identify it, and what makes it."""
+
+    keys: tuple[str, ...]
+    columns: tuple[tuple[str, ...], ...]
+    make: Callable[[Request], Format]
 
 
-# Keys of `data` that request a format; else columns that identify it; and what makes it. The first that fits is taken.
-FORMATS: tuple[tuple[tuple[str, ...], tuple[tuple[str, ...], ...], Callable[[Request], Format]], ...] = (
-    (("prompt_template",), (), template_format),
-    (("messages_field",), (("messages",), ("conversations",)), chat_format),
-    (("prompt_field", "completion_field"), (("prompt", "completion"),), completion_format),
-    (("text_field",), (("text",),), text_format),
+# The first that a key requests is taken, else the first whose columns are there.
+FORMATS = (
+    FormatRow(("prompt_template",), (), template_format),
+    FormatRow(("messages_field",), (("messages",), ("conversations",)), chat_format),
+    FormatRow(("prompt_field", "completion_field"), (("prompt", "completion"),), completion_format),
+    FormatRow(("text_field",), (("text",),), text_format),
 )

@@ -6,12 +6,12 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.cache import one_at_a_time
-from windlass.data.sources import FILE_FORMATS, Source, card_configs, read_card, requested_config, resolve
+from windlass.data.readers import SUFFIXES
+from windlass.data.sources import Source, card_files, read_card, requested_config, resolve
 from windlass.errors import UserError
 from windlass.files import read_json, write_json
 
@@ -32,20 +32,10 @@ def fetch_source(data: Data, where: Callable[[str], str], say: Say) -> Source:
 def fetch_set(data: Data, where: Callable[[str], str], say: Say) -> Path:
     """The card first: it says which files belong to the config."""
     name, place, config = data.dataset_name_or_path, where("data.dataset_name_or_path"), requested_config(data)
-    configs = card_configs(read_card(fetch(name, "dataset", ["README.md"], place, say)))
-
-    def as_list(value: Any) -> list[Any]:
-        return value if isinstance(value, list) else [value]
-
-    if config in configs and configs[config].get("data_files"):
-        paths = [
-            entry["path"] if isinstance(entry, dict) else entry for entry in as_list(configs[config]["data_files"])
-        ]
-        patterns = [pattern for path in paths for pattern in as_list(path)]
-    elif config is not None:
-        patterns = [f"{config}/*"]
-    else:
-        patterns = [f"*{suffix}{packed}" for suffix in FILE_FORMATS for packed in ("", ".gz")]
+    card = read_card(fetch(name, "dataset", ["README.md"], place, say))
+    patterns = [pattern for _, pattern in card_files(card, config)]
+    if not patterns:
+        patterns = [f"{config}/*"] if config else [f"*{end}{packed}" for end in SUFFIXES for packed in ("", ".gz")]
     return fetch(name, "dataset", ["README.md", *patterns], place, say)
 
 
@@ -60,62 +50,46 @@ def fetch(name: str, kind: str, patterns: Sequence[str], place: str, say: Say, i
     cache = Path(constants.HF_HUB_CACHE)
     key = hashlib.blake2b(json.dumps([name, kind, *patterns, *ignored]).encode(), digest_size=8).hexdigest()
     mark = cache / f".windlass-{kind}-{name.replace('/', '--')}-{key}.json"
-
-    def fetched() -> Path | None:
-        folder = read_json(mark).get("folder")
-        return Path(folder) if folder and Path(folder).is_dir() else None
-
-    if folder := fetched():
-        return folder
+    folder = read_json(mark).get("folder")
+    if folder and Path(folder).is_dir():
+        return Path(folder)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with one_at_a_time(mark.with_suffix(".lock"), say, f"waiting for another process that fetches {name}"):
-            folder = fetched()
-            if folder is None:
+            folder = read_json(mark).get("folder")
+            if not folder or not Path(folder).is_dir():
                 say(f"fetching {name} into {cache}")
                 folder = download(name, kind, patterns, ignored, place, cache)
                 write_json(mark, {"folder": folder})
     except OSError as error:
         raise UserError(f"{name} can't be kept in {cache}: {error}", place, "make room there, or set HF_HOME") from None
-    return folder
+    return Path(folder)
 
 
-def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[str], place: str, cache: Path) -> Path:
+def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[str], place: str, cache: Path) -> str:
     import httpx2
     from huggingface_hub import HfApi, errors, snapshot_download
+    from huggingface_hub.utils._paths import filter_repo_objects
 
+    wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": list(ignored) or None}
     try:
-        info = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=REACH_SECONDS)
-        sizes = {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or []}
-        needed = sum(size for file, size in sizes.items() if matches(file, patterns) and not matches(file, ignored))
+        info: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=REACH_SECONDS)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        needed = sum(sizes[file] for file in filter_repo_objects(list(sizes), **wanted))
         require_room(needed, cache, name, place)
-        return Path(
-            snapshot_download(
-                name,
-                repo_type=kind,
-                revision=info.sha,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(ignored) or None,
-            )
-        )
+        return str(snapshot_download(name, repo_type=kind, revision=info.sha, **wanted))
     except errors.GatedRepoError:
         problem, hint = f"{name} is gated and this account has no access", "ask for it on its page, then set HF_TOKEN"
     except errors.RepositoryNotFoundError:
         problem, hint = f"the hub has no {kind} {name!r}", "check the name; a private one needs HF_TOKEN"
-    except (httpx2.ReadError, httpx2.RemoteProtocolError, httpx2.ReadTimeout) as error:
-        problem, hint = f"the transfer of {name} was interrupted: {error}", "run it again: it resumes there"
+    except (errors.HfHubHTTPError, httpx2.ReadError, httpx2.RemoteProtocolError, httpx2.ReadTimeout) as error:
+        problem = f"the transfer of {name} was interrupted: {error}"
+        hint = "run it again: what was fetched is kept"
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx2.TransportError) as error:
         first = str(error).splitlines()[0]
         problem = f"{name} is not on this machine and the hub can't be reached: {first}"
         hint = "run `windlass fetch` where there is a network and share its cache (HF_HOME), or name a local folder"
-    except errors.HfHubHTTPError as error:
-        problem, hint = f"the hub refuses {name}: {error}", "run it again: what was fetched is kept"
     raise UserError(problem, place, hint)
-
-
-def matches(file: str, patterns: Sequence[str]) -> bool:
-    """As the hub's client matches: a star takes slashes too."""
-    return any(fnmatch(file, pattern) for pattern in patterns)
 
 
 def require_room(needed: int, cache: Path, name: str, place: str) -> None:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data import audit as auditing
-from windlass.data.cache import Say, cached_folder
+from windlass.data.cache import Say, cached_folder, hash_file
 from windlass.data.formats import Format, choose_format
 from windlass.data.order import Order, length_grouped, shuffled
-from windlass.data.packing import load_rows, write_rows
-from windlass.data.readers import read_rows
-from windlass.data.sources import Part, Source, Where, find_split, locate_split, parse_split, resolve
+from windlass.data.packing import write_rows
+from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import Problem, UserError, raise_all
@@ -31,12 +30,11 @@ if TYPE_CHECKING:
     from windlass.data.collate import Collator
     from windlass.runfile import Data, Loaded, RunFile
 
-CACHE_VERSION = 2  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 3  # raise it when what is written into the cached folder changes
 # Rows whose keys together make the columns: JSON lines need not all have the same.
 HEAD_ROWS = 100
-# Files up to so many bytes together are known by their content, larger ones by size, time of change and their ends.
+# Files up to this size are known by their content, larger ones by size and time of change.
 HASHED_BYTES = 1 << 30
-END_BYTES = 1 << 20
 STREAM_AUDIT_ROWS = 10_000  # of a stream, so many rows are audited beforehand
 
 
@@ -58,11 +56,11 @@ class Prepared:
         """What makes a batch of rows of `train` or `validation`."""
         from windlass.data import collate  # imports torch
 
+        if self.batching == auditing.LENGTH_GROUPED:
+            return collate.PaddedCollator(pad_token_id)
         if self.batching == auditing.PACKED and self.masked:
             return collate.PaddedPackingCollator(pad_token_id)
-        if self.batching in (auditing.PACKED, auditing.PADDING_FREE):
-            return collate.PaddingFreeCollator()
-        return collate.PaddedCollator(pad_token_id)
+        return collate.PaddingFreeCollator()
 
     def order(self, *, seed: int, epoch: int, global_batch: int) -> Order:
         """The rows of `train` in the order of this epoch, the same for any number of ranks."""
@@ -75,13 +73,16 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rows are trained on and which are held out."""
+    """Which rows are trained on and which are held out. Parts may be of several sources."""
 
-    source: Source
     train: tuple[Part, ...]
     validation: tuple[Part, ...]
     fraction: float | None
     columns: tuple[str, ...]
+
+    @property
+    def source(self) -> Source:
+        return self.train[0].source
 
     @property
     def validated(self) -> bool:
@@ -105,7 +106,10 @@ def prepare(
     number of rows of the model's embedding; `batch` the rows of a micro-batch where the plan chose them; `audited` is
     given the audit before it is judged.
     """
-    data, max_length, packing, seed = run.data, run.data.max_length, bool(run.data.packing), run.train.order_seed
+    from datasets import Dataset
+
+    data, max_length, seed = run.data, run.data.max_length, run.train.order_seed
+    capacity = max_length if data.packing else None
 
     # 1. Which rows there are and how they become text.
     selection = select_rows(data, where, say)
@@ -121,19 +125,18 @@ def prepare(
     batch = batch or run.train.least_batch
     # Rows may be laid end to end unpacked where attention is computed per document, not over a square mask.
     flat = "flash" in (run.model.attn_implementation or "") and batch > 1
-    batching = auditing.PACKED if packing else auditing.PADDING_FREE if flat else auditing.LENGTH_GROUPED
-    lengths = np.load(folder / "train.lengths.npy")
-    audit = json.loads((folder / "audit.json").read_text())
-    audit |= {
+    batching = auditing.PACKED if data.packing else auditing.PADDING_FREE if flat else auditing.LENGTH_GROUPED
+    lengths, source = np.load(folder / "train.lengths.npy"), selection.source
+    audit = json.loads((folder / "audit.json").read_text()) | {
         "batching": auditing.compare_batching(
             lengths, batch=batch, max_length=max_length, configured=batching, seed=seed
         ),
         "sampled_rows": STREAM_AUDIT_ROWS if data.streaming else None,
-        "source": {"name": selection.source.name, "config": selection.source.config, "how": selection.source.how},
+        "source": {"name": source.name, "config": source.config, "how": source.how},
         "shape": {"name": kind.name, "said": kind.description, "columns": list(selection.columns)},
         "fingerprint": key,
         "max_length": max_length,
-        "packing": packing,
+        "packing": bool(data.packing),
         "held_out": selection.fraction,
     }
     audit["notes"] = [*kind.notes, *auditing.find_warnings(audit)]
@@ -143,21 +146,15 @@ def prepare(
     least = run.watch.min_supervised_fraction
     raise_all(auditing.find_problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
 
-    # 4. The sets themselves.
-    validation = load_rows(folder / "validation.arrow") if "validation" in audit["splits"] else None
+    # 4. The sets themselves, mapped into memory rather than read.
+    train, validation, per_row = None, None, None
+    if "validation" in audit["splits"]:
+        validation = Dataset.from_file(str(folder / "validation.arrow"))
     if data.streaming:
-        train = stream_rows(
-            lambda: read_rows(selection.source, selection.train),
-            kind,
-            tokenizer,
-            max_length,
-            max_length if packing else None,
-            seed,
-        )
-        return Prepared(train, validation, audit, key, batching=batching, masked=run.masked)
-    per_row = np.load(folder / "train.rows.npy")
-    train = load_rows(folder / "train.arrow")
-    return Prepared(train, validation, audit, key, per_row, batching=batching, masked=run.masked)
+        train = stream_rows(lambda: read_rows(selection.train), kind, tokenizer, max_length, capacity, seed)
+    else:
+        train, per_row = Dataset.from_file(str(folder / "train.arrow")), np.load(folder / "train.rows.npy")
+    return Prepared(train, validation, audit, key, per_row, batching, run.masked)
 
 
 def select_rows(data: Data, where: Where, say: Say) -> Selection:
@@ -167,26 +164,20 @@ def select_rows(data: Data, where: Where, say: Say) -> Selection:
         from windlass.data.hub import fetch_source
 
         source = fetch_source(data, where, say)
-    splits = list(source.splits)
-
-    def settle(spec: str, place: str) -> tuple[Part, ...]:
-        parts = parse_split(spec, place)
-        return tuple(Part(find_split(part.split, splits, place), part.start, part.stop) for part in parts)
-
-    train = settle(data.train_split, where("data.train_split"))
+    train = parse_split(data.train_split, source, where("data.train_split"))
     validation: tuple[Part, ...] = ()
     fraction = data.val_fraction
     if data.val_split:
-        place = where("data.val_split")
-        present = all(locate_split(part.split, splits) for part in parse_split(data.val_split, place))
-        if present or ("val_split" in data.model_fields_set and not fraction):
-            validation, fraction = settle(data.val_split, place), None
-    head = list(itertools.islice(read_rows(source, train), HEAD_ROWS))
-    if not head:
-        others = ", ".join(split for split in splits if split != train[0].split)
-        hint = f"name another split: the set has {others}" if others else "name a slice that has rows"
+        try:
+            validation, fraction = parse_split(data.val_split, source, where("data.val_split")), None
+        except UserError:
+            if "val_split" in data.model_fields_set:  # by default, a set without this split is not evaluated
+                raise
+    columns = dict.fromkeys(key for row in itertools.islice(read_rows(train), HEAD_ROWS) for key in row)
+    if not columns:
+        hint = f"name a split or a slice that has rows; the set has {', '.join(source.splits)}"
         raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint)
-    return Selection(source, train, validation, fraction, tuple(dict.fromkeys(key for row in head for key in row)))
+    return Selection(train, validation, fraction, tuple(columns))
 
 
 def check_selection(run: RunFile, selection: Selection, where: Where) -> list[Problem]:
@@ -215,12 +206,10 @@ def write_tokens(
     into: Path, data: Data, selection: Selection, kind: Format, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Everything of one fingerprint into a folder: both sets, their lengths, and the audit."""
-    source, limit = selection.source, STREAM_AUDIT_ROWS if data.streaming else None
-    rows = itertools.islice(read_rows(source, selection.train), limit)
+    rows = itertools.islice(read_rows(selection.train), STREAM_AUDIT_ROWS if data.streaming else None)
     sets = {"train": tokenize(rows, kind, tokenizer, data.max_length)}
     if selection.validation:
-        held_out = read_rows(source, selection.validation)
-        sets["validation"] = tokenize(held_out, kind, tokenizer, data.max_length)
+        sets["validation"] = tokenize(read_rows(selection.validation), kind, tokenizer, data.max_length)
     elif selection.fraction:
         sets["train"], sets["validation"] = hold_out(sets["train"], selection.fraction)
     audit: dict[str, Any] = {"splits": {}, "samples": auditing.sample_documents(sets["train"], tokenizer, "train")}
@@ -251,49 +240,33 @@ def fingerprint(data: Data, selection: Selection, kind: Format, tokenizer: Any) 
     """All that the tokens depend on: the files, the tokenizer, the rendering, the lengths, and the cache's version."""
     import tokenizers
 
-    splits, parts = selection.source.splits, (*selection.train, *selection.validation)
     if tokenizer.is_fast:
         encoder = tokenizer.backend_tokenizer.to_str()
     else:
-        named = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(tokenizer.init_kwargs)]
-        encoder = json.dumps(named, sort_keys=True)
-    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
-    identity = f"{encoder}\0{special}\0{getattr(tokenizer, 'chat_template', None)}"
+        encoder = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(tokenizer.init_kwargs)]
+    parts = (*selection.train, *selection.validation)
     facts = {
-        "format": CACHE_VERSION,
-        "files": identify_files(path for part in parts for path in splits[part.split]),
-        "kind": selection.source.format,
-        "splits": [repr(selection.train), repr(selection.validation), selection.fraction],
-        "shape": kind.identity,
-        "tokenizer": hashlib.blake2b(identity.encode(), digest_size=16).hexdigest(),
+        "version": CACHE_VERSION,
+        "files": identify_files(path for part in parts for path in part.files),
+        "parts": [(part.source.format, part.split, part.start, part.stop) for part in parts],
+        "held_out": [len(selection.validation), selection.fraction],
+        "format": [kind.name, kind.identity],
+        "tokenizer": [encoder, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)],
         "tokenizers": tokenizers.__version__,
         "max_length": data.max_length,
         "packing": bool(data.packing),
         "streaming": data.streaming,
     }
-    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
-def identify_files(paths: Iterable[Path]) -> list[list[Any]]:
-    """Name, size and content of each file; a folder stands for the files in it."""
-    files: list[Path] = []
-    for path in dict.fromkeys(paths):
-        files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    sizes = [path.stat().st_size for path in files]
-    found: list[list[Any]] = []
-    for path, size in zip(files, sizes, strict=True):
-        digest = hashlib.blake2b(digest_size=16)
-        with path.open("rb") as file:
-            if sum(sizes) <= HASHED_BYTES or size <= 2 * END_BYTES:
-                while block := file.read(END_BYTES):
-                    digest.update(block)
-            else:
-                digest.update(str(path.stat().st_mtime_ns).encode())
-                digest.update(file.read(END_BYTES))
-                file.seek(-END_BYTES, 2)
-                digest.update(file.read(END_BYTES))
-        found.append([path.name, size, digest.hexdigest()])
-    return found
+def identify_files(paths: Iterable[Path]) -> list[tuple[str, int, str]]:
+    """Name, size and content of each file."""
+    stats = {path: path.stat() for path in paths}
+    return [
+        (path.name, stat.st_size, hash_file(path) if stat.st_size <= HASHED_BYTES else str(stat.st_mtime_ns))
+        for path, stat in stats.items()
+    ]
 
 
 def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None]) -> None:

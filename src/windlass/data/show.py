@@ -9,72 +9,63 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Audit = Mapping[str, Any]
 SHOWN_CHARACTERS = 300  # at each end of a sample's part
 FIGURES = {
-    "rows": "rows",
-    "empty": "empty, dropped",
-    "unsupervised": "nothing supervised, dropped",
-    "documents": "documents",
-    "duplicates": "duplicates",
-    "tokens": "tokens",
-    "supervised_tokens": "supervised tokens",
-    "truncated": "cut at max_length",
-    "tokens_cut": "tokens cut off",
+    "rows": ("rows", ","),
+    "empty": ("empty, dropped", ","),
+    "unsupervised": ("nothing supervised, dropped", ","),
+    "documents": ("documents", ","),
+    "duplicates": ("duplicates", ","),
+    "tokens": ("tokens", ","),
+    "supervised_tokens": ("supervised tokens", ","),
+    "truncated": ("cut at max_length", ","),
+    "tokens_cut": ("tokens cut off", ","),
+    "supervised_fraction": ("supervised share", ".1%"),
+    "end_learnt_share": ("rows with a supervised end", ".1%"),
 }
-SHARES = {"supervised_fraction": "supervised share", "end_learnt_share": "rows with a supervised end"}
 
 
-def show(audit: Audit, console: Console | None = None) -> None:
-    (console or Console(highlight=False)).print(render(audit))
-
-
-def render(audit: Audit) -> RenderableType:
-    source, splits, batching = audit["source"], audit["splits"], audit.get("batching")
+def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
+    source, splits, batching = audit["source"], audit["splits"], audit["batching"]
     config = f" · {source['config']}" if source["config"] else ""
     parts: list[RenderableType] = [Text(f"{source['name']}{config}: {source['how']}", "bold"), audit["shape"]["said"]]
     if audit["sampled_rows"]:
         parts.append(f"streamed: train is audited by its first {audit['sampled_rows']:,} rows")
     if audit["held_out"]:
         parts.append(f"validation: {audit['held_out']:.1%} of the rows held out, by their own hashes")
-    figures = [(said, *(f"{split[key]:,}" for split in splits.values())) for key, said in FIGURES.items()]
-    figures += [(said, *(f"{split[key]:.1%}" for split in splits.values())) for key, said in SHARES.items()]
+    rows = [(name, *(format(s[key], spec) for s in splits.values())) for key, (name, spec) in FIGURES.items()]
     if overlap := audit.get("overlap"):
-        figures.append(("also in train", "", f"{overlap['documents']:,}"))
-    parts += ["", table({"": "left", **dict.fromkeys(splits, "right")}, figures)]
+        rows.append(("also in train", "", f"{overlap['documents']:,}"))
+    parts.append(_table({"": "left", **dict.fromkeys(splits, "right")}, rows))
     histogram = splits["train"]["histogram"]
     most = max((count for _, _, count in histogram), default=1)
     bars = [(f"{low:,}–{high:,}", f"{count:,}", "█" * round(40 * count / most)) for low, high, count in histogram]
-    parts += ["", table({"tokens": "right", "documents": "right", "": "left"}, bars)]
-    if batching:
-        ways = [
-            (f"{'→' if way == batching['configured'] else ' '} {way}", f"{row['micro_batches']:,}", share)
-            for way, row in batching["ways"].items()
-            for share in [f"{row['useful_share']:.1%}"]
-        ]
-        parts += ["", table({"batching": "left", "micro-batches": "right", "tokens of positions": "right"}, ways)]
+    parts.append(_table({"tokens": "right", "documents": "right", "": "left"}, bars))
+    ways = [
+        (
+            f"{'→' if way == batching['configured'] else ' '} {way}",
+            f"{f['micro_batches']:,}",
+            f"{f['useful_share']:.1%}",
+        )
+        for way, f in batching.get("ways", {}).items()
+    ]
+    parts.append(_table({"batching": "left", "micro-batches": "right", "tokens of positions": "right"}, ways))
     for sample in audit["samples"]:
-        head = f"{sample['split']} document {sample['document']:,} ({sample['tokens']:,} tokens)"
-        text = Text()
+        text = Text(f"\n{sample['split']} document {sample['document']:,} ({sample['tokens']:,} tokens)\n", "bold")
         for part in sample["parts"]:
-            shown = shorten(part["text"])
-            text.append(f"[[{shown}]]" if part["learnt"] else shown, style="green" if part["learnt"] else "dim")
-        parts += ["", Text(head, "bold"), text]
-    parts += [Text(f"! {note}", "yellow") for note in ("", *audit["notes"]) if note]
-    return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
+            shown, hidden = part["text"], len(part["text"]) - 2 * SHOWN_CHARACTERS
+            if hidden > 0:
+                shown = f"{shown[:SHOWN_CHARACTERS]} …{hidden:,} characters… {shown[-SHOWN_CHARACTERS:]}"
+            text.append(*((f"[[{shown}]]", "not bold green") if part["learnt"] else (shown, "not bold dim")))
+        parts.append(text)
+    parts += [Text(f"! {note}", "yellow") for note in audit["notes"]]
+    (console or Console(highlight=False)).print(Group(*(Text(p) if isinstance(p, str) else p for p in parts)))
 
 
-def table(columns: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> Table:
-    made = Table(box=None, pad_edge=False)
+def _table(columns: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> Group:
+    table = Table(box=None, pad_edge=False)
     for heading, side in columns.items():
-        made.add_column(heading, justify=side)
+        table.add_column(heading, justify=side)
     for row in rows:
-        made.add_row(*row)
-    return made
-
-
-def shorten(text: str) -> str:
-    if len(text) <= 2 * SHOWN_CHARACTERS:
-        return text
-    left = len(text) - 2 * SHOWN_CHARACTERS
-    return f"{text[:SHOWN_CHARACTERS]} …{left:,} characters… {text[-SHOWN_CHARACTERS:]}"
+        table.add_row(*row)
+    return Group("", table)

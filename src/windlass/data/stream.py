@@ -6,15 +6,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from windlass.data.formats import Format
 from windlass.data.order import shuffled
-from windlass.data.packing import group_documents
+from windlass.data.packing import group_documents, row_columns
 from windlass.data.readers import Row, batches
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
-from windlass.observe.steps import IGNORED
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -40,25 +37,20 @@ def stream_rows(
     from datasets import Features, IterableDataset, List, Value
     from torch.utils.data import get_worker_info
 
+    names = row_columns(partial=True, packed=capacity is not None)
+
     def generate() -> Iterator[dict[str, Any]]:
         threads = get_worker_info() is None  # a loader's worker is forked: only its one thread
         for epoch in itertools.count():
             rows = 0
             for number, window in enumerate(batches(read(), WINDOW_ROWS)):
                 documents = tokenize(window, kind, tokenizer, max_length, threads=threads)
-                labels = np.where(documents.supervised, documents.ids, np.int32(IGNORED))
-                spans, groups = list(documents.spans()), group_documents(documents, capacity)
+                groups = group_documents(documents, capacity)
                 for chosen in shuffled(len(groups), seed + epoch, number).tolist():
                     rows += 1
-                    members = groups[chosen]
-                    row = {
-                        "input_ids": np.concatenate([documents.ids[spans[i]] for i in members]).tolist(),
-                        "labels": np.concatenate([labels[spans[i]] for i in members]).tolist(),
-                        "seq_lengths": documents.lengths[members].tolist(),
-                    }
-                    yield {name: row[name] for name in names}
+                    row = documents.take(groups[chosen])
+                    yield {name: row.column(name).tolist() for name in names}
             if not rows:
                 raise UserError("the stream has no row with a supervised token", "data", "see `windlass data`")
 
-    names = ["input_ids", "labels", *(["seq_lengths"] if capacity is not None else [])]
     return IterableDataset.from_generator(generate, features=Features({name: List(Value("int32")) for name in names}))

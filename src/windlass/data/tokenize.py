@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.data.formats import Format, Rendered
-from windlass.data.readers import BATCH, Row, batches
+from windlass.data.readers import Row, batches
 from windlass.errors import UserError
+from windlass.observe.steps import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,12 @@ class Documents:
         index += np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
         return Documents(self.ids[index], self.supervised[index], lengths, self.hashes[which])
 
+    def column(self, name: str) -> npt.NDArray[np.int32]:
+        """What a row that is trained on has under this name."""
+        if name == "labels":
+            return np.where(self.supervised, self.ids, np.int32(IGNORED))
+        return self.ids if name == "input_ids" else self.lengths.astype(np.int32)
+
     def spans(self) -> Iterator[slice]:
         """Where each document is in the flat arrays."""
         for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
@@ -68,22 +75,19 @@ def tokenize(
     chunks: list[Documents] = []
     with rust_threads(threads), ThreadPoolExecutor(1) as other:
         pending: tuple[list[Rendered], Future[list[Encoded]]] | None = None
-        for batch in itertools.chain(batches(iter(rows), BATCH), [[]]):  # the empty one collects the last
+        for batch in itertools.chain(batches(iter(rows)), [[]]):  # the empty one collects the last
             rendered = [one for one in map(kind.render, batch) if one is not None and one.text.strip()]
             counts["rows"] += len(batch)
             counts["empty"] += len(batch) - len(rendered)
             # Rust encodes without holding Python's lock: meanwhile this thread reads, renders and collects.
-            coming = (rendered, other.submit(encode, rendered, tokenizer)) if rendered else None
+            coming = (rendered, other.submit(encode, rendered, tokenizer))
             if pending is not None:
                 chunks.append(collect(pending[0], pending[1].result(), tokenizer.eos_token_id, max_length, counts))
             pending = coming
     chunks = chunks or [collect([], [], None, max_length, counts)]
+    names = ("ids", "supervised", "lengths", "hashes")
     return Documents(
-        np.concatenate([chunk.ids for chunk in chunks]),
-        np.concatenate([chunk.supervised for chunk in chunks]),
-        np.concatenate([chunk.lengths for chunk in chunks]),
-        np.concatenate([chunk.hashes for chunk in chunks]),
-        counts,
+        **{name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names}, counts=counts
     )
 
 
@@ -98,7 +102,12 @@ def collect(
     for one, (ids, flags, straddles) in zip(rendered, encoded, strict=True):
         counts["straddling"] += straddles
         if not one.closed and eos is not None:
-            flags = end_sequence(one, ids, flags, eos)
+            # The end of sequence, unless it is there, is supervised when what comes before it is.
+            present = bool(ids) and ids[-1] == eos
+            ids += [] if present else [eos]
+            if flags is not None:
+                last = any(end == len(one.text) for _, end in one.supervised or ())
+                flags = np.append(flags[:-1] if present else flags, last)
         if len(ids) > max_length:
             counts["truncated"] += 1
             counts["tokens_cut"] += len(ids) - max_length
@@ -120,17 +129,6 @@ def collect(
     )
 
 
-def end_sequence(one: Rendered, ids: list[int], flags: Flags | None, eos: int) -> Flags | None:
-    """Add the end of sequence unless it is there; it is supervised when what comes before it is."""
-    present = bool(ids) and ids[-1] == eos
-    if not present:
-        ids.append(eos)
-    if flags is None:
-        return None
-    last = any(end == len(one.text) for _, end in one.supervised or ())
-    return np.append(flags[:-1] if present else flags, last)
-
-
 def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
     for one in rendered:
         try:
@@ -147,14 +145,13 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
     encoded: list[Encoded] = [([], None, False)] * len(rendered)
     for closed, partial in itertools.product((False, True), repeat=2):
         chosen = [i for i, one in enumerate(rendered) if (one.closed, one.supervised is not None) == (closed, partial)]
-        if not chosen:
-            continue
         # Offsets cost time: only where a part is supervised.
         call = backend.encode_batch if partial else backend.encode_batch_fast
-        done = call([rendered[i].text for i in chosen], add_special_tokens=not closed)
-        for i, encoding in zip(chosen, done, strict=True):
-            flags, straddles = flag_tokens(encoding.offsets, rendered[i].supervised or ()) if partial else (None, False)
-            encoded[i] = (encoding.ids, flags, straddles)
+        for i, done in zip(
+            chosen, call([rendered[i].text for i in chosen], add_special_tokens=not closed), strict=True
+        ):
+            spans = rendered[i].supervised
+            encoded[i] = (done.ids, *((None, False) if spans is None else flag_tokens(done.offsets, spans)))
     return encoded
 
 
@@ -172,17 +169,14 @@ def flag_tokens(offsets: Sequence[tuple[int, int]], supervised: Sequence[tuple[i
 
 def encode_slowly(one: Rendered, tokenizer: Any) -> Encoded:
     """With a tokenizer that gives no offsets: each part by itself, which keeps the edges exact."""
-    edges = sorted({0, len(one.text), *(edge for span in one.supervised or () for edge in span)})
-    ids: list[int] = []
-    flags: list[bool] = []
-    if not one.closed and hasattr(tokenizer, "build_inputs_with_special_tokens"):
-        ids = [token for token in tokenizer.build_inputs_with_special_tokens([]) if token == tokenizer.bos_token_id]
-        flags = [one.supervised is None] * len(ids)
-    for start, end in itertools.pairwise(edges):
+    spans = ((0, len(one.text)),) if one.supervised is None else one.supervised
+    bare = [] if one.closed else tokenizer.build_inputs_with_special_tokens([])
+    ids = [token for token in bare if token == tokenizer.bos_token_id]
+    flags = [one.supervised is None] * len(ids)
+    for start, end in itertools.pairwise(sorted({0, len(one.text), *itertools.chain(*spans)})):
         part = tokenizer.encode(one.text[start:end], add_special_tokens=False)
-        inside = one.supervised is None or any(first <= start and end <= last for first, last in one.supervised)
         ids += part
-        flags += [inside] * len(part)
+        flags += [any(first <= start and end <= last for first, last in spans)] * len(part)
     return ids, np.array(flags, np.bool_), False
 
 

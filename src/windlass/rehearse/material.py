@@ -21,8 +21,8 @@ from windlass import tiny
 from windlass.data.audit import audit_split, find_problems
 from windlass.data.formats import choose_format, parse_template
 from windlass.data.prepare import check_selection, select_rows
-from windlass.data.readers import Row, read_rows
-from windlass.data.sources import Where, resolve
+from windlass.data.readers import Row
+from windlass.data.sources import Where, read_rows, resolve
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, raise_all
 from windlass.files import read_json
@@ -98,7 +98,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         columns = selection.columns
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:
-                rows[name] = list(first_rows(read_rows(selection.source, parts)))
+                rows[name] = list(first_rows(read_rows(parts)))
         raise_all(check_selection(run, selection, where))
         if rows.get("validation") == []:
             raise UserError(f"{data.val_split} has no rows", where("data.val_split"), "name a split that has some")
