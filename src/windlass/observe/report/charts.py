@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from windlass.observe import steps
-from windlass.observe.reader import NAN, listed, number
+from windlass.observe.reader import NAN, ask, listed, number
 from windlass.observe.report.facts import Facts, peak_gib
 from windlass.observe.report.format import NONE, duration, figure, percent
 from windlass.observe.report.read import Run, every, short, thin
@@ -122,13 +122,11 @@ def smooth(values: Sequence[float], weight: float) -> list[float]:
 
 
 def _experts(run: Run, which: str) -> Sequence[float]:
-    """The busiest or the idlest expert of all layers. Each sample holds until the next one."""
-    column = array("d")
-    for row in range(run.first.length if run.first.objects["experts"] else 0):
-        balance = run.first.objects["experts"].get(row)
-        found = every(listed(balance.get(which))) if isinstance(balance, dict) else []
-        extreme = (max if which == "busiest" else min)(found) if found else NAN
-        column.append(column[-1] if column and not found else extreme)
+    """The busiest or the idlest expert of all layers, where there is a sample."""
+    column = array("d", [NAN]) * (run.first.length if run.first.objects["experts"] else 0)
+    for row, balance in run.first.objects["experts"].items():
+        if found := every(listed(ask(balance, which))):
+            column[row] = max(found) if which == "busiest" else min(found)
     return column
 
 

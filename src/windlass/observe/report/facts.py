@@ -49,11 +49,9 @@ def facts(run: Run) -> Facts:
         "tokens": tokens(run) if run.first.unit == steps.TOKENS else None,
         "memory": memory(run),
         "gpu": {
-            "utilization": run.mean("gpu_utilization"),
-            "power_watts": run.mean("gpu_power_watts"),
-            "hottest_celsius": max(
-                known(rank.stats["gpu_temperature_celsius"].most for rank in run.ranks.values()), default=None
-            ),
+            "utilization": run.stats("gpu_utilization").mean,
+            "power_watts": run.stats("gpu_power_watts").mean,
+            "hottest_celsius": run.stats("gpu_temperature_celsius").most,
             "throttled_samples": Counter(str(reason) for rank in run.ranks.values() for reason in rank.throttled),
         },
         "experts": experts(run),
@@ -121,7 +119,7 @@ def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
         "per_second": rate,
         "tokens_per_second": rate if of_tokens else NAN,
         "tokens_per_second_per_gpu": rate / world if of_tokens else NAN,
-        "mfu": run.mean("mfu"),
+        "mfu": run.stats("mfu").mean,
         "seconds": seconds,
         "gpu_hours": seconds * world / 3600,
         "skipped_steps": sum(value is True for value in first.objects["skipped"].values()),
@@ -131,7 +129,9 @@ def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
 
 def step_time(run: Run) -> Facts:
     """Mean seconds per phase over all ranks and steps."""
-    seconds = {phase: run.mean(f"{phase}_seconds") for phase in steps.PHASES if run.count(f"{phase}_seconds")}
+    seconds = {
+        phase: run.stats(f"{phase}_seconds").mean for phase in steps.PHASES if run.stats(f"{phase}_seconds").count
+    }
     total = math.fsum(seconds.values())
     spent = math.fsum(known(run.first["step_seconds"]))
     cost = known(run.first["meter_seconds"])
@@ -148,10 +148,10 @@ def step_time(run: Run) -> Facts:
 
 def tokens(run: Run) -> Facts:
     """Sums over the ranks whose files are here."""
-    useful, padded, supervised = (run.total(name) for name in ("tokens", "padded_tokens", "supervised_tokens"))
+    useful, padded, supervised = (run.stats(name).total for name in ("tokens", "padded_tokens", "supervised_tokens"))
     return {
         "useful": int(useful),
-        "padded": int(padded) if run.count("padded_tokens") else None,
+        "padded": int(padded) if run.stats("padded_tokens").count else None,
         "supervised": int(supervised),
         "masked": max(int(useful - supervised), 0),
         "useful_share": useful / (useful + padded) if useful + padded else NAN,
@@ -160,7 +160,7 @@ def tokens(run: Run) -> Facts:
 
 
 def memory(run: Run) -> Facts:
-    on_gpu = run.count("gpu_peak_gib") > 0
+    on_gpu = run.stats("gpu_peak_gib").count > 0
     device, host = number(run.ask(PLAN, "memory", "gpu_gib")), number(run.ask(PLAN, "memory", "host_gib"))
     # Without a GPU a rank's device is the host: what the plan puts there, and its share of the node's.
     share = host / (number(run.ask(PLAN, "layout", "gpus_per_node")) or NAN)
@@ -206,24 +206,21 @@ def saves(events: list[dict[str, Any]]) -> Facts:
 def ranks(run: Run) -> list[Facts]:
     rows = []
     for at, rank in run.ranks.items():
-        stats = rank.stats
-        shown = {
-            name: stats[field].total / stats[field].count if stats[field].count else NAN
-            for name, field in (("gpu_utilization", "gpu_utilization"), ("power_watts", "gpu_power_watts"))
-        }
-        waiting, seconds = stats["communication_seconds"], stats["step_seconds"].total
-        row = {
-            "rank": at,
-            "host": ask(run.meters.get(at), "hardware", "host"),
-            "steps": rank.length,
-            "step_seconds": rank.step_seconds,
-            "communication_share": waiting.total / seconds if seconds and waiting.count else NAN,
-            "per_second": rank.per_second,
-            "tokens_per_second": rank.per_second if run.first.unit == steps.TOKENS else NAN,
-            **shown,
-            "rss_gib": stats["rss_gib"].most,
-        }
-        rows.append(row)
+        waiting, seconds = rank.stats["communication_seconds"], rank.stats["step_seconds"].total
+        rows.append(
+            {
+                "rank": at,
+                "host": ask(run.meters.get(at), "hardware", "host"),
+                "steps": rank.length,
+                "step_seconds": rank.step_seconds,
+                "communication_share": waiting.total / seconds if seconds and waiting.count else NAN,
+                "per_second": rank.per_second,
+                "tokens_per_second": rank.per_second if run.first.unit == steps.TOKENS else NAN,
+                "gpu_utilization": rank.stats["gpu_utilization"].mean,
+                "power_watts": rank.stats["gpu_power_watts"].mean,
+                "rss_gib": rank.stats["rss_gib"].most,
+            }
+        )
     return rows
 
 
@@ -252,22 +249,18 @@ def peak_gib(made: Facts) -> float:
 
 
 def adapter(plan: Any) -> Facts | None:
+    """Without the names of its thousands of modules."""
     if not isinstance(plan, dict):
         return None
-    keys = ("pattern", "part", "modules", "parameters", "note")
     targets = [target for target in listed(plan.get("targets"))[:MAX_LISTED] if isinstance(target, dict)]
-    shown = [{key: target.get(key) for key in keys} for target in targets]
-    return {name: plan.get(name) for name in ("r", "alpha", "trainable", "percent")} | {"targets": shown}
+    return {**plan, "targets": [{name: t[name] for name in t if name != "matched"} for t in targets]}
 
 
 def certificate(load: Facts | None) -> Facts | None:
-    """load.json without its thousands of tensors."""
-    if load is None:
-        return None
-    found: Facts = {name: load.get(name) for name in ("checkpoint", "layout", "parameters", "unread", "checked")}
-    for name in ("parameters", "unread"):
-        found[name] = len(found[name]) if isinstance(found[name], list | dict) else _whole(found[name])
-    return found | {"loaded": _whole(load.get("loaded"))}
+    """load.json with counts in place of its thousands of tensors."""
+    names = ("checkpoint", "layout", "parameters", "loaded", "unread", "checked")
+    found = {name: ask(load, name) for name in names}
+    return {n: len(value) if isinstance(value, list) else value for n, value in found.items()} if load else None
 
 
 def verdict(run: Run, made: Facts) -> Facts:

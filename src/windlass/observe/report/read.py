@@ -7,7 +7,6 @@ curves are kept.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from windlass import run_folder
 from windlass.errors import UserError
+from windlass.files import read_json
 from windlass.observe import steps
 from windlass.observe.reader import NAN, OBJECTS, Columns, Tail, ask, known, median, number
 from windlass.observe.watch.heartbeat import read_beats
@@ -41,6 +41,10 @@ class Stats:
     count: int
     total: float
     most: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else NAN
 
 
 @dataclass
@@ -74,15 +78,11 @@ class Run:
     def ask(self, file: str, *path: str) -> Any:
         return ask(self.files.get(file), *path)
 
-    def total(self, name: str) -> float:
-        """Over all ranks and steps."""
-        return math.fsum(rank.stats[name].total for rank in self.ranks.values())
-
-    def count(self, name: str) -> int:
-        return sum(rank.stats[name].count for rank in self.ranks.values())
-
-    def mean(self, name: str) -> float:
-        return self.total(name) / self.count(name) if self.count(name) else NAN
+    def stats(self, name: str) -> Stats:
+        """Over all ranks."""
+        found = [rank.stats[name] for rank in self.ranks.values()]
+        most = max(known(each.most for each in found), default=NAN)
+        return Stats(sum(each.count for each in found), math.fsum(each.total for each in found), most)
 
 
 def read(folder: Path, points: int = 480) -> Run:
@@ -124,12 +124,11 @@ def read(folder: Path, points: int = 480) -> Run:
 
     files = {}
     for name in OPTIONAL:
-        value, why = read_object(folder / name)
-        if value is not None:
+        if value := read_json(folder / name):
             files[name] = value
         elif not (name in NOT_OF_SCRIPTS and ask(files.get(run_folder.MANIFEST), "kind") == "script"):
-            absent.append(f"{name} {why}")
-    meters = {rank: read_object(folder / run_folder.METER.format(rank=rank))[0] for rank in paths}
+            absent.append(f"{name} is {'damaged' if (folder / name).exists() else 'absent'}")
+    meters = {rank: read_json(folder / run_folder.METER.format(rank=rank)) for rank in paths}
     newest = max((beat["time"] for beat in read_beats(folder).values()), default=NAN)
     watched = newest == newest or (folder / run_folder.ALARMS).is_file()
     needed = {
@@ -154,19 +153,6 @@ def read(folder: Path, points: int = 480) -> Run:
     )
 
 
-def read_object(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """The file's JSON object, or why there is none."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None, "is absent"
-    except OSError as error:
-        return None, f"can't be read: {error.strerror}"
-    except (ValueError, RecursionError):
-        return None, "is not JSON"
-    return (value, "") if isinstance(value, dict) else (None, "is not a JSON object")
-
-
 def aligned(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]:
     """A rank's field at the first rank's steps: a killed rank may have fewer."""
     values, own = columns[name], columns["step"]
@@ -188,8 +174,8 @@ def thin(values: Sequence[float], cuts: Sequence[int]) -> Series:
     """Few points that still show every spike: each is a stretch's mean, with its least and most."""
     stretches = [known(values[start:end]) for start, end in itertools.pairwise(cuts)]
     ways: tuple[Any, ...] = (lambda stretch: math.fsum(stretch) / len(stretch), min, max)
-    mean, least, most = ([short(way(stretch)) if stretch else None for stretch in stretches] for way in ways)
-    return mean, least, most
+    middle, least, most = ([short(way(stretch)) if stretch else None for stretch in stretches] for way in ways)
+    return middle, least, most
 
 
 def short(value: float) -> float | None:

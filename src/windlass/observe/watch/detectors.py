@@ -14,7 +14,8 @@ from windlass.observe import steps
 if TYPE_CHECKING:
     from windlass.runfile import Watch
 
-Record = Mapping[str, Any]  # a rank's line of one step
+Records = Mapping[int, Mapping[str, Any]]  # a step's lines, by rank
+Points = Sequence[tuple[int, float]]  # step and value
 
 WINDOW: Final = 50  # steps to look back on
 MIN_STEPS: Final = 20  # before anything is judged
@@ -41,28 +42,22 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class Trace:
-    """At most SAMPLES of (step, value): every one, then every second, every fourth …: a whole run in constant space."""
-
-    stride: int = 1
-    seen: int = 0
-    points: list[tuple[int, float]] = field(default_factory=list)
-
-    def add(self, step: int, value: float) -> None:
-        if self.seen % self.stride == 0:
-            self.points.append((step, value))
-        self.seen += 1
-        if len(self.points) > SAMPLES:
-            self.points, self.stride = self.points[::2], self.stride * 2
-
-
-@dataclass
 class Memory:
-    """One rank's, of its GPU or, without one, of its process: the whole run, and the last samples."""
+    """One rank's, of its GPU or, without one, of its process: the last samples, and the whole run in constant space."""
 
     capacity_gib: float
-    whole_run: Trace = field(default_factory=Trace)
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    whole_run: list[tuple[int, float]] = field(default_factory=list)  # every sample, then every second, every fourth …
+    stride: int = 1
+    seen: int = 0
+
+    def add(self, step: int, gib: float) -> None:
+        self.recent.append((step, gib))
+        if self.seen % self.stride == 0:
+            self.whole_run.append((step, gib))
+        self.seen += 1
+        if len(self.whole_run) > SAMPLES:
+            self.whole_run, self.stride = self.whole_run[::2], self.stride * 2
 
 
 @dataclass
@@ -71,31 +66,36 @@ class History:
 
     limits: Watch
     max_steps: int | None = None
-    joined: deque[tuple[int, Mapping[int, Record]]] = field(default_factory=lambda: deque(maxlen=WINDOW + RECENT))
+    joined: deque[Records] = field(default_factory=lambda: deque(maxlen=WINDOW + RECENT))
     memory: dict[int, Memory] = field(default_factory=dict)
-    balances: deque[tuple[int, Mapping[int, Record]]] = field(default_factory=lambda: deque(maxlen=BALANCES))
+    balances: deque[tuple[int, Records]] = field(default_factory=lambda: deque(maxlen=BALANCES))
     lowest_loss: tuple[float, float] | None = None  # median and deviation where the median was lowest
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     seen: int = 0
 
-    def add(self, step: int, records: Mapping[int, Record]) -> None:
+    def add(self, step: int, records: Records) -> None:
         """The next step, with the lines of all ranks."""
-        self.joined.append((step, records))
+        self.joined.append(records)
         self.seen += 1
         for rank, record in records.items():
             used = record.get("gpu_peak_gib", record.get("rss_gib"))
             if rank in self.memory and used is not None:
-                self.memory[rank].whole_run.add(step, used)
-                self.memory[rank].recent.append((step, used))
+                self.memory[rank].add(step, used)
         if any("experts" in record for record in records.values()):
             self.balances.append((step, records))
-        before = values(list(self.joined)[:-RECENT], "loss")
+        before = self.values("loss", WINDOW + RECENT)[:-RECENT]
         if len(before) >= MIN_STEPS:
             now = center(before)
             self.lowest_loss = min(self.lowest_loss or now, now)
         if self.seen > WARM_UP and (seconds := slowest(records)):
             self.step_seconds.append(seconds)
+
+    def values(self, name: str, last: int) -> list[float]:
+        """Of the first rank that has it: loss and gradient norm are the same on all."""
+        lines = ([record.get(name) for record in records.values()] for records in list(self.joined)[-last:])
+        found = (next((value for value in values if value is not None), None) for values in lines)
+        return [value for value in found if value is not None]
 
 
 def center(numbers: Sequence[float]) -> tuple[float, float]:
@@ -104,13 +104,7 @@ def center(numbers: Sequence[float]) -> tuple[float, float]:
     return middle, SIGMA * median(abs(number - middle) for number in numbers)
 
 
-def values(joined: Iterable[tuple[int, Mapping[int, Record]]], name: str) -> list[float]:
-    """Of the first rank that has it: loss and gradient norm are the same on all."""
-    found = (next((r[name] for r in records.values() if r.get(name) is not None), None) for _, records in joined)
-    return [value for value in found if value is not None]
-
-
-def slowest(records: Mapping[int, Record]) -> float:
+def slowest(records: Records) -> float:
     """A step takes as long as its slowest rank."""
     return max((record.get("step_seconds") or 0.0 for record in records.values()), default=0.0)
 
@@ -121,7 +115,7 @@ def worst_rank(by_rank: Mapping[int, float]) -> tuple[int, float, float]:
     return worst, by_rank[worst], median(value for rank, value in by_rank.items() if rank != worst)
 
 
-def dataset_rows(records: Mapping[int, Record]) -> str:
+def dataset_rows(records: Records) -> str:
     """The step's rows of the data set, rank by rank."""
     listed = []
     for rank, record in sorted(records.items()):
@@ -135,7 +129,7 @@ def dataset_rows(records: Mapping[int, Record]) -> str:
 
 
 def loss_divergence(history: History) -> Iterator[Finding]:
-    now = values(list(history.joined)[-RECENT:], "loss")
+    now = history.values("loss", RECENT)
     if history.lowest_loss is None or len(now) < RECENT:
         return
     middle, deviation = history.lowest_loss
@@ -148,19 +142,18 @@ def loss_divergence(history: History) -> Iterator[Finding]:
 
 
 def gradient_spike(history: History) -> Iterator[Finding]:
-    before = values(list(history.joined)[-WINDOW - 1 : -1], "grad_norm")
-    now = values([history.joined[-1]], "grad_norm")
-    if len(before) < MIN_STEPS or not now:
+    *before, now = history.values("grad_norm", WINDOW + 1) or [0.0]
+    if len(before) < MIN_STEPS or now not in history.values("grad_norm", 1):
         return
     middle, deviation = center(before)
     limit = max(history.limits.gradient_factor * middle, middle + history.limits.deviations * deviation)
-    if now[0] > limit:
-        rows = dataset_rows(history.joined[-1][1])
-        yield Finding(f"norm {now[0]:.4g}, the median before was {middle:.4g}, the limit is {limit:.4g}; {rows}")
+    if now > limit:
+        rows = dataset_rows(history.joined[-1])
+        yield Finding(f"norm {now:.4g}, the median before was {middle:.4g}, the limit is {limit:.4g}; {rows}")
 
 
 def non_finite(history: History) -> Iterator[Finding]:
-    records = history.joined[-1][1]
+    records = history.joined[-1]
     names = sorted({name for record in records.values() for name in record.get("non_finite") or ()})
     skipped = any(record.get("skipped") for record in records.values())
     if names or skipped:
@@ -171,13 +164,13 @@ def non_finite(history: History) -> Iterator[Finding]:
 def straggler(history: History) -> Iterator[Finding]:
     """The first phase in which one rank takes longer: that the others are late after it is no fault of theirs."""
     recent = list(history.joined)[-MIN_STEPS:]
-    ranks = sorted(recent[-1][1])
+    ranks = sorted(recent[-1])
     if len(recent) < MIN_STEPS or len(ranks) < 2:
         return
-    step_seconds = median(slowest(records) for _, records in recent)
+    step_seconds = median(map(slowest, recent))
     for phase in ("data", "forward", "backward", "optimizer", "other"):
         name = f"{phase}_seconds"
-        taken = {rank: median(records[rank].get(name) or 0.0 for _, records in recent) for rank in ranks}
+        taken = {rank: median(records[rank].get(name) or 0.0 for records in recent) for rank in ranks}
         worst, seconds, others = worst_rank(taken)
         if seconds - others > max(history.limits.straggler_share * step_seconds, MIN_DELAY):
             times = f"{seconds:.3g} s, the others {others:.3g} s of a step of {step_seconds:.3g} s"
@@ -188,7 +181,7 @@ def straggler(history: History) -> Iterator[Finding]:
 def memory_growth(history: History) -> Iterator[Finding]:
     for rank, memory in history.memory.items():
         limit = history.limits.memory_fraction * memory.capacity_gib
-        for points in (list(memory.recent), memory.whole_run.points):
+        for points in (list(memory.recent), memory.whole_run):
             slope = steady_growth(points, MIN_GROWTH * memory.capacity_gib)
             if slope is None:
                 continue
@@ -201,7 +194,7 @@ def memory_growth(history: History) -> Iterator[Finding]:
                 break
 
 
-def steady_growth(points: Sequence[tuple[int, float]], at_least: float) -> float | None:
+def steady_growth(points: Points, at_least: float) -> float | None:
     """GiB per step, if it grew by `at_least` and no slower at its end: caches level off, leaks don't."""
     if len(points) < SAMPLES // 2:
         return None
@@ -226,12 +219,12 @@ def memory_imbalance(history: History) -> Iterator[Finding]:
 
 
 def throughput(history: History) -> Iterator[Finding]:
-    recent = [seconds for _, records in list(history.joined)[-RECENT_TIMES:] if (seconds := slowest(records))]
+    recent = [seconds for records in list(history.joined)[-RECENT_TIMES:] if (seconds := slowest(records))]
     if len(history.step_seconds) < WINDOW or len(recent) < RECENT_TIMES:
         return
     usual, now = median(history.step_seconds), median(recent)
     if now * history.limits.throughput_fraction > usual:
-        records = history.joined[-1][1].values()
+        records = history.joined[-1].values()
         phases = {p: sum(r.get(f"{p}_seconds") or 0.0 for r in records) for p in steps.PHASES}
         message = f"median step {now:.3g} s over the last {RECENT_TIMES}, {usual:.3g} s before: {usual / now:.0%} of"
         yield Finding(f"{message} the speed; most of it goes into {max(phases, key=lambda p: phases[p])}")
@@ -239,8 +232,8 @@ def throughput(history: History) -> Iterator[Finding]:
 
 def throttling(history: History) -> Iterator[Finding]:
     recent = list(history.joined)[-MIN_STEPS:]
-    for rank in recent[-1][1]:
-        samples = [r[rank]["gpu_throttle"] for _, r in recent if r[rank].get("gpu_throttle") is not None]
+    for rank in recent[-1]:
+        samples = [r[rank]["gpu_throttle"] for r in recent if r[rank].get("gpu_throttle") is not None]
         faults = [found for each in samples if (found := [why for why in each if why not in HARMLESS_THROTTLING])]
         if len(samples) >= 5 and len(faults) * 2 >= len(samples):
             reasons = ", ".join(sorted({reason for each in faults for reason in each}))
