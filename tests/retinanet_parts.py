@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from windlass import run_folder
 from windlass.errors import RunError, UserError
@@ -25,14 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "retinanet"))
 import detector
 import images
 import openimages
-import operators
 import retinanet_train_factory as factory
 import synthetic
-import training
-from evaluate import evaluate
 from ranks import Place, meet
 from torchvision.models.detection import RetinaNet, retinanet_resnet50_fpn
-from torchvision.ops import FrozenBatchNorm2d, nms
+from torchvision.ops import FrozenBatchNorm2d
 
 SIZE = 64
 CLASSES = len(synthetic.SHAPES)
@@ -76,39 +73,6 @@ def add_rows(path: Path, *more: list[str]) -> None:
 def box(image: str, *place: object, label: str = "/m/disc", group: int = 0) -> list[str]:
     """`place` in the file's order: left, right, top, bottom."""
     return [image, "test", label, "1", *map(str, place), str(group)]
-
-
-# The operator that torchvision's wheel may lack.
-
-
-def slow_nms(boxes: list[list[float]], scores: list[float], threshold: float) -> list[int]:
-    kept: list[int] = []
-    for index in sorted(range(len(boxes)), key=lambda i: -scores[i]):
-        a = boxes[index]
-        for other in kept:
-            b = boxes[other]
-            overlap = max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
-            union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - overlap
-            if union > 0 and overlap / union > threshold:
-                break
-        else:
-            kept.append(index)
-    return kept
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 300])
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
-def test_boxes_are_suppressed_as_a_slow_reference_does(count: int, threshold: float) -> None:
-    generator = torch.Generator().manual_seed(count)
-    corner = (torch.rand(count, 2, generator=generator) * 16).round()  # whole numbers: equal boxes, exact overlaps
-    side = (torch.rand(count, 2, generator=generator) * 9).round()  # some without area
-    boxes, scores = torch.cat([corner, corner + side], dim=1), torch.rand(count, generator=generator)
-    for function in (nms, operators.nms):
-        assert function(boxes, scores, threshold).tolist() == slow_nms(boxes.tolist(), scores.tolist(), threshold)
-
-
-def test_operators_are_provided_once() -> None:
-    assert operators.provide() == operators.provide() == (operators.library is not None)
 
 
 # The data set.
@@ -183,14 +147,6 @@ def test_a_row_that_means_nothing_is_an_error_with_its_line(drawn: Path, row: li
     assert caught.value.problems[0].where == f"{table}:{line}"
 
 
-def test_a_place_that_is_no_number_is_an_error(drawn: Path) -> None:
-    table = drawn / "train-annotations-bbox.csv"
-    name = rows(table)[1][0]
-    add_rows(table, box(name, 0, "wide", 0, 1))
-    with pytest.raises(UserError, match="could not convert string to float: 'wide'"):
-        openimages.check(origin(drawn))
-
-
 def test_missing_and_ambiguous_tables_are_errors(drawn: Path) -> None:
     table, classes = drawn / "train-annotations-bbox.csv", drawn / "class-descriptions-boxable.csv"
     (drawn / "oidv6-train-annotations-bbox.csv").write_bytes(table.read_bytes())
@@ -217,13 +173,6 @@ def test_images_in_one_folder_belong_to_the_part_that_annotates_them(drawn: Path
         (drawn / "images" / part).rmdir()
         annotated = {row[0] for row in rows(drawn / f"{part}-annotations-bbox.csv")[1:]}
         assert {Path(path).stem for path in openimages.check(origin(drawn, part)).paths} == annotated
-
-
-def test_a_limit_is_reached_past_broken_images(drawn: Path) -> None:
-    files = sorted((drawn / "images" / "train").iterdir())
-    files[3].write_bytes(b"")
-    names = [Path(path).name for path in openimages.check(origin(drawn, limit=30)).paths]
-    assert names == [path.name for path in files[:31] if path != files[3]]
 
 
 def test_the_cache_is_used_while_nothing_changes(drawn: Path) -> None:
@@ -268,34 +217,6 @@ def test_boxes_follow_their_shapes(sound: Path) -> None:
     assert 0 < flipped < 2 * len(data)
 
 
-def test_flips_depend_on_the_epoch_and_on_nothing_else(sound: Path) -> None:
-    data = view(sound)
-    epochs = [torch.stack([data[epoch, index][0] for index in range(len(data))]) for epoch in (0, 1, 0)]
-    assert epochs[0].equal(epochs[2])
-    assert not epochs[0].equal(epochs[1])
-    sampler = images.EpochSampler(data, 1, 0, shuffle=True, seed=5, drop_last=True)
-    sampler.set_epoch(1)
-    by_workers = [[batch[0] for batch in images.loader(data, sampler, 4, workers, pin=False)] for workers in (0, 2)]
-    assert [torch.stack(batch).tolist() for batch in by_workers[0]] == [
-        torch.stack(batch).tolist() for batch in by_workers[1]
-    ]
-    sampler.skip = 4
-    rest = [batch[0] for batch in images.loader(data, sampler, 4, 0, pin=False)]
-    assert [torch.stack(batch).tolist() for batch in rest] == [
-        torch.stack(batch).tolist() for batch in by_workers[0][1:]
-    ]
-
-
-def test_the_bytes_of_a_file_give_the_same_image_on_the_device(sound: Path) -> None:
-    cpu = torch.device("cpu")
-    for size in (SIZE, 40):
-        ready, raw = view(sound, size), view(sound, size, decode=False)
-        at_once, targets = images.to_device(images.collate([ready[0, i] for i in range(12)]), cpu)
-        later, others = images.to_device(images.collate([raw[0, i] for i in range(12)]), cpu)
-        assert max(float((a - b).abs().max()) for a, b in zip(at_once, later, strict=True)) < 0.02
-        assert all(a["boxes"].equal(b["boxes"]) and a.keys() == b.keys() for a, b in zip(targets, others, strict=True))
-
-
 def test_an_image_that_broke_after_the_check_is_named(drawn: Path) -> None:
     data = view(drawn)
     path = drawn / "images" / data.part.paths[0]
@@ -305,13 +226,6 @@ def test_an_image_that_broke_after_the_check_is_named(drawn: Path) -> None:
     assert caught.value.problems[0].where == str(path)
 
 
-def test_a_long_image_is_kept_to_the_longest_side(sound: Path) -> None:
-    data = view(sound, 800)
-    data.part.sizes[:2] = torch.tensor([[4000, 500], [1024, 768]])
-    assert data.size(0) == (1333, 167)
-    assert data.size(1) == (1067, 800)
-
-
 # The model.
 
 
@@ -319,14 +233,6 @@ def test_a_long_image_is_kept_to_the_longest_side(sound: Path) -> None:
 def fresh() -> RetinaNet:
     torch.manual_seed(0)
     return detector.build(CLASSES, SIZE, None)[0]
-
-
-def test_a_fresh_models_file_is_taken_whole(fresh: RetinaNet, tmp_path: Path) -> None:
-    torch.save(fresh.state_dict(), tmp_path / "model.pth")
-    model, words = detector.build(CLASSES, SIZE, tmp_path / "model.pth")
-    assert all(value.equal(fresh.state_dict()[name]) for name, value in model.state_dict().items())
-    assert words[0] == f"weights: {tmp_path / 'model.pth'}, group norm"
-    assert not any("the classification head is fresh" in line for line in words)
 
 
 def test_the_coco_files_layout_is_taken_but_for_the_head(tmp_path: Path) -> None:
@@ -358,19 +264,6 @@ def test_the_coco_files_layout_is_taken_but_for_the_head(tmp_path: Path) -> None
     assert all(name.startswith(("backbone.body.conv1", "backbone.body.layer1")) for name in frozen)
 
 
-@pytest.mark.parametrize(("counted", "eps"), [(True, 1e-5), (False, 0.0)], ids=["ordinary", "frozen"])
-def test_the_epsilon_of_batch_norms_outlives_saving(tmp_path: Path, counted: bool, eps: float) -> None:
-    state = retinanet_resnet50_fpn(weights=None, weights_backbone=None, num_classes=CLASSES).state_dict()
-    kept = {name: value for name, value in state.items() if counted or not name.endswith("num_batches_tracked")}
-    path = tmp_path / "model.pth"
-    torch.save(kept, path)
-    for _ in range(2):  # as it was trained, and as it was saved after that
-        model, _words = detector.build(CLASSES, SIZE, path)
-        assert {module.eps for module in model.modules() if isinstance(module, FrozenBatchNorm2d)} == {eps}
-        torch.save(model.state_dict(), path)
-    model.load_state_dict(model.state_dict())  # as a checkpoint is
-
-
 class Code:
     def __reduce__(self) -> Any:
         return os.system, ("true",)
@@ -394,70 +287,7 @@ def test_files_that_do_not_fit_are_errors(fresh: RetinaNet, tmp_path: Path) -> N
         detector.build(CLASSES, SIZE, tmp_path / "nowhere.pth")
 
 
-def test_places_are_exact_in_half_precision(fresh: RetinaNet) -> None:
-    """torchvision alone computes anchors and boxes in the features' type: whole pixels are lost beyond 256."""
-    seen: list[Tensor] = []
-    handle = fresh.anchor_generator.register_forward_hook(lambda _module, _inputs, anchors: seen.extend(anchors))
-    picture = [torch.rand(3, 416, 416, generator=torch.Generator().manual_seed(0))]
-    score, fresh.score_thresh = fresh.score_thresh, 0.0
-    fresh.eval()
-    with torch.no_grad():
-        fresh(picture)
-        with torch.autocast("cpu", torch.bfloat16):
-            boxes = fresh(picture)[0]["boxes"]
-    fresh.train()
-    fresh.score_thresh = score
-    handle.remove()
-    assert seen[0].equal(seen[1])
-    assert seen[1].max() > 256
-    large = boxes[boxes > 256]
-    assert len(large)
-    assert not large.equal(large.bfloat16().float())
-
-
 # The loop.
-
-
-def test_micro_batches_of_an_epoch_are_all_used() -> None:
-    plan = training.Steps(batches=7, accum=3, epochs=2)
-    assert (plan.per_epoch, plan.all) == (3, 6)
-    assert [plan.micro_batches(step) for step in range(6)] == [3, 3, 1, 3, 3, 1]
-
-
-def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [training.rate_at(step, 100, 2.0) for step in range(100)]
-    assert rates[9] == 2.0 == max(rates)
-    assert rates[0] == 0.2
-    assert rates[:10] == sorted(rates[:10])
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert 0 < rates[-1] < 0.01
-    assert training.rate_at(0, 1, 2.0) == 2.0
-
-
-class Oracle(nn.Module):
-    """Answers with what it was given."""
-
-    def __init__(self, answers: list[images.Target]) -> None:
-        super().__init__()
-        self.answers = iter(answers)
-
-    def forward(self, pictures: list[Tensor]) -> list[images.Target]:
-        return [next(self.answers) for _ in pictures]
-
-
-def test_average_precision(here: Place, sound: Path) -> None:
-    data = view(sound, seed=None)
-    targets = [data[0, index][1] for index in range(len(data))]
-    right = [target | {"scores": torch.ones(len(target["boxes"]))} for target in targets]
-    wrong = [target | {"labels": (target["labels"] + 1) % CLASSES} for target in right]
-    half = [each if index % 2 else other for index, (each, other) in enumerate(zip(right, wrong, strict=True))]
-    found = []
-    for answers in (right, wrong, half):
-        few = images.loader(data, [(0, index) for index in range(len(data))], 5, 0, pin=False)
-        found.append(evaluate(Oracle(answers), few, here.device, here.waiting)["map"])
-    assert found[0] == pytest.approx(1.0)
-    assert found[1] == pytest.approx(0.0)
-    assert 0.1 < found[2] < 0.9
 
 
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
@@ -506,22 +336,6 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     assert f"{stopped} of 6 steps are made" in said
 
 
-def test_a_loss_that_is_no_number_ends_the_run(here: Place, sound: Path, tmp_path: Path) -> None:
-    model, _ = detector.build(CLASSES, 32, None)
-    state = model.state_dict()
-    state["backbone.fpn.inner_blocks.0.0.bias"].fill_(float("inf"))
-    torch.save(state, tmp_path / "bad.pth")
-    given = arguments(sound, tmp_path / "run", "--weights-path", str(tmp_path / "bad.pth"))
-    with pytest.raises(RunError, match=r"loss nan, gradient norm nan"):
-        factory.train(factory.options(given), here)
-    assert not (tmp_path / "run" / "checkpoint.pt").exists()
-
-
-def test_fewer_images_than_a_batch_are_an_error(here: Place, sound: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="12 images are fewer than one batch of 13 on 1 ranks"):
-        factory.train(factory.options(arguments(sound, tmp_path, "--batch-size", "13")), here)
-
-
 def test_the_published_command_line_is_understood() -> None:
     given = (
         "--batch-size 16 --accum-steps 1 --image-size 800 --max-train 200 --backend cpu --num-workers 8 "
@@ -533,16 +347,3 @@ def test_the_published_command_line_is_understood() -> None:
     said = factory.options(given.split())
     assert (said.batch_size, said.max_val, said.backend) == (16, 500, "cpu")
     assert said.cache_dir == said.local_image_dir.parent
-
-
-@pytest.mark.parametrize("given", [[], ["--local-image-dir", "x", "--batch-size", "0"], ["--backend", "tpu"]])
-def test_options_that_cannot_be_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        factory.options(given)
-    assert "error:" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_gpu_backend_needs_a_gpu() -> None:
-    with pytest.raises(UserError, match="there is no GPU to decode images on"):
-        meet("gpu")
