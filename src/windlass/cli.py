@@ -323,13 +323,12 @@ def rehearse(
     stop, resume, export, merge and reload. Exits with 1 if a stage fails and 2 if the input is wrong.
     """
     from windlass import rehearse as rehearsing
-    from windlass.rehearse.show import Terminal, show
 
     require(TRAINING, "rehearse")
     record = rehearsing.rehearse(
-        run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, screen=Terminal()
+        run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, screen=rehearsing.Screen()
     )
-    write_result(record, as_json, show)
+    write_result(record, as_json, rehearsing.show)
     raise typer.Exit(record.exit_code)
 
 

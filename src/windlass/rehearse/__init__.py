@@ -8,16 +8,15 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from windlass.errors import UserError
 from windlass.rehearse.process import exit_on_sigterm, make_environment
-from windlass.rehearse.record import RECORD, Failed, Record
-from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal, Screen
+from windlass.rehearse.record import RECORD, Failed, Record, Screen, show
+from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
 from windlass.run_folder import is_finished
 from windlass.runfile import kind, read_any
 
-__all__ = ["Record", "rehearse"]
+__all__ = ["Record", "Screen", "rehearse", "show"]
 
 # All that a rehearsal leaves in its folder.
 OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
@@ -42,32 +41,35 @@ def rehearse(
             exit_on_sigterm(),
             tempfile.TemporaryDirectory(prefix="windlass-") as scratch,  # short: sockets have short names
             contextlib.ExitStack() as processes,
+            contextlib.suppress(Failed),  # it is in the record
         ):
             (folder / "logs").mkdir()
             environment = make_environment(environ, Path(scratch))
             rehearsal = Rehearsal(run, options, folder, environment, record, screen, processes)
             script = kind(run, overrides) == "script"
-            for stage in SCRIPT_STAGES if script else STAGES:
-                if stage.needed(rehearsal):
-                    rehearsal.stage(stage)
+            for name, doing, prove in STAGES:
+                if name in SCRIPT_STAGES or not script:
+                    rehearsal.stage(name, doing, prove)
             if not script:
                 record.not_proved += unproved(rehearsal)
-    except Failed:
-        pass  # it is in the record
     except (KeyboardInterrupt, SystemExit):
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    record.seconds = round(time.monotonic() - began, 1)
-    record.folder = str(folder)
+    record.seconds, record.folder = round(time.monotonic() - began, 1), str(folder)
     if keep is None and (record.failure is None or record.failure["phase"] in SELF_EXPLAINED):
         shutil.rmtree(folder)
         record.folder = None
         if record.failure:
             record.failure["log"] = None
-    for place in {folder if record.folder else None, own_run_folder(run, overrides)}:
-        if place is not None:
-            with contextlib.suppress(OSError):
+    places = [folder] if record.folder else []
+    # The user's run folder, where it exists already: plan.json and check.json are written there too. A fault takes an
+    # older record's place; what a finished run left is not touched.
+    with contextlib.suppress(UserError):
+        places.append(Path(read_any(run, overrides).run.folder))
+    for place in places:
+        with contextlib.suppress(OSError):
+            if place.is_dir() and not is_finished(place):
                 record.write(place)
     return record
 
@@ -86,34 +88,22 @@ def empty_folder(keep: Path) -> Path:
     return keep.resolve()
 
 
-def own_run_folder(run: Path, overrides: Sequence[str]) -> Path | None:
-    """The user's run folder where it exists already: plan.json and check.json are written there too.
-
-    A fault is written as well, for it takes an older record's place. What a finished run left is not touched.
-    """
-    try:
-        folder = Path(read_any(run, overrides).run.folder)
-    except UserError:
-        return None
-    return folder if folder.is_dir() and not is_finished(folder) else None
-
-
 def unproved(rehearsal: Rehearsal) -> list[dict[str, str]]:
     """What no CPU can show, with what the plan estimates of it."""
     plan, run = rehearsal.plan, rehearsal.load().run
     memory, estimate, nodes = plan["memory"], plan["estimate"], plan["layout"]["nodes"]
-    found: dict[str, Any] = {}
+    gpu_gib, host_gib, speed = memory["gpu_gib"], memory["host_gib"], estimate["tokens_per_second"]
+    of_gpus = {
+        "NCCL and GPUs": "the ranks talk over gloo, between processes of one machine",
+        "kernels": "flash attention, grouped matrix products and FP8 arithmetic of the GPU do not run on a CPU",
+    }
     gpus = run.cluster.gpu != "cpu"
-    if gpus:
-        found["NCCL and GPUs"] = "the ranks talk over gloo, between processes of one machine"
-        found["kernels"] = "flash attention, grouped matrix products and FP8 arithmetic of the GPU do not run on a CPU"
+    found: dict[str, str] = of_gpus if gpus else {}
     found["GPU memory" if gpus else "memory"] = (
-        f"the plan estimates {memory['gpu_gib']:.1f} of {memory['gpu_memory_gib']:.1f} GiB for each rank, "
-        f"{memory['host_gib']:.1f} GiB of each host"
+        f"the plan estimates {gpu_gib:.1f} of {memory['gpu_memory_gib']:.1f} GiB for each rank, "
+        f"{host_gib:.1f} GiB of each host"
     )
-    found["speed"] = (
-        f"the plan estimates {estimate['step_seconds']:.3g} s a step, {estimate['tokens_per_second']:,.0f} tokens/s"
-    )
+    found["speed"] = f"the plan estimates {estimate['step_seconds']:.3g} s a step, {speed:,.0f} tokens/s"
     if nodes > 1:
         network = run.cluster.network if isinstance(run.cluster.network, str) else "the network"
         found[f"{network} between {nodes} nodes"] = (

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ LENGTH, LENGTH_OF_MANY, MANY = 512, 256, 32768  # tokens; shorter where each has
 LEAST_SUPERVISED = 16  # rows that must have a supervised token within the rehearsal's length
 TAIL = 3  # supervised tokens at a row's end among which the end token is: templates write a line break behind it
 ENOUGH = 0.5  # share of the rows, of those that were not cut, that must end so
+COMPARED = ("layers", "hidden", "heads", "kv_heads", "experts", "top_k", "vocab")
 
 TOKENIZER = (  # every file that a tokenizer may be made of, and what says where answers end
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -45,28 +46,23 @@ TOKENIZER = (  # every file that a tokenizer may be made of, and what says where
 
 def main(request: Path) -> None:
     asked = json.loads(request.read_text())
-    loaded = read(Path(asked["run"]), asked["overrides"])
+    loaded, folder = read(Path(asked["run"]), asked["overrides"]), Path(asked["folder"])
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
-    model, own = Path(asked["folder"]) / "model", base.path is not None
-    rows = take_rows(
-        loaded, base, copy_tokenizer(base, loaded, model), Path(asked["folder"]) / "data", asked["sequences"]
-    )
+    tokenizer = copy_tokenizer(base, loaded, folder / "model")
+    rows = take_rows(loaded, base, tokenizer, folder / "data", asked["sequences"])
     print(json.dumps({"part": "data", **rows}), flush=True)
-    vocab = base.dims["vocab"] if own else None
-    replica = read_base(
-        tiny.write_like(base, scale_config(base, experts_over=asked["experts_over"], vocab=vocab), model)
-    )
+    config = scale_config(base, experts_over=asked["experts_over"], vocab=base.dims["vocab"] if base.path else None)
+    replica = read_base(tiny.write_like(base, config, folder / "model"))
     # What code depends on is as it was.
     kept = (replica.family.causal_lm, replica.wrapper, bool(replica.quantization))
     assert kept == (base.family.causal_lm, base.wrapper, bool(base.quantization)), kept
-    compared = ("layers", "hidden", "heads", "kv_heads", "experts", "top_k", "vocab")
     facts = {
         "parameters": replica.total,
         "yours": base.total,
         "class": replica.family.causal_lm,
         "wrapper": replica.wrapper,
         "quantization": (replica.quantization or {}).get("quant_method"),
-        "sizes": {name: [base.dims[name], replica.dims[name]] for name in compared if name in replica.dims},
+        "sizes": {name: [base.dims[name], replica.dims[name]] for name in COMPARED if name in replica.dims},
     }
     print(json.dumps({"part": "replica", **facts}), flush=True)
 
@@ -86,36 +82,42 @@ def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
 
 def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequences: int) -> dict[str, Any]:
     """Judge the first rows of the user's data as training will, and write those that the rehearsal trains on."""
-    run, data, where, own, stand_ins = loaded.run, loaded.run.data, loaded.where, base.path is not None, []
+    run, data, where, stand_ins = loaded.run, loaded.run.data, loaded.where, list[str]()
+    vocab = base.dims["vocab"] if base.path else None
     rows: dict[str, list[Row]] = {}
     if reason := why_unreachable(data, where):
         forms = requested_columns(data)
-        rows = {"train": list(made_up_rows(forms, 600)), "validation": list(made_up_rows(forms, 60))}
-        columns = tuple(forms)
+        rows, columns = {"train": made_up_rows(forms, 600), "validation": made_up_rows(forms, 60)}, tuple(forms)
         stand_ins.append(f"data: {reason}; 600 rows with the columns {', '.join(columns)} stand in")
     else:
         selection = select_rows(data, where, lambda _: None)
         columns = selection.columns
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:
-                rows[name] = list(first_rows(read_rows(parts)))
+                rows[name], size = [], 0
+                for row in itertools.islice(read_rows(parts), MOST_ROWS):
+                    rows[name].append(row)
+                    if (size := size + len(str(row))) > MOST_BYTES:
+                        break
         raise_all(check_selection(run, selection, where))
         if rows.get("validation") == []:
             raise UserError(f"{data.val_split} has no rows", where("data.val_split"), "name a split that has some")
-    if not own:
+    if base.path is None:
         what = f"{STAND_IN_VOCAB} tokens in Mistral's format stand in"
         stand_ins.append(f"tokenizer and chat template: the model's folder is not on this machine; {what}")
     kind = choose_format(data, columns, tokenizer, where)
     tokens = {name: tokenize(part, kind, tokenizer, data.max_length) for name, part in rows.items()}
     audit = {"splits": {name: audit_split(part, tokenizer.eos_token_id) for name, part in tokens.items()}}
-    vocab = base.dims["vocab"] if own else None
-    least = run.watch.min_supervised_fraction
-    raise_all(find_problems(audit, vocabulary=vocab, least_fraction=least, where=where))
-    end = check_ends(tokens["train"], tokenizer, base if own else None, data.max_length, kind.name == "chat", where)
-    length = fitting_length(tokens["train"], data.max_length, LENGTH_OF_MANY if (vocab or 0) > MANY else LENGTH)
+    raise_all(find_problems(audit, vocabulary=vocab, least_fraction=run.watch.min_supervised_fraction, where=where))
+    documents = tokens["train"]
+    end = check_ends(documents, tokenizer, base, data.max_length, where)
+    # Short, and long enough that enough rows have a supervised token within it. The first token is never predicted.
+    firsts = [int(documents.supervised[span][1:].argmax()) + 1 for span in documents.spans()]
+    length = min(LENGTH_OF_MANY if (vocab or 0) > MANY else LENGTH, data.max_length)
+    while length < data.max_length and sum(place < length for place in firsts) < min(LEAST_SUPERVISED, len(firsts)):
+        length = min(2 * length, data.max_length)
 
     # As many rows as make an epoch of `sequences`: empty ones make none, and packed several are one sequence.
-    documents = tokens["train"]
     wanted = sequences * len(rows["train"]) / len(documents.lengths)
     if data.packing:
         wanted *= length / float(documents.lengths.clip(max=length).mean())
@@ -140,16 +142,6 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     }
 
 
-def first_rows(found: Iterator[Row]) -> Iterator[Row]:
-    """So many rows, and not more than so many bytes of them."""
-    size = 0
-    for row in itertools.islice(found, MOST_ROWS):
-        yield row
-        size += len(str(row))
-        if size > MOST_BYTES:
-            return
-
-
 def why_unreachable(data: Data, where: Where) -> str:
     """Why the rows can't be read on this machine; empty where they can. A path that should be here is an error."""
     name = data.dataset_name_or_path
@@ -168,9 +160,6 @@ def why_unreachable(data: Data, where: Where) -> str:
         except UserError:
             return f"{name} has not been fetched from the hub (windlass fetch RUN brings it)"
     return ""
-
-
-# --- rows that stand in ---
 
 
 def requested_columns(data: Data) -> dict[str, Any]:
@@ -192,7 +181,7 @@ def requested_columns(data: Data) -> dict[str, Any]:
     return {data.text_field: "{}"}
 
 
-def made_up_rows(forms: dict[str, Any], count: int) -> Iterator[Row]:
+def made_up_rows(forms: dict[str, Any], count: int) -> list[Row]:
     """Rows of the text that every Python carries, in these forms."""
     from pydoc_data.topics import topics
 
@@ -204,26 +193,17 @@ def made_up_rows(forms: dict[str, Any], count: int) -> Iterator[Row]:
         return text if form == "{}" else form
 
     lines = [" ".join(part.split()) for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 40]
-    for text in itertools.islice(itertools.cycle(lines), count):
-        yield {name: fill(form, text) for name, form in forms.items()}
+    return [fill(forms, text) for text in itertools.islice(itertools.cycle(lines), count)]
 
 
-# --- how long, and whether rows end ---
-
-
-def fitting_length(documents: Documents, longest: int, wanted: int) -> int:
-    """The rehearsal's length: short, and long enough that enough rows have a supervised token within it."""
-    # A document's first token is never predicted.
-    firsts = [int(documents.supervised[span][1:].argmax()) + 1 for span in documents.spans()]
-    length = min(wanted, longest)
-    while length < longest and sum(place < length for place in firsts) < min(LEAST_SUPERVISED, len(firsts)):
-        length = min(2 * length, longest)
-    return length
-
-
-def check_ends(documents: Documents, tokenizer: Any, base: Base | None, longest: int, chat: bool, where: Where) -> str:
+def check_ends(documents: Documents, tokenizer: Any, base: Base, longest: int, where: Where) -> str:
     """Whether the model will learn to stop: rows must end with a supervised token that generation stops at."""
-    stops, named = stop_tokens(tokenizer, base)
+    sources: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
+    if base.path is not None:
+        generation = read_json(base.path / "generation_config.json").get("eos_token_id")
+        sources = [("generation_config.json", generation), ("config.json", base.config.get("eos_token_id")), *sources]
+    named = ((who, value if isinstance(value, list) else [value]) for who, value in sources)
+    who, stops = next(((who, set(ids)) for who, ids in named if ids != [None]), ("everything", set[int]()))
     tails = [
         documents.ids[span][documents.supervised[span]][-TAIL:].tolist()
         for span in documents.spans()
@@ -234,34 +214,17 @@ def check_ends(documents: Documents, tokenizer: Any, base: Base | None, longest:
     ended = sum(bool(stops & set(tail)) for tail in tails)
     if ended >= ENOUGH * len(tails):
         return f"{ended} of {len(tails)} rows end with a token that generation stops at"
-    place = where("data.messages_field" if chat else "model.model_name_or_path")
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    marks = Counter(token for tail in tails for token in tail[::-1] if token in special).most_common(1)
-    if marks and marks[0][1] >= ENOUGH * len(tails):
-        token = marks[0][0]
-        name = f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})"
-        problem = f"rows end with {name}, and generation stops at {named}: the model would never stop"
-        hint = f"put {token} into eos_token_id of the model's generation_config.json, or fix the tokenizer's eos_token"
-        raise UserError(problem, place, hint)
-    closing = "the chat template writes no end of turn" if chat else "the end of a row is not supervised"
-    hint = "let [[ ]] reach the end of the template, and the tokenizer have an eos_token"
-    hint = "let the template close the assistant's turn with eos_token" if chat else hint
-    counted = f"{ended} of {len(tails)} rows end with a supervised token that generation stops at ({named})"
-    raise UserError(f"{closing}: {counted}", place, hint)
 
+    def spell(tokens: Iterable[int]) -> str:
+        return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in tokens) or "nothing"
 
-def stop_tokens(tokenizer: Any, base: Base | None) -> tuple[set[int], str]:
-    """The ids that generation stops at, and who says so: generation_config.json, config.json, else the tokenizer."""
-    sources: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
-    if base is not None and base.path is not None:
-        generation = read_json(base.path / "generation_config.json").get("eos_token_id")
-        config = base.config.get("eos_token_id")
-        sources = [("generation_config.json", generation), ("config.json", config), *sources]
-    for who, value in sources:
-        if ids := {one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)}:
-            words = ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} ({one})" for one in sorted(ids))
-            return ids, f"{words}, as {who} says"
-    return set(), "nothing: neither config.json nor the tokenizer names an end token"
+    usual = Counter(tail[-1] for tail in tails if tail).most_common(1)
+    stopping = f"generation stops at {spell(sorted(stops))}, as {who} says"
+    problem = f"the model would never stop: {ended} of {len(tails)} rows end with a supervised token at which "
+    problem += f"{stopping}; most end with {spell(token for token, _ in usual)}"
+    hint = "let the chat template close the assistant's turn with eos_token, or [[ ]] reach the end of the template; "
+    hint += "or put the rows' last token into eos_token_id of the model's generation_config.json"
+    raise UserError(problem, where("model.model_name_or_path"), hint)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.errors import RANK_USER_INPUT, SAVED, USER_INPUT, RunError
+from windlass.errors import RANK_USER_INPUT, SAVED, USER_INPUT
+from windlass.rehearse.record import Failed
 
 LIMIT_SECONDS = 600.0  # of one command: an hour's rehearsal would be none
 GRACE_SECONDS = 20.0  # to end in when the rehearsal itself is stopped
@@ -22,21 +22,6 @@ ERROR = "error: "  # how a command begins to say what is wrong
 LAST_LINES = 40  # of a log, where a command that failed said nothing shorter
 # Variables by which a platform tells a process its place among others, and what only GPUs need.
 PLACES = ("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "JOB_COMPLETION_INDEX", "WINDLASS_", "NCCL_")
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    log: Path
-
-    def explain(self) -> str:
-        """What it said: from its first `error:` on, else its last lines."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        first = next((i for i, line in enumerate(lines) if line.startswith(ERROR)), -LAST_LINES)
-        return "\n".join(lines[first:]) or f"it ended with {self.code} and printed nothing"
 
 
 class Command:
@@ -52,11 +37,13 @@ class Command:
         folder: Path,
         environ: Mapping[str, str],
         nodes: Sequence[Mapping[str, str]] = ({},),
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.processes = name, list[subprocess.Popen[bytes]]()
-        self.files = [folder / (name if len(nodes) == 1 else f"{name}-node{node}") for node in range(len(nodes))]
-        self.deadline = time.monotonic() + LIMIT_SECONDS
-        for path, variables in zip(self.files, nodes, strict=True):
+        self.name, self.tick, self.deadline = name, tick, time.monotonic() + LIMIT_SECONDS
+        self.processes, self.files = list[subprocess.Popen[bytes]](), list[Path]()
+        for node, variables in enumerate(nodes):
+            path = folder / (name if len(nodes) == 1 else f"{name}-node{node}")
+            self.files.append(path)
             with path.with_suffix(".out").open("wb") as out, path.with_suffix(".log").open("wb") as log:
                 process = subprocess.Popen(
                     list(command),
@@ -73,33 +60,47 @@ class Command:
         return None not in [process.poll() for process in self.processes]  # each of them is asked
 
     @property
+    def code(self) -> int:
+        """Of all nodes: wrong input is the cause where one reports it, else any failure."""
+        inputs, fine = (USER_INPUT, RANK_USER_INPUT), (0, SAVED)
+        codes = [process.returncode for process in self.processes]
+        return min(codes, key=lambda code: (code not in inputs, code in fine, code == 0))
+
+    @property
+    def out(self) -> str:
+        return self.files[0].with_suffix(".out").read_text(encoding="utf-8", errors="replace")
+
+    @property
     def log(self) -> Path:
         """Of the node that says why, where several have ended."""
-        logs = [path.with_suffix(".log") for path in self.files]
-        failed = [log for log, process in zip(logs, self.processes, strict=True) if process.poll()]
+        logs = {
+            path.with_suffix(".log"): process.poll() for path, process in zip(self.files, self.processes, strict=True)
+        }
+        failed = [log for log, code in logs.items() if code]
         explained = [log for log in failed if ERROR in log.read_text(encoding="utf-8", errors="replace")]
-        return (explained or failed or logs)[0]
+        return (explained or failed or list(logs))[0]
 
-    def wait_until(self, done: Callable[[], bool], tick: Callable[[], None]) -> bool:
+    def wait_until(self, done: Callable[[], bool]) -> bool:
         """Wait until something is there; False when the command ended before it came."""
         while not done():
             if self.has_ended:
                 return done()
             if time.monotonic() > self.deadline:
-                problem = f"{self.name} has not ended within {LIMIT_SECONDS:.0f} s"
-                raise RunError(problem, str(self.log), "its log says how far it came; is the machine very busy?")
-            tick()
+                raise Failed(f"{self.name} has not ended within {LIMIT_SECONDS:.0f} s", 1, self.log)
+            self.tick()
             time.sleep(POLL_SECONDS)
         return True
 
-    def wait(self, tick: Callable[[], None] = lambda: None) -> Ended:
-        """Wait for all nodes. Wrong input is the cause where one says so, else any failure."""
-        self.wait_until(lambda: self.has_ended, tick)
-        codes = [process.returncode for process in self.processes]
-        inputs, fine = (USER_INPUT, RANK_USER_INPUT), (0, SAVED)
-        code = min(codes, key=lambda code: (code not in inputs, code in fine, code == 0))
-        out = self.files[0].with_suffix(".out").read_text(encoding="utf-8", errors="replace")
-        return Ended(code, out, self.log)
+    def finish(self, *codes: int) -> Command:
+        """Wait for all nodes. An exit code that is none of these (0) is `Failed`, with the command's own words."""
+        self.wait_until(lambda: self.has_ended)
+        if self.code not in (codes or (0,)):
+            # From its first `error:` on, else its last lines.
+            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            first = next((i for i, line in enumerate(lines) if line.startswith(ERROR)), -LAST_LINES)
+            said = "\n".join(lines[first:]) or f"it ended with {self.code} and printed nothing"
+            raise Failed(said, self.code, self.log)
+        return self
 
     def stop(self) -> None:
         """End what still runs. Ranks have sessions of their own: whoever started them is asked first, and forwards."""

@@ -1,18 +1,28 @@
-"""What a rehearsal found, stage by stage. The keys of rehearsal.json are an interface: add, never rename."""
+"""What a rehearsal found, stage by stage, and how it is shown: each stage as it goes on, then the whole.
+
+The keys of rehearsal.json are an interface: add, never rename.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, USER_INPUT
-from windlass.files import write_atomic
+from windlass.files import write_json
 from windlass.rehearse.scale import Change
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 RECORD = "rehearsal.json"
+SLOW_SECONDS = 10.0  # between lines of one stage where nobody watches a terminal
+NAME = 8
 
 
 class Failed(Exception):  # noqa: N818  (it is no error of the rehearsal)
@@ -57,10 +67,97 @@ class Record:
         passed = self.failure is None
         return {"windlass": __version__, "passed": passed, "exit_code": self.exit_code, **asdict(self)}
 
-    def fail(self, phase: Phase, failed: Failed) -> None:
-        log = str(failed.log) if failed.log else None
-        self.failure = {"phase": phase.name, "exit_code": failed.code, "text": failed.text, "log": log}
-
     def write(self, folder: Path) -> None:
-        text = json.dumps(self.as_dict(), indent=2, ensure_ascii=False, default=str) + "\n"
-        write_atomic(folder / RECORD, text)
+        write_json(folder / RECORD, self.as_dict())
+
+
+class Screen:
+    """Says on stderr what is being done: a spinner where somebody watches, plain lines in a log."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.status import Status
+
+        self.console = Console(stderr=True, highlight=False, emoji=False, markup=False, soft_wrap=True)
+        self.status = Status("", console=self.console)
+        self.name, self.began, self.printed = "", 0.0, 0.0
+
+    def begin(self, name: str) -> None:
+        self.name, self.began, self.printed = name, time.monotonic(), time.monotonic()
+        if sys.stderr.isatty():
+            self.status.start()
+
+    def tick(self, doing: str) -> None:
+        now = time.monotonic()
+        line = f"{self.name:{NAME}} {now - self.began:5.0f} s  {doing} …"
+        self.status.update(line)
+        if now - self.printed > SLOW_SECONDS and not sys.stderr.isatty():
+            self.printed = now
+            self.console.print(line)
+
+    def end(self, phase: Phase) -> None:
+        self.status.stop()
+        verdict, style = ("passed", "green") if phase.passed else ("failed", "bold red")
+        self.console.print(f"{phase.name:{NAME}} {phase.seconds:5.1f} s  ", end="")
+        self.console.print(verdict, style=style)
+
+
+def show(record: Record) -> None:
+    """What was found, on stdout; what failed in its own words."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("what it proved", overflow="fold")
+    for phase in record.phases:
+        proved = Text("\n".join(phase.proved))
+        if not phase.passed:
+            proved = Text.assemble(("failed", "bold red"), f"; before that: {proved}" if phase.proved else "")
+        table.add_row(phase.name, f"{phase.seconds:.1f}", proved)
+    console.print(table)
+    show_list(console, "stood in for what is not on this machine", record.stand_ins)
+    if failure := record.failure:
+        found = f"the stage {failure['phase']} found a fault ({record.seconds:.0f} s)\n"
+        console.print(Text.assemble(("failed: ", "bold red"), found))
+        console.print(Text(failure["text"]), soft_wrap=True)
+        if failure["log"]:
+            console.print(Text(f"\nits whole log: {failure['log']}", "dim"), soft_wrap=True)
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="changed for the rehearsal", title_justify="left")
+    table.add_column("key", no_wrap=True)
+    table.add_column("yours -> here", overflow="fold")
+    table.add_column("why")
+    for change in record.changes:
+        yours, here = (
+            "unset" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for value in (change.yours, change.here)
+        )
+        table.add_row(change.key, f"{yours} -> {here}", change.why)
+    if record.changes:
+        console.print(table)
+    show_list(console, "not proven here", [f"{each['what']}: {each['why']}" for each in record.not_proved])
+    ranks = record.ranks
+    if not ranks["here"]:
+        console.print(Text.assemble(("planned and rendered, not rehearsed: ", "yellow"), ranks["why"]))
+        return
+    few = "" if ranks["here"] == ranks["yours"] else f" of your {ranks['yours']}, as {ranks['why']}"
+    kept = f"; everything is in {record.folder}" if record.folder else ""
+    summary = f"rehearsed with {ranks['here']} ranks{few}, {ranks['layout']}, in {record.seconds:.0f} s{kept}"
+    console.print(Text.assemble(("passed: ", "green"), summary))
+
+
+def show_list(console: Console, title: str, lines: list[str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left")
+    for line in lines:
+        table.add_row("-", Text(line))
+    if lines:
+        console.print(table)
+        console.print()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -32,9 +31,6 @@ WIDTH, WIDTH_OF_BLOCKS = 64, 256  # FP8 with a scale a block: two blocks in each
 USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' own, where config.json says none; and for what width
 
 
-# --- how many ranks ---
-
-
 @dataclass(frozen=True, slots=True)
 class Spread:
     """shard x replicate = ranks; `expert_parallel` divides `shard`."""
@@ -48,12 +44,13 @@ class Spread:
         return self.shard * self.replicate
 
 
-def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, str]:
-    """The run's own ranks where this machine can hold them, else as many of their kind as it can; and why."""
+def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, int, str]:
+    """The run's own ranks where this machine can hold them, else as many of their kind as it can; on how many nodes,
+    all of them played by this machine; and why."""
     own = Spread(layout["shard"], layout["replicate"], layout["expert_parallel"])
     most = max(1, min(max(FEW_RANKS, here.cpus), int(here.memory_gib / RANK_GIB)))
     if own.ranks <= most:
-        return own, ""
+        return own, _nodes(layout, own), ""
     # The fewest ranks that still shard, replicate and split experts as the run does.
     parallel = min(own.expert_parallel, 2)
     shard = 1 if own.shard == 1 else 2 if own.expert_parallel in (1, own.shard) else 2 * parallel
@@ -65,15 +62,13 @@ def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, 
     else:
         replicate = min(own.replicate, replicate * rest)
     scaled = Spread(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel)
-    return scaled, f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {scaled.ranks} of its kind"
+    why = f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {scaled.ranks} of its kind"
+    return scaled, _nodes(layout, scaled), why
 
 
-def scale_nodes(own: int, ranks: int) -> int:
-    """As many as the run has, or fewer, so that each has as many ranks. This machine plays all of them."""
-    return next(count for count in range(min(own, ranks), 0, -1) if ranks % count == 0)
-
-
-# --- how large a model ---
+def _nodes(layout: Mapping[str, Any], spread: Spread) -> int:
+    """As many as the run has, or fewer, so that each has as many ranks."""
+    return next(n for n in range(min(layout["nodes"], spread.ranks), 0, -1) if spread.ranks % n == 0)
 
 
 def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[str, Any]:
@@ -133,9 +128,6 @@ def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[st
     return config if vocab else config | STAND_IN_IDS
 
 
-# --- the run file ---
-
-
 @dataclass(frozen=True, slots=True)
 class Material:
     """What was made for the rehearsal."""
@@ -175,17 +167,34 @@ def scale_run(
         if yours != value:
             tree.setdefault(section, {})[name] = value
             changes.append(Change(key, yours, value, why))
-    layout = plan["layout"]
-    but = "; a CPU has nowhere to offload from" if layout["offload"] else ""
-    sections = {
-        "layout": (_scaled_layout(layout, spread), f"as the plan lays it out on your machines{but}"),
-        "cluster": (_scaled_cluster(run, spread, nodes), "this machine is another"),
-    }
-    for section, (here, why) in sections.items():  # replaced: what the user says there and is not here is dropped
-        own = getattr(run, section).model_dump(mode="json", exclude_unset=True)
-        tree[section] = here
-        keys = [key for key in dict.fromkeys((*own, *here)) if own.get(key) != here.get(key)]
-        changes += [Change(f"{section}.{key}", own.get(key), here.get(key), why) for key in keys]
+
+    own, usual, cluster = plan["layout"], LayoutSection(), run.cluster
+    layout = {"name": own["name"], "shard": spread.shard, "replicate": spread.replicate}
+    if spread.expert_parallel > 1:
+        layout["expert_parallel"] = spread.expert_parallel
+    for key in ("reshard_after_forward", "base_dtype", "activation_checkpointing"):
+        if own[key] != getattr(usual, key):
+            layout[key] = own[key]
+    here: dict[str, Any] = {"nodes": nodes, "gpus_per_node": spread.ranks // nodes, "gpu": "cpu", "platform": "script"}
+    if nodes > 1:
+        here["network"] = "ethernet-25"  # what a machine has to itself is faster
+    here |= {key: getattr(cluster, key) for key in ("grace_seconds", "max_restarts") if key in cluster.model_fields_set}
+    # Variables that mean something on this machine: no secret, no device, no folder that is elsewhere.
+    for name, value in cluster.env.items():
+        if isinstance(value, Secret) or name.startswith(OTHER_NETWORK):
+            continue
+        if not value.startswith("/") or Path(value).exists():
+            here.setdefault("env", {})[name] = value
+    # The engine refuses to offload where ranks compute in the host's memory, so that is left out.
+    but = "; a CPU has nowhere to offload from" if own["offload"] else ""
+    for section, ours, why in (
+        ("layout", layout, f"as the plan lays it out on your machines{but}"),
+        ("cluster", here, "this machine is another"),
+    ):  # replaced: what the user says there and is not here is dropped
+        yours = getattr(run, section).model_dump(mode="json", exclude_unset=True)
+        tree[section] = ours
+        keys = [key for key in dict.fromkeys((*yours, *ours)) if yours.get(key) != ours.get(key)]
+        changes += [Change(f"{section}.{key}", yours.get(key), ours.get(key), why) for key in keys]
     head = "# Written by `windlass rehearse`: your run scaled down. rehearsal.json lists the differences.\n"
     return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), changes
 
@@ -195,36 +204,29 @@ def _scaled_keys(
 ) -> list[tuple[str, Any, str]]:
     """Key, value here, and why. A value that the user has as well is no change."""
     model, lora, data, train = run.model, run.lora, run.data, run.train
-    attention = model.attn_implementation or ""
-    half, less = "CPUs have no arithmetic in float16", "a few show what many do"
-    rows, sooner, untracked = (
-        "the first rows, written out",
-        "in the run's own order, sooner",
-        "a rehearsal is not tracked",
-    )
+    attention, layers = model.attn_implementation or "", material.layers
+    half, less, rows = "CPUs have no arithmetic in float16", "a few show what many do", "the first rows, written out"
+    sooner, untracked = "in the run's own order, sooner", "a rehearsal is not tracked"
     micro, accumulation = micro_batches(plan["batch"])
     # A share of validation rows is held out of few rows, unless the set has a validation split.
     fraction = None if material.validation else data.val_fraction
     if fraction is not None:
         fraction = max(fraction, round(min(0.5, 8 / material.rows), 3))
-    own_config = "dataset_config_name" in data.model_fields_set
+    config = None if "dataset_config_name" in data.model_fields_set else data.dataset_config_name
     both = train.global_batch_size and "gradient_accumulation_steps" not in train.model_fields_set
+    targets = _scaled_targets(lora.target_modules, plan["adapter"]["targets"], layers)
+    kernels = "flash" in attention or "/" in attention
+    half_steps, warmup = EVERY // 2, min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps
+    batch = micro * spread.ranks * accumulation if train.global_batch_size else None
+    steps = train.gradient_accumulation_steps if both else accumulation
     return [
         ("model.model_name_or_path", str(material.model), "the tiny replica"),
         ("model.torch_dtype", "float32" if model.torch_dtype == "float16" else model.torch_dtype, half),
-        (
-            "model.attn_implementation",
-            "sdpa" if "flash" in attention or "/" in attention else model.attn_implementation,
-            "the kernels run on GPUs alone",
-        ),
+        ("model.attn_implementation", "sdpa" if kernels else model.attn_implementation, "its kernels need a GPU"),
         ("lora.adapter", None, "it has the shapes of the model, not of the replica"),
-        (
-            "lora.target_modules",
-            _scaled_targets(lora.target_modules, plan["adapter"]["targets"], material.layers),
-            f"the replica has layers 0 to {material.layers - 1}",
-        ),
+        ("lora.target_modules", targets, f"the replica has layers 0 to {layers - 1}"),
         ("data.dataset_name_or_path", str(material.data), rows),
-        ("data.dataset_config_name", None if own_config else data.dataset_config_name, rows),
+        ("data.dataset_config_name", config, rows),
         ("data.train_split", "train", rows),
         ("data.val_split", "validation" if material.validation else None, rows),
         ("data.val_fraction", fraction, "of few rows" if fraction else "the validation split is there"),
@@ -233,12 +235,12 @@ def _scaled_keys(
         ("train.max_steps", STEPS, "enough to evaluate, save, stop and resume"),
         ("train.per_device_train_batch_size", micro, less),
         ("train.per_device_eval_batch_size", min(MOST_ROWS, train.per_device_eval_batch_size), less),
-        ("train.global_batch_size", micro * spread.ranks * accumulation if train.global_batch_size else None, less),
-        ("train.gradient_accumulation_steps", train.gradient_accumulation_steps if both else accumulation, less),
-        ("train.eval_steps", EVERY // 2 if train.save_steps > train.eval_steps else EVERY, sooner),
-        ("train.save_steps", EVERY // 2 if train.eval_steps > train.save_steps else EVERY, sooner),
+        ("train.global_batch_size", batch, less),
+        ("train.gradient_accumulation_steps", steps, less),
+        ("train.eval_steps", half_steps if train.save_steps > train.eval_steps else EVERY, sooner),
+        ("train.save_steps", half_steps if train.eval_steps > train.save_steps else EVERY, sooner),
         ("train.logging_steps", 1, "every step is checked"),
-        ("train.warmup_steps", min(train.warmup_steps or 0, STEPS // 4) or train.warmup_steps, f"of {STEPS} steps"),
+        ("train.warmup_steps", warmup, f"of {STEPS} steps"),
         ("train.fp16", False, half),
         ("train.report_to", "none", untracked),
         ("train.run_name", None, untracked),
@@ -263,40 +265,3 @@ def _scaled_targets(patterns: str | list[str], targets: list[Mapping[str, Any]],
     listed = [patterns] if isinstance(patterns, str) else patterns
     kept = list(dict.fromkeys(name for one in listed for name in (leaves.get(one) or [one])))
     return patterns if kept == listed else kept
-
-
-def _scaled_layout(layout: Mapping[str, Any], spread: Spread) -> dict[str, Any]:
-    """The engine refuses to offload where ranks compute in the host's memory, so that is left out."""
-    here = {"name": layout["name"], "shard": spread.shard, "replicate": spread.replicate}
-    if spread.expert_parallel > 1:
-        here["expert_parallel"] = spread.expert_parallel
-    usual = LayoutSection()
-    keys = ("reshard_after_forward", "base_dtype", "activation_checkpointing")
-    return here | {key: layout[key] for key in keys if layout[key] != getattr(usual, key)}
-
-
-def _scaled_cluster(run: RunFile, spread: Spread, nodes: int) -> dict[str, Any]:
-    cluster = run.cluster
-    here: dict[str, Any] = {"nodes": nodes, "gpus_per_node": spread.ranks // nodes, "gpu": "cpu", "platform": "script"}
-    if nodes > 1:
-        here["network"] = "ethernet-25"  # what a machine has to itself is faster
-    # Variables that mean something on this machine: no secret, no device, no folder that is elsewhere.
-    env = {
-        name: value
-        for name, value in cluster.env.items()
-        if not isinstance(value, Secret)
-        and not name.startswith(OTHER_NETWORK)
-        and (not value.startswith("/") or Path(value).exists())
-    }
-    if env:
-        here["env"] = env
-    return here | {
-        key: getattr(cluster, key) for key in ("grace_seconds", "max_restarts") if key in cluster.model_fields_set
-    }
-
-
-def shown(value: Any) -> str:
-    """A value in a table."""
-    if value is None:
-        return "unset"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -15,35 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from windlass.errors import SAVED, USER_INPUT, Problem, RunError
+from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.hardware import this_machine
-from windlass.rehearse.process import ERROR, Command, Ended, node_variables
-from windlass.rehearse.record import Failed, Phase, Record
-from windlass.rehearse.scale import (
-    EVERY,
-    STEPS,
-    STOP_AT,
-    Material,
-    Spread,
-    micro_batches,
-    scale_nodes,
-    scale_ranks,
-    scale_run,
-)
+from windlass.rehearse.process import ERROR, Command, node_variables
+from windlass.rehearse.record import Failed, Phase, Record, Screen
+from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, Spread, micro_batches, scale_ranks, scale_run
 from windlass.run_folder import DATA, EVENTS, LOAD, MANIFEST, is_finished
 from windlass.run_folder import STEPS as STEP_FILE
 from windlass.runfile import Loaded, LoadedScript, read_any
-
-
-class Screen(Protocol):
-    """Who watches."""
-
-    def begin(self, name: str) -> None: ...
-    def tick(self, doing: str) -> None: ...
-    def end(self, phase: Phase) -> None: ...
 
 
 @dataclass
@@ -60,7 +42,7 @@ class Rehearsal:
     doing: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
     spread: Spread = field(default_factory=lambda: Spread(1, 1, 1))
-    job: Command | None = None  # the launch script of the run scaled down, as it runs
+    job: Command | None = None  # that several stages watch: the material's, then the launch script
 
     @property
     def run_folder(self) -> Path:
@@ -74,32 +56,30 @@ class Rehearsal:
     def load(self) -> Loaded | LoadedScript:
         return read_any(self.run, self.overrides)
 
-    def stage(self, stage: Stage) -> None:
+    def stage(self, name: str, doing: str, prove: Callable[[Rehearsal], Iterator[str]]) -> None:
         """Timed, shown, recorded; a fault ends the rehearsal."""
-        phase, began, self.doing = Phase(stage.name), time.monotonic(), stage.doing
+        phase, began, self.doing = Phase(name), time.monotonic(), doing
         self.record.phases.append(phase)
-        self.screen.begin(stage.name)
+        self.screen.begin(name)
         try:
-            for sentence in stage.prove(self):
+            for sentence in prove(self):
                 phase.proved.append(sentence)
             phase.passed = True
-        except (Failed, RunError) as error:  # RunError: a command that does not end
-            failed = error if isinstance(error, Failed) else Failed(str(error), 1)
-            self.record.fail(phase, failed)
-            raise failed from None
+        except Failed as error:
+            log = str(error.log) if error.log else None
+            self.record.failure = {"phase": name, "exit_code": error.code, "text": error.text, "log": log}
+            raise
         finally:
             phase.seconds = round(time.monotonic() - began, 2)
             self.screen.end(phase)
-
-    def tick(self) -> None:
-        self.screen.tick(self.doing)
 
     def start(
         self, name: str, command: Sequence[str], nodes: Sequence[Mapping[str, str]] = ({},), ranks: int = 1
     ) -> Command:
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         environ = {"OMP_NUM_THREADS": str(threads), **self.environ}
-        started = Command(name, command, self.folder / "logs", environ, nodes)
+        tick = lambda: self.screen.tick(self.doing)  # noqa: E731
+        started = Command(name, command, self.folder / "logs", environ, nodes, tick)
         self.processes.callback(started.stop)
         return started
 
@@ -109,25 +89,19 @@ class Rehearsal:
         self.job = self.start(name, ["bash", str(self.run_folder / "launch.sh")], nodes, self.record.ranks["here"])
         return self.job
 
-    def call(self, name: str, command: Sequence[str]) -> Ended:
-        """Run a command to its end; a failure is a `Failed` with the command's own words."""
-        ended = self.start(name, command).wait(self.tick)
-        require(ended)
-        return ended
-
     def windlass(self, name: str, *arguments: str) -> Any:
         """One of windlass's commands with --json: what it printed."""
-        return json.loads(self.call(name, windlass(*arguments, "--json")).out)
+        return json.loads(self.start(name, windlass(*arguments, "--json")).finish().out)
 
-    def wait_for(self, done: Callable[[], bool]) -> None:
-        """Wait for something in the run folder; a launch script that ends before it has failed."""
+    def wait_for(self, done: Callable[[], bool]) -> Command:
+        """Wait for something that the job writes; a job that ends before it has failed."""
         assert self.job is not None
-        if not self.job.wait_until(done, self.tick):
-            ended = self.job.wait(self.tick)
-            if ended.code and (text := failed_checks(read_json(self.run_folder / "check.json").get("results", []))):
-                raise Failed(text, ended.code, ended.log)
-            require(ended)
-            raise Failed("it ended with 0 too soon", 1, ended.log)
+        if not self.job.wait_until(done):
+            if self.job.code and (text := failed_checks(read_json(self.run_folder / "check.json").get("results", []))):
+                raise Failed(text, self.job.code, self.job.log)
+            self.job.finish()
+            raise Failed("it ended with 0 too soon", 1, self.job.log)
+        return self.job
 
     def steps(self) -> list[dict[str, Any]]:
         path = self.run_folder / STEP_FILE.format(rank=0)
@@ -143,19 +117,16 @@ def windlass(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "windlass", *arguments]
 
 
-def require(ended: Ended, code: int = 0) -> None:
-    if ended.code != code:
-        raise Failed(ended.explain(), ended.code, ended.log)
-
-
 def failed_checks(results: Sequence[Mapping[str, Any]]) -> str:
     """Failed checks as errors: what `windlass check` shows as a table."""
-    failed = [Problem(each["seen"], each["where"] or each["name"], each["hint"]) for each in results
-              if each["verdict"] == "fail"]  # fmt: skip
-    return errors(failed)
+    return errors(
+        Problem(each["seen"], each["where"] or each["name"], each["hint"])
+        for each in results
+        if each["verdict"] == "fail"
+    )
 
 
-def errors(problems: Sequence[Problem]) -> str:
+def errors(problems: Iterator[Problem] | Sequence[Problem]) -> str:
     return "\n\n".join(f"{ERROR}{problem}" for problem in problems)
 
 
@@ -164,70 +135,58 @@ def errors(problems: Sequence[Problem]) -> str:
 
 def plan(r: Rehearsal) -> Iterator[str]:
     made = r.plan = r.windlass("plan", "plan", str(r.run), *r.options)
-    layout, memory, model = made["layout"], made["memory"], made["model"]
-    modules = sum(target["modules"] for target in made["adapter"]["targets"])
+    layout, memory = made["layout"], made["memory"]
+    if made.get("kind") == "script":  # windlass does not know how to scale it down
+        yield f"{layout['ranks']} ranks: {' '.join(made['script']['command'])}"
+        why = "a script is not scaled down"
+        r.record.ranks = {"yours": layout["ranks"], "here": 0, "nodes": 0, "layout": "script", "why": why}
+        hint = "try it on few data: `windlass train RUN --ranks 2 --override script.args=…`"
+        r.record.not_proved.append({"what": "the script itself", "why": f"windlass can't scale it down; {hint}"})
+        return
+    model, modules = made["model"], sum(target["modules"] for target in made["adapter"]["targets"])
     yield f"{model['class']}: {modules} modules are adapted, {made['adapter']['trainable']:,} parameters"
     fits = f"{memory['gpu_gib']:.1f} of {memory['gpu_memory_gib']:.1f} GiB on each"
     yield f"{layout['name']} on {layout['ranks']} ranks takes {fits}"
     if model["path"]:
         yield "every weight of the checkpoint is there, with its scale"
-    here = this_machine()
-    r.spread, why = scale_ranks(layout, here)
-    nodes = scale_nodes(layout["nodes"], r.spread.ranks)
-    r.record.ranks = {
-        "yours": layout["ranks"], "here": r.spread.ranks, "nodes": nodes, "layout": layout["name"], "why": why
-    }  # fmt: skip
-
-
-def plan_script(r: Rehearsal) -> Iterator[str]:
-    """What windlass knows of a script, which is not how to scale it down."""
-    made = r.windlass("plan", "plan", str(r.run), *r.options)
-    ranks = made["layout"]["ranks"]
-    yield f"{ranks} ranks: {' '.join(made['script']['command'])}"
-    why = "a script is not scaled down"
-    r.record.ranks = {"yours": ranks, "here": 0, "nodes": 0, "layout": "script", "why": why}
-    why = "windlass can't scale it down; try it on few data: `windlass train RUN --ranks 2 --override script.args=…`"
-    r.record.not_proved.append({"what": "the script itself", "why": why})
+    r.spread, nodes, why = scale_ranks(layout, this_machine())
+    ranks = {"yours": layout["ranks"], "here": r.spread.ranks, "nodes": nodes}
+    r.record.ranks = {**ranks, "layout": layout["name"], "why": why}
 
 
 def check(r: Rehearsal) -> Iterator[str]:
     """What `windlass check` finds from here, and that the run could take its folder."""
     loaded = r.load()
-    cluster, folder, place = loaded.run.cluster, Path(loaded.run.folder), loaded.where("train.output_dir")
-    standing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not standing.is_dir():
-        raise Failed(errors([Problem(f"{standing} is a file", place, "name another train.output_dir")]), USER_INPUT)
+    cluster, folder = loaded.run.cluster, Path(loaded.run.folder)
     if is_finished(folder):
-        problem = Problem(f"{folder} holds a finished run", place, "name another train.output_dir, or remove it")
+        hint = "name another train.output_dir, or remove it"
+        problem = Problem(f"{folder} holds a finished run", loaded.where("train.output_dir"), hint)
         raise Failed(errors([problem]), USER_INPUT)
     # `local` would have the folders and libraries of other machines be on this one.
     missing = cluster.gpu != "cpu" and len(this_machine().gpus) < r.plan["layout"]["gpus_per_node"]
     elsewhere = cluster.platform == "local" and (cluster.nodes > 1 or missing)
     more = ["--override", "cluster.platform=script"] if elsewhere else []
-    ended = r.start("check", windlass("check", str(r.run), *r.options, *more, "--json")).wait(r.tick)
-    try:
-        results = json.loads(ended.out)["results"]
-    except (ValueError, KeyError):
-        require(ended)
-        raise
+    ended = r.start("check", windlass("check", str(r.run), *r.options, *more, "--json")).finish(0, 1)
+    if not ended.out:
+        ended.finish()
+    results = json.loads(ended.out)["results"]
     if text := failed_checks(results):
         raise Failed(text, ended.code, ended.log.with_suffix(".out"))
-    require(ended)
     yield f"pass: {', '.join(each['name'] for each in results if each['verdict'] == 'pass')}"
     yield from (f"warning: {each['name']}: {each['seen']}" for each in results if each["verdict"] == "warn")
-    unseen = [{"what": each["name"], "why": each["seen"]} for each in results if each.get("elsewhere")]
-    r.record.not_proved += unseen
+    r.record.not_proved += [{"what": each["name"], "why": each["seen"]} for each in results if each["elsewhere"]]
 
 
 def submit(r: Rehearsal) -> Iterator[str]:
     """The job as the user's platform would get it, rendered and read."""
     platform, out = r.load().run.cluster.platform, r.folder / "submit"
     to = "script" if platform == "local" else platform
-    ended = r.call("submit", windlass("submit", str(r.run), *r.options, "--to", to, "--dry-run", "--out", str(out)))
+    command = windlass("submit", str(r.run), *r.options, "--to", to, "--dry-run", "--out", str(out))
+    ended = r.start("submit", command).finish()
     files = ", ".join(sorted(path.name for path in out.iterdir()))
     yield f"rendered for {platform}{' as a script' if platform == 'local' else ''}: {files}"
     if (out / "launch.sh").exists():
-        r.call("submit-bash", ["bash", "-n", str(out / "launch.sh")])
+        r.start("submit-bash", ["bash", "-n", str(out / "launch.sh")]).finish()
         yield "bash reads launch.sh"
     yield from (line for line in ended.log.read_text(encoding="utf-8").splitlines() if line.startswith("note: "))
 
@@ -256,8 +215,6 @@ def data(r: Rehearsal) -> Iterator[str]:
 def replica(r: Rehearsal) -> Iterator[str]:
     """The model scaled down and on disk; then the run file for it and the rows."""
     made, rows = part_of_material(r, "replica"), part_of_material(r, "data")
-    assert r.job is not None
-    require(r.job.wait(r.tick))
     r.record.twin = {key: value for key, value in made.items() if key != "part"}
     within = f" in {made['wrapper']}" if made["wrapper"] else ""
     coded = f", {made['quantization']}" if made["quantization"] else ""
@@ -272,20 +229,16 @@ def replica(r: Rehearsal) -> Iterator[str]:
 
 def part_of_material(r: Rehearsal, part: str) -> dict[str, Any]:
     """What the process prints of a part once it is done; or the fault that it found."""
-    job, out, parts = r.job, r.folder / "logs" / "material.out", dict[str, dict[str, Any]]()
-    assert job is not None
+    parts: dict[str, dict[str, Any]] = {}
 
     def done() -> bool:
-        parts.update({found.get("part", ""): found for found in read_json_lines(out)})
+        parts.update((each["part"], each) for each in read_json_lines(r.folder / "logs" / "material.out"))
         return part in parts or "problems" in parts
 
-    job.wait_until(done, r.tick)
+    job = r.wait_for(done)
     if "problems" in parts:
         problems = [Problem(**problem) for problem in parts["problems"]["problems"]]
         raise Failed(errors(problems), USER_INPUT, job.log)
-    if part not in parts:
-        require(job.wait(r.tick))
-        raise Failed(f"it ended without making the {part}", 1, job.log)
     return parts[part]
 
 
@@ -296,7 +249,7 @@ def launch(r: Rehearsal) -> Iterator[str]:
     """Rendered as for a cluster, run here: it checks the machine, and starts the ranks."""
     ranks, nodes = r.record.ranks["here"], r.record.ranks["nodes"]
     run, out = str(r.folder / "rehearsal.yaml"), str(r.run_folder)
-    r.call("launch-submit", windlass("submit", run, "--to", "script", "--dry-run", "--out", out))
+    r.start("launch-submit", windlass("submit", run, "--to", "script", "--dry-run", "--out", out)).finish()
     r.doing = f"the script checks {nodes} node{'s' * (nodes > 1)} and starts {ranks} ranks"
     r.launch("launch")
     r.wait_for((r.run_folder / MANIFEST).exists)
@@ -337,10 +290,9 @@ def stop(r: Rehearsal) -> Iterator[str]:
     assert r.job is not None
     began = time.monotonic()
     r.job.processes[-1].send_signal(signal.SIGTERM)
-    ended = r.job.wait(r.tick)
-    require(ended, SAVED)
+    r.job.finish(SAVED)
     if not r.checkpoints():
-        raise Failed("it ended with 75, and no checkpoint is there", 1, ended.log)
+        raise Failed("it ended with 75, and no checkpoint is there", 1, r.job.log)
     whom = "one node" if len(r.job.processes) > 1 else "the script"
     seconds = time.monotonic() - began
     yield f"SIGTERM to {whom}: step {r.checkpoints()[-1]} saved, exit code 75 after {seconds:.1f} s"
@@ -358,17 +310,10 @@ def resume(r: Rehearsal) -> Iterator[str]:
 
 def finish(r: Rehearsal) -> Iterator[str]:
     assert r.job is not None
-    job = r.job
-
-    def ended() -> bool:
-        r.doing = f"step {len(r.steps())} of {STEPS}"
-        return job.has_ended
-
-    job.wait_until(ended, r.tick)
-    require(job.wait(r.tick))
+    r.job.finish()
     found = [line["step"] for line in r.steps()]
     if found != [*range(1, STEPS + 1)]:
-        raise Failed(f"steps {found} were written, not 1 to {STEPS}, each once", 1, job.log)
+        raise Failed(f"steps {found} were written, not 1 to {STEPS}, each once", 1, r.job.log)
     kept = ", ".join(f"step-{step}" for step in r.checkpoints())
     yield f"{STEPS} steps, each once; kept {kept or 'no checkpoint'}, and the final adapter"
 
@@ -377,18 +322,14 @@ def finish(r: Rehearsal) -> Iterator[str]:
 
 
 def best(r: Rehearsal) -> Iterator[str]:
+    if not r.checkpoints() or read_json(r.run_folder / DATA)["splits"].get("validation", {}).get("documents", 0) < 2:
+        why = "the run saves nothing, or has no rows to compare on"
+        r.record.not_proved.append({"what": "best", "why": why})
+        yield f"nothing: {why}"
+        return
     ranking = r.windlass("best", "best", str(r.run_folder), "--ranks", "1")
     order = ", ".join(f"{each['name']} {each['loss']:.4f}" for each in ranking["best"])
     yield f"ranked on {ranking['rows']} rows: {order}"
-
-
-def comparable(r: Rehearsal) -> bool:
-    """Whether there are checkpoints and rows to compare them on."""
-    splits = read_json(r.run_folder / DATA)["splits"]
-    found = bool(r.checkpoints()) and splits.get("validation", {}).get("documents", 0) > 1
-    if not found:
-        r.record.not_proved.append({"what": "best", "why": "the run saves nothing, or has no rows to compare on"})
-    return found
 
 
 def export(r: Rehearsal) -> Iterator[str]:
@@ -407,41 +348,31 @@ def merge(r: Rehearsal) -> Iterator[str]:
 
 
 def reload(r: Rehearsal) -> Iterator[str]:
-    """Plain transformers and PEFT, without a line of windlass between them and the files."""
-    ended = r.start("reload", [sys.executable, "-m", "windlass.rehearse.reload", str(r.folder)]).wait(r.tick)
-    found = json.loads((ended.out.strip().splitlines() or ["{}"])[-1])
+    ended = r.start("reload", [sys.executable, "-m", "windlass.rehearse.reload", str(r.folder)]).finish()
+    found = json.loads(ended.out.strip().splitlines()[-1])
     if "problem" in found:
         raise Failed(f"{ERROR}{found['problem']}", 1, ended.log)
-    require(ended)
     yield from found["proved"]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    name: str
-    doing: str  # what is shown while it goes on, until it knows better
-    prove: Callable[[Rehearsal], Iterator[str]]
-    needed: Callable[[Rehearsal], bool] = lambda _: True
-
-
-SUBMIT = Stage("submit", "your job, rendered", submit)
+# What each is called, what is shown while it goes on until it knows better, and what it does.
 STAGES = (
-    Stage("plan", "your run file against the model's config and headers", plan),
-    Stage("check", "windlass check, on this machine", check),
-    SUBMIT,
-    Stage("data", "your first rows, tokenized", data),
-    Stage("replica", "the model scaled down, onto disk", replica),
-    Stage("launch", "the launch script, rendered and started", launch),
-    Stage("load", "preparing the data, loading the model", load),
-    Stage("train", "the first steps", train),
-    Stage("stop", "SIGTERM was sent, the ranks save", stop),
-    Stage("resume", "the same script again", resume),
-    Stage("finish", "the last steps", finish),
-    Stage("best", "every saved adapter, evaluated again", best, comparable),
-    Stage("export", "the best adapter, in PEFT's format", export),
-    Stage("merge", "the adapter merged into the replica", merge),
-    Stage("reload", "plain transformers and PEFT open both", reload),
+    ("plan", "your run file against the model's config and headers", plan),
+    ("check", "windlass check, on this machine", check),
+    ("submit", "your job, rendered", submit),
+    ("data", "your first rows, tokenized", data),
+    ("replica", "the model scaled down, onto disk", replica),
+    ("launch", "the launch script, rendered and started", launch),
+    ("load", "preparing the data, loading the model", load),
+    ("train", "the first steps", train),
+    ("stop", "SIGTERM was sent, the ranks save", stop),
+    ("resume", "the same script again", resume),
+    ("finish", "the last steps", finish),
+    ("best", "every saved adapter, evaluated again", best),
+    ("export", "the best adapter, in PEFT's format", export),
+    ("merge", "the adapter merged into the replica", merge),
+    ("reload", "plain transformers and PEFT open both", reload),
 )
-SCRIPT_STAGES = (Stage("plan", "your run file", plan_script), SUBMIT)
+SCRIPT_STAGES = ("plan", "submit")
 # Their faults are printed in full: no log says more.
 SELF_EXPLAINED = ("plan", "check", "submit", "data")
