@@ -218,7 +218,7 @@ class Trainee:
 
         mark()
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.model(**batch).loss / len(batch["targets"])
+            loss = self.model(**batch) / len(batch["targets"])
         mark()
         loss.backward()
         mark()

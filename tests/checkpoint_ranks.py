@@ -14,7 +14,6 @@ import train_ranks
 from train_ranks import At, before
 
 from windlass.errors import RunError
-from windlass.train import checkpoint
 from windlass.train.loop import Loop
 
 
@@ -23,7 +22,7 @@ class Evaluating(At):
 
     def plant(self, loop: Loop) -> None:
         if self.rank == train_ranks.rank():
-            before(loop, "_evaluate_batch", lambda: self.act(loop) if loop.step == self.step else None)
+            before(loop.progress, "evaluating", lambda: self.act(loop) if loop.step == self.step else None)
 
 
 class Saved(At):
@@ -54,30 +53,6 @@ def emptied(loop: Loop) -> None:
     loop.saver.__dict__.pop("begin")
 
 
-def flipped(loop: Loop) -> None:
-    """One bit of this rank's adapter differs from what rank 0 writes."""
-    unwatched(loop)
-    loop.replicas.parameters[3].data[0, 0] += 1e-7
-
-
-def own(loop: Loop) -> None:
-    """This rank's part of an expert's adapter changes once the whole has been put together of all parts."""
-    original = checkpoint.snapshot
-
-    def snapshot(*arguments: Any, **named: Any) -> Any:
-        taken = original(*arguments, **named)
-        loop.replicas.split[0].data[0, 0] += 1e-3
-        checkpoint.snapshot = original
-        return taken
-
-    checkpoint.snapshot = snapshot
-
-
-def unwatched(loop: Loop) -> None:
-    """The ranks' adapters are not compared with each other."""
-    loop.replicas.differing = list  # type: ignore[method-assign]
-
-
 def spoilt(loop: Loop) -> None:
     """The adapter turns against what it has learnt, on all ranks alike."""
     for parameter in loop.replicas.parameters:
@@ -97,10 +72,6 @@ train_ranks.FAULTS |= {
     "disk full at 1": At(1, 0, full_disk),
     "disk full at 5": At(5, 0, full_disk),
     "disk emptied at 9": At(9, 0, emptied),
-    "flipped 1": At(4, 1, flipped),
-    "own 1": At(4, 1, own),
-    "unwatched 1": At(4, 1, unwatched),
-    "unwatched 0": At(4, 0, unwatched),
     "spoilt 0": At(12, 0, spoilt),
     "spoilt 1": At(12, 1, spoilt),
     "nan 10": At(10, 0, train_ranks.not_a_number),

@@ -18,19 +18,11 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import torch
+import warm
 import yaml
 from chromium import PROGRAM, Chromium
 from launch_jobs import calls, environ, program
-from script_ranks import (
-    DEAF,
-    DIVERGES,
-    DIVERGES_SAVES,
-    FAILS,
-    LOOP,
-    SAVES,
-    SLOW,
-    STALLS,
-)
+from script_ranks import DEAF, DIVERGES_SAVES, FAILS, LOOP, SAVES, SLOW, STALLS
 
 from windlass import explain
 from windlass.errors import RunError, UserError
@@ -71,7 +63,7 @@ def run_file(folder: Path, script: str, args: list[Any] | None = None, **more: A
 
 
 def windlass(*words: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "windlass", *map(str, words)]
+    command = [warm.python(), "-m", "windlass", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
 
 
@@ -86,6 +78,13 @@ def wait_for(process: subprocess.Popen[str], *paths: Path) -> None:
             process.kill()
             pytest.fail(f"{paths} never came; ended with {process.returncode}: {process.communicate()[1]}")
         time.sleep(0.02)
+
+
+def started(path: Path, *ready: str, **more: Any) -> subprocess.Popen[str]:
+    command = [warm.python(), "-m", "windlass", "train", str(path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **more)
+    wait_for(process, *(path.parent / name for name in ready))
+    return process
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +107,8 @@ def loaded(text: str, tmp_path: Path, *overrides: str) -> LoadedScript:
 
 
 def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
+    assert loaded(init("script"), tmp_path).run.script.args[:2] == ["--epochs", "2"]
+    assert "word by word" in explain.topic("script.args")[0].text
     text = "kind: script\nscript: {module: a.b, args: [--lr, 0.5, --n, 16, '007', 'x y']}\n"
     run = loaded(text, tmp_path, "script.args[3]=8").run
     assert run.command == ["-m", "a.b", "--lr", "0.5", "--n", "8", "007", "x y"]
@@ -120,15 +121,11 @@ def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
         ("kind: scirpt\nscript: {path: a.py}", ":1: kind: must be 'lora' or 'script', not 'scirpt'", "mean script?"),
         ("script: {path: a.py}", ":1: script: is a section of `kind: script` runs", "write `kind: script`"),
         ("kind: script\nscript: {path: a.py, module: b}", ":2: script.path: both a file and a module", "keep the one"),
-        ("kind: script", ":1: kind: no script is set", "script.path"),
         ("kind: script\nscript: {path: a.py}\nmodel: {}", ":3: model: is not for `kind: script` runs", "remove"),
         ("kind: script\nscript: {path: a.py, args: [true]}", "script.args[0]: must be text, not true", '"true"'),
-        ("kind: script\nscript: {path: a.py, args: [[1]]}", "script.args[0]: must be text, not a list of 1", "explain"),
         ("kind: script\nscript: {path: a.py, arg: [1]}", "script.arg: `script` has no such key", "did you mean args?"),
         ("kind: script\nscript: {path: -c}", "script.path: would be read as an option", ""),
-        ("kind: script\nscript: {module: a-b}", "script.module: must be a module's name", ""),
         ("kind: script\nscript: {path: a.py}\nlayout: {ranks: 2, name: auto}", ":3: layout.name: is not for", ""),
-        ("kind: script\nscript: {path: a.py}\nwatch: {stall: checkpoint}", "watch.stall: must be 'off'", ""),
         ("kind: script\nscript: {path: a.py}\nwatch: {straggler: checkpoint}", "can save a checkpoint", "use"),
         ("kind: script\nscript: {path: a.py}\nwatch: {non_finite: skip}", "only the script itself can skip", "stop"),
         ("kind: script\nscript: {path: a}\nlayout: {ranks: 3}\ncluster: {nodes: 2, gpus_per_node: 1}", "3 ranks", ""),
@@ -152,13 +149,6 @@ def test_what_is_for_language_models_says_so(tmp_path: Path) -> None:
     assert loaded("kind: script\nscript: {path: a}\nwatch: {dead_experts: warn}", tmp_path).notes
 
 
-def test_the_start_and_the_reference_know_scripts(tmp_path: Path) -> None:
-    made = loaded(init("script"), tmp_path)
-    assert made.run.script.args[:2] == ["--epochs", "2"]
-    assert "word by word" in explain.topic("script.args")[0].text
-    assert explain.topic("module")[1].text == "type: text or null"
-
-
 # --- plan and check -------------------------------------------------------------------------------------------------
 
 
@@ -173,22 +163,22 @@ def test_the_plan_says_what_it_knows_and_what_it_can_not(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("script", "verdict", "said"), [("a = 1\n", "pass", "1 statements"), ("\nb = = 2\n", "fail", "me.py:2 is not Py")]
-)  # fmt: skip
-def test_check_reads_the_script_and_skips_what_is_its_own(tmp_path: Path, script: str, verdict: str, said: str) -> None:
-    made = check.run(read_any(run_file(tmp_path, script)), depth=check.HERE)
+    ("script", "override", "verdict", "said"),
+    [
+        ("a = 1\n", [], "pass", "1 statements"),
+        ("\nb = = 2\n", [], "fail", "me.py:2 is not Py"),
+        ("", ["script.path=nix.py"], "fail", "nix.py can't be read"),
+    ],
+)
+def test_check_reads_the_script_and_skips_what_is_its_own(
+    tmp_path: Path, script: str, override: list[str], verdict: str, said: str
+) -> None:
+    made = check.run(read_any(run_file(tmp_path, script), override), depth=check.HERE)
     found = {result.name: result for result in made.results}
     assert (found["script"].verdict, said in found["script"].seen) == (verdict, True)
     assert found["model, data and optimizer"].verdict == "skipped"
     assert found["processors"].seen.endswith("for 2 ranks")
     assert not {"adapter", "tokenizer", "weights", "data", "model class"} & found.keys()
-
-
-def test_check_names_a_script_that_is_not_there(tmp_path: Path) -> None:
-    made = check.run(read_any(run_file(tmp_path, ""), ["script.path=nix.py"]))
-    (found,) = (result for result in made.results if result.name == "script")
-    assert found.verdict == "fail"
-    assert "nix.py can't be read" in found.seen
 
 
 # --- train ----------------------------------------------------------------------------------------------------------
@@ -227,6 +217,10 @@ def test_the_meter_writes_what_it_is_told_to_count(trained: Path) -> None:
     assert (trained / "run/heartbeat-rank1.json").exists()
     manifest = json.loads((trained / "run/manifest.json").read_text())
     assert (manifest["state"], manifest["kind"], manifest["ranks"]) == ("finished", "script", 2)
+    done = windlass("train", trained / "run.yaml", "--resume")
+    assert done.returncode == 2
+    assert "holds a finished run" in done.stderr
+    assert json.loads((trained / "run/manifest.json").read_text()) == manifest
 
 
 def test_the_watch_and_the_report_speak_of_images(trained: Path) -> None:
@@ -266,14 +260,6 @@ def test_the_page_of_a_script_has_no_part_of_a_language_model(trained: Path, tmp
         browser.close()
 
 
-def test_a_finished_run_is_never_touched(trained: Path) -> None:
-    before = (trained / "run/manifest.json").read_bytes()
-    done = windlass("train", trained / "run.yaml", "--resume")
-    assert done.returncode == 2
-    assert "holds a finished run" in done.stderr
-    assert (trained / "run/manifest.json").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("code", "exits", "said"),
     [(3, 1, "rank 1 ended with exit code 3"), (13, 2, "rank 1 reports wrong input"), (75, 75, "")],
@@ -295,9 +281,7 @@ def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exi
 )
 def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: int, said: str) -> None:
     path = run_file(tmp_path, script)
-    command = [sys.executable, "-m", "windlass", "train", str(path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for(process, *(tmp_path / f"run/ready-{rank}" for rank in range(2)))
+    process = started(path, "run/ready-0", "run/ready-1")
     process.send_signal(signal.SIGTERM)
     words = process.communicate(timeout=60)[1]
     assert process.returncode == exits, words
@@ -309,8 +293,7 @@ def test_a_save_that_its_grace_cut_off_is_none(tmp_path: Path) -> None:
     """Though another rank has saved in time, and first."""
     once = SLOW.replace("def save(*_):", "def save(*_):\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)")
     path = run_file(tmp_path, once, cluster={"gpu": "cpu", "grace_seconds": 1})
-    process = subprocess.Popen([sys.executable, "-m", "windlass", "train", path], stderr=subprocess.PIPE, text=True)
-    wait_for(process, *(tmp_path / f"run/ready-{rank}" for rank in range(2)))
+    process = started(path, "run/ready-0", "run/ready-1")
     process.send_signal(signal.SIGTERM)
     words = process.communicate(timeout=60)[1]
     assert process.returncode == 1, words
@@ -330,9 +313,7 @@ def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Pat
         "LOCAL_WORLD_SIZE": "2",
         "WINDLASS_STATUS_DIR": str(status_dir),
     }
-    command = [sys.executable, "-m", "windlass", "train", str(run_file(tmp_path, slow))]
-    process = subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
-    wait_for(process, tmp_path / "run/ready-1")
+    process = started(run_file(tmp_path, slow), "run/ready-1", env=os.environ | place)
     process.send_signal(signal.SIGTERM)
     time.sleep(1.2)
     process.send_signal(signal.SIGTERM)
@@ -345,15 +326,6 @@ def test_below_a_launcher_it_neither_hurries_nor_leaves_the_others(tmp_path: Pat
     assert process.returncode == 75, words
 
 
-def test_a_loss_that_is_no_number_stops_the_script(tmp_path: Path) -> None:
-    path = run_file(tmp_path, DIVERGES, layout={"ranks": 1})
-    done = windlass("train", path)
-    assert done.returncode == 1
-    assert "non finite at step 3" in done.stderr
-    (alarm,) = read_json_lines(tmp_path / "run/alarms.jsonl")
-    assert alarm["kind"] == "non_finite"
-
-
 def test_ranks_that_an_alarm_stops_have_their_grace(
     plan: Callable[..., ScriptPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,10 +333,13 @@ def test_ranks_that_an_alarm_stops_have_their_grace(
     monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.2)
     made = plan(script=DIVERGES_SAVES)
     with ranks.reserved_port() as port:
-        environs = [script.as_torchrun(each) for each in ranks.environments(2, os.environ, port)]
+        environs = ranks.environments(2, os.environ, port)
     with pytest.raises(RunError, match="non finite at step 3"):
         script.run(made, environs, resume=False)
-    assert len(list(Path(made.loaded.run.folder).glob("saved-*"))) == 2
+    folder = Path(made.loaded.run.folder)
+    assert len(list(folder.glob("saved-*"))) == 2
+    (alarm,) = read_json_lines(folder / "alarms.jsonl")
+    assert alarm["kind"] == "non_finite"
 
 
 @pytest.mark.prove
@@ -378,16 +353,17 @@ def test_a_script_that_stalls_is_ended_with_its_stacks_written(tmp_path: Path) -
     assert (alarm["kind"], alarm["level"]) == ("stall", "stop")
 
 
-def test_an_operators_pod_with_one_rank_is_a_rank(tmp_path: Path) -> None:
+def test_what_ends_before_the_script_begins(tmp_path: Path) -> None:
+    done = windlass("train", run_file(tmp_path, ""), "--override", "script.path=nix.py")
+    assert done.returncode == 2
+    assert "--override script.path=nix.py: there is no file nix.py" in done.stderr
+    assert not (tmp_path / "run").exists()
     words = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')))"
     more = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = windlass("train", run_file(tmp_path, words), env={**os.environ, **more})
+    done = windlass("train", run_file(tmp_path, words), env={**os.environ, **more})  # an operator's pod with one rank
     assert (done.returncode, done.stdout) == (0, "1 0 2 1\n")
     assert list((tmp_path / "run").iterdir()) == [], "there for what the script writes; the rest is rank 0's"
-
-
-def test_a_watch_that_cannot_begin_leaves_no_rank_behind(tmp_path: Path) -> None:
-    with socket.socket() as taken:
+    with socket.socket() as taken:  # no rank is left behind
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         path = run_file(tmp_path, SAVES, watch={"prometheus_port": taken.getsockname()[1]})
@@ -395,13 +371,6 @@ def test_a_watch_that_cannot_begin_leaves_no_rank_behind(tmp_path: Path) -> None
     assert done.returncode == 2
     assert "can't listen" in done.stderr
     assert state(tmp_path) == "failed"
-
-
-def test_a_missing_script_is_told_before_anything_starts(tmp_path: Path) -> None:
-    done = windlass("train", run_file(tmp_path, ""), "--override", "script.path=nix.py")
-    assert done.returncode == 2
-    assert "--override script.path=nix.py: there is no file nix.py" in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 # --- submit ---------------------------------------------------------------------------------------------------------

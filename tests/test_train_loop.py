@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.errors import UserError
+from windlass.files import read_json
 from windlass.observe.report.background import BackgroundReport
 from windlass.train import checkpoint, resume, run
 from windlass.train.checkpoint import Snapshot
@@ -119,7 +120,7 @@ def test_an_optimizer_with_two_sets_of_weights_trains_with_one_and_saves_the_oth
 
     def step(micro_batches: Any) -> Any:
         done = train_step(micro_batches)
-        trained[loop.step] = sum(float(p.detach().abs().sum()) for p in loop.trained)
+        trained[loop.step] = sum(float(p.detach().abs().sum()) for p in loop.replicas.parameters)
         return done
 
     loop.train_step = step  # type: ignore[method-assign]
@@ -149,11 +150,9 @@ def test_a_checkpoint_on_slow_storage_has_the_log_of_its_own_step(
     monkeypatch.setattr(Snapshot, "write", wait_and_write)
     loop.run()
     for folder in checkpoint.saved(tmp_path / "run" / "checkpoints"):
-        steps = [line["step"] for line in checkpoint.read_state(folder)["log_history"]]
+        steps = [line["step"] for line in read_json(folder / checkpoint.STATE)["log_history"]]
         assert max(steps) == checkpoint.step_of(folder)
     assert sorted({line["step"] for line in loop.log_history}) == [1, 2, 3, 4]
-    losses = [line["loss"] for line in loop.log_history if "loss" in line]
-    assert loop.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 4)
 
 
 def test_an_evaluation_that_was_left_out_is_not_made_up_for_if_it_is_switched_off(make: Make, tmp_path: Path) -> None:

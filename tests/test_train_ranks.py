@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 
 from windlass.errors import SAVED, Problem, RunError, UserError
+from windlass.runfile import read
 from windlass.train import ranks
 from windlass.train.rank import Rank, read_rank
 
@@ -23,12 +25,17 @@ from windlass.train import ranks
 from windlass.train.rank import Rank, StopSignal, read_rank, run_rank, wait_for_peers
 here = read_rank(os.environ)
 """
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
+RUN = "\nsys.exit(run_rank(here, work, print_error=print))\n"
 
 
 def crew(tmp_path: Path, body: str, world: int = 2, **options: float) -> int:
     script = tmp_path / "rank.py"
-    script.write_text(PROLOGUE + textwrap.dedent(body))
-    return ranks.start([sys.executable, str(script)], world, {**os.environ}, **options)
+    script.write_text(PROLOGUE + textwrap.dedent(body) + (RUN if "def work()" in body else ""))
+    return ranks.start([warm.python(), str(script)], world, {**os.environ}, **options)
+
+
+# --- which rank this is, and how many there are ---
 
 
 def test_every_rank_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None:
@@ -42,10 +49,9 @@ def test_every_rank_knows_its_place_and_shares_the_cores(tmp_path: Path) -> None
         assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 3 3 localhost {threads}"
 
 
-def test_accelerates_settings_do_not_reach_the_ranks() -> None:
+def test_accelerates_settings_are_removed() -> None:
     environ = {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": "true", "HOME": "/h", "ACCELERATE_USE_CPU": "true"}
-    assert ranks.without_accelerate(environ) == {"HOME": "/h", "ACCELERATE_USE_CPU": "true"}
-    assert ranks.clear_accelerate(environ) == {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": "true"}
+    ranks.clear_accelerate(environ)
     assert environ == {"HOME": "/h", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -63,7 +69,7 @@ def test_who_started_this_process_is_read_from_the_environment(environ: dict[str
     assert read_rank(environ) == expected
 
 
-def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others(tmp_path: Path) -> None:
+def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others() -> None:
     environ = {
         "RANK": "1", "WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2",
         "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
@@ -75,10 +81,32 @@ def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others(tmp_path: P
     ]
 
 
-def test_the_users_mistake_is_told_once_with_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "environ", "gpus", "expected"),
+    [
+        ("", TORCHRUN, 0, ["cluster.nodes=3", "cluster.gpus_per_node=2"]),
+        ("cluster: {gpus_per_node: 4}\n", TORCHRUN, 0, []),
+        ("cluster: {nodes: 2, network: infiniband-400}\n", {}, 4, []),
+        ("", {}, 4, ["cluster.gpus_per_node=4"]),
+        ("", {"CUDA_VISIBLE_DEVICES": "0,1"}, 4, ["cluster.gpus_per_node=2"]),
+        ("", {"CUDA_VISIBLE_DEVICES": "0,1"}, 1, []),
+        ("", {"CUDA_VISIBLE_DEVICES": ""}, 4, []),
+        ("", {"CUDA_VISIBLE_DEVICES": "-1"}, 4, []),
+    ],
+)  # fmt: skip
+def test_where_nobody_wrote_how_many_gpus(
+    tmp_path: Path, text: str, environ: dict[str, str], gpus: int, expected: list[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("lora: {r: 8}\n" + text)
+    assert ranks.started_on(read(tmp_path / "run.yaml"), environ, gpus) == expected
+
+
+# --- failures ---
+
+
+def test_the_users_mistake_is_reported_once_with_its_place(tmp_path: Path) -> None:
     body = """
     def work(): raise UserError("'k' matches nothing", "run.yaml:3: lora.target_modules", "see windlass plan")
-    sys.exit(run_rank(here, work, print_error=print))
     """
     with pytest.raises(UserError) as caught:
         crew(tmp_path, body)
@@ -88,31 +116,19 @@ def test_the_users_mistake_is_told_once_with_its_place(tmp_path: Path) -> None:
     )
 
 
-def test_the_root_is_told_and_not_what_followed_from_it(tmp_path: Path) -> None:
-    body = """
-    def work():
-        if here.rank == 0:
-            time.sleep(0.3)
-            raise ConnectionError("peer is gone")
-        raise RunError("non-finite loss at step 7: rank 1, rows 3, 9", "watch.non_finite", "look at them")
-    sys.exit(run_rank(here, work, print_error=print))
-    """
+LATER = """
+def work():
+    if here.rank == 0:
+        time.sleep(0.3)
+        raise ConnectionError("peer is gone")
+"""
+
+
+def test_the_root_is_reported_and_not_what_followed_from_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    error = '    raise RunError("non-finite loss at step 7: rank 1, rows 3, 9", "watch.non_finite", "look at them")'
     with pytest.raises(RunError, match="rank 1, rows 3, 9"):
-        crew(tmp_path, body)
-
-
-def test_an_unforeseen_failure_shows_the_traceback_of_the_rank_that_was_first(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    body = """
-    def work():
-        if here.rank == 0:
-            time.sleep(0.3)
-            raise ConnectionError("peer is gone")
-        raise ZeroDivisionError("the root")
-    sys.exit(run_rank(here, work, print_error=print))
-    """
-    assert crew(tmp_path, body) == 1
+        crew(tmp_path, LATER + error)
+    assert crew(tmp_path, LATER + '    raise ZeroDivisionError("the root")') == 1
     said = capfd.readouterr().err
     assert "rank 1 failed" in said
     assert "the root" in said
@@ -127,93 +143,174 @@ def test_a_killed_rank_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
     def work():
         time.sleep(2)
         raise ConnectionError("peer is gone")
-    sys.exit(run_rank(here, work, print_error=print))
     """
     with pytest.raises(RunError, match="rank 1 was killed by SIGKILL while training step 12"):
         crew(tmp_path, body)
 
 
-def test_ranks_that_hang_after_one_has_failed_are_ended_in_bounded_time(
+def test_a_rank_that_ends_without_a_word_shows_its_last_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     body = """
     if here.rank == 1:
-        print("cannot import torch")
-        sys.exit(3)
-    time.sleep(60)
+        print("native library: out of luck", flush=True)
+        os._exit(9)
+    """
+    assert crew(tmp_path, body) == 1
+    assert "native library: out of luck" in capfd.readouterr().err
+
+
+def test_others_that_never_end_are_ended_and_a_failure_is_no_stop(tmp_path: Path) -> None:
+    body = """
+    def work():
+        if here.rank == 0:
+            raise RunError("non-finite loss at step 7", "watch.non_finite", "look")
+        time.sleep(60)
     """
     began = time.monotonic()
-    assert crew(tmp_path, body, patience_seconds=0.2) == 1
-    assert time.monotonic() - began < 5
-    assert "rank 1 ended with 3:\ncannot import torch" in capfd.readouterr().err
+    with pytest.raises(RunError, match="non-finite loss at step 7"):
+        crew(tmp_path, body, patience_seconds=0.2)
+    assert time.monotonic() - began < 20
 
+
+# --- signals ---
 
 LAUNCHER = """
 import os, sys
+from windlass.errors import UserError
 from windlass.train import ranks
-sys.exit(ranks.start([sys.executable, sys.argv[1]], 2, dict(os.environ), grace_seconds=float(sys.argv[2])))
+command, grace = sys.argv[1:3], float(sys.argv[3])
+try:
+    sys.exit(ranks.start(command, 2, dict(os.environ), grace_seconds=grace))
+except UserError as error:
+    sys.exit(str(error))
 """
-
-
-def launched(tmp_path: Path, body: str, grace: float = 20) -> subprocess.Popen[bytes]:
-    (tmp_path / "rank.py").write_text(PROLOGUE + textwrap.dedent(body).replace("TMP", str(tmp_path)))
-    (tmp_path / "launcher.py").write_text(LAUNCHER)
-    process = subprocess.Popen([sys.executable, tmp_path / "launcher.py", tmp_path / "rank.py", str(grace)])
-    deadline = time.monotonic() + 20
-    while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return process
-
-
 SAVES = """
-interruption = StopSignal()
-interruption.training = True
+stop_signal = StopSignal()
+stop_signal.training = True
 open(f"TMP/ready-{here.rank}", "w")
-while not interruption.received:
+while not stop_signal.received:
     time.sleep(0.02)
 time.sleep(0.5)
 open(f"TMP/saved-{here.rank}", "w")
 sys.exit(SAVED)
 """
+STUBBORN = SAVES.replace("time.sleep(0.5)", "time.sleep(60)")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_to_the_launcher_reaches_the_ranks_and_they_save(tmp_path: Path, number: signal.Signals) -> None:
+def launched(tmp_path: Path, body: str, grace: float = 20, python: str = "") -> subprocess.Popen[str]:
+    python = python or warm.python()
+    (tmp_path / "rank.py").write_text(PROLOGUE + textwrap.dedent(body).replace("TMP", str(tmp_path)))
+    command = [python, "-c", LAUNCHER, python, str(tmp_path / "rank.py"), str(grace)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path, "ready-*")
+    return process
+
+
+def wait_for(tmp_path: Path, pattern: str) -> list[str]:
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob(pattern))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sorted(path.name for path in tmp_path.glob(pattern))
+
+
+@pytest.mark.parametrize(
+    ("number", "times"),
+    [(signal.SIGTERM, 1), (signal.SIGUSR1, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)],
+    ids=["SIGTERM", "SIGUSR1", "SIGINT", "as GNU timeout sends it, to the process and to its group"],
+)
+def test_a_signal_to_the_launcher_reaches_the_ranks_and_they_save(
+    tmp_path: Path, number: signal.Signals, times: int
+) -> None:
     process = launched(tmp_path, SAVES)
-    process.send_signal(number)
-    assert process.wait(20) == SAVED
-    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
-
-
-def test_the_same_signal_twice_is_one(tmp_path: Path) -> None:
-    """As GNU timeout sends it: to the process, and to its group."""
-    process = launched(tmp_path, SAVES)
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
+    for _ in range(times):
+        process.send_signal(number)
         time.sleep(0.1)
-    assert process.wait(20) == SAVED
-    assert len(list(tmp_path.glob("saved-*"))) == 2
+    assert process.communicate(timeout=20)[1] == ""
+    assert process.returncode == SAVED
+    assert wait_for(tmp_path, "saved-*") == ["saved-0", "saved-1"]
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    process = launched(tmp_path, SAVES.replace("time.sleep(0.5)", "time.sleep(60)"))
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1.1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(10) != 0
+@pytest.mark.parametrize(
+    ("signals", "grace", "expected"),
+    [(1, 0.3, "had not saved 0.3 s after the signal"), (2, 20, "a second signal ended the ranks")],
+)
+def test_ended_before_they_had_saved_is_said(tmp_path: Path, signals: int, grace: float, expected: str) -> None:
+    process = launched(tmp_path, STUBBORN, grace)
+    for number in range(signals):
+        time.sleep(1.1 if number else 0)
+        process.send_signal(signal.SIGTERM)
+    error = process.communicate(timeout=20)[1]
+    assert process.returncode == 1
+    assert expected in error
+    assert "resume from the last checkpoint with --resume" in error
     assert not list(tmp_path.glob("saved-*"))
 
 
-def test_ranks_that_do_not_save_within_the_grace_are_ended(tmp_path: Path) -> None:
-    process = launched(tmp_path, SAVES.replace("time.sleep(0.5)", "time.sleep(60)"), grace=0.3)
+def test_a_rank_that_has_nothing_to_save_yet_stops_at_once(tmp_path: Path) -> None:
+    process = launched(tmp_path, SAVES.replace("stop_signal.training = True", "").replace("0.02", "60"))
     process.send_signal(signal.SIGTERM)
-    assert process.wait(15) != 0
+    process.communicate(timeout=10)
+    assert process.returncode == SAVED
 
 
-def test_a_rank_that_holds_nothing_yet_stops_at_once(tmp_path: Path) -> None:
-    process = launched(tmp_path, SAVES.replace("interruption.training = True", "").replace("0.02", "60"))
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == SAVED
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
+    """Cold interpreters: it is the death of the parent that tells them."""
+    body = f"""
+    def work():
+    {SAVES.replace(chr(10), chr(10) + "        ").replace("sys.exit(SAVED)", "return SAVED")}
+    """
+    process = launched(tmp_path, textwrap.dedent(body) + RUN, python=sys.executable)
+    process.kill()
+    process.communicate()
+    assert wait_for(tmp_path, "saved-*") == ["saved-0", "saved-1"]
+
+
+def test_a_rank_that_had_not_begun_when_the_signal_came_lost_nothing(tmp_path: Path) -> None:
+    body = """
+    if here.rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+    """
+    assert crew(tmp_path, body, patience_seconds=0.2) == SAVED
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_while_loading_ends_at_once_and_says_that_nothing_is_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], stopped: int
+) -> None:
+    body = f"""
+    def work():
+        here.phase("loading the model")
+        if here.rank == {stopped}:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    """
+    assert crew(tmp_path, body, patience_seconds=0.2) == SAVED
+    assert capfd.readouterr().err == (
+        "stopped by a signal while loading the model: there was nothing new to save; start again with --resume\n"
+    )
+
+
+def test_the_signalled_rank_explains_those_that_lost_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    def work():
+        if here.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(5)
+        raise ConnectionError("peer is gone") if not time.sleep(0.3) else None
+    """
+    assert crew(tmp_path, body) == SAVED
+    assert "peer is gone" not in capfd.readouterr().err
+
+
+def test_another_signal_to_a_rank_that_saves_cuts_nothing_short(tmp_path: Path) -> None:
+    """As torchrun sends it to all the others once one has saved and ended."""
+    body = SAVES.replace("TMP", str(tmp_path)).replace("while not", "os.kill(os.getpid(), signal.SIGTERM)\nwhile not")
+    again = "time.sleep(1.2)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.1)"
+    assert crew(tmp_path, body.replace("time.sleep(0.5)", again)) == SAVED
+    assert wait_for(tmp_path, "saved-*") == ["saved-0", "saved-1"]
 
 
 def test_who_saved_first_awaits_the_others_but_neither_the_dead_nor_for_ever(tmp_path: Path) -> None:
@@ -232,6 +329,6 @@ def test_who_saved_first_awaits_the_others_but_neither_the_dead_nor_for_ever(tmp
     """
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    words = [sys.executable, "-c", PROLOGUE + textwrap.dedent(script), str(tmp_path), str(gone.pid)]
+    words = [warm.python(), "-c", PROLOGUE + textwrap.dedent(script), str(tmp_path), str(gone.pid)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.split() == ["[True,", "True,", "False,", "False]"]

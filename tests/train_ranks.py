@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from windlass import runfile
 from windlass.data.audit import PACKED
 from windlass.data.prepare import prepare
 from windlass.errors import RunError, UserError
+from windlass.model import find_base
 from windlass.model.targets import MERGED
 from windlass.train import run
 from windlass.train.load import load
@@ -118,9 +118,9 @@ def a_wait_for_each(loop: Loop) -> None:
     original = loop.causal_lm.forward
 
     def forward(**inputs: Any) -> Any:
-        sums = original(**inputs)
-        float(sums.loss)
-        return sums
+        loss = original(**inputs)
+        float(loss)
+        return loss
 
     loop.causal_lm.forward = forward
 
@@ -208,18 +208,22 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         return loop
 
     original, run.make_loop = run.make_loop, loop_of
-    began = time.perf_counter()
+    folder = Path.cwd()
     try:
-        plan = planning.make(runfile.read(file, [*case["overrides"], *case.get("on rank 1", []) * here.rank]))
+        if here.rank == 1 and "folder_of_rank_1" in case:
+            os.chdir(case["folder_of_rank_1"])
+        plan = planning.make(runfile.read(file, [*case["overrides"], *case.get("on_rank_1", []) * here.rank]))
+        if here.rank == 1 and "model_of_rank_1" in case:  # another node's files under the same name
+            plan = replace(plan, base=find_base(case["model_of_rank_1"], "model"))
         seen["code"] = run.run(plan, here, resume=case.get("resume", False))
     except UserError as error:
         seen["error"] = str(error)
         seen["kind"] = type(error).__name__
         seen["where"] = error.problems[0].where
     finally:
+        os.chdir(folder)
         run.make_loop = original
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    seen["seconds"] = time.perf_counter() - began
     seen |= {"collectives": watched.names, "gathered": watched.gathered, "waits": watched.waits}
     return seen
 
@@ -269,6 +273,7 @@ def sft_config(plan: Any, data: Any) -> SFTConfig:
         activation_checkpointing=train.gradient_checkpointing,
         logging_steps=1,
         report_to=[],
+        save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
         packing=data.batching == PACKED,
@@ -289,7 +294,6 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     arguments = sft_config(plan, data)
     trainer = Plain(model=model, args=arguments, train_dataset=data.train, processing_class=tokenizer)
     trainer.rows = Rows(plan, data)
-    trainer.save_model = trainer._save_checkpoint = lambda *_, **__: None
     trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]
     return {"steps": [{"loss": line["loss"], "grad_norm": line["grad_norm"]} for line in steps]}

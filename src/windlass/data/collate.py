@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from torch import from_numpy
 
 from windlass.observe.steps import IGNORED
 
 Row = dict[str, Any]
+Array = np.ndarray[Any, Any]  # torch's functions cost some microseconds each, numpy's a tenth of that
 Collator = Callable[[list[Row]], dict[str, Any]]
 
 
@@ -21,11 +22,12 @@ class PaddedCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
-        return {
-            "input_ids": _pad([row["input_ids"] for row in rows], self.pad_token_id),
-            "labels": _pad([_labels(row) for row in rows], IGNORED),
-            "attention_mask": _pad([[1] * len(row["input_ids"]) for row in rows], 0),
-        }
+        mask = _pad([np.ones(len(row["input_ids"]), np.int64) for row in rows], 0)
+        ids, labels = (
+            _pad([row["input_ids"] for row in rows], self.pad_token_id),
+            _pad(list(map(_labels, rows)), IGNORED),
+        )
+        return {"input_ids": from_numpy(ids), "labels": from_numpy(labels), "attention_mask": from_numpy(mask)}
 
 
 class PaddedPackingCollator(PaddedCollator):
@@ -39,9 +41,9 @@ class PaddedPackingCollator(PaddedCollator):
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
         batch = super().__call__(rows)
         del batch["attention_mask"]
-        batch["position_ids"] = _pad([_positions(row) for row in rows], 0)
-        batch["labels"][batch["position_ids"] == 0] = IGNORED
-        return batch
+        positions = _pad([_positions(row) for row in rows], 0)
+        batch["labels"].numpy()[positions == 0] = IGNORED
+        return {**batch, "position_ids": from_numpy(positions)}
 
 
 class PaddingFreeCollator:
@@ -51,19 +53,19 @@ class PaddingFreeCollator:
     """
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
-        positions = torch.cat([_positions(row) for row in rows])
-        labels = torch.tensor([label for row in rows for label in _labels(row)])
+        positions = np.concatenate([_positions(row) for row in rows])
+        labels = np.concatenate([_labels(row) for row in rows]).astype(np.int64)
         labels[positions == 0] = IGNORED  # a document's first token would be predicted from another document
         # Computed here, on the CPU: every layer would derive them from the positions and wait for the GPU.
-        edges = torch.cat([(positions == 0).nonzero().flatten(), torch.tensor([len(positions)])]).to(torch.int32)
-        lengths = edges.diff()
+        edges = np.append(np.flatnonzero(positions == 0), len(positions)).astype(np.int32)
+        lengths = np.diff(edges)
         return {
-            "input_ids": torch.tensor([[token for row in rows for token in row["input_ids"]]]),
-            "labels": labels[None],
-            "position_ids": positions[None],
-            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), edges),
+            "input_ids": from_numpy(np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)[None]),
+            "labels": from_numpy(labels[None]),
+            "position_ids": from_numpy(positions[None]),
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), from_numpy(edges)),
             **dict.fromkeys(("max_length_q", "max_length_k"), int(lengths.max())),
-            "seq_idx": torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)[None],
+            "seq_idx": from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]),
         }
 
 
@@ -71,11 +73,13 @@ def _labels(row: Row) -> Any:
     return row.get("labels", row["input_ids"])
 
 
-def _positions(row: Row) -> Tensor:
+def _positions(row: Row) -> Array:
     """Counted from 0 in every document of the row."""
-    return torch.cat([torch.arange(length) for length in row.get("seq_lengths", [len(row["input_ids"])])])
+    return np.concatenate([np.arange(length) for length in row.get("seq_lengths", [len(row["input_ids"])])])
 
 
-def _pad(rows: Sequence[Any], padding: int) -> Tensor:
-    tensors = [torch.as_tensor(row) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding)
+def _pad(rows: Sequence[Any], padding: int) -> Array:
+    padded = np.full((len(rows), max(map(len, rows))), padding, np.int64)
+    for into, row in zip(padded, rows, strict=True):
+        into[: len(row)] = row
+    return padded

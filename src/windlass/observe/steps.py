@@ -25,6 +25,10 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
     "step_seconds": ("s", "wall time, without the pause before the step"),
     "data_seconds": ("s", "waiting for the data loader and moving the batch to the device"),
     "forward_seconds": ("s", "model forward"),
+    "wait_seconds": (
+        "s",
+        "of forward: waiting for other ranks, going by the first micro-batch, if the base is sharded",
+    ),
     "backward_seconds": ("s", "backward"),
     "optimizer_seconds": ("s", "clipping and the optimizer's update"),
     "communication_seconds": ("s", "collectives that the loop calls, with the wait for slower ranks"),

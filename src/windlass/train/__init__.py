@@ -1,6 +1,6 @@
 """`windlass train` and `windlass best`: called once by a user, and once in every rank that this starts. No torch.
 
-run, then loop, tell what a training run is: read them first.
+Read run, then loop: they are what a training run does.
 
 ranks       processes of this machine: started, signalled, waited for
 rank        one of them: its number, its status, how signals and errors end it
@@ -51,13 +51,12 @@ def train(
 ) -> int:
     """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or be one. Returns the exit code."""
 
-    def make() -> Plan:
+    def checked() -> Plan:
         plan = make_plan()
         # Before anything is loaded: opening them would fail only once the model is there.
         where, absent = plan.loaded.where("train.report_to"), absent_trackers(plan.loaded.run.train.report_to)
-        raise_all(
-            [Problem(f"{name} is not installed", where, f"{how}, or take it out") for name, how in absent.items()]
-        )
+        hints = ((name, f"{how}, or take it out") for name, how in absent.items())
+        raise_all([Problem(f"{name} is not installed", where, hint) for name, hint in hints])
         return plan
 
     def work(here: Rank) -> int:
@@ -65,9 +64,9 @@ def train(
         from windlass.train.run import run
 
         here.phase("planning")
-        return run(make(), here, resume=resume, debug_freq=debug_freq)
+        return run(checked(), here, resume=resume, debug_freq=debug_freq)
 
-    return in_ranks(make, work, arguments=arguments, environ=environ, say=say)
+    return in_ranks(checked, work, arguments=arguments, environ=environ, say=say)
 
 
 def best(
@@ -105,12 +104,8 @@ def in_ranks(
     if here is None:
         plan = make_plan()  # here first: the user's mistakes are found in one process, and before torch is imported
         ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
-        return ranks.start(
-            [sys.executable, "-m", "windlass", *arguments],
-            plan.layout.gpus_per_node,
-            environ,
-            grace_seconds=plan.loaded.run.cluster.grace_seconds or GRACE_SECONDS,
-        )
+        command, grace = [sys.executable, "-m", "windlass", *arguments], plan.loaded.run.cluster.grace_seconds
+        return ranks.start(command, plan.layout.gpus_per_node, environ, grace_seconds=grace or GRACE_SECONDS)
     code = run_rank(here, lambda: work(here), print_error=say)
     if code:  # the other ranks may be gone already, and would be waited for
         sys.stdout.flush()
@@ -128,7 +123,15 @@ def load_finished_run(run_folder: Path, *, eval_data: Path | None, ranks: int | 
     manifest = run_folder / MANIFEST
     try:
         tree: dict[str, Any] = read_manifest(run_folder)["run"]
-        tree["data"] |= _evaluated_rows(tree["data"], eval_data)
+        data = tree["data"]
+        data |= {"packing": False, "streaming": False}
+        if eval_data is not None:
+            if not eval_data.exists():
+                raise UserError("there is no such file or folder", str(eval_data), "name rows with --eval-data")
+            data |= {"dataset_name_or_path": str(eval_data), "dataset_config_name": None, "val_fraction": None}
+            data |= {"train_split": "train", "val_split": "train"}
+        elif data.get("val_split") and not data.get("val_fraction"):
+            data["train_split"] = data["val_split"]  # nothing else is tokenised
     except (KeyError, TypeError):
         hint = "name the folder that train.output_dir named"
         raise UserError("it is no run folder: manifest.json can't be read", str(run_folder), hint) from None
@@ -140,27 +143,6 @@ def load_finished_run(run_folder: Path, *, eval_data: Path | None, ranks: int | 
     except ValueError as error:
         hint = "it was written by another version of windlass"
         raise UserError(f"the run in it can't be read: {error}", str(manifest), hint) from None
-    places = {
-        f"{name}.{key}": f"{manifest}: run.{name}.{key}"
-        for name, section in tree.items()
-        for key in (section if isinstance(section, dict) else ())
-    }
+    sections = {name: section for name, section in tree.items() if isinstance(section, dict)}
+    places = {f"{name}.{key}": f"{manifest}: run.{name}.{key}" for name, section in sections.items() for key in section}
     return Loaded(manifest, (), places, run)
-
-
-def _evaluated_rows(data: dict[str, Any], eval_data: Path | None) -> dict[str, Any]:
-    """Keys of `data` that differ. If validation rows are a split, nothing else is tokenised."""
-    unpacked: dict[str, Any] = {"packing": False, "streaming": False}
-    if eval_data is not None:
-        if not eval_data.exists():
-            raise UserError("there is no such file or folder", str(eval_data), "name rows with --eval-data")
-        return {
-            **unpacked,
-            "dataset_name_or_path": str(eval_data),
-            "dataset_config_name": None,
-            "train_split": "train",
-            "val_split": "train",
-            "val_fraction": None,
-        }
-    split = None if data.get("val_fraction") else data.get("val_split")
-    return {**unpacked, "train_split": split} if split else unpacked

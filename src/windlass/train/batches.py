@@ -38,7 +38,7 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self if device.type == "cpu" else self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Self:
         inputs = {name: move(value) if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
@@ -58,15 +58,15 @@ class Collate:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
         collated = self.collator(list(rows))
-        # Rows come as 32-bit integers, and padding as 64-bit ones.
-        collated |= {name: collated[name].long() for name in ("input_ids", "labels")}
         inputs = {name: value for name, value in collated.items() if name not in ("labels", "attention_mask")}
         if self.mark_tokens:
             inputs["tokens"] = collated.get("attention_mask")
-        following = torch.full_like(collated["labels"], IGNORED)
-        following[:, :-1] = collated["labels"][:, 1:]  # position i predicts the token at i + 1
-        supervised = (following != IGNORED).flatten().nonzero().squeeze(1)
-        inputs |= {"supervised": supervised, "targets": following.flatten()[supervised]}
+        labels = collated["labels"].numpy()
+        following = np.full_like(labels, IGNORED)
+        following[:, :-1] = labels[:, 1:]  # position i predicts the token at i + 1
+        supervised = np.flatnonzero(following != IGNORED)
+        inputs["supervised"] = torch.from_numpy(supervised)
+        inputs["targets"] = torch.from_numpy(following.ravel()[supervised])
         known = [row for row in rows if row[ROW] != FILL]
         return Batch(inputs, collated, [row[ROW] for row in known], sum(len(row["input_ids"]) for row in known))
 
@@ -94,7 +94,7 @@ class Batches:
         self.workers = workers
         pinned = pin and torch.cuda.is_available()
         # A generator of its own: torch's loader draws a seed at every start, which would else be training's.
-        self.options = {"num_workers": workers, "pin_memory": pinned, "generator": torch.Generator()}
+        self.options: dict[str, Any] = {"pin_memory": pinned, "generator": torch.Generator()}
 
     def __len__(self) -> int:
         """Rounds of an epoch."""
@@ -105,19 +105,14 @@ class Batches:
         micro_batches = rounds_done * self.round_rows // (self.micro * self.world)
         if self.order is None:
             # Of more than one worker, a set of one generator would give the others nothing.
-            options = {**self.options, "num_workers": min(1, self.workers)}
-            loader = DataLoader(_Stream(self, micro_batches), batch_size=None, **options)  # type: ignore[arg-type]
-        else:
-            order = self.order(number)
-            fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
-            dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
-            loader = DataLoader(
-                _Numbered(self.rows),
-                batch_sampler=dealt.tolist(),
-                collate_fn=self.collate,
-                **self.options,  # type: ignore[arg-type]
-            )
-        return iter(loader)
+            stream = _Stream(self, micro_batches)
+            return iter(DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options))
+        order = self.order(number)
+        fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
+        dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
+        rows = _Rows(self.rows)
+        options = {"collate_fn": self.collate, "num_workers": self.workers, **self.options}
+        return iter(DataLoader(rows, batch_sampler=dealt.tolist(), **options))
 
     def train(self, step: int, accumulation: int, steps_per_epoch: int | None) -> Iterator[Batch]:
         """Epoch after epoch, from the micro-batch on that follows optimizer step `step`."""
@@ -128,20 +123,27 @@ class Batches:
             done = 0
 
 
-class _Numbered(Dataset[Any]):
-    """Rows with their numbers, and the row that fills. From Arrow's columns: `datasets` takes 20 times as long."""
+class _Rows(Dataset[Any]):
+    """Rows with their numbers, and the row that fills: views of Arrow's memory. `datasets` takes 20 times as long."""
 
     def __init__(self, rows: Any) -> None:
         rows = rows.flatten_indices() if rows._indices is not None else rows
-        self.columns = {name: rows.data.column(name) for name in rows.column_names}
+        self.columns: dict[str, list[tuple[Any, Any]]] = {}
+        for name in rows.column_names:
+            chunks = rows.data.column(name).chunks
+            self.columns[name] = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in chunks]
+        self.starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
         return [FILL_ROW if number == FILL else self._row(number) for number in numbers]
 
     def _row(self, number: int) -> dict[str, Any]:
-        # Copied: Arrow's memory is not writable, and torch warns of that.
-        row = {name: np.array(column[number].values) for name, column in self.columns.items()}
-        return {**row, ROW: number}
+        chunk = int(np.searchsorted(self.starts, number, side="right")) - 1
+        place, row = number - int(self.starts[chunk]), {ROW: number}
+        for name, chunks in self.columns.items():
+            offsets, values = chunks[chunk]
+            row[name] = values[offsets[place] : offsets[place + 1]]
+        return row
 
 
 class _Stream(IterableDataset[Batch]):

@@ -6,13 +6,10 @@ is that of the difference, row by row, and far narrower than the spread of the l
 
 from __future__ import annotations
 
-import contextlib
-import math
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -34,10 +31,10 @@ from windlass.train.run import join, precision, tokenizer_of
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
-CONFIDENCE = 0.95
-BASE = "base model"  # without any adapter: what all of them are to be better than
+BASE: Final = "base model"  # without any adapter: what all of them are to be better than
+NOISE: Final = 1.96  # standard errors: 95 % of a normal distribution
 
-Rows = list[tuple[float, int]]  # of each row the summed loss and the supervised tokens
+Rows = np.ndarray[Any, Any]  # of each row the summed loss and the supervised tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +44,9 @@ class Candidate:
     name: str
     loss: float  # mean per supervised token
     difference: float  # to the best
-    low: float  # the difference's confidence interval
+    low: float  # the difference's 95 % interval
     high: float
-
-    @property
-    def apart(self) -> bool:
-        """Whether the rows tell it from the best."""
-        return self.low > 0
+    apart: bool  # whether the difference is more than noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +59,7 @@ class Ranking:
     skipped: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        ranked = [{**asdict(candidate), "apart": candidate.apart} for candidate in self.candidates]
+        ranked = [asdict(candidate) for candidate in self.candidates]
         return {"best": ranked, "rows": self.rows, "tokens": self.tokens, "passed_over": self.skipped}
 
 
@@ -74,7 +67,11 @@ def best(plan: Plan, here: Rank, run_folder: Path, show: Callable[[Ranking], Non
     """One rank's part; rank 0 shows the ranking."""
     job, console = plan.loaded.run, quiet(here)
     join(here, job.train.ddp_timeout)
-    intact, skipped = candidates(run_folder)
+    saved = checkpoint.saved(run_folder / CHECKPOINTS)[::-1]
+    faults = group.on_rank_0(lambda: {folder: checkpoint.damage(folder) for folder in saved})
+    intact = [folder for folder, fault in faults.items() if not fault]
+    if not intact:
+        raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
     here.phase("preparing the data")
     tokenizer = tokenizer_of(plan)
     data = prepare(job, tokenizer, where=plan.loaded.where, cache=run_folder / "tokens", say=console.print)
@@ -88,80 +85,47 @@ def best(plan: Plan, here: Rank, run_folder: Path, show: Callable[[Ranking], Non
     collate = Collate(data.collator(tokenizer.pad_token_id))
     batches = Batches(data.validation, collate, size, order=lambda _: order, round_rows=size * here.world)
     with model.disable_adapter():
-        losses = {BASE: row_losses(model, batches)}
+        losses = {BASE: row_losses(model, batches, bf16=job.train.bf16)}
     for folder in intact:
         here.phase(f"evaluating {folder.name}")
         checkpoint.load_adapter(model, folder)
-        losses[folder.name] = row_losses(model, batches)
+        losses[folder.name] = row_losses(model, batches, bf16=job.train.bf16)
         console.print(f"{folder.name}  evaluated")
     if here.rank == 0:
-        show(ranking(losses, skipped))
+        show(rank(losses, {folder.name: fault for folder, fault in faults.items() if fault}))
     return 0
 
 
-def candidates(run_folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The intact checkpoints, and why others are not. Every rank is given what rank 0 found."""
-    found: dict[Path, str] = {}
-    if group.rank() == 0:
-        found = {folder: checkpoint.damage(folder) for folder in checkpoint.saved(run_folder / CHECKPOINTS)[::-1]}
-    found = group.from_rank_0(found)
-    intact = [folder for folder, damage in found.items() if not damage]
-    if not intact:
-        raise UserError("there is no intact checkpoint", str(run_folder / CHECKPOINTS), "let the run save one")
-    return intact, {folder.name: damage for folder, damage in found.items() if damage}
-
-
 @torch.no_grad()
-def row_losses(model: PeftModel, batches: Batches) -> Rows:
-    """The summed loss and the supervised tokens of every row, on every rank."""
-    mine: list[tuple[int, float, int]] = []
+def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
+    """Of every row, on every rank, in the precision of training."""
+    device, found = device_of_this_rank(), np.zeros((len(batches.rows), 2))
     for batch in batches.epoch(0):
-        inputs = batch.to(device_of_this_rank()).inputs
-        losses = model.get_base_model()(**inputs, per_token=True)[0].double().cpu()
-        length = batch.inputs["input_ids"].shape[1]
-        row_of = batch.inputs["supervised"] // length
-        for i, number in enumerate(batch.rows):  # a row that only fills is behind them
-            own = losses[row_of == i]
-            mine.append((number, float(own.sum()), len(own)))
-    by_number = {number: (loss, tokens) for part in group.gather(mine) for number, loss, tokens in part}
-    return [by_number[number] for number in range(len(batches.rows))]
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            losses = model.get_base_model()(**batch.to(device).inputs, per_token=True)[0].double().cpu()
+        row_of = batch.inputs["supervised"] // batch.inputs["input_ids"].shape[1]
+        for place, number in enumerate(batch.rows):  # a row that only fills is behind them
+            own = losses[row_of == place]
+            found[number] = float(own.sum()), len(own)
+    total: Rows = sum(group.gather(found))  # each row is one rank's, and zeros on the others
+    return total
 
 
-def ranking(losses: dict[str, Rows], skipped: dict[str, str]) -> Ranking:
-    means = {name: mean(rows) for name, rows in losses.items()}
+def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
+    """By the mean loss per token, with the interval of each one's difference to the best."""
+    means = {name: rows[:, 0].sum() / rows[:, 1].sum() for name, rows in losses.items()}
     order = sorted(means, key=lambda name: (means[name], name))
     lowest = losses[order[0]]
-    ranked = tuple(
-        Candidate(name, means[name], means[name] - means[order[0]], *interval(losses[name], lowest)) for name in order
-    )
-    return Ranking(ranked, len(lowest), sum(tokens for _, tokens in lowest), skipped)
-
-
-def mean(rows: Rows) -> float:
-    return math.fsum(loss for loss, _ in rows) / sum(tokens for _, tokens in rows)
-
-
-def interval(rows: Rows, lowest: Rows) -> tuple[float, float]:
-    """Confidence interval of the difference of two means per token, over the same rows.
-
-    A mean per token of rows with different numbers of tokens is a ratio: its variance is that of the residuals
-    (Cochran, Sampling Techniques, 1977, section 6.4).
-    """
-    count, tokens = len(rows), sum(tokens for _, tokens in rows)
-    differences = [one - other for (one, _), (other, _) in zip(rows, lowest, strict=True)]
-    centre = math.fsum(differences) / tokens
-    squares = math.fsum((each - centre * n) ** 2 for each, (_, n) in zip(differences, rows, strict=True))
-    half = quantile(count - 1) * math.sqrt(squares * count / (count - 1)) / tokens
-    return centre - half, centre + half
-
-
-def quantile(freedom: int) -> float:
-    """Student's t at CONFIDENCE, two-sided, by Cornish and Fisher's expansion (within 1 % from 4 degrees on)."""
-    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
+    tokens = lowest[:, 1]
+    ranked = []
+    for name in order:
+        difference = means[name] - means[order[0]]
+        # Rows differ in length: a row's share in the error is what its difference lacks to its tokens' share.
+        residuals = losses[name][:, 0] - lowest[:, 0] - difference * tokens
+        half = NOISE * np.sqrt(np.square(residuals).sum()) / tokens.sum()
+        low, high = float(difference - half), float(difference + half)
+        ranked.append(Candidate(name, float(means[name]), float(difference), low, high, low > 0))
+    return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped)
 
 
 def show(ranking: Ranking) -> None:
@@ -170,14 +134,15 @@ def show(ranking: Ranking) -> None:
     from rich.table import Table
 
     table = Table(title=f"{ranking.rows} rows, {ranking.tokens} supervised tokens", title_justify="left")
-    for name in ("adapter", "loss", "worse by", f"{CONFIDENCE:.0%} interval", ""):
+    for name in ("adapter", "loss", "worse by", "95% interval", ""):
         table.add_column(name, justify="right" if name in ("loss", "worse by") else "left")
     for place, each in enumerate(ranking.candidates):
-        verdict = "best" if place == 0 else "worse" if each.apart else "no clear difference from the best"
-        spread = f"{each.low:+.4f} to {each.high:+.4f}" if place else ""
-        table.add_row(each.name, f"{each.loss:.4f}", f"{each.difference:.4f}" if place else "", spread, verdict)
+        row = ["", "", "best"]
+        if place:
+            verdict = "worse" if each.apart else "no clear difference from the best"
+            row = [f"{each.difference:.4f}", f"{each.low:+.4f} to {each.high:+.4f}", verdict]
+        table.add_row(each.name, f"{each.loss:.4f}", *row)
     console = Console()
     console.print(table)
-    with contextlib.suppress(StopIteration):
-        name, why = next(iter(ranking.skipped.items()))
-        console.print(f"{len(ranking.skipped)} skipped; {name}: {why}", markup=False)
+    for name, why in ranking.skipped.items():
+        console.print(f"skipped {name}: {why}", markup=False)

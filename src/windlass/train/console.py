@@ -52,32 +52,27 @@ def quiet(here: Rank) -> Console:
 
 def header(console: Console, plan: Plan) -> None:
     """Model, adapter, layout, batch, machine: what this run is, in seven lines."""
-    job, layout, adapter, batch = plan.loaded.run, plan.layout, plan.adapter, plan.batch
+    layout, adapter, batch, found = plan.layout, plan.adapter, plan.batch, machine_facts()
     total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)
-    sequences = plan.schedule.global_sequences
+    targets = (f"{target.pattern} in {target.part} x {len(target.modules)}" for target in adapter.targets)
+    machine = f"{found['processor']}, {found['memory_gib']} GiB, {torch.get_num_threads()} threads per rank, gloo"
+    if torch.cuda.is_available():
+        gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])
+        network = ", ".join(found["infiniband"]) or "no InfiniBand"
+        machine = f"{gpus}, driver {found['driver']}, CUDA {found['cuda']}, {network}"
     rows = {
         "model": f"{plan.base.name}: {plan.base.family.causal_lm}, {total:,} parameters",
         "adapter": f"rank {adapter.r}, {adapter.trainable:,} parameters ({adapter.trainable / total:.3%}): "
-        + ", ".join(f"{target.pattern} in {target.part} x {len(target.modules)}" for target in adapter.targets),
+        + ", ".join(targets),
         "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}",
-        "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = {sequences} sequences"
-        f" of up to {batch.length} tokens",
-        "machine": machine(),
+        "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = "
+        f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens",
+        "machine": machine,
         "versions": ", ".join(f"{name} {version}" for name, version in versions(LIBRARIES).items()),
-        "folder": job.train.output_dir,
+        "folder": plan.loaded.run.train.output_dir,
     }
     for name, value in rows.items():
-        console.print(Text(f"{name:9}", style="bold") + Text(str(value)))
-
-
-def machine() -> str:
-    """GPUs with their memory, driver and network, or the CPU that stands in for them."""
-    found = machine_facts()
-    if not torch.cuda.is_available():
-        return f"{found['processor']}, {found['memory_gib']} GiB, {torch.get_num_threads()} threads per rank, gloo"
-    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])
-    network = ", ".join(found["infiniband"]) or "no InfiniBand"
-    return f"{gpus}, driver {found['driver']}, CUDA {found['cuda']}, {network}"
+        console.print(Text(f"{name:9}", style="bold") + Text(value))
 
 
 class Progress:
@@ -89,8 +84,7 @@ class Progress:
         self.here, self.console, self.logging_steps = here, console, logging_steps
         self.sampled_gib = sampled_gib  # the recorder's peak: its samples reset torch's own
         self.live: Live | None = None
-        self.seconds: deque[float] = deque(maxlen=WINDOW)
-        self.tokens: deque[int] = deque(maxlen=WINDOW)
+        self.window: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of the latest steps
         self.total, self.began = 0, 0.0
 
     def start(self, total: int) -> None:
@@ -106,9 +100,13 @@ class Progress:
     def end_step(self, step: Step) -> None:
         if self.here.rank:
             return
-        self.seconds.append(time.monotonic() - self.began)
-        self.tokens.append(step.job_tokens)
-        line = self._line(step)
+        self.window.append((time.monotonic() - self.began, step.job_tokens))
+        seconds, tokens = map(sum, zip(*self.window, strict=True))
+        left = clock((self.total - step.step) * seconds / len(self.window))
+        line = Text(
+            f"step {step.step:>5}/{self.total}  loss {step.loss:.4f}  grad norm {step.grad_norm:.3f}"
+            f"  lr {step.learning_rate:.2e}  {tokens / seconds:,.0f} tokens/s  {self.peak_gib():.1f} GiB  {left} left"
+        )
         if self.live is not None:
             self.live.update(line)
         if step.skipped:
@@ -127,14 +125,6 @@ class Progress:
         if self.live is not None:
             self.live.stop()
             self.live = None
-
-    def _line(self, step: Step) -> Text:
-        left = (self.total - step.step) * sum(self.seconds) / len(self.seconds)
-        speed = sum(self.tokens) / sum(self.seconds)
-        return Text(
-            f"step {step.step:>5}/{self.total}  loss {step.loss:.4f}  grad norm {step.grad_norm:.3f}"
-            f"  lr {step.learning_rate:.2e}  {speed:,.0f} tokens/s  {self.peak_gib():.1f} GiB  {clock(left)} left"
-        )
 
     def peak_gib(self) -> float:
         """This rank's peak: of the GPU, or resident in the host if there is none."""

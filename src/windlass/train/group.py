@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -36,11 +36,24 @@ def gather(value: Any) -> list[Any]:
 
 def from_rank_0(value: Any) -> Any:
     """Rank 0's value, on every rank."""
-    if not dist.is_initialized():
-        return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def on_rank_0(work: Callable[[], Any]) -> Any:
+    """What `work` returns on rank 0, on every rank; its UserError too."""
+    outcome: Any = None
+    if rank() == 0:
+        try:
+            outcome = work()
+        except UserError as error:
+            outcome = error
+    outcome = from_rank_0(outcome)
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
 
 
 def first_few(items: Sequence[str], separator: str = "; ") -> str:

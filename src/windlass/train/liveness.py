@@ -33,7 +33,7 @@ class Liveness:
         phases = [zero, [name for name in self.named if name not in set(zero)]]
         self.phases = [names for names in phases if names]  # still to be proven, one after the other
         self.tokens = ExpertTokens(model, replicas)
-        self.before: dict[str, int] = {}  # fingerprints, between an update's two calls
+        self.before: Tensor | None = None  # fingerprints, between an update's two calls
         self.graded = False  # whether the phase's gradients are proven, and only a step that moves it is missing
         self._require(replicas.differing(), "they differ between ranks before the first step")
 
@@ -47,10 +47,9 @@ class Liveness:
             return
         names = self.phases[0]
         if not self.graded or learning_rate > 0:
-            gradients = {name: self.named[name].grad for name in names}
-            present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-            self._require([name for name in names if name not in present], "they have no gradient")
-            largest = dict(zip(names, self._largest(list(present.values())), strict=True))
+            gradients = {name: gradient for name in names if (gradient := self.named[name].grad) is not None}
+            self._require([name for name in names if name not in gradients], "they have no gradient")
+            largest = dict(zip(names, self._largest(list(gradients.values())), strict=True))
             infinite = [name for name, value in largest.items() if not math.isfinite(value)]
             self._require(infinite, "their gradient is not finite")
             zero = [name for name, value in largest.items() if value == 0]
@@ -58,29 +57,28 @@ class Liveness:
             self._require(self.tokens.dead(self.named, names), "they had tokens and no gradient")
             self.graded = True
         self.tokens.step(moved=learning_rate > 0)
-        if learning_rate > 0:
-            self.before = self._fingerprints(names)
+        self.before = self._fingerprints() if learning_rate > 0 else None
 
     def skip_update(self) -> None:
         """This step is left out: the tokens that experts had in it are due no gradient."""
         self.tokens.step(moved=False)
+        self.before = None
 
     def after_update(self, learning_rate: float) -> None:
         """The optimizer has stepped."""
-        if self.done or not self.before or learning_rate == 0:
+        if self.done or self.before is None:
             return
-        names, after = list(self.before), self._fingerprints(list(self.before))
-        changed = torch.tensor([after[n] != self.before[n] for n in names]).int().to(self.named[names[0]].device)
-        moved = self.replicas.all_reduce_max(changed).tolist()
-        self._require([n for n, one in zip(names, moved, strict=True) if not one], "they did not change in a step")
+        moved = self.replicas.all_reduce_max((self._fingerprints() != self.before).int()).tolist()
+        still = [name for name, one in zip(self.phases[0], moved, strict=True) if not one]
+        self._require(still, "they did not change in a step")
         self._require(self.replicas.differing(), "they differ between ranks after a step")
         del self.phases[0]
-        self.before, self.graded = {}, False
+        self.before, self.graded = None, False
         if self.done:
             self.tokens.remove()
 
-    def _fingerprints(self, names: Sequence[str]) -> dict[str, int]:
-        return dict(zip(names, fingerprints([local(self.named[name]) for name in names]).tolist(), strict=True))
+    def _fingerprints(self) -> Tensor:
+        return fingerprints([local(self.named[name]) for name in self.phases[0]])
 
     def _largest(self, tensors: Sequence[Tensor]) -> list[float]:
         """Largest absolute values, of all parts where ranks have parts; in one transfer from the device."""
@@ -113,7 +111,6 @@ class ExpertTokens:
         self.parts = ExpertShards(model)
         self.counts: dict[str, Tensor] = {}
         self.moved: dict[str, Tensor] = {}  # the experts whose B has moved: only their A can have a gradient
-        self.excused: set[str] = set()
         self.handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if name.endswith(".experts") and hasattr(module, "parameter_name"):  # PEFT's wrapper, outermost of a nest
@@ -143,7 +140,6 @@ class ExpertTokens:
             if dist.is_initialized():
                 dist.all_reduce(counts)
             due = counts.gt(0) & self.moved.get(place, counts).gt(0)
-            self.excused |= {f"{place}[{i}]" for i, count in enumerate(counts.tolist()) if not count}
             for name in names:
                 gradient = named[name].grad
                 if name.startswith(f"{place}.") and gradient is not None:

@@ -41,7 +41,9 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
     if (merged and (split or in_fp8 or lora.lora_dropout)) or (lora.use_dora and (sharded or in_fp8)):
         raise AssertionError("planned with base weights that this rank has only in part, or in FP8, or with dropout")
     raise_all(list(unsupported(lora, adapter, split)))
-    set_seed(seed)  # PEFT draws A on the CPU: the same seed gives every rank the same adapter
+    # PEFT draws A on the CPU: the same seed gives every rank the same adapter. Dropout continues from it, deliberately:
+    # ranks draw the same masks, on other rows, as with transformers' Trainer.
+    set_seed(seed)
     if lora.adapter:  # continued as it was saved, but for dropout, which is no property of its weights
         config = PeftConfig.from_pretrained(lora.adapter)
         config.inference_mode = False

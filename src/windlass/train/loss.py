@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -20,16 +20,8 @@ LEAST_TOKENS: Final = 256
 ONE_SLICE: Final = 2**20  # logits that are cheap enough to be in float32 all at once
 
 
-@dataclass(frozen=True, slots=True)
-class LossSums:
-    """Of one micro-batch, on the device; divide by the number of supervised tokens."""
-
-    loss: Tensor  # summed over the supervised tokens, in float32
-    balance: Tensor | None = None  # the router's balancing loss, a mean of this micro-batch
-
-
 def patch_forward(model: PreTrainedModel) -> None:
-    """Give a causal LM a forward that returns `LossSums`, or per-token figures if `per_token` is set.
+    """Give a causal LM a forward that returns its summed loss, or per-token figures if `per_token` is set.
 
     It replaces `forward` rather than wrapping the model: the hooks by which FSDP2 gathers weights stay in place.
     """
@@ -47,26 +39,33 @@ def patch_forward(model: PreTrainedModel) -> None:
         supervised: Tensor,
         targets: Tensor,
         tokens: Tensor | None = None,
-        balance: bool = False,
+        balance_share: Tensor | None = None,
         per_token: bool = False,
         **inputs: Any,
-    ) -> LossSums | Tensor:
+    ) -> Tensor:
         """supervised: positions, of the flattened batch, whose next token counts; targets: those tokens.
 
-        tokens: 1 for every token that is not padding, for the router's balancing loss. No layer needs it: padding
-        stands behind a row's tokens, and none of these looks ahead.
+        balance_share: what the router's balancing loss is multiplied by before it is added. tokens: for that loss, 1
+        for every token that is not padding. No layer needs it: padding stands behind a row's tokens, and none of
+        these looks ahead.
         """
-        outputs = self.base_model(
-            input_ids=input_ids, use_cache=False, **inputs, **({"output_router_logits": True} if balance else {})
-        )
+        if balance_share is not None:
+            inputs["output_router_logits"] = True
+        outputs = self.base_model(input_ids=input_ids, use_cache=False, **inputs)
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
         weight = self.get_output_embeddings().weight
         if isinstance(weight, DTensor):  # a head that FSDP2 has in a group of its own
             weight = weight.full_tensor()
         if per_token:
             return token_figures(hidden, weight, targets)
-        loss = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets)  # type: ignore[no-untyped-call]
-        return LossSums(loss, balancing_loss(outputs.router_logits, config, tokens) if balance else None)
+        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets)  # type: ignore[no-untyped-call]
+        if balance_share is not None:  # Mixtral's; every mixture in transformers has taken it over
+            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+            experts = getattr(config, "num_experts", None) or config.num_local_experts
+            router_logits, top_k = outputs.router_logits, config.num_experts_per_tok
+            loss = loss + balance_share * load_balancing_loss_func(router_logits, experts, top_k, tokens)
+        return loss
 
     model.forward = types.MethodType(forward, model)
 
@@ -77,15 +76,6 @@ def router_loss_weight(model: PreTrainedModel) -> float:
     if not hasattr(config, "output_router_logits"):
         return 0.0
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
-
-
-def balancing_loss(router_logits: Any, config: Any, tokens: Tensor | None) -> Tensor:
-    """Mixtral's; every mixture in transformers has taken it over."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    loss: Tensor = load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, tokens)
-    return loss
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -141,22 +131,17 @@ def chunk_tokens(count: int, vocabulary: int) -> int:
     return max(LEAST_TOKENS, min(count, TILE_TOKENS) * TILE_VOCABULARY * 3 // (4 * vocabulary))
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Any:
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, tuple[Tensor, ...]]]:
     """Rows, their logits, and the blocks of the weight in the dtype of compute (one block, unless it is cast)."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     blocks = (weight,) if weight.dtype == dtype else torch.split(weight, TILE_VOCABULARY)
-    count, vocabulary = len(hidden), len(weight)
-    tokens = chunk_tokens(count, vocabulary)
+    tokens = chunk_tokens(len(hidden), len(weight))
     with torch.autocast(device, enabled=False):
-        for start in range(0, count, tokens):
-            rows = slice(start, min(start + tokens, count))
-            chunk = hidden[rows].to(dtype)
-            if len(blocks) == 1:
-                logits = chunk @ blocks[0].to(dtype).t()
-            else:
-                logits = torch.cat([chunk @ block.to(dtype).t() for block in blocks], 1)
-            yield rows, logits, blocks
+        for start in range(0, len(hidden), tokens):
+            rows = slice(start, min(start + tokens, len(hidden)))
+            logits = [hidden[rows].to(dtype) @ block.to(dtype).t() for block in blocks]
+            yield rows, logits[0] if len(logits) == 1 else torch.cat(logits, 1), blocks
 
 
 def _slices(logits: Tensor) -> list[slice]:

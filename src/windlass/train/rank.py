@@ -86,6 +86,7 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
     here.report("pid", str(os.getpid()))  # for signals: a launcher's own processes do not pass all of them on
     if here.supervised:
         end_with_parent()
+    printed = ""
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # `StopSignal` takes them over
             signal.signal(number, lambda *_: sys.exit(SAVED))
@@ -96,23 +97,22 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
         here.report("error", json.dumps({"problems": problems, "code": code, "time": time.monotonic()}))
         if not here.supervised and (here.local_rank == 0 or code == 1):
             print_error(error)
-        elif not here.supervised:  # most often what local rank 0 prints in full; if it is this rank's alone, here it is
-            print(f"rank {here.rank}: {error.problems[0].where}: {error.problems[0].problem}", file=sys.stderr)
+        else:  # most often what local rank 0 prints in full; if it is this rank's alone, here it is
+            printed = f"rank {here.rank}: {error.problems[0].where}: {error.problems[0].problem}"
     except SystemExit as leaving:  # a signal while there was nothing to save
         code = leaving.code if isinstance(leaving.code, int) else 1
         if code == SAVED:
             phase = read_status(here.status_dir, f"phase-{here.rank}") if here.status_dir else ""
-            while_ = f"while {phase}" if phase else "at the start"
-            message = f"stopped by a signal {while_}: there was nothing new to save; start again with --resume"
+            message = f"stopped by a signal {f'while {phase}' if phase else 'at the start'}"
+            message += ": there was nothing new to save; start again with --resume"
             here.report("stopped", message)
-            if not here.supervised and here.local_rank == 0:
-                print(message, file=sys.stderr, flush=True)
+            printed = message if here.local_rank == 0 else ""
     except Exception:
-        code = 1
-        trace = traceback.format_exc()
+        code, trace = 1, traceback.format_exc()
         here.report("error", json.dumps({"traceback": trace, "time": time.monotonic()}))
-        if not here.supervised:
-            print(f"rank {here.rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        printed = f"rank {here.rank} failed:\n{trace}"
+    if printed and not here.supervised:
+        print(printed, file=sys.stderr, flush=True)
     here.report("code", str(code))
     return code
 
@@ -128,21 +128,18 @@ def wait_for_peers(here: Rank, local_ranks: int, seconds: float) -> None:
     for number in SIGNALS:  # what they ask for is done
         signal.signal(number, signal.SIG_IGN)
     first, until = here.rank - here.local_rank, time.monotonic() + seconds
-    peers = range(first, first + local_ranks)
-    while any(_is_running(here.status_dir, peer) for peer in peers) and time.monotonic() < until:
+    peers = set(range(first, first + local_ranks))
+    while peers and time.monotonic() < until:
+        for peer in list(peers):
+            pid = read_status(here.status_dir, f"pid-{peer}")
+            with contextlib.suppress(PermissionError):
+                try:
+                    os.kill(int(pid), 0) if pid else None
+                except ProcessLookupError:  # killed
+                    peers.discard(peer)
+            if (here.status_dir / f"code-{peer}").exists():
+                peers.discard(peer)
         time.sleep(0.05)
-
-
-def _is_running(status_dir: Path, rank: int) -> bool:
-    """It has written no exit code, and was not killed either."""
-    if (status_dir / f"code-{rank}").exists():
-        return False
-    if pid := read_status(status_dir, f"pid-{rank}"):
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return False
-    return True
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 from windlass.runfile import LoadedFile
@@ -50,7 +50,7 @@ def start(
                 {**variables, STATUS_DIR: str(status_dir)},
                 status_dir / f"output-{rank}" if rank else None,
             )
-            for rank, variables in enumerate(environments(ranks, without_accelerate(environ), port))
+            for rank, variables in enumerate(environments(ranks, environ, port))
         )
         first, cut_short = wait(processes, starting, grace_seconds, patience_seconds)
         return _explain_end([_code(process.returncode) for process in processes], first, cut_short, status_dir)
@@ -87,23 +87,12 @@ def environments(ranks: int, environ: Mapping[str, str], port: int) -> list[dict
     ]
 
 
-def without_accelerate(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without the settings by which Accelerate would shard a model a second time."""
-    return {key: value for key, value in environ.items() if not _is_accelerates(key)}
-
-
-def clear_accelerate(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Take those settings out of this process's environment and return them."""
-    return {key: environ.pop(key) for key in list(environ) if _is_accelerates(key)}
-
-
-def _is_accelerates(key: str) -> bool:
-    return key.startswith("FSDP_") or key in (
-        "ACCELERATE_USE_FSDP",
-        "ACCELERATE_MIXED_PRECISION",  # the run file's bf16 and fp16 decide
-        "ACCELERATE_DYNAMO_BACKEND",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    )
+def clear_accelerate(environ: MutableMapping[str, str]) -> None:
+    """Remove the settings by which Accelerate would shard a model a second time; precision is the run file's."""
+    others = ("USE_FSDP", "MIXED_PRECISION", "DYNAMO_BACKEND", "GRADIENT_ACCUMULATION_STEPS")
+    for key in list(environ):
+        if key.startswith("FSDP_") or key in (f"ACCELERATE_{name}" for name in others):
+            del environ[key]
 
 
 def start_process(
@@ -150,7 +139,18 @@ def wait(
     Below a launcher it is nobody's wish: that one signals all because one of them has ended.
     stop: set by another thread, it is the same as a signal.
     """
-    forward = _Forward(processes, second_kills)
+    signalled: float | None = None
+    cut_short = ""
+
+    def forward(_number: int = signal.SIGTERM, _frame: FrameType | None = None) -> None:
+        nonlocal signalled, cut_short
+        if signalled is None:
+            signalled = time.monotonic()
+            signal_all(processes, signal.SIGTERM)
+        elif second_kills and time.monotonic() - signalled > SAME_SECONDS:
+            cut_short = "a second signal ended the ranks before they had saved"
+            signal_all(processes, signal.SIGKILL)
+
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     first: int | None = None
     deadline: float | None = None
@@ -158,19 +158,18 @@ def wait(
     try:
         for process in starting:
             processes.append(process)
-            if forward.at is not None:
+            if signalled is not None:
                 signal_all([process], signal.SIGTERM)
         while None in (codes := [process.poll() for process in processes]):
-            if stop is not None and stop.is_set() and forward.at is None:
+            if stop is not None and stop.is_set() and signalled is None:
                 forward()
-            if first is None:
-                first = _first(codes)
-            if deadline is None and (first is not None or forward.at is not None):
-                saving = forward.at is not None
+            first = _first(codes) if first is None else first
+            if deadline is None and (first is not None or signalled is not None):
+                saving = signalled is not None
                 deadline = time.monotonic() + (grace_seconds if saving else patience_seconds)
             if deadline is not None and time.monotonic() > deadline:
                 if saving and (first is None or _code(codes[first] or 0) == SAVED):
-                    forward.cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
+                    cut_short = f"the ranks had not saved {grace_seconds:g} s after the signal"
                 signal_all(processes, signal.SIGKILL if killed or saving else signal.SIGTERM)
                 killed, deadline = True, time.monotonic() + 5.0
             time.sleep(0.05)
@@ -178,24 +177,7 @@ def wait(
         signal_all(processes, signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return _first([process.returncode for process in processes]) if first is None else first, forward.cut_short
-
-
-class _Forward:
-    """Passes a stop signal on to the ranks: as SIGTERM, and a second one, if it may, as SIGKILL."""
-
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], second_kills: bool) -> None:
-        self.processes, self.second_kills = processes, second_kills
-        self.at: float | None = None  # when the first one came
-        self.cut_short = ""
-
-    def __call__(self, _number: int = signal.SIGTERM, _frame: FrameType | None = None) -> None:
-        if self.at is None:
-            self.at = time.monotonic()
-            signal_all(self.processes, signal.SIGTERM)
-        elif self.second_kills and time.monotonic() - self.at > SAME_SECONDS:
-            self.cut_short = "a second signal ended the ranks before they had saved"
-            signal_all(self.processes, signal.SIGKILL)
+    return _first([process.returncode for process in processes]) if first is None else first, cut_short
 
 
 def _first(codes: Sequence[int | None]) -> int | None:
@@ -213,37 +195,32 @@ def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> Non
 
 def _explain_end(codes: Sequence[int], first: int | None, cut_short: str, status_dir: Path) -> int:
     """The exit code; for a failure its root. Ranks that only lost their peer fail later than the one that it was."""
+    resume = "resume from the last checkpoint with --resume"
     if first is None:
         return 0
     if cut_short and not set(codes) <= {0, SAVED}:
-        hint = "resume from the last checkpoint with --resume; cluster.grace_seconds is the time that ranks get"
+        hint = f"{resume}; cluster.grace_seconds is the time that ranks get"
         raise RunError(cut_short, "windlass train", hint)
     if codes[first] == SAVED:  # the others saved too, or only lost this one
         if message := read_status(status_dir, f"stopped-{first}"):
             print(message, file=sys.stderr, flush=True)
         return SAVED
-    errors: dict[int, dict[str, Any]] = {
-        rank: json.loads(text) for rank in range(len(codes)) if (text := read_status(status_dir, f"error-{rank}"))
-    }
-    of_users = {rank: error for rank, error in errors.items() if "problems" in error}
-    if of_users:
-        error = of_users[min(of_users, key=lambda rank: (of_users[rank]["time"], rank))]
+    written = ((rank, read_status(status_dir, f"error-{rank}")) for rank in range(len(codes)))
+    errors = [{"rank": rank, **json.loads(text)} for rank, text in written if text]
+    if of_users := [error for error in errors if "problems" in error]:
+        error = min(of_users, key=lambda error: error["time"])
         kind = UserError if error["code"] == RANK_USER_INPUT else RunError
         raise kind.of([Problem(**problem) for problem in error["problems"]])
     if codes[first] < 0:
-        raise RunError(
-            f"rank {first} was killed by {signal.Signals(-codes[first]).name}"
-            f" while {read_status(status_dir, f'phase-{first}') or 'starting'}",
-            "windlass train",
-            "a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); "
-            "resume from the last checkpoint with --resume",
-        )
+        doing = read_status(status_dir, f"phase-{first}") or "starting"
+        hint = f"a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg); {resume}"
+        what = f"rank {first} was killed by {signal.Signals(-codes[first]).name} while {doing}"
+        raise RunError(what, "windlass train", hint)
+    words = f"rank {first} ended with {codes[first]}:\n{read_status(status_dir, f'output-{first}')[-4000:]}"
     if errors:
-        rank = min(errors, key=lambda rank: (errors[rank]["time"], rank))
-        print(f"rank {rank} failed:\n{errors[rank]['traceback']}", file=sys.stderr, flush=True)
-        return 1
-    output = read_status(status_dir, f"output-{first}")[-4000:]
-    print(f"rank {first} ended with {codes[first]}:\n{output}", file=sys.stderr, flush=True)
+        error = min(errors, key=lambda error: error["time"])
+        words = f"rank {error['rank']} failed:\n{error['traceback']}"
+    print(words, file=sys.stderr, flush=True)
     return 1
 
 
@@ -251,31 +228,25 @@ def _explain_end(codes: Sequence[int], first: int | None, cut_short: str, status
 
 
 def started_on(loaded: LoadedFile, environ: Mapping[str, str], gpus: int) -> list[str]:
-    """Overrides for what the run file leaves open: by the launcher that started this rank, else by this machine."""
+    """Overrides for what the run file leaves open: by the launcher that started this rank, else by this machine's GPUs.
+
+    CUDA_VISIBLE_DEVICES says which of them a process started here may use.
+    """
     if loaded.given("cluster.nodes") or loaded.given("cluster.gpus_per_node") or loaded.given("layout.ranks"):
         return []
     world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
     if "RANK" in environ and world.isdigit() and local.isdigit() and int(local):
         return [f"cluster.nodes={max(1, int(world) // int(local))}", f"cluster.gpus_per_node={local}"]
-    count = visible_gpus(environ, gpus)
-    return [f"cluster.gpus_per_node={count}"] if count > 1 else []
-
-
-def visible_gpus(environ: Mapping[str, str], gpus: int) -> int:
-    """Of this machine's GPUs, those that a process started here may use."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return gpus
-    named = [name for name in listed.split(",") if name.strip() and name.strip() != "-1"]
-    return min(len(named), gpus)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
+    return [f"cluster.gpus_per_node={gpus}"] if gpus > 1 else []
 
 
 def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mapping[str, str]) -> None:
     """One machine of several would wait for the others, and one too few would train another run."""
     nodes = int(environ.get("PET_NNODES", "1"))
     if planned != nodes:
-        raise UserError(
-            f"the run is planned for {planned} node{'s' * (planned != 1)}, and this is {nodes}",
-            where("cluster.nodes"),
-            "add --ranks N to use this machine alone, or start it with windlass submit",
-        )
+        problem = f"the run is planned for {planned} node{'s' * (planned != 1)}, and this is {nodes}"
+        hint = "add --ranks N to use this machine alone, or start it with windlass submit"
+        raise UserError(problem, where("cluster.nodes"), hint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import torch
 
-from windlass.errors import Problem, UserError
+from windlass.errors import Problem, UserError, raise_all
 from windlass.files import read_json_lines, write_atomic, write_json
 from windlass.run_folder import (
     CHECKPOINTS,
@@ -53,23 +54,13 @@ _lock: IO[str] | None = None  # for the life of rank 0's process: the system rel
 
 
 def claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | None:
-    """Claim the folder for this run, on all ranks alike. Returns the checkpoint to continue from, if any."""
-    answer: Path | tuple[Problem, ...] | None = None
-    if group.rank() == 0:
-        try:
-            answer = _claim(folder, plan, identity, resume=resume)
-        except UserError as error:
-            answer = error.problems
-    answer = group.from_rank_0(answer)
-    if isinstance(answer, tuple):
-        raise UserError.of(answer)
-    return answer
-
-
-def _claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | None:
+    """Claim the folder for this run, on rank 0. Returns the checkpoint to continue from, if any."""
+    global _lock
     where, checkpoints = plan.loaded.where("train.output_dir"), folder / CHECKPOINTS
     ensure_dir(checkpoints, where)
-    lock(folder, where)
+    if _lock is not None:
+        _lock.close()
+    _lock = lock_run(folder, where)
     checkpoint.sweep(checkpoints)
     before = read_manifest(folder)
     state = before.get("state")
@@ -79,26 +70,17 @@ def _claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | N
     has_steps = any(path.stat().st_size for path in step_files(folder).values())
     begun = bool(checkpoint.saved(checkpoints)) or (bool(state) and has_steps)
     if begun and not resume:
-        raise UserError(
-            f"{folder} holds an unfinished run ({state or 'begun'} {before.get('began', '')})",
-            where,
-            "add --resume to continue it, name another train.output_dir, or remove the folder to train anew",
-        )
+        hint = "add --resume to continue it, name another train.output_dir, or remove the folder to train anew"
+        what = f"{folder} holds an unfinished run ({state or 'begun'} {before.get('began', '')})"
+        raise UserError(what, where, hint)
     usable = newest_intact(checkpoints, where) if begun else None
+    now = facts(plan, identity)
     if begun:  # a run that failed before its first step left nothing to be equal to
-        _require_same_run(checkpoint.read_manifest(usable) if usable else before, plan, identity, folder)
+        _require_same_run(checkpoint.read_manifest(usable) if usable else before, now, plan, folder)
     write_json(folder / PLAN, plan.as_dict())
-    begin_manifest(folder, facts(plan, identity))
+    begin_manifest(folder, now)
     forget_after(folder, checkpoint.step_of(usable) if usable else 0)
     return usable
-
-
-def lock(folder: Path, where: str) -> None:
-    """Keep a second run out of the folder until this process ends."""
-    global _lock
-    if _lock is not None:
-        _lock.close()
-    _lock = lock_run(folder, where)
 
 
 def newest_intact(checkpoints: Path, where: str) -> Path | None:
@@ -113,7 +95,10 @@ def newest_intact(checkpoints: Path, where: str) -> Path | None:
             "remove the folder to train anew",
         )
     for folder in found[: found.index(intact)] if intact else ():
-        aside = checkpoint.set_aside(folder)
+        # Renamed, so that it is neither resumed from nor counted.
+        aside = folder.with_name(f"damaged-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
         print(f"skipped {folder}: {faults[folder]}; kept as {aside.name}", file=sys.stderr, flush=True)
     if intact is None:
         print("no checkpoint was saved: starting with the first step", file=sys.stderr, flush=True)
@@ -128,13 +113,13 @@ def forget_after(folder: Path, step: int) -> None:
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def _require_same_run(before: Mapping[str, Any], plan: Plan, identity: str, folder: Path) -> None:
-    now, then = facts(plan, identity), before.get("run", {})
+def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, folder: Path) -> None:
+    then, back = before.get("run", {}), f"put it back, or train into another folder than {folder}"
     problems = [
         Problem(
             f"was {json.dumps(then[section][key])} when this run began, is {json.dumps(value)} now",
             plan.loaded.where(f"{section}.{key}"),
-            f"put it back, or train into another folder than {folder}",
+            back,
         )
         for section, keys in FIXED.items()
         for key, value in now["run"].get(section, {}).items()
@@ -142,23 +127,13 @@ def _require_same_run(before: Mapping[str, Any], plan: Plan, identity: str, fold
     ]
     was, sequences = before.get("sequences"), now["sequences"]
     if was and was != sequences:
-        problems.append(
-            Problem(
-                f"an optimizer step had {was} sequences when this run began, and would have {sequences} now",
-                plan.loaded.where("train.global_batch_size"),
-                f"set train.global_batch_size: {was}, which holds on any number of ranks",
-            )
-        )
-    if before.get("base", identity) != identity:
-        problems.append(
-            Problem(
-                "the base model's files are not those that this run began with",
-                plan.loaded.where("model.model_name_or_path"),
-                f"put them back as they were, or train into another folder than {folder}",
-            )
-        )
-    if problems:
-        raise UserError.of(problems)
+        what = f"an optimizer step had {was} sequences when this run began, and would have {sequences} now"
+        hint = f"set train.global_batch_size: {was}, which holds on any number of ranks"
+        problems.append(Problem(what, plan.loaded.where("train.global_batch_size"), hint))
+    if before.get("base", now["base"]) != now["base"]:
+        what = "the base model's files are not those that this run began with"
+        problems.append(Problem(what, plan.loaded.where("model.model_name_or_path"), back))
+    raise_all(problems)
 
 
 def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from windlass.observe.recorder import Recorder
 from windlass.observe.report.background import BackgroundReport
 from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
-from windlass.run_folder import DATA, FINAL, FINISHED, LOAD, STOPPED, update_manifest
+from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, STOPPED, update_manifest
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batches, Collate
 from windlass.train.console import Progress, header, quiet
@@ -37,7 +38,7 @@ from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
 from windlass.train.loss import router_loss_weight
-from windlass.train.parallel import assert_sharded, device_of_this_rank, is_sharded
+from windlass.train.parallel import assert_sharded, device_of_this_rank
 from windlass.train.rank import Rank, StopSignal
 from windlass.train.ranks import clear_accelerate
 from windlass.train.resume import base_identity, claim, facts, recorded_failure, require_same_data, resolved
@@ -64,7 +65,8 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
     require_same_plan(plan, identity)
 
     # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
-    from_checkpoint = claim(folder, plan, identity, resume=resume or job.train.resume == "auto")
+    resume = resume or job.train.resume == "auto"
+    from_checkpoint = group.on_rank_0(lambda: claim(folder, plan, identity, resume=resume))
     header(console, plan)
 
     # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
@@ -104,13 +106,19 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
-    if job.train.load_best_model_at_end and (best := loop.saver.best()):
+    wanted = job.train.load_best_model_at_end
+    if wanted and (best := group.on_rank_0(lambda: checkpoint.intact_best(folder / CHECKPOINTS))):
         checkpoint.load_adapter(model, best)
         console.print(f"the adapter is that of {best.name}, which evaluated best")
-    save_final(folder / FINAL, model, tokenizer)
-    console.print(f"adapter written to {folder / FINAL}")
+    final, partial = folder / FINAL, folder / f".{FINAL}.partial"
     if here.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    checkpoint.save_adapter(model, partial)
+    if here.rank == 0:
+        tokenizer.save_pretrained(partial)
+        commit_dir(partial, final)
         update_manifest(folder, state=FINISHED, steps=loop.step)
+    console.print(f"adapter written to {final}")
     return 0
 
 
@@ -137,29 +145,21 @@ def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = Mapp
         torch.cuda.set_device(gpu_of_rank(here.local_rank, torch.cuda.device_count()))
     here.phase("waiting for the other ranks")
     if not dist.is_initialized():
-        backend, timeout = "cpu:gloo,cuda:nccl" if gpu else "gloo", datetime.timedelta(seconds=timeout_seconds)
-        interruptibly(lambda: dist.init_process_group(backend, timeout=timeout))
+        connected: Future[None] = Future()
+
+        def connect() -> None:
+            try:
+                backend, timeout = "cpu:gloo,cuda:nccl" if gpu else "gloo", timedelta(seconds=timeout_seconds)
+                connected.set_result(dist.init_process_group(backend, timeout=timeout))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        # It waits in C++: in a thread, so that Python can answer a signal meanwhile.
+        threading.Thread(target=connect, name="windlass connect", daemon=True).start()
+        connected.result()
     if gpu:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         require_own_gpus(group.gather(str(getattr(device, "uuid", ""))))
-
-
-def interruptibly(wait: Callable[[], None]) -> None:
-    """Wait in C++, but in a thread: here Python can answer a signal meanwhile."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            wait()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="windlass connect", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    if errors:
-        raise errors[0]
 
 
 def gpu_of_rank(local_rank: int, visible: int) -> int:
@@ -198,19 +198,16 @@ def require_same_plan(plan: Plan, identity: str) -> None:
         "the path of experts' adapters": plan.expert_path,
     }
     of_files = {f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train") for key in run[name]}
-    mine = {**of_files, **of_node, "the base model's files": identity}
-    plans = group.gather(mine)
+    plans = group.gather({**of_files, **of_node, "the base model's files": identity})
     other = next((rank for rank, theirs in enumerate(plans) if theirs != plans[0]), None)
     if other is not None:
-        one, two = plans[0], plans[other]
-        differing = [name for name in mine if one[name] != two[name]]
-        differs = ", ".join(f"{name} {one[name]} and {two[name]}" for name in differing)
+        differing = [name for name, value in plans[0].items() if value != plans[other][name]]
+        differs = ", ".join(f"{name} {plans[0][name]} and {plans[other][name]}" for name in differing)
         hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
         if not set(differing) <= of_node.keys():
             hint = "start all ranks with the same run file, and give all nodes the same copy of the base model"
-        raise UserError(
-            f"rank 0 and rank {other} plan different runs: {differs}", plan.loaded.where("cluster.gpu"), hint
-        )
+        problem = f"rank 0 and rank {other} plan different runs: {differs}"
+        raise UserError(problem, plan.loaded.where("cluster.gpu"), hint)
 
 
 # --- 3. to 8. ---
@@ -305,27 +302,24 @@ def make_loop(
         on_stall=on_stall,
         report=report.finish,
     )
-    collator = data.collator(tokenizer.pad_token_id)
-    collate = Collate(collator, mark_tokens=bool(router_loss_weight(model.get_base_model())))
     options: dict[str, Any] = {"workers": train.dataloader_num_workers, "pin": train.dataloader_pin_memory}
-    validation = None
-    if train.eval_strategy != "no" and data.validation is not None:
-        rows, size = np.arange(len(data.validation)), train.per_device_eval_batch_size
-        validation = Batches(
-            data.validation, Collate(collator), size, order=lambda _: rows, round_rows=size * here.world, **options
-        )
     seed, sequences = train.order_seed, plan.schedule.global_sequences
     # By seed and epoch alone: the same rows on any number of ranks. A stream has its own order.
     order = None if data.lengths is None else lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
+    collator = data.collator(tokenizer.pad_token_id)
+    collate = Collate(collator, mark_tokens=bool(router_loss_weight(model.get_base_model())))
+    batches = Batches(data.train, collate, plan.batch.micro, order=order, round_rows=sequences, **options)
+    validation = None
+    if train.eval_strategy != "no" and data.validation is not None:
+        rows, size = np.arange(len(data.validation)), train.per_device_eval_batch_size
+        options["round_rows"] = size * here.world
+        validation = Batches(data.validation, Collate(collator), size, order=lambda _: rows, **options)
     report_to = train.report_to if here.rank == 0 else "none"
     return Loop(
-        job,
+        plan,
         model,
-        Batches(data.train, collate, plan.batch.micro, order=order, round_rows=sequences, **options),
+        batches,
         validation,
-        accumulation=plan.batch.accumulation,
-        checkpointing=train.gradient_checkpointing or plan.layout.activation_checkpointing,
-        gather_once=is_sharded(plan.layout) and not plan.layout.reshard_after_forward,
         replicas=replicas,
         liveness=Liveness(model, replicas, train.output_dir),
         stop_signal=stop_signal,
@@ -335,14 +329,3 @@ def make_loop(
         progress=Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib),
         trackers=Trackers(report_to, folder, train.run_name, resolved(plan)),
     )
-
-
-def save_final(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
-    if group.rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    checkpoint.save_adapter(model, partial)
-    if group.rank() == 0:
-        tokenizer.save_pretrained(partial)
-        commit_dir(partial, folder)
-    group.barrier()

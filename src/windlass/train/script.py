@@ -42,7 +42,6 @@ from windlass.train import ranks
 from windlass.train.rank import SUPERVISED, read_rank, run_rank, wait_for_peers
 
 LIBRARIES: Final = ("torch", "torchvision", "transformers", "accelerate", "lightning")
-STOP_SIGNALS: Final = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
 
 
 def train(
@@ -54,22 +53,20 @@ def train(
         plan = make_plan()
         ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
         with ranks.reserved_port() as port:
-            started = ranks.environments(plan.layout.gpus_per_node, environ, port)
-            return run(plan, [as_torchrun(each) for each in started], resume=resume)
+            return run(plan, ranks.environments(plan.layout.gpus_per_node, environ, port), resume=resume)
 
     # An operator's pod with one rank gives no more than its number.
     own = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1", **environ}
-    grace = float(GRACE_SECONDS)
+    made: list[ScriptPlan] = []
 
-    def one() -> int:
-        nonlocal grace
-        plan = make_plan()
-        grace = _grace(plan)
-        return run(plan, [own], resume=resume)
+    def work() -> int:
+        made.append(make_plan())
+        return run(made[0], [own], resume=resume)
 
-    code = run_rank(here, one, print_error=say)
+    code = run_rank(here, work, print_error=say)
     if code == SAVED:
-        wait_for_peers(here, int(own["LOCAL_WORLD_SIZE"]), grace)
+        grace = made[0].loaded.run.cluster.grace_seconds if made else None
+        wait_for_peers(here, int(own["LOCAL_WORLD_SIZE"]), grace or GRACE_SECONDS)
     return code
 
 
@@ -79,32 +76,39 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
     if path is not None and not Path(path).is_file():
         hint = f"the path is relative to the folder that the run is started in, here {Path.cwd()}"
         raise UserError(f"there is no file {path}", plan.loaded.where("script.path"), hint)
-    folder, command, grace = Path(job.folder), [sys.executable, *job.command], _grace(plan)
+    folder, command, grace = Path(job.folder), [sys.executable, *job.command], job.cluster.grace_seconds
     is_leader, launched = any(environ["RANK"] == "0" for environ in environs), SUPERVISED not in environs[0]
     # Should this process be killed: below a launcher that means that the script's time to save is over.
     parent_death = signal.SIGKILL if launched else signal.SIGTERM
     ensure_dir(folder, plan.loaded.where("script.output_dir"))  # below a launcher one may come before rank 0
     # Where the recorder writes, and what is to be kept for the watch.
     more = {OUTPUT_DIR: str(folder.absolute()), **patrol.environment(environs[0], job, folder.absolute())}
-    with _claimed(plan, folder, resume=resume) if is_leader else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if is_leader:
+            stack.enter_context(_claimed(plan, folder, resume=resume))
         processes: list[subprocess.Popen[bytes]] = []
         stop = threading.Event()
         watch = ScriptWatch(job, plan.layout.ranks, stop.set, _say) if is_leader else None
-        with contextlib.ExitStack() as stack:
 
-            def starting() -> Iterator[subprocess.Popen[bytes]]:
-                for environ in environs:
-                    yield ranks.start_process(command, {**environ, **more}, parent_death_signal=parent_death)
-                if watch:  # last, for it is a thread, and processes are better started without
-                    stack.enter_context(watch)
+        def starting() -> Iterator[subprocess.Popen[bytes]]:
+            for environ in environs:
+                own = environ if launched else as_torchrun(environ)
+                yield ranks.start_process(command, {**own, **more}, parent_death_signal=parent_death)
+            if watch:  # last, for it is a thread, and processes are better started without
+                stack.enter_context(watch)
 
-            first, cut_short = ranks.wait(
-                processes, starting(), grace, ranks.PATIENCE_SECONDS, second_kills=not launched, stop=stop
-            )
+        first, cut_short = ranks.wait(
+            processes,
+            starting(),
+            grace or GRACE_SECONDS,
+            ranks.PATIENCE_SECONDS,
+            second_kills=not launched,
+            stop=stop,
+        )
         if watch and watch.why:
             raise RunError(watch.why, "watch", f"see alarms.jsonl in {job.folder} and the report")
-        codes = {int(environ["RANK"]): process.returncode for environ, process in zip(environs, processes, strict=True)}
-        code = _explain_end(plan, codes, None if first is None else int(environs[first]["RANK"]), cut_short)
+        codes = [process.returncode for process in processes]
+        code = _explain_end(plan, codes, first, [environ["RANK"] for environ in environs], cut_short)
         if is_leader:
             update_manifest(folder, state=STOPPED if code == SAVED else FINISHED)
         return code
@@ -126,15 +130,10 @@ def as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _grace(plan: ScriptPlan) -> float:
-    return plan.loaded.run.cluster.grace_seconds or GRACE_SECONDS
-
-
 @contextlib.contextmanager
 def _claimed(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterator[None]:
     where = plan.loaded.where("script.output_dir")
-    lock = lock_run(folder, where)
-    with lock if lock is not None else contextlib.nullcontext():
+    with lock_run(folder, where) or contextlib.nullcontext():
         before = read_manifest(folder)
         state = before.get("state")
         if state == FINISHED:
@@ -161,32 +160,25 @@ def _claimed(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterator[None]:
             raise
 
 
-def _explain_end(plan: ScriptPlan, codes: Mapping[int, int], first: int | None, cut_short: str) -> int:
-    """The exit code, or the error that says which rank ended how. By rank; `first` is the one that ended first."""
-    script = plan.loaded.run.script
-    where = plan.loaded.where("script.path" if script.module is None else "script.module")
-    if cut_short and not set(codes.values()) <= {0, SAVED}:
+def _explain_end(
+    plan: ScriptPlan, codes: Sequence[int], first: int | None, names: Sequence[str], cut_short: str
+) -> int:
+    """The exit code, or the error that says which rank ended how. `first` is the one that ended first."""
+    where = plan.loaded.where("script.path" if plan.loaded.run.script.path else "script.module")
+    if cut_short and not set(codes) <= {0, SAVED}:
         hint = "cluster.grace_seconds is the time that a script gets to save in after SIGTERM"
         raise RunError(cut_short, where, hint)
-    if first is None:
-        return 0
-    code = codes[first]
-    if code == SAVED:
-        return SAVED
+    if first is None or codes[first] == SAVED:
+        return 0 if first is None else SAVED
+    code, rank = codes[first], names[first]
     if code == RANK_USER_INPUT:
-        raise UserError(f"rank {first} reports wrong input (exit code {code})", where, "see its output above")
-    others = [f"rank {rank} with {how_ended(other)}" for rank, other in codes.items() if other and rank != first]
-    then = f"; then {', '.join(others[:4])}{' …' if len(others) > 4 else ''}" if others else ""
+        raise UserError(f"rank {rank} reports wrong input (exit code {code})", where, "see its output above")
+    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     hint = f"see its output above; it was: {shlex.join(plan.command)}"
-    if code in STOP_SIGNALS:
-        hint = f"a script that saves on SIGTERM and exits with {SAVED} is recorded as saved"
-    elif code == -signal.SIGKILL:
-        hint = "a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg)"
-    raise RunError(f"rank {first} ended with {how_ended(code)}{then}", where, hint)
-
-
-def how_ended(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    if code < 0:
+        hint = f"a script that saves on SIGTERM and exits with {SAVED} is recorded as saved; "
+        hint += "a SIGKILL that nobody sent is most often the kernel out of memory (see dmesg)"
+    raise RunError(f"rank {rank} ended with {how}", where, hint)
 
 
 def _say(text: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from windlass.model.targets import ExpertShards
 from windlass.train.experts import peers
 from windlass.train.group import gather, world
+from windlass.train.parallel import fsdp_modules
 
 BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one
 Groups = Sequence[dist.ProcessGroup | None]
+EVERYONE: Groups = [None]
 
 
 class Replicas:
@@ -36,6 +39,7 @@ class Replicas:
         self.names = [*shared, *split]
         self.shared, self.split = list(shared.values()), list(split.values())
         self.sharded = [p for p in trained.values() if isinstance(p, DTensor)]
+        self.parameters = [*self.shared, *self.split]  # those of which this rank has the same as others
         self.shared_buckets, self.split_buckets = list(_buckets(self.shared)) or [[]], list(_buckets(self.split))
         self.world = world()
         # Groups that together span the ranks with the same experts; none where every rank has its own.
@@ -45,10 +49,9 @@ class Replicas:
             firsts = gather(next(iter(parts.held.values())).first)
             self.holders = [firsts.index(first) for first in sorted(set(firsts))]
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of which this rank has the same as others, in the order of `names`."""
-        return [*self.shared, *self.split]
+    def gradients(self) -> list[Tensor]:
+        """Of all trainable parameters, as far as this rank has them."""
+        return [local(p.grad) for p in (*self.parameters, *self.sharded) if p.grad is not None]
 
     @torch.no_grad()
     def average(self, sums: Tensor) -> Tensor:
@@ -58,13 +61,12 @@ class Replicas:
         """
         if self.world == 1:
             return sums
-        everyone: Groups = [None]
-        buckets = [(each, everyone) for each in self.shared_buckets] + [
-            (each, self.alike) for each in self.split_buckets
-        ]
+        buckets = [(bucket, EVERYONE) for bucket in self.shared_buckets]
+        buckets += [(bucket, self.alike) for bucket in self.split_buckets]
         for number, (bucket, groups) in enumerate(buckets):
             # In float32: a sum over many ranks in bfloat16 would drop the small ones.
-            flat = torch.cat([*(_gradient(p).flatten().float() for p in bucket), *([] if number else [sums])])
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([*(each.flatten().float() for each in gradients), *([] if number else [sums])])
             for group in groups:
                 dist.all_reduce(flat, group=group)
             if not number:
@@ -94,9 +96,8 @@ class Replicas:
         """Names of the parameters that are not bit for bit the same where they should be. A collective."""
         if self.world == 1 or not self.names:
             return []
-        kinds: tuple[tuple[list[nn.Parameter], Groups], ...] = ((self.shared, [None]), (self.split, self.alike))
         differ = []
-        for parameters, groups in kinds:
+        for parameters, groups in ((self.shared, EVERYONE), (self.split, self.alike)):
             if parameters:
                 lowest = fingerprints(parameters)
                 highest = lowest.clone()
@@ -115,13 +116,44 @@ class Replicas:
         return values
 
 
+class Waits:
+    """How long this rank's forward waits for others: only without that is a slow rank told from those it keeps waiting.
+
+    Ranks wait where FSDP2 gathers weights, in its hook before a module's forward, and in the experts' forward where
+    experts are split, which sends tokens to and fro: that is taken as a whole. Measured while `on`.
+    """
+
+    def __init__(self, model: nn.Module, now: Callable[[], Any], *, split_experts: bool) -> None:
+        self.now, self.on, self.depth = now, False, 0
+        self.marks: list[Any] = []  # starts and ends, of which there is one in the other at most
+        for module in fsdp_modules(model):
+            module.register_forward_pre_hook(self._begin, prepend=True)  # type: ignore[attr-defined]
+            module.register_forward_pre_hook(self._end)  # type: ignore[attr-defined]
+        for name, module in model.named_modules():
+            if split_experts and name.endswith(".experts"):
+                module.register_forward_pre_hook(self._begin, prepend=True)
+                module.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self.depth += self.on
+        if self.on and self.depth == 1:
+            self.marks.append(self.now())
+
+    def _end(self, *_: Any) -> None:
+        self.depth -= self.on
+        if self.on and not self.depth:
+            self.marks.append(self.now())
+
+    def seconds(self) -> float | None:
+        """Of the latest measurement; on a GPU once the device has been waited for."""
+        pairs, self.marks = zip(self.marks[::2], self.marks[1::2], strict=True), []
+        took = [end - start if isinstance(end, float) else start.elapsed_time(end) / 1000 for start, end in pairs]
+        return sum(took) if took else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
@@ -134,13 +166,11 @@ def _norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Runs of parameters, cut where their gradients reach BUCKET_BYTES."""
     bucket: list[nn.Parameter] = []
-    size = 0
     for parameter in parameters:
         bucket.append(parameter)
-        size += parameter.numel() * 4
-        if size >= BUCKET_BYTES:
+        if sum(each.numel() for each in bucket) * 4 >= BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
     if bucket:
         yield bucket
 

@@ -12,9 +12,8 @@ from windlass import run_folder
 from windlass.observe.reader import Tail
 
 Values = Mapping[str, float]
+Log = Callable[[Values, int], None]
 AXES = ("step", "time", "epoch")  # of a line of the step file: what trackers have of their own
-# Of a whole run, not of a step.
-TOTALS = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss")
 
 
 def prefixed(values: Values) -> dict[str, float]:
@@ -22,13 +21,12 @@ def prefixed(values: Values) -> dict[str, float]:
     return {f"eval/{n[5:]}" if n.startswith("eval_") else f"train/{n}": value for n, value in values.items()}
 
 
-def tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) -> tuple[Callable[..., None], ...]:
+def tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
-    where = os.environ.get("TENSORBOARD_LOGGING_DIR")
-    stamp = time.strftime("%b%d_%H-%M-%S")
-    into = Path(where).expanduser() if where else folder / "runs" / f"{stamp}_{os.uname().nodename}"
-    writer = SummaryWriter(log_dir=str(into))
+    named = folder / "runs" / f"{time.strftime('%b%d_%H-%M-%S')}_{os.uname().nodename}"
+    where = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or named).expanduser()
+    writer = SummaryWriter(log_dir=str(where))
     writer.add_text("run", str(config))
 
     def log(values: Values, step: int) -> None:
@@ -39,36 +37,27 @@ def tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) -> tupl
     return log, writer.close
 
 
-def wandb(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Callable[..., None], ...]:
+def wandb(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     import wandb
 
-    if wandb.run is None:
-        wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name=name)
-    run = wandb.run
+    run = wandb.run or wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name=name)
     run.config.update(config, allow_val_change=True)
     run.define_metric("train/global_step")
     run.define_metric("*", step_metric="train/global_step", step_sync=True)
-
-    def log(values: Values, step: int) -> None:
-        for total in values.keys() & TOTALS:
-            run.summary[total] = values[total]
-        run.log({**prefixed({n: v for n, v in values.items() if n not in TOTALS}), "train/global_step": step})
-
-    return log, run.finish
+    return lambda values, step: run.log({**prefixed(values), "train/global_step": step}), run.finish
 
 
-def mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Callable[..., None], ...]:
+def mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     import mlflow
 
     started = mlflow.active_run() is None
     if started:  # where to, and under which experiment, is in MLflow's own variables
         mlflow.start_run(run_name=name)
-    sections = {
-        f"{s}.{key}": value for s, keys in config.items() if isinstance(keys, dict) for key, value in keys.items()
-    }
-    params = {key: value for key, value in sections.items() if len(str(value)) <= 250}  # MLflow's limit
+    sections = ((section, keys) for section, keys in config.items() if isinstance(keys, dict))
+    params = [(f"{section}.{key}", value) for section, keys in sections for key, value in keys.items()]
+    params = [(key, value) for key, value in params if len(str(value)) <= 250]  # MLflow's limit
     for start in range(0, len(params), 100):  # and of one call
-        mlflow.log_params(dict(list(params.items())[start : start + 100]), synchronous=False)
+        mlflow.log_params(dict(params[start : start + 100]), synchronous=False)
 
     def log(values: Values, step: int) -> None:
         # The step file's fields are of training here too; the other names go to MLflow as they are.
@@ -78,15 +67,11 @@ def mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Cal
     return log, mlflow.end_run if started else lambda: None
 
 
-def trackio(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Callable[..., None], ...]:
+def trackio(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     import trackio
 
     trackio.init(project="huggingface", name=name, resume="allow", config=config)
-
-    def log(values: Values, step: int) -> None:
-        trackio.log({**prefixed({n: v for n, v in values.items() if n not in TOTALS}), "train/global_step": step})
-
-    return log, trackio.finish
+    return lambda values, step: trackio.log({**prefixed(values), "train/global_step": step}), trackio.finish
 
 
 OPEN = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "trackio": trackio}

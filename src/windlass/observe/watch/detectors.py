@@ -169,8 +169,12 @@ def straggler(history: History) -> Iterator[Finding]:
         return
     step_seconds = median(map(slowest, recent))
     for phase in ("data", "forward", "backward", "optimizer", "other"):
-        name = f"{phase}_seconds"
-        taken = {rank: median(records[rank].get(name) or 0.0 for records in recent) for rank in ranks}
+        name, waiting = f"{phase}_seconds", "wait_seconds" if phase == "forward" else ""
+
+        def own(record: Record, name: str = name, waiting: str = waiting) -> float:
+            return (record.get(name) or 0.0) - (record.get(waiting) or 0.0)
+
+        taken = {rank: median(own(records[rank]) for records in recent) for rank in ranks}
         worst, seconds, others = worst_rank(taken)
         if seconds - others > max(history.limits.straggler_share * step_seconds, MIN_DELAY):
             times = f"{seconds:.3g} s, the others {others:.3g} s of a step of {step_seconds:.3g} s"
