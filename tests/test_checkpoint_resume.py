@@ -78,9 +78,9 @@ TWO: dict[str, Case] = {
     "packed stream, cut": case("packed stream parts", "signal at 7", **TWO_STREAM),
     "packed stream, resumed": case("packed stream parts", resume=True, **TWO_STREAM),
     "evaluation, cut": case("evaluation parts", "signal in evaluation"),
-    "evaluation, resumed": case("evaluation parts", resume=True),
+    "evaluation, resumed": case("evaluation parts", train__resume="auto"),
     "save, cut": case("save parts", "signal in save"),
-    "save, resumed": case("save parts", train__resume="auto"),
+    "save, resumed": case("save parts", resume=True),
     "last step, cut": case("last parts", "signal in the last step"),
     "last step, resumed": case("last parts", resume=True),
     "disk full for a while": case("disk", "disk full at 5", "disk emptied at 9"),
@@ -89,8 +89,6 @@ TWO: dict[str, Case] = {
     "another rate": case("poisoned", resume=True, train__learning_rate=0.02, lora__lora_alpha=4),
     "another batch": case("poisoned", resume=True, train__per_device_train_batch_size=2),
     "newest damaged": case("poisoned", resume=True, damage={"{out}/poisoned/checkpoints/step-8/optimizer.pt": "flip"}),
-    "all damaged": case("full", resume=True),
-    "best": case("best", "spoilt 0", "spoilt 1", train__load_best_model_at_end=True),
     "still": case("still", **SAME),
     "still, cut": case("still parts", "signal at 7", **SAME),
     "still, other layout": case("still parts", resume=True, **SAME, **SPLIT),
@@ -134,10 +132,11 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Outcomes = dict[str, list[dict[str, Any]]]
+Outcomes = dict[str, list[dict[str, Any]]]  # by case and rank
+Two = tuple[Outcomes, dict[str, str]]  # and what rank 0 printed in each
 
 
-def launched(material: Path, world: int, cases: dict[str, Case]) -> tuple[Outcomes, dict[str, str]]:
+def launched(material: Path, world: int, cases: dict[str, Case]) -> Two:
     """All cases one after the other in the same processes; by name each rank's outcome, and what rank 0 said."""
     out = material / "runs"
     out.mkdir(exist_ok=True)
@@ -160,13 +159,8 @@ def launched(material: Path, world: int, cases: dict[str, Case]) -> tuple[Outcom
 
 
 @pytest.fixture(scope="module")
-def two(material: Path) -> tuple[Outcomes, dict[str, str]]:
+def two(material: Path) -> Two:
     return launched(material, 2, TWO)
-
-
-@pytest.fixture(scope="module")
-def more(material: Path) -> tuple[Outcomes, dict[str, str]]:
-    return launched(material, 2, MORE)
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -190,16 +184,15 @@ def evaluations(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("name", ["plain", "packed stream", "evaluation", "save", "last step", "experts"])
-def test_resumed_equals_never_stopped(two: tuple[Outcomes, dict[str, str]], material: Path, name: str) -> None:
+def test_resumed_equals_never_stopped(two: Two, material: Path, name: str) -> None:
     assert_resumed(two[0], material, name)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", ["packed", "stream"])
-def test_resumed_equals_never_stopped_in_more_ways(
-    more: tuple[Outcomes, dict[str, str]], material: Path, name: str
-) -> None:
-    assert_resumed(more[0], material, name)
+def test_resumed_equals_never_stopped_in_more_ways(material: Path, two: Two) -> None:
+    outcomes, _ = launched(material, 2, MORE)
+    for name in ("packed", "stream"):
+        assert_resumed(outcomes, material, name)
 
 
 def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
@@ -215,12 +208,9 @@ def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
     assert {checkpoint.step_of(f) for f in checkpoint.saved(parts / "checkpoints")} >= {8, 12}
 
 
-def test_a_stop_says_where_and_how_to_go_on(two: tuple[Outcomes, dict[str, str]]) -> None:
+def test_a_stop_says_where_to_go_on_and_a_stopped_evaluation_is_made_up_for(material: Path, two: Two) -> None:
     assert "stopped by a signal; step 7 is saved; --resume continues from it" in two[1]["packed stream, cut"]
     assert "step 8 is saved" in two[1]["evaluation, cut"]
-
-
-def test_a_stopped_evaluation_is_made_up_for_and_its_loss_is_kept(material: Path, two: object) -> None:
     folders = [material / "runs" / name / "checkpoints" / "step-8" for name in ("plain", "evaluation parts")]
     manifests = [checkpoint.read_manifest(folder) for folder in folders]
     assert manifests[0]["eval_loss"] == manifests[1]["eval_loss"]
@@ -242,7 +232,7 @@ def one(material: Path, two: object) -> Outcomes:
     ],
 )
 def test_another_number_of_ranks_or_layout_goes_on_with_the_same_batches(
-    two: tuple[Outcomes, dict[str, str]], one: Outcomes, material: Path, name: str, folder: str
+    two: Two, one: Outcomes, material: Path, name: str, folder: str
 ) -> None:
     outcomes = two[0] if name in two[0] else one
     assert [outcome.get("code") for outcome in outcomes[name]] in ([0, 0], [0]), outcomes[name]
@@ -252,7 +242,7 @@ def test_another_number_of_ranks_or_layout_goes_on_with_the_same_batches(
         assert step == pytest.approx(other, abs=1e-4)
 
 
-def test_a_full_disk_is_said_and_training_goes_on(two: tuple[Outcomes, dict[str, str]], material: Path) -> None:
+def test_a_full_disk_is_said_and_training_goes_on(two: Two, material: Path) -> None:
     outcomes, said = two
     assert outcomes["disk full for a while"][0]["code"] == 0
     run = material / "runs" / "disk"
@@ -274,28 +264,32 @@ def test_a_full_disk_is_said_and_training_goes_on(two: tuple[Outcomes, dict[str,
     assert [line["kind"] for line in lines][-1] == "end", "the last save is waited for"
 
 
-def test_a_stop_that_cannot_be_saved_is_a_failure(two: tuple[Outcomes, dict[str, str]]) -> None:
-    for outcome in two[0]["disk full, and a signal"]:
-        assert outcome["kind"] == "RunError"
-        assert "step 7 could not be saved: No space left on device" in outcome["error"]
-        assert "there is no checkpoint before" in outcome["error"]
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        (
+            "disk full, and a signal",
+            ["step 7 could not be saved: No space left on device", "there is no checkpoint before"],
+        ),
+        ("another rate", ["was 0.01 when this run began, is 0.02 now", "was 8 when this run began, is 4 now"]),
+        (
+            "another batch",
+            [
+                "an optimizer step had 8 sequences when this run began, and would have 4 now",
+                "set train.global_batch_size: 8",
+            ],
+        ),
+        ("poisoned", ["non-finite"]),
+    ],
+)
+def test_what_ends_a_run_on_every_rank(two: Two, name: str, messages: list[str]) -> None:
+    for outcome in two[0][name]:
+        assert [message for message in messages if message not in outcome["error"]] == []
 
 
-def test_what_would_change_the_run_is_refused_all_at_once(two: tuple[Outcomes, dict[str, str]]) -> None:
-    changed = two[0]["another rate"][0]["error"]
-    assert "was 0.01 when this run began, is 0.02 now" in changed
-    assert "was 8 when this run began, is 4 now" in changed
-    batch = two[0]["another batch"][1]["error"]
-    assert "an optimizer step had 8 sequences when this run began, and would have 4 now" in batch
-    assert "set train.global_batch_size: 8" in batch
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
-    two: tuple[Outcomes, dict[str, str]], material: Path
-) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_and_said(two: Two, material: Path) -> None:
     outcomes, said = two
     run = material / "runs" / "poisoned"
-    assert "non-finite" in outcomes["poisoned"][0]["error"]
     assert outcomes["newest damaged"][0]["code"] == 0, outcomes["newest damaged"]
     assert "step-8: optimizer.pt is not what was written; kept as damaged-step-8" in said["newest damaged"]
     assert_same_bits(run / "final", material / "runs" / "plain" / "final")
@@ -303,14 +297,11 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(
     assert evaluations(run) == evaluations(material / "runs" / "plain")
 
 
-@pytest.mark.parametrize("name", ["best", "experts best"])
-def test_the_best_is_pointed_at_and_loaded_at_the_end(
-    two: tuple[Outcomes, dict[str, str]], material: Path, name: str
-) -> None:
-    run = material / "runs" / name
+def test_the_best_is_pointed_at_and_loaded_at_the_end(two: Two, material: Path) -> None:
+    run = material / "runs" / "experts best"
     losses = evaluations(run)
     lowest = min(losses, key=lambda step: losses[step])
     assert lowest != STEPS
     assert (run / "best").resolve() == run / "checkpoints" / f"step-{lowest}"
     assert_same_bits(run / "final", run / "best")
-    assert f"the adapter is that of step-{lowest}" in two[1]["best" if name == "best" else "experts, best"]
+    assert f"the adapter is that of step-{lowest}" in two[1]["experts, best"]

@@ -154,7 +154,7 @@ class Steps:
         self.liveness.before_update(rate)
         if self.fault != skip_the_update:
             self.optimizer.step()
-        self.liveness.after_update(rate)
+        self.liveness.after_update()
 
 
 def test_a_new_adapter_is_proven_in_two_steps_after_the_warm_up_and_a_continued_one_in_one() -> None:

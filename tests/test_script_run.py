@@ -27,7 +27,7 @@ from script_ranks import DEAF, DIVERGES_SAVES, FAILS, LOOP, SAVES, SLOW, STALLS
 from windlass import explain
 from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
-from windlass.launch import check, kubernetes, runai
+from windlass.launch import check, kubernetes
 from windlass.launch.job import job_of
 from windlass.launch.submit import render
 from windlass.meter import StepProfiler
@@ -433,7 +433,7 @@ def test_under_a_launcher_codes_and_signals_come_through(
     assert ("rank 1 ended with exit code 3" in words) == (code == 1)
 
 
-@pytest.mark.parametrize("engine", ["job", "jobset", "pytorchjob", "trainer"])
+@pytest.mark.parametrize("engine", ["job", "trainer"])
 def test_manifests_of_scripts_are_valid_and_carry_the_arguments(plan: Callable[..., ScriptPlan], engine: str) -> None:
     job = job_of(plan(*SITE))
     documents = list(yaml.safe_load_all(kubernetes.job_yaml(job, engine)))
@@ -444,19 +444,6 @@ def test_manifests_of_scripts_are_valid_and_carry_the_arguments(plan: Callable[.
         kubernetes_validate.validate(documents[-1], "1.36", strict=True)
         (container,) = documents[-1]["spec"]["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["memory"] == "64Gi"
-
-
-def test_runai_gets_the_same_job(plan: Callable[..., ScriptPlan], tmp_path: Path) -> None:
-    made = plan(*SITE)
-    files = render(made, "runai")
-    assert files.keys() == {"launch.sh", "run.yaml", "submit.sh"}
-    words = runai.command(job_of(made))
-    assert words[-3:] == ["--", "bash", "/data/run/launch.sh"]
-    assert words[words.index("--cpu-memory-limit") + 1] == "64Gi"
-    (tmp_path / "submit.sh").write_text(files["submit.sh"])
-    program(tmp_path / "bin", "runai", "exit 0")
-    subprocess.run(["bash", tmp_path / "submit.sh"], env=environ(tmp_path / "bin"), check=True, timeout=30)
-    assert calls(tmp_path / "bin", "runai") == words[1:]
 
 
 def test_pods_need_to_be_told_what_can_not_be_planned(plan: Callable[..., ScriptPlan]) -> None:

@@ -64,7 +64,7 @@ class Liveness:
         self.tokens.step(moved=False)
         self.before = None
 
-    def after_update(self, learning_rate: float) -> None:
+    def after_update(self) -> None:
         """The optimizer has stepped."""
         if self.done or self.before is None:
             return

@@ -206,7 +206,7 @@ class Loop:
         # Update.
         self.optimizer.step()
         self.recorder.mark("optimizer")
-        self.liveness.after_update(learning_rate)
+        self.liveness.after_update()
         if not follows_evaluation(self.train):
             self.scheduler.step()
         self.optimizer.zero_grad()

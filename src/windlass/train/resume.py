@@ -13,23 +13,9 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import torch
 
+from windlass import run_folder
 from windlass.errors import Problem, UserError, raise_all
 from windlass.files import read_json_lines, write_atomic, write_json
-from windlass.run_folder import (
-    CHECKPOINTS,
-    EVENTS,
-    FAILED,
-    FINISHED,
-    PLAN,
-    begin_manifest,
-    ensure_dir,
-    git_state,
-    lock_run,
-    read_manifest,
-    step_files,
-    update_manifest,
-    versions,
-)
 from windlass.train import checkpoint, group
 
 if TYPE_CHECKING:
@@ -56,18 +42,18 @@ _lock: IO[str] | None = None  # for the life of rank 0's process: the system rel
 def claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | None:
     """Claim the folder for this run, on rank 0. Returns the checkpoint to continue from, if any."""
     global _lock
-    where, checkpoints = plan.loaded.where("train.output_dir"), folder / CHECKPOINTS
-    ensure_dir(checkpoints, where)
+    where, checkpoints = plan.loaded.where("train.output_dir"), folder / run_folder.CHECKPOINTS
+    run_folder.ensure_dir(checkpoints, where)
     if _lock is not None:
         _lock.close()
-    _lock = lock_run(folder, where)
+    _lock = run_folder.lock_run(folder, where)
     checkpoint.sweep(checkpoints)
-    before = read_manifest(folder)
+    before = run_folder.read_manifest(folder)
     state = before.get("state")
-    if state == FINISHED:
+    if state == run_folder.FINISHED:
         hint = "name another train.output_dir, or remove the folder to train anew"
         raise UserError(f"{folder} holds a finished run", where, hint)
-    has_steps = any(path.stat().st_size for path in step_files(folder).values())
+    has_steps = any(path.stat().st_size for path in run_folder.step_files(folder).values())
     begun = bool(checkpoint.saved(checkpoints)) or (bool(state) and has_steps)
     if begun and not resume:
         hint = "add --resume to continue it, name another train.output_dir, or remove the folder to train anew"
@@ -77,8 +63,8 @@ def claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | No
     now = facts(plan, identity)
     if begun:  # a run that failed before its first step left nothing to be equal to
         _require_same_run(checkpoint.read_manifest(usable) if usable else before, now, plan, folder)
-    write_json(folder / PLAN, plan.as_dict())
-    begin_manifest(folder, now)
+    write_json(folder / run_folder.PLAN, plan.as_dict())
+    run_folder.begin_manifest(folder, now)
     forget_after(folder, checkpoint.step_of(usable) if usable else 0)
     return usable
 
@@ -107,8 +93,8 @@ def newest_intact(checkpoints: Path, where: str) -> Path | None:
 
 def forget_after(folder: Path, step: int) -> None:
     """Drop what an interrupted run logged of the steps that will be run again."""
-    events = folder / EVENTS
-    for path in (*step_files(folder).values(), *([events] if events.exists() else [])):
+    events = folder / run_folder.EVENTS
+    for path in (*run_folder.step_files(folder).values(), *([events] if events.exists() else [])):
         kept = (line for line in read_json_lines(path) if line.get("step", 0) <= step)
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -165,12 +151,12 @@ def facts(plan: Plan, identity: str) -> dict[str, Any]:
     return {
         "run": resolved(plan),
         "base": identity,
-        "versions": versions(LIBRARIES),
+        "versions": run_folder.versions(LIBRARIES),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": plan.layout.ranks,
         "layout": plan.as_dict()["layout"],
         "sequences": plan.schedule.global_sequences,  # of an optimizer step
-        "git": git_state(),
+        "git": run_folder.git_state(),
     }
 
 
@@ -191,5 +177,5 @@ def recorded_failure(folder: Path) -> Iterator[None]:
         yield
     except Exception:
         if group.rank() == 0:
-            update_manifest(folder, state=FAILED)
+            run_folder.update_manifest(folder, state=run_folder.FAILED)
         raise

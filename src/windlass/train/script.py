@@ -18,25 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from windlass import run_folder
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import write_json
 from windlass.observe.watch import patrol
 from windlass.observe.watch.patrol import ScriptWatch
 from windlass.plan.script import ScriptPlan
-from windlass.run_folder import (
-    FAILED,
-    FINISHED,
-    OUTPUT_DIR,
-    PLAN,
-    STOPPED,
-    begin_manifest,
-    ensure_dir,
-    git_state,
-    lock_run,
-    read_manifest,
-    update_manifest,
-    versions,
-)
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.train import ranks
 from windlass.train.rank import SUPERVISED, read_rank, run_rank, wait_for_peers
@@ -80,9 +67,9 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
     is_leader, launched = any(environ["RANK"] == "0" for environ in environs), SUPERVISED not in environs[0]
     # Should this process be killed: below a launcher that means that the script's time to save is over.
     parent_death = signal.SIGKILL if launched else signal.SIGTERM
-    ensure_dir(folder, plan.loaded.where("script.output_dir"))  # below a launcher one may come before rank 0
+    run_folder.ensure_dir(folder, plan.loaded.where("script.output_dir"))  # below a launcher one may come before rank 0
     # Where the recorder writes, and what is to be kept for the watch.
-    more = {OUTPUT_DIR: str(folder.absolute()), **patrol.environment(environs[0], job, folder.absolute())}
+    more = {run_folder.OUTPUT_DIR: str(folder.absolute()), **patrol.environment(environs[0], job, folder.absolute())}
     with contextlib.ExitStack() as stack:
         if is_leader:
             stack.enter_context(_claimed(plan, folder, resume=resume))
@@ -110,7 +97,7 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
         codes = [process.returncode for process in processes]
         code = _explain_end(plan, codes, first, [environ["RANK"] for environ in environs], cut_short)
         if is_leader:
-            update_manifest(folder, state=STOPPED if code == SAVED else FINISHED)
+            run_folder.update_manifest(folder, state=run_folder.STOPPED if code == SAVED else run_folder.FINISHED)
         return code
 
 
@@ -133,30 +120,30 @@ def as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 @contextlib.contextmanager
 def _claimed(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterator[None]:
     where = plan.loaded.where("script.output_dir")
-    with lock_run(folder, where) or contextlib.nullcontext():
-        before = read_manifest(folder)
+    with run_folder.lock_run(folder, where) or contextlib.nullcontext():
+        before = run_folder.read_manifest(folder)
         state = before.get("state")
-        if state == FINISHED:
+        if state == run_folder.FINISHED:
             hint = "name another script.output_dir, or remove the folder to run anew"
             raise UserError(f"{folder} holds a finished run", where, hint)
         if state and not resume:
             hint = "add --resume to start the script in it again, or name another script.output_dir"
             raise UserError(f"{folder} holds an unfinished run ({state} {before.get('began', '')})", where, hint)
-        write_json(folder / PLAN, plan.as_dict())
+        write_json(folder / run_folder.PLAN, plan.as_dict())
         facts = {
             "kind": "script",
             "run": plan.loaded.run.model_dump(mode="json"),
             "command": plan.command,
-            "versions": versions(LIBRARIES),
+            "versions": run_folder.versions(LIBRARIES),
             "ranks": plan.layout.ranks,
             "layout": plan.as_dict()["layout"],
-            "git": git_state(),
+            "git": run_folder.git_state(),
         }
-        begin_manifest(folder, facts)
+        run_folder.begin_manifest(folder, facts)
         try:
             yield
         except BaseException:
-            update_manifest(folder, state=FAILED)
+            run_folder.update_manifest(folder, state=run_folder.FAILED)
             raise
 
 
