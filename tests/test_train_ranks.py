@@ -14,7 +14,6 @@ import pytest
 import warm
 
 from windlass.errors import SAVED, Problem, RunError, UserError
-from windlass.runfile import read
 from windlass.train import ranks
 from windlass.train.rank import Rank, read_rank
 
@@ -25,7 +24,6 @@ from windlass.train import ranks
 from windlass.train.rank import Rank, StopSignal, read_rank, run_rank, wait_for_peers
 here = read_rank(os.environ)
 """
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
 RUN = "\nsys.exit(run_rank(here, work, print_error=print))\n"
 
 
@@ -79,26 +77,6 @@ def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others() -> None:
         ("2", "0", "4", "job-master-0", "23456"),
         ("3", "1", "4", "job-master-0", "23456"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "environ", "gpus", "expected"),
-    [
-        ("", TORCHRUN, 0, ["cluster.nodes=3", "cluster.gpus_per_node=2"]),
-        ("cluster: {gpus_per_node: 4}\n", TORCHRUN, 0, []),
-        ("cluster: {nodes: 2, network: infiniband-400}\n", {}, 4, []),
-        ("", {}, 4, ["cluster.gpus_per_node=4"]),
-        ("", {"CUDA_VISIBLE_DEVICES": "0,1"}, 4, ["cluster.gpus_per_node=2"]),
-        ("", {"CUDA_VISIBLE_DEVICES": "0,1"}, 1, []),
-        ("", {"CUDA_VISIBLE_DEVICES": ""}, 4, []),
-        ("", {"CUDA_VISIBLE_DEVICES": "-1"}, 4, []),
-    ],
-)  # fmt: skip
-def test_where_nobody_wrote_how_many_gpus(
-    tmp_path: Path, text: str, environ: dict[str, str], gpus: int, expected: list[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text("lora: {r: 8}\n" + text)
-    assert ranks.started_on(read(tmp_path / "run.yaml"), environ, gpus) == expected
 
 
 # --- failures ---
