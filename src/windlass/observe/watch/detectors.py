@@ -171,7 +171,7 @@ def straggler(history: History) -> Iterator[Finding]:
     for phase in ("data", "forward", "backward", "optimizer", "other"):
         name, waiting = f"{phase}_seconds", "wait_seconds" if phase == "forward" else ""
 
-        def own(record: Record, name: str = name, waiting: str = waiting) -> float:
+        def own(record: Mapping[str, Any], name: str = name, waiting: str = waiting) -> float:
             return (record.get(name) or 0.0) - (record.get(waiting) or 0.0)
 
         taken = {rank: median(own(records[rank]) for records in recent) for rank in ranks}
