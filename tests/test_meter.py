@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -191,37 +190,6 @@ def test_recording_is_cheap_and_needs_no_more_memory_with_more_steps(tmp_path: P
     assert used[1][1] - used[0][1] < 0.02
     lines = (tmp_path / "steps-rank0.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 2001))
-
-
-RANK = """
-import sys, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from windlass.observe.recorder import Recorder
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-recorder = Recorder(folder, rank, 2)
-recorder.start()
-for step in range(1, 8):
-    time.sleep(0.15 * rank)  # the planted straggler
-    recorder.mark("backward")
-    dist.all_reduce(torch.ones(4))
-    recorder.mark("communication")
-    recorder.end_step(step)
-recorder.close()
-dist.destroy_process_group()
-"""
-
-
-def test_waiting_for_a_slow_rank_is_communication_and_its_own_time_is_not(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [warm.python(), "-c", RANK, str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
-    assert [rank.wait(240) for rank in ranks] == [0, 0]
-    fast, slow = (sorted(line["communication_seconds"] for line in records(tmp_path, r)[1:])[3] for r in (0, 1))
-    assert fast > 0.1
-    assert slow < fast / 2
-    assert all(line["backward_seconds"] > 0.14 for line in records(tmp_path, 1))
 
 
 # --- the parts ---

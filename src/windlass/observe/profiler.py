@@ -82,10 +82,9 @@ class StepProfiler(_Profiler):
                 meter.event("eval", eval_loss=…, map=…)   # the time since the last step was a pause
                 meter.event("save")
 
-    With gradient accumulation, several rounds of data, forward and backward come before one `optimizer` and one
-    `step`, whose `items` are those of all rounds. Loss and gradient norm may be tensors on the GPU: nothing waits for
-    them. A loop with its own collectives marks them as `communication`; those inside DDP or FSDP count as the phase
-    they happen in.
+    With gradient accumulation, several rounds of data, forward and backward come before one `step`, whose `items` are
+    those of all rounds. Loss and gradient norm may be tensors on the GPU. The loop's own collectives are marked as
+    `communication`; those inside DDP or FSDP count as the phase they happen in.
 
     output_dir: the run folder; default: that of the run file that started the script.
     unit: what is counted, in the plural: `images` becomes `images` and `images_per_second` of every step.

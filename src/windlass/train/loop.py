@@ -15,7 +15,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
 
-from windlass.observe.watch.alarms import AlarmError
+from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batch, Batches
 from windlass.train.loss import patch_forward, router_loss_weight

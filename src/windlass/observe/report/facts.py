@@ -25,6 +25,7 @@ STOPPED_BY_ALARM, KILLED = "stopped by an alarm", "killed"
 BAD_STATES: Final = (run_folder.FAILED, KILLED, STOPPED_BY_ALARM)
 DATA_SHARE: Final = 0.25  # of the step time, from which waiting for data is reported
 CLIPPED_SHARE: Final = 0.9  # of the steps, from which clipping is reported
+CERTIFICATE: Final = ("checkpoint", "layout", "parameters", "loaded", "unread", "checked")
 MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
 
@@ -35,6 +36,11 @@ def facts(run: Run) -> Facts:
     times = run.first["time"]
     began = next(iter(every(event.get("time") for event in events["start"])), times[0] if len(times) else NAN)
     in_range = 0 <= began < 1e11  # false for NaN
+    good = [event for event in events["save"] if event.get("ok") is not False]
+    failed = [event for event in events["save"] if event.get("ok") is False]
+    save_seconds = every(event.get("seconds") for event in good)
+    adapter, load = run.ask(PLAN, "adapter"), run.files.get(run_folder.LOAD)
+    targets = [target for target in listed(ask(adapter, "targets"))[:MAX_LISTED] if isinstance(target, dict)]
     made: Facts = {
         "name": run.name,
         "folder": str(run.folder),
@@ -59,7 +65,14 @@ def facts(run: Run) -> Facts:
         "alarms": run.alarms[:MAX_LISTED],
         "alarm_count": len(run.alarms),
         "watched": run.watched,
-        "saves": saves(events["save"]),
+        "saves": {  # logged when each has ended
+            "count": len(events["save"]),
+            "failed": len(failed),
+            "error": str(failed[-1].get("error", "")) if failed else "",
+            "seconds": median(save_seconds),
+            "most_seconds": max(save_seconds, default=NAN),
+            "bytes": _whole(good[-1].get("bytes")) if good else None,
+        },
         "ranks": ranks(run),
         "hardware": [
             {**(ask(each, "hardware") if isinstance(ask(each, "hardware"), dict) else {}), "rank": rank}
@@ -70,8 +83,13 @@ def facts(run: Run) -> Facts:
         "report_meta": ask(meter, "report_meta") or {},
         "arithmetic": ask(meter, "arithmetic") or {},
         "data": run.files.get(run_folder.DATA),
-        "adapter": adapter(run.ask(PLAN, "adapter")),
-        "certificate": certificate(run.files.get(run_folder.LOAD)),
+        # Without the names of thousands of modules, and with counts of as many tensors.
+        "adapter": {**adapter, "targets": [{k: t[k] for k in t if k != "matched"} for t in targets]}
+        if isinstance(adapter, dict)
+        else None,
+        "certificate": {k: len(load[k]) if isinstance(load.get(k), list) else load.get(k) for k in CERTIFICATE}
+        if load
+        else None,
         "run": run.ask(MANIFEST, "run"),
         "versions": run.ask(MANIFEST, "versions") or ask(meter, "hardware", "versions") or {},
         "git": run.ask(MANIFEST, "git"),
@@ -188,21 +206,6 @@ def experts(run: Run) -> Facts | None:
     }
 
 
-def saves(events: list[dict[str, Any]]) -> Facts:
-    """Checkpoints, by the events that are logged when each has ended."""
-    good = [event for event in events if event.get("ok") is not False]
-    failed = [event for event in events if event.get("ok") is False]
-    seconds = every(event.get("seconds") for event in good)
-    return {
-        "count": len(events),
-        "failed": len(failed),
-        "error": str(failed[-1].get("error", "")) if failed else "",
-        "seconds": median(seconds),
-        "most_seconds": max(seconds, default=NAN),
-        "bytes": _whole(good[-1].get("bytes")) if good else None,
-    }
-
-
 def ranks(run: Run) -> list[Facts]:
     rows = []
     for at, rank in run.ranks.items():
@@ -246,21 +249,6 @@ def planned(run: Run, made: Facts) -> list[Facts]:
 def peak_gib(made: Facts) -> float:
     """Of the rank with the highest peak."""
     return max(every(row["peak_gib"] for row in made["memory"]["per_rank"]), default=NAN)
-
-
-def adapter(plan: Any) -> Facts | None:
-    """Without the names of its thousands of modules."""
-    if not isinstance(plan, dict):
-        return None
-    targets = [target for target in listed(plan.get("targets"))[:MAX_LISTED] if isinstance(target, dict)]
-    return {**plan, "targets": [{name: t[name] for name in t if name != "matched"} for t in targets]}
-
-
-def certificate(load: Facts | None) -> Facts | None:
-    """load.json with counts in place of its thousands of tensors."""
-    names = ("checkpoint", "layout", "parameters", "loaded", "unread", "checked")
-    found = {name: ask(load, name) for name in names}
-    return {n: len(value) if isinstance(value, list) else value for n, value in found.items()} if load else None
 
 
 def verdict(run: Run, made: Facts) -> Facts:

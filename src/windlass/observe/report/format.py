@@ -31,19 +31,14 @@ def percent(share: Any, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}{SPACE}%" if _is_number(share) else NONE
 
 
-def count(value: Any, unit: str = "", scales: str = "kMBT") -> str:
-    """Large whole numbers short: 27.5 M."""
+def count(value: Any) -> str:
+    """Millions and more short: 27.5 M."""
     if not _is_number(value):
         return NONE
-    power = next((at for at in (4, 3, 2, 1) if abs(value) >= 1000**at), 0)
-    if not power or (abs(value) < 1e4 and not unit):
-        return f"{value:,.0f}{SPACE if unit else ''}{unit}"
-    return f"{value / 1000**power:.3g}{SPACE}{scales[power - 1]}{unit}"
-
-
-def size(value: Any) -> str:
-    """Bytes."""
-    return count(value, "B", "kMGT")
+    for scale, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{SPACE}{name}"
+    return f"{value:,.0f}"
 
 
 def duration(seconds: Any) -> str:

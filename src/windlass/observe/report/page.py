@@ -30,7 +30,7 @@ HIDDEN: Final = re.compile(
 )
 IN_SCRIPT: Final = re.compile(f"[<>&\u2028\u2029]|{HIDDEN.pattern}")
 FILTERS: Final[dict[str, Any]] = {
-    **{name: vars(formats)[name] for name in ("figure", "percent", "count", "size", "duration", "count_of")},
+    **{name: vars(formats)[name] for name in ("figure", "percent", "count", "duration", "count_of")},
     "ask": ask,
     "listed": listed,
     "fields": lambda value: list(value.items()) if isinstance(value, dict) else [],

@@ -1,14 +1,19 @@
-"""What the watch looks for: one list of detectors, each a rule over the last steps. Medians ignore noise."""
+"""What the watch looks for: one list of detectors, each a rule over the last steps. Medians ignore noise.
+
+A rule yields the message of an alarm and the rank it is about; None is the whole run.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from windlass.errors import RunError
 from windlass.observe import steps
 
 if TYPE_CHECKING:
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
 
 Records = Mapping[int, Mapping[str, Any]]  # a step's lines, by rank
 Points = Sequence[tuple[int, float]]  # step and value
+Findings = Iterator[tuple[str, int | None]]
 
 WINDOW: Final = 50  # steps to look back on
 MIN_STEPS: Final = 20  # before anything is judged
@@ -34,11 +40,26 @@ ROWS_SHOWN: Final = 64
 HARMLESS_THROTTLING: Final = ("software power cap", "sync boost")
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    kind: str
+    step: int
     message: str
     rank: int | None = None  # None: of the whole run
-    step: int | None = None  # None: the last one
-    broken: bool = False  # the loss itself is not finite
+    level: str = "warn"  # the action it led to; `stop` makes the report's verdict bad
+    time: float = field(default_factory=lambda: round(time.time(), 3))
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f" rank {self.rank}"
+        return f"{self.kind.replace('_', ' ')} at step {self.step}{rank}: {self.message}"
+
+
+class AlarmError(RunError):
+    """An alarm ends the run. `logged`: it is in alarms.jsonl already."""
+
+    def __init__(self, kind: str, problem: str, where: str, hint: str, *, logged: bool = False) -> None:
+        super().__init__(problem, where, hint)
+        self.kind, self.logged = kind, logged
 
 
 @dataclass
@@ -68,7 +89,7 @@ class History:
     max_steps: int | None = None
     joined: deque[Records] = field(default_factory=lambda: deque(maxlen=WINDOW + RECENT))
     memory: dict[int, Memory] = field(default_factory=dict)
-    balances: deque[tuple[int, Records]] = field(default_factory=lambda: deque(maxlen=BALANCES))
+    balances: deque[Records] = field(default_factory=lambda: deque(maxlen=BALANCES))
     lowest_loss: tuple[float, float] | None = None  # median and deviation where the median was lowest
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     evaluations: list[tuple[int, float]] = field(default_factory=list)
@@ -83,7 +104,7 @@ class History:
             if rank in self.memory and used is not None:
                 self.memory[rank].add(step, used)
         if any("experts" in record for record in records.values()):
-            self.balances.append((step, records))
+            self.balances.append(records)
         before = self.values("loss", WINDOW + RECENT)[:-RECENT]
         if len(before) >= MIN_STEPS:
             now = center(before)
@@ -128,20 +149,18 @@ def dataset_rows(records: Records) -> str:
 # --- the rules ---
 
 
-def loss_divergence(history: History) -> Iterator[Finding]:
+def loss_divergence(history: History) -> Findings:
     now = history.values("loss", RECENT)
     if history.lowest_loss is None or len(now) < RECENT:
         return
     middle, deviation = history.lowest_loss
     limit = middle + max(history.limits.deviations * deviation, 0.1 * abs(middle))
     if median(now) > limit:
-        yield Finding(
-            f"median of the last {RECENT} steps {median(now):.4g}; it was {middle:.4g} with a deviation of"
-            f" {deviation:.2g}, the limit is {limit:.4g}"
-        )
+        was = f"it was {middle:.4g} with a deviation of {deviation:.2g}, the limit is {limit:.4g}"
+        yield f"median of the last {RECENT} steps {median(now):.4g}; {was}", None
 
 
-def gradient_spike(history: History) -> Iterator[Finding]:
+def gradient_spike(history: History) -> Findings:
     *before, now = history.values("grad_norm", WINDOW + 1) or [0.0]
     if len(before) < MIN_STEPS or now not in history.values("grad_norm", 1):
         return
@@ -149,19 +168,19 @@ def gradient_spike(history: History) -> Iterator[Finding]:
     limit = max(history.limits.gradient_factor * middle, middle + history.limits.deviations * deviation)
     if now > limit:
         rows = dataset_rows(history.joined[-1])
-        yield Finding(f"norm {now:.4g}, the median before was {middle:.4g}, the limit is {limit:.4g}; {rows}")
+        yield f"norm {now:.4g}, the median before was {middle:.4g}, the limit is {limit:.4g}; {rows}", None
 
 
-def non_finite(history: History) -> Iterator[Finding]:
+def non_finite(history: History) -> Findings:
     records = history.joined[-1]
     names = sorted({name for record in records.values() for name in record.get("non_finite") or ()})
     skipped = any(record.get("skipped") for record in records.values())
     if names or skipped:
         what = f"{', '.join(names) or 'gradient'}{', update skipped' if skipped else ''}"
-        yield Finding(f"{what}; {dataset_rows(records)}", broken="loss" in names)
+        yield f"{what}; {dataset_rows(records)}", None
 
 
-def straggler(history: History) -> Iterator[Finding]:
+def straggler(history: History) -> Findings:
     """The first phase in which one rank takes longer: that the others are late after it is no fault of theirs."""
     recent = list(history.joined)[-MIN_STEPS:]
     ranks = sorted(recent[-1])
@@ -178,11 +197,11 @@ def straggler(history: History) -> Iterator[Finding]:
         worst, seconds, others = worst_rank(taken)
         if seconds - others > max(history.limits.straggler_share * step_seconds, MIN_DELAY):
             times = f"{seconds:.3g} s, the others {others:.3g} s of a step of {step_seconds:.3g} s"
-            yield Finding(f"slow in {phase}: {times}", worst)
+            yield f"slow in {phase}: {times}", worst
             return
 
 
-def memory_growth(history: History) -> Iterator[Finding]:
+def memory_growth(history: History) -> Findings:
     for rank, memory in history.memory.items():
         limit = history.limits.memory_fraction * memory.capacity_gib
         for points in (list(memory.recent), memory.whole_run):
@@ -194,7 +213,7 @@ def memory_growth(history: History) -> Iterator[Finding]:
             if history.max_steps is None or full_at < history.max_steps:
                 message = f"{used:.2f} GiB and {slope * 1024:.3g} MiB more per step: {limit:.1f} of"
                 message += f" {memory.capacity_gib:.1f} GiB would be used at step {max(full_at, step):.0f}"
-                yield Finding(message, rank, step)
+                yield message, rank
                 break
 
 
@@ -212,17 +231,17 @@ def steady_growth(points: Points, at_least: float) -> float | None:
     return gained / (middles[3][0] - middles[0][0])
 
 
-def memory_imbalance(history: History) -> Iterator[Finding]:
+def memory_imbalance(history: History) -> Findings:
     used = {r: median(v for _, v in memory.recent) for r, memory in history.memory.items() if len(memory.recent) >= 5}
     if len(used) < 2 or len(used) < len(history.memory):
         return
     worst, gib, others = worst_rank(used)
     enough = gib - others > MIN_IMBALANCE * history.memory[worst].capacity_gib
     if gib > history.limits.memory_ratio * others and enough:
-        yield Finding(f"{gib:.2f} GiB, the others {others:.2f} GiB", worst)
+        yield f"{gib:.2f} GiB, the others {others:.2f} GiB", worst
 
 
-def throughput(history: History) -> Iterator[Finding]:
+def throughput(history: History) -> Findings:
     recent = [seconds for records in list(history.joined)[-RECENT_TIMES:] if (seconds := slowest(records))]
     if len(history.step_seconds) < WINDOW or len(recent) < RECENT_TIMES:
         return
@@ -231,24 +250,24 @@ def throughput(history: History) -> Iterator[Finding]:
         records = history.joined[-1].values()
         phases = {p: sum(r.get(f"{p}_seconds") or 0.0 for r in records) for p in steps.PHASES}
         message = f"median step {now:.3g} s over the last {RECENT_TIMES}, {usual:.3g} s before: {usual / now:.0%} of"
-        yield Finding(f"{message} the speed; most of it goes into {max(phases, key=lambda p: phases[p])}")
+        yield f"{message} the speed; most of it goes into {max(phases, key=lambda p: phases[p])}", None
 
 
-def throttling(history: History) -> Iterator[Finding]:
+def throttling(history: History) -> Findings:
     recent = list(history.joined)[-MIN_STEPS:]
     for rank in recent[-1]:
         samples = [r[rank]["gpu_throttle"] for r in recent if r[rank].get("gpu_throttle") is not None]
         faults = [found for each in samples if (found := [why for why in each if why not in HARMLESS_THROTTLING])]
         if len(samples) >= 5 and len(faults) * 2 >= len(samples):
             reasons = ", ".join(sorted({reason for each in faults for reason in each}))
-            yield Finding(f"{reasons} in {len(faults)} of {len(samples)} samples", rank)
+            yield f"{reasons} in {len(faults)} of {len(samples)} samples", rank
 
 
-def dead_experts(history: History) -> Iterator[Finding]:
-    if len(history.balances) < BALANCES:
+def dead_experts(history: History) -> Findings:
+    if len(history.balances) < BALANCES or history.balances[-1] is not history.joined[-1]:
         return
     unused: list[int] = []  # per layer, the fewest that were unused in any balance of any rank
-    for _, records in history.balances:
+    for records in history.balances:
         for record in records.values():
             balance = record.get("experts")
             if not balance or (record.get("tokens") or 0) < MIN_CHOICES * balance["experts"]:
@@ -256,10 +275,10 @@ def dead_experts(history: History) -> Iterator[Finding]:
             unused = [min(pair) for pair in zip(unused or balance["unused"], balance["unused"], strict=True)]
     if layers := [str(layer) for layer, number in enumerate(unused) if number]:
         message = f"layers {', '.join(layers)}: up to {max(unused)} experts unused by any rank in {BALANCES} samples"
-        yield Finding(message, step=history.balances[-1][0])
+        yield message, None
 
 
-def eval_loss(history: History) -> Iterator[Finding]:
+def eval_loss(history: History) -> Findings:
     patience = history.limits.eval_patience
     if len(history.evaluations) <= patience:
         return
@@ -267,8 +286,7 @@ def eval_loss(history: History) -> Iterator[Finding]:
     last = [loss for _, loss in history.evaluations[-patience:]]
     if min(last) > best and all(a <= b for a, b in pairwise(last)):
         message = f"{patience} evaluations in a row without a fall: {', '.join(f'{loss:.4g}' for loss in last)}"
-        step = history.evaluations[-1][0]
-        yield Finding(f"{message}; the best was {best:.4g} at step {best_step}", step=step)
+        yield f"{message}; the best was {best:.4g} at step {best_step}", None
 
 
 # --- the list ---
@@ -281,7 +299,7 @@ class Detector(NamedTuple):
 
     kind: str
     hint: str
-    rule: Callable[[History], Iterable[Finding]] | None = None  # None: raised where it is seen
+    rule: Callable[[History], Findings] | None = None  # None: raised where it is seen
     reads: str = STEPS
     every_time: bool = False  # each occurrence is logged; others once in a while
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.files import write_atomic
-from windlass.observe.watch.alarms import Alarm
+from windlass.observe.watch.detectors import Alarm
 
 BEAT: Final = "heartbeat-rank{rank}.json"
 STACKS: Final = "stacks-rank{rank}.txt"

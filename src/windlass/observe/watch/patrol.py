@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from windlass import run_folder
-from windlass.files import read_json
+from windlass.files import append_json_line, read_json
 from windlass.observe.reader import JoinedSteps, Tail
-from windlass.observe.watch import alarms, prometheus
-from windlass.observe.watch.alarms import Alarm
-from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, History, Memory
+from windlass.observe.watch import prometheus
+from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory
 from windlass.runfile import RunFile, ScriptRun, Watch
 
 EVERY_SECONDS: Final = 1.0
@@ -122,9 +121,8 @@ class Patrol:
     def _judge(self, reads: str, step: int) -> None:
         for detector in DETECTORS:
             if detector.reads == reads and detector.rule and getattr(self.limits, detector.kind) != OFF:
-                for found in detector.rule(self.history):
-                    at = step if found.step is None else found.step
-                    self.tell(Alarm(detector.kind, at, found.message, found.rank, broken=found.broken))
+                for message, rank in detector.rule(self.history):
+                    self.tell(Alarm(detector.kind, step, message, rank))
 
     def _read_nccl_logs(self) -> None:
         for path in self.folder.glob("nccl-*.log"):
@@ -151,7 +149,7 @@ def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
 
 def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None:
     """Log and print it."""
-    alarms.append(folder, alarm)
+    append_json_line(folder / run_folder.ALARMS, dataclasses.asdict(alarm))
     hint = BY_KIND[alarm.kind].hint
     say(f"alarm: {alarm}" + (f"\nhint: {hint}" if hint else ""))
 
@@ -181,7 +179,8 @@ class ScriptWatch:
     def _raised(self, alarm: Alarm) -> None:
         report_alarm(self.folder, alarm, self.say)
         # A language model's own loop stops itself at a loss that is not finite; a script's ranks are stopped from here.
-        broken = alarm.broken and self.limits.non_finite == STOP
+        lines = self.patrol.history.joined[-1].values() if alarm.kind == "non_finite" else ()
+        broken = self.limits.non_finite == STOP and any("loss" in (line.get("non_finite") or ()) for line in lines)
         if (alarm.level == STOP or broken) and not self.why and not self.patrol.over.is_set():
             self.why = str(alarm)
             self.stop()

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
@@ -16,8 +17,7 @@ import torch.distributed as dist
 from windlass import run_folder
 from windlass.errors import Problem, RunError
 from windlass.files import read_json
-from windlass.observe.watch import alarms
-from windlass.observe.watch.alarms import Alarm, AlarmError
+from windlass.observe.watch.detectors import Alarm, AlarmError
 from windlass.observe.watch.heartbeat import Heartbeat, Position, recent_calls
 from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Patrol, report_alarm
 from windlass.runfile import ScriptRun, Watch
@@ -125,12 +125,14 @@ def script_heartbeat(folder: Path, rank: int, ranks: int, position: Callable[[],
     except (ValueError, KeyError):
         return None
 
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     def stalled(alarm: Alarm) -> None:
-        alarms.append(folder, Alarm(alarm.kind, alarm.step, alarm.message, level=limits.stall))
-        print(f"alarm: {alarm}", file=sys.stderr, flush=True)
+        report_alarm(folder, replace(alarm, level=limits.stall), say)
 
     def leave(message: str) -> None:
-        print(f"rank {rank} exits: {message}", file=sys.stderr, flush=True)
+        say(f"rank {rank} exits: {message}")
         os._exit(1)
 
     seconds = None if limits.stall == OFF else float(limits.stall_seconds or SCRIPT_STALL_SECONDS)
