@@ -112,14 +112,15 @@ leave() { # CODE: tell the other nodes, clean up, exit
 trap 'leave 75' TERM USR1 INT
 if ((nodes > 1)); then
   # One port above the ranks' own.
-  python3 -m windlass.launch.rendezvous --node "$node" --nodes "$nodes" --master "$master" --port "$((port + 1))" \
-    --seconds "$join_seconds" --fingerprint "$fingerprint" --status-dir "$status_dir" &
+  python3 -m windlass.launch.rendezvous \
+    "$node" "$nodes" "$master" "$((port + 1))" "$join_seconds" "$fingerprint" "$status_dir" &
   rendezvous=$!
   while [[ ! -e "$status_dir/ready" ]]; do
     if ! kill -0 "$rendezvous" 2>/dev/null; then
       code=0
       wait "$rendezvous" || code=$?
       rendezvous=
+      if ((code == 143)); then code=75; fi # it got the stop signal before this script
       leave "$((code ? code : 1))"
     fi
     sleep 0.1

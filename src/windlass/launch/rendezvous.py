@@ -8,18 +8,16 @@ machine. Standard library only, so that it starts at once and no library can hol
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import queue
+import selectors
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +30,15 @@ ANSWER_SECONDS = 60.0  # one gather, once all nodes have joined; the slowest wai
 RETRY_SECONDS = 0.5
 REPORT_SECONDS = 30.0  # node 0 names those it waits for this often
 TELL_SECONDS = 30.0  # a run that can't start waits this long for the other nodes, so that they learn why
-HEARTBEAT_SECONDS = 5.0
-SILENCE_SECONDS = 60.0  # a machine busy with loading may be late, but not this late
+POLL_SECONDS = 0.2  # how soon it notices that the script has ended
 LONGEST_LINE = 1 << 26  # what a stranger on the port can make us hold
 STOPPED_EARLY = 143  # by a signal, before it had ranks that could agree with ours
 # Files in the status directory, between this process and launch.sh.
 READY, LOST, LEAVING = "ready", "lost", "leaving"
+VARIABLES = (
+    ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT"),  # counts nodes
+    ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),  # as torchrun or the caller set them
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +52,20 @@ class Node:
 
 
 def this_node(environ: Mapping[str, str]) -> Node:
-    """PET_* first, which counts nodes; else RANK and WORLD_SIZE as torchrun or the caller set them; else alone."""
-    for rank, world, host, port in (
-        ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
-        ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    ):
-        if world not in environ:
-            continue
-        try:
-            node = Node(
-                int(environ.get(rank, "0")),
-                int(environ[world]),
-                environ.get(host) or environ.get("MASTER_ADDR") or "localhost",
-                int(environ.get(port) or environ.get("MASTER_PORT") or PORT),
-            )
-        except ValueError as error:
-            hint = "start it through launch.sh, which sets them"
-            raise UserError(f"{world}, {rank} and {port} must be numbers: {error}", "the environment", hint) from None
-        if not 0 <= node.rank < node.world:
-            what = f"{rank}={node.rank} is no node of {world}={node.world}"
-            raise UserError(what, "the environment", "nodes are counted from 0")
-        return node
-    return Node(0, 1, "localhost", PORT)
+    """From the first of VARIABLES that is set; without any it is alone."""
+    names = next((names for names in VARIABLES if names[1] in environ), None)
+    if names is None:
+        return Node(0, 1, "localhost", PORT)
+    rank, world, host, port = (environ.get(name) or environ.get(VARIABLES[1][i]) for i, name in enumerate(names))
+    try:
+        node = Node(int(rank or 0), int(world or 1), host or "localhost", int(port or PORT))
+        if 0 <= node.rank < node.world:
+            return node
+        wrong = "nodes are counted from 0"
+    except ValueError as error:
+        wrong = str(error)
+    seen = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    raise UserError(f"{seen} is no node: {wrong}", "the environment", "start it through launch.sh, which sets them")
 
 
 class RendezvousError(Exception):
@@ -90,42 +83,47 @@ class Peer:
     end: socket.socket
     rank: int = -1
     host: str = ""
-    alive: bool = True
-    address: str = ""  # this node's, as the other one sees it
-
-    def __post_init__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.address = str(self.end.getsockname()[0]).removeprefix("::ffff:").partition("%")[0]
+    alive: bool = True  # not lost, and it has not said goodbye
+    heard: float = field(default_factory=time.monotonic)
+    unread: bytearray = field(default_factory=bytearray)  # the beginning of a message
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.host})"
+
+    @property
+    def connected(self) -> bool:
+        return self.end.fileno() >= 0
 
     def send(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # it may be gone: whoever reads from it notices
             self.end.sendall(json.dumps(message).encode() + b"\n")
 
-    def close(self) -> None:
-        self.alive = False
-        with contextlib.suppress(OSError):
-            self.end.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
-        self.end.close()
-
-
-Message = dict[str, Any]
+    def receive(self) -> list[dict[str, Any] | None]:
+        """What has arrived: messages, and None if the connection ended or what came is no message."""
+        try:
+            data = self.end.recv(1 << 16)
+            self.unread += data
+            *lines, rest = self.unread.split(b"\n") if b"\n" in data else [self.unread]
+            messages = [json.loads(line) for line in lines]
+            ended = not data or len(rest) > LONGEST_LINE or not all(isinstance(one, dict) for one in messages)
+        except (OSError, ValueError, RecursionError):
+            return [None]
+        self.unread, self.heard = rest, time.monotonic()
+        return [None] if ended else messages
 
 
 class Rendezvous:
-    """One node's side. Threads read from the connections into one inbox; None there says that a connection ended."""
+    """One node's side."""
+
+    heartbeat_seconds = 5.0
+    silence_seconds = 60.0  # a machine busy with loading may be late, but not this late
 
     def __init__(self, node: Node, fingerprint: str = "", problem: tuple[str, int] | None = None) -> None:
         self.node, self.fingerprint = node, fingerprint
         self.problem = problem  # what keeps this very node from starting, and its exit code
         self.host = socket.gethostname()
         self.peers: dict[int, Peer] = {}  # node 0: all others; these: node 0
-        self.inbox: queue.SimpleQueue[tuple[Peer | None, Message | None]] = queue.SimpleQueue()
-        self.connections: list[Peer] = []  # all that were ever made
-        self.over = False
-        self.why = ""  # the last attempt to reach node 0 failed
+        self.selector = selectors.DefaultSelector()
 
     def __str__(self) -> str:
         return f"node {self.node.rank} ({self.host})"
@@ -133,11 +131,43 @@ class Rendezvous:
     @property
     def address(self) -> str:
         """This node's, as the others see it."""
-        return next((peer.address for peer in self.peers.values()), "")
+        peer = next(iter(self.peers.values()), None)
+        return str(peer.end.getsockname()[0]).removeprefix("::ffff:").partition("%")[0] if peer else ""
 
-    def stop(self) -> None:
-        """For a signal handler: while nodes join, ends it; later it ends if the script says how."""
-        self.inbox.put((None, None))
+    def _add(self, end: socket.socket) -> Peer:
+        peer = Peer(end)
+        self.selector.register(end, selectors.EVENT_READ, peer)
+        return peer
+
+    def _connections(self) -> list[Peer]:
+        """Peers, and whoever else has come to the port."""
+        return [key.data for key in (self.selector.get_map() or {}).values() if isinstance(key.data, Peer)]
+
+    def _drop(self, peer: Peer) -> None:
+        if self.peers.get(peer.rank) is peer:  # another one may take its number
+            del self.peers[peer.rank]
+        if peer.connected:
+            self.selector.unregister(peer.end)
+            peer.end.close()
+
+    def _receive(self, deadline: float) -> list[tuple[Peer, dict[str, Any] | None]]:
+        """What comes next, from whomever; None for an end, after which a peer is no longer one of ours."""
+        arrived = []
+        for key, _ in self.selector.select(max(0.0, deadline - time.monotonic())):
+            if isinstance(key.data, Peer):
+                arrived += [(key.data, message) for message in key.data.receive()]
+            else:  # the port
+                with contextlib.suppress(OSError):
+                    self._add(key.data.accept()[0])
+        for peer, message in arrived:
+            if message is None:
+                self._drop(peer)
+        return arrived
+
+    def disconnect(self) -> None:
+        for peer in self._connections():
+            peer.end.close()
+        self.selector.close()
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
@@ -147,169 +177,115 @@ class Rendezvous:
             if self.node.rank:
                 self._reach_master(seconds)
             else:
-                self._accept_all(seconds, partial, say)
+                self._accept_peers(seconds, partial, say)
         except RendezvousError:
             self.disconnect()
             raise
 
-    def _accept_all(self, seconds: float, partial: bool, say: Callable[[str], None]) -> None:
-        deadline, world = time.monotonic() + seconds, self.node.world
+    def _accept_peers(self, seconds: float, partial: bool, say: Callable[[str], None]) -> None:
+        world, began, dual = self.node.world, time.monotonic(), socket.has_dualstack_ipv6()
+        deadline, report = began + seconds, began + REPORT_SECONDS
         refusal = RendezvousError(f"{self}: {self.problem[0]}", self.problem[1]) if self.problem else None
-        came: list[Peer] = []
-        dual = socket.has_dualstack_ipv6()
+        came: list[Peer] = []  # also those that are refused: they learn why
         family = socket.AF_INET6 if dual else socket.AF_INET
         try:
             server = socket.create_server(("", self.node.port), family=family, dualstack_ipv6=dual, backlog=world)
         except OSError as error:
             raise RendezvousError(f"port {self.node.port} can't be opened: {error.strerror}") from None
-        threading.Thread(target=self._accept_peers, args=(server,), daemon=True).start()
-        try:
-            while sum(peer.alive for peer in came) < world - 1 and (left := deadline - time.monotonic()) > 0:
-                try:
-                    peer, message = self.inbox.get(timeout=min(left, REPORT_SECONDS))
-                except queue.Empty:
-                    missing = ", ".join(str(rank) for rank in range(1, world) if rank not in self.peers)
-                    say(f"waiting for node {missing}, {max(0.0, left - REPORT_SECONDS):.0f} s left")
-                    continue
-                if peer is None:
-                    raise RendezvousError("stopped before all nodes had joined", SAVED)
-                if message is None:  # a stranger, or a node that is taken away: another one may take its number
-                    peer.close()
-                    if self.peers.get(peer.rank) is peer:
-                        del self.peers[peer.rank]
-                elif peer.rank < 0:
+        with server:  # whoever comes after it is closed belongs to another try
+            server.setblocking(False)
+            self.selector.register(server, selectors.EVENT_READ, server)
+            while sum(peer.connected for peer in came) < world - 1 and time.monotonic() < deadline:
+                for peer, message in self._receive(min(deadline, report)):
+                    if message is None or peer.rank >= 0:
+                        continue
                     try:
                         peer.rank, peer.host = int(message["node"]), str(message["host"])
                         wrong = self._objection(peer, message)
                     except (KeyError, TypeError, ValueError):
-                        peer.close()
+                        self._drop(peer)
                         continue
                     came.append(peer)
-                    if wrong:
-                        refusal = refusal or wrong
-                    else:
+                    if wrong is None:
                         self.peers[peer.rank] = peer
+                    elif refusal is None:
+                        refusal = wrong
+                missing = [str(rank) for rank in range(1, world) if rank not in self.peers]
                 if refusal:  # the rest are awaited only to learn why
                     deadline = min(deadline, time.monotonic() + TELL_SECONDS)
-        finally:
-            with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)
-            server.close()  # whoever comes from now on belongs to another try
-        refusal = refusal or (None if partial else self._absence(seconds))
+                elif missing and time.monotonic() >= report:
+                    say(f"waiting for node {', '.join(missing)}, {max(0.0, deadline - report):.0f} s left")
+                    report += REPORT_SECONDS
+            self.selector.unregister(server)
+        for peer in self._connections():
+            if peer not in came:  # a stranger
+                self._drop(peer)
+        missing = [str(rank) for rank in range(1, world) if rank not in self.peers]
+        if missing and not (refusal or partial):
+            there = ", ".join(["node 0", *map(str, self.peers.values())])
+            noun = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            refusal = RendezvousError(f"{noun} did not join within {seconds:.0f} s ({there} did)")
         for peer in came:
             peer.send(**({"stop": str(refusal), "code": refusal.code} if refusal else {"go": True, "host": self.host}))
         if refusal:
             raise refusal
 
-    def _accept_peers(self, server: socket.socket) -> None:
-        while True:
-            try:
-                end, _ = server.accept()
-            except OSError:
-                return
-            self.connections.append(Peer(end))
-            threading.Thread(target=self._read, args=(self.connections[-1],), daemon=True).start()
-
-    def _objection(self, peer: Peer, message: Message) -> RendezvousError | None:
-        known = self.peers.get(peer.rank)
+    def _objection(self, peer: Peer, message: dict[str, Any]) -> RendezvousError | None:
+        code, known = RANK_USER_INPUT, self.peers.get(peer.rank)
         if message.get("problem"):
-            return RendezvousError(f"{peer}: {message['problem']}", int(message["code"]))
-        if message.get("world") != self.node.world or not 0 < peer.rank < self.node.world:
+            what, code = f"{peer}: {message['problem']}", int(message["code"])
+        elif message.get("world") != self.node.world or not 0 < peer.rank < self.node.world:
             what = f"{peer} of {message.get('world')} nodes came, and there are nodes 0 to {self.node.world - 1}"
-            return RendezvousError(what, RANK_USER_INPUT)
-        if known:
-            return RendezvousError(f"both {known.host} and {peer.host} are node {peer.rank}", RANK_USER_INPUT)
-        if message.get("fingerprint") != self.fingerprint:
-            return RendezvousError(f"{peer} has another run file, other options or another windlass", RANK_USER_INPUT)
-        return None
-
-    def _absence(self, seconds: float) -> RendezvousError | None:
-        missing = [str(rank) for rank in range(1, self.node.world) if rank not in self.peers]
-        if not missing:
+        elif known:
+            what = f"both {known.host} and {peer.host} are node {peer.rank}"
+        elif message.get("fingerprint") != self.fingerprint:
+            what = f"{peer} has another run file, other options or another windlass"
+        else:
             return None
-        came = ", ".join(["node 0", *map(str, self.peers.values())])
-        noun = "nodes" if len(missing) > 1 else "node"
-        return RendezvousError(f"{noun} {', '.join(missing)} did not join within {seconds:.0f} s ({came} did)")
+        return RendezvousError(what, code)
 
     def _reach_master(self, seconds: float) -> None:
         """Reach node 0, whose name may not resolve yet, and wait for its word."""
-        deadline = time.monotonic() + seconds
-        self.why = "no attempt was made"
-        threading.Thread(target=self._connect, args=(deadline,), daemon=True).start()
-        while True:
-            # Node 0 waits for the others as long as we do.
-            left = deadline - time.monotonic() + (TELL_SECONDS if self.why == "no word" else 0)
+        address, (problem, code) = (self.node.host, self.node.port), self.problem or ("", 0)
+        hello = {"node": self.node.rank, "world": self.node.world, "host": self.host, "fingerprint": self.fingerprint}
+        deadline, why = time.monotonic() + seconds, "no attempt was made"
+        while (left := deadline - time.monotonic()) > 0:
             try:
-                peer, message = self.inbox.get(timeout=max(0.0, min(left, RETRY_SECONDS)))
-            except queue.Empty:
-                if left > 0:
-                    continue
-                what = f"node 0 at {self.node.host}:{self.node.port} was not reached within {seconds:.0f} s: {self.why}"
-                raise RendezvousError(what) from None
-            if peer is None:
-                raise RendezvousError("stopped before all nodes had joined", SAVED)
-            if message and "stop" in message:
-                raise RendezvousError(f"node 0 says: {message['stop']}", int(message["code"]))
-            if message and "go" in message:
-                peer.rank, peer.host = 0, str(message.get("host", self.node.host))
-                self.peers[0] = peer
-                return
-
-    def _connect(self, deadline: float) -> None:
-        """In a thread: a name that is being looked up would hold a signal up."""
-        while not (self.peers or self.over) and (left := deadline - time.monotonic()) > 0:
-            try:
-                end = socket.create_connection((self.node.host, self.node.port), timeout=max(0.1, min(10.0, left)))
-            except TimeoutError:
-                self.why = "no answer: an unknown address, a firewall, or the wrong network"
-            except socket.gaierror as error:
-                self.why = f"{self.node.host!r} does not resolve ({error.strerror})"
+                peer = self._add(socket.create_connection(address, timeout=max(0.1, min(10.0, left))))
             except OSError as error:
-                self.why = error.strerror or "connection failed"
-            else:
-                end.settimeout(None)
-                peer, (problem, code) = Peer(end, host=self.node.host), self.problem or ("", 0)
-                self.connections.append(peer)
-                self.why = "no word"
-                hello = {"node": self.node.rank, "world": self.node.world, "host": self.host}
-                peer.send(**hello, fingerprint=self.fingerprint, problem=problem, code=code)
-                self._read(peer)
-                # An end without a word is that of an earlier try, or of something else on that port.
-                self.why = "it closed the connection, or is not windlass"
+                why = error.strerror or str(error)
+                time.sleep(min(RETRY_SECONDS, left))
+                continue
+            peer.end.settimeout(None)
+            peer.send(**hello, problem=problem, code=code)
+            # Node 0 waits for the others as long as we do.
+            while peer.connected and time.monotonic() < deadline + TELL_SECONDS:
+                for _, message in self._receive(deadline + TELL_SECONDS):
+                    if message and "stop" in message:
+                        raise RendezvousError(f"node 0 says: {message['stop']}", int(message["code"]))
+                    if message and "go" in message:
+                        peer.rank, peer.host = 0, str(message.get("host", self.node.host))
+                        self.peers[0] = peer
+                        return
+            # An end without a word is that of an earlier try, or of something else on that port.
+            why = "no word" if peer.connected else "it closed the connection, or is not windlass"
             time.sleep(RETRY_SECONDS)
-
-    def _read(self, peer: Peer) -> None:
-        """In a thread: everything that comes over one connection, until it ends or is no JSON object."""
-        with contextlib.suppress(OSError, ValueError, RecursionError), peer.end.makefile("rb") as lines:
-            while isinstance(message := json.loads(lines.readline(LONGEST_LINE)), dict):
-                self.inbox.put((peer, message))
-        peer.end.close()
-        self.inbox.put((peer, None))
-
-    def disconnect(self) -> None:
-        self.over = True
-        for peer in self.connections:
-            peer.close()
+        raise RendezvousError(f"node 0 at {address[0]}:{address[1]} was not reached within {seconds:.0f} s: {why}")
 
     # --- all-gather ---------------------------------------------------------------------------------------------------
 
     def gather(self, value: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
         """What every node sent, by rank; None for one that is gone or did not answer in time, which is dropped."""
-        if self.node.rank:
+        if self.node.rank and self.peers:
             self.peers[0].send(gather=value)
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + seconds * (2 if self.node.rank else 1)  # node 0 waits for the others first
-        while self.peers.keys() - answers.keys() and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                peer, message = self.inbox.get(timeout=left)
-                if peer is None or self.peers.get(peer.rank) is not peer:
-                    continue
-                if message is None:
-                    self.peers.pop(peer.rank).close()
-                elif "gather" in message:
+        while self.peers.keys() - answers.keys() and time.monotonic() < deadline:
+            for peer, message in self._receive(deadline):
+                if message and "gather" in message and self.peers.get(peer.rank) is peer:
                     answers[peer.rank] = message["gather"]
         for rank in self.peers.keys() - answers.keys():
-            self.peers.pop(rank).close()  # a late answer would be taken for one to the next question
+            self._drop(self.peers[rank])  # a late answer would be taken for one to the next question
         if self.node.rank:
             if 0 not in answers:
                 raise RendezvousError("node 0 went away")
@@ -322,102 +298,79 @@ class Rendezvous:
     def close(self) -> None:
         """Node 0 closes last: its port is free at once for what is launched next."""
         deadline = time.monotonic() + 5.0
-        while self.node.rank == 0 and self.peers and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                peer, message = self.inbox.get(timeout=left)
-                if peer and message is None and self.peers.get(peer.rank) is peer:
-                    self.peers.pop(peer.rank).close()
+        while self.node.rank == 0 and self.peers and time.monotonic() < deadline:
+            self._receive(deadline)
         self.disconnect()
 
     # --- beside the ranks ---------------------------------------------------------------------------------------------
 
-    def supervise(
-        self, status_dir: Path, heartbeat: float = HEARTBEAT_SECONDS, silence: float = SILENCE_SECONDS
-    ) -> None:
-        """Stay until this node's script ends; name the nodes that are lost, to the script and to all others.
+    def supervise(self, status_dir: Path) -> None:
+        """Stay until this node's script has left its exit code in the status directory; name the nodes that are lost,
+        to the script and to all others."""
 
-        After SIGTERM ranks may still be saving that got it too, as all of a node do: the script, which waits for them,
-        leaves its exit code in the status directory and stops us a second time.
-        """
-        script, leaving = os.getppid(), status_dir / LEAVING
-        heard = dict.fromkeys(self.peers.values(), time.monotonic())
-        due = time.monotonic() + heartbeat
-        while True:
-            try:
-                peer, message = self.inbox.get(timeout=max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                due = time.monotonic() + heartbeat
-                for other in self.peers.values():
-                    other.send(alive=True)
-                    if other.alive and time.monotonic() - heard[other] > silence:
-                        self._lose(other, f"{other} has not been heard for {silence:.0f} s", FAILED, status_dir)
-                continue
-            if peer is None:
-                if leaving.exists() or os.getppid() != script:
-                    break
-                continue
-            heard[peer] = time.monotonic()
-            if message is None:
-                if peer.alive:
-                    self._lose(peer, f"{peer} is gone: its connection closed", FAILED, status_dir)
-            elif "bye" in message:
-                code = int(message["bye"])
-                if code in (0, SAVED):  # finished, or stopped and saved: its ranks have agreed on that with ours
-                    peer.alive = False
-                elif code == STOPPED_EARLY:
-                    self._lose(peer, f"{peer} was stopped before its ranks began", code, status_dir)
-                else:
-                    self._lose(peer, f"{peer} ended with {code}: the cause is in its log", code, status_dir)
-            elif "lost" in message:
-                self._lose(peer, f"node 0 says: {message['lost']}", int(message["code"]), status_dir)
+        def lose(peer: Peer, how: str, code: int = FAILED) -> None:
+            peer.alive = False
+            self.report(how)
+            if not (status_dir / LOST).exists():
+                write_atomic(status_dir / LOST, str(code))
+            for other in self.peers.values() if self.node.rank == 0 else ():
+                if other is not peer:
+                    other.send(lost=how, code=code)
+
+        script, leaving, due = os.getppid(), status_dir / LEAVING, 0.0
+        for peer in self.peers.values():
+            peer.heard = time.monotonic()
+        while not leaving.exists() and os.getppid() == script:
+            for peer, message in self._receive(time.monotonic() + POLL_SECONDS):
+                if message is None:
+                    if peer.alive:
+                        lose(peer, f"{peer} is gone: its connection closed")
+                elif "bye" in message:
+                    code = int(message["bye"])
+                    if code in (0, SAVED):  # finished, or stopped and saved: its ranks have agreed on that with ours
+                        peer.alive = False
+                    elif code == STOPPED_EARLY:
+                        lose(peer, f"{peer} was stopped before its ranks began", code)
+                    else:
+                        lose(peer, f"{peer} ended with {code}: the cause is in its log", code)
+                elif "lost" in message:
+                    lose(peer, f"node 0 says: {message['lost']}", int(message["code"]))
+            if time.monotonic() >= due:
+                due = time.monotonic() + self.heartbeat_seconds
+                for peer in self.peers.values():
+                    peer.send(alive=True)
+                    if peer.alive and time.monotonic() - peer.heard > self.silence_seconds:
+                        lose(peer, f"{peer} has not been heard for {self.silence_seconds:.0f} s")
         code = int(leaving.read_text() or FAILED) if leaving.exists() else FAILED
         for peer in self.peers.values():
             peer.send(bye=code)
             with contextlib.suppress(OSError):
                 peer.end.shutdown(socket.SHUT_WR)
 
-    def _lose(self, peer: Peer, how: str, code: int, status_dir: Path) -> None:
-        """Once: to the script of this node and, from node 0, to all others."""
-        peer.alive = False
-        self.report(how)
-        if not (status_dir / LOST).exists():
-            write_atomic(status_dir / LOST, str(code))
-        for other in self.peers.values() if self.node.rank == 0 else ():
-            if other is not peer:
-                other.send(lost=how, code=code)
-
     def report(self, text: str) -> None:
         print(f"windlass: {self}: {text}", file=sys.stderr, flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """For launch.sh: join, then stay beside the ranks."""
-    parser = argparse.ArgumentParser(prog="python -m windlass.launch.rendezvous")
-    for name, kind in (("node", int), ("nodes", int), ("master", str), ("port", int), ("seconds", float)):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    for name in ("fingerprint", "status-dir"):
-        parser.add_argument(f"--{name}", required=True)
-    options = parser.parse_args(arguments)
-    node = Node(options.node, options.nodes, options.master, options.port)
-    wrong = (choice for choice in choices(os.environ, options.nodes) if choice.problem)
-    problem = next(((choice.problem, choice.code) for choice in wrong), None)
-    rendezvous = Rendezvous(node, options.fingerprint, problem)
-    signal.signal(signal.SIGTERM, lambda *_: rendezvous.stop())
-    for number in (signal.SIGUSR1, signal.SIGINT):  # sent to the whole group; the script says when it is over
-        signal.signal(number, signal.SIG_IGN)
+    node, nodes, master, port, seconds, fingerprint, status_dir = sys.argv[1:]
     began = time.monotonic()
+    problem = next(((one.problem, one.code) for one in choices(os.environ, int(nodes)) if one.problem), None)
+    rendezvous = Rendezvous(Node(int(node), int(nodes), master, int(port)), fingerprint, problem)
+    for number in (signal.SIGUSR1, signal.SIGINT):  # sent to the whole group
+        signal.signal(number, signal.SIG_IGN)
     try:
-        rendezvous.join(options.seconds, say=rendezvous.report)
+        rendezvous.join(float(seconds), say=rendezvous.report)  # SIGTERM ends it at once: its number is free again
     except RendezvousError as error:
         rendezvous.report(str(error))
         return error.code
-    write_atomic(Path(options.status_dir) / READY, "")
-    rendezvous.report(f"all {options.nodes} nodes have joined after {time.monotonic() - began:.0f} s")
-    rendezvous.supervise(Path(options.status_dir))
+    # Ranks that got the signal too may still be saving: the script, which waits for them, says when it is over.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_atomic(Path(status_dir) / READY, "")
+    rendezvous.report(f"all {nodes} nodes have joined after {time.monotonic() - began:.0f} s")
+    rendezvous.supervise(Path(status_dir))
     return 0
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # a name that is being looked up would hold the process for as long as that takes
+    sys.exit(main())
