@@ -43,8 +43,6 @@ FULL = (
     "cluster.grace_seconds=300",
     "cluster.working_dir=/data/scripts",
 )
-# The first version's TrainJob has no field for a network annotation.
-BARE = tuple(word for word in SITE if not word.startswith("cluster.networks"))
 GOLDEN = ROOT / "tests" / "golden" / "launch"
 # Example, overrides of its own, Accelerate file.
 RUNS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
@@ -103,17 +101,7 @@ def calls(folder: Path, name: str) -> list[str]:
 
 def environ(folder: Path, **more: str) -> dict[str, str]:
     """Stand-ins first, then this Python, then the system; none of the variables by which a node is known."""
-    gone = (
-        "PET_",
-        "SLURM_",
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_",
-        "LOCAL_RANK",
-        "JOB_COMPLETION_INDEX",
-        "WINDLASS_",
-        "NCCL_",
-    )
+    gone = ("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "JOB_COMPLETION_", "WINDLASS_", "NCCL_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(gone)}
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**kept, "PATH": path, "WINDLASS_CHECK": "no", **more}

@@ -21,6 +21,8 @@ from windlass import __version__
 from windlass.errors import FAILED, RANK_USER_INPUT, USER_INPUT, RunError, UserError
 
 if TYPE_CHECKING:
+    from windlass.launch.job import Record
+    from windlass.launch.submit import Platform
     from windlass.plan.script import AnyPlan
 
 TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
@@ -409,7 +411,6 @@ def submit(
     accelerate: Accelerate = None,
     dry_run: Annotated[bool, flag("--dry-run", "Write the files, start nothing.")] = False,
     follow: Annotated[bool, flag("--follow", "Print the run's log until it ends.")] = False,
-    api: Annotated[bool, flag("--api", "Use Run:ai's REST API, by RUNAI_BASE_URL and RUNAI_TOKEN.")] = False,
     out: JobDir = None,
 ) -> None:
     """Write the job's files for a platform and submit it.
@@ -420,7 +421,6 @@ def submit(
     """
     from windlass.launch import PLATFORMS
     from windlass.launch import submit as submitting
-    from windlass.launch.runai import control_plane
     from windlass.runfile.names import NOT_VALUES
 
     if to is not None and to not in PLATFORMS:
@@ -428,42 +428,38 @@ def submit(
         raise UserError(f"there is no platform {to!r}", "--to", hint)
     plan = make_plan(run, override, accelerate)
     to = to or plan.loaded.run.cluster.platform
-    plane = control_plane(os.environ) if api else None
-    more: dict[str, Any] = {"out": out, "dry_run": dry_run, "follow": follow, "api": api, "plane": plane, "say": say}
+    more: dict[str, Any] = {"out": out, "dry_run": dry_run, "follow": follow, "say": say}
     raise typer.Exit(submitting.submit(plan, to, overrides=override or (), accelerate=accelerate, **more))
 
 
-def job_of(run: Path, override: list[str] | None, out: Path | None) -> tuple[Path, Path]:
-    """The folder of a submitted run's job files, and the run folder."""
-    from windlass.launch import submit as submitting
+def submitted(run: Path, override: list[str] | None, out: Path | None) -> tuple[Platform, Record]:
+    """The platform that a run was submitted to, and its record."""
+    from windlass.launch.submit import find, open_record
     from windlass.runfile import read_any
 
     loaded = read_any(run, override or ())
-    return submitting.find(loaded, out), Path(loaded.run.folder)
+    return open_record(find(loaded, out), Path(loaded.run.folder), say)
 
 
 @command(DURING, "status run.yaml")
 def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     """Show the state of a submitted run, as its platform reports it."""
-    from windlass.launch import submit as submitting
-
-    raise typer.Exit(submitting.status(*job_of(run, override, out)))
+    platform, record = submitted(run, override, out)
+    raise typer.Exit(platform.status(record))
 
 
 @command(DURING, "logs run.yaml --follow")
 def logs(run: Run, override: Overrides = None, follow: Follow = False, out: JobDir = None) -> None:
     """Show the output of a submitted run's nodes."""
-    from windlass.launch import submit as submitting
-
-    raise typer.Exit(submitting.logs(*job_of(run, override, out), follow=follow, say=say))
+    platform, record = submitted(run, override, out)
+    raise typer.Exit(platform.logs(record, follow=follow))
 
 
 @command(DURING, "stop run.yaml", "submit run.yaml    # resumes it")
 def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     """Stop a submitted run after it has saved a checkpoint."""
-    from windlass.launch import submit as submitting
-
-    raise typer.Exit(submitting.stop(*job_of(run, override, out), say))
+    platform, record = submitted(run, override, out)
+    raise typer.Exit(platform.stop(record))
 
 
 @command(DURING, "watch run", "watch run --once")

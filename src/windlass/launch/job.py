@@ -11,32 +11,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass import __version__, run_folder
 from windlass.errors import Problem, UserError
 from windlass.files import read_json_lines, write_atomic
-from windlass.launch.rendezvous import PORT
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile import ScriptRun
-from windlass.runfile.fields import RUN_NAME_LETTERS
 from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
 from windlass.variables import DEFAULTS, variables
 
-if TYPE_CHECKING:
-    from windlass.launch.runai import ControlPlane
-
 RECORD = "submitted.json"  # by which status, logs and stop find a job again
-JOIN_SECONDS = 300  # until all nodes must have started; names resolve only once pods are ready
 DISK_BYTES_PER_SECOND = 100e6  # a slow shared volume; an adapter is small
 SHM_GIB_PER_WORKER = 0.5  # batches of images that a loading process holds ready
 SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
+NAME_LETTERS = 45  # of a name of our own: a JobSet's pods append `-node-0-9999-abcde`
 GIB = 1024**3
 UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)}
-LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-MOUNTED = ("/dev/shm", "/etc/windlass")  # by windlass itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,85 +43,92 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`run_text` and `accelerate_text` are the files that are sent with it."""
+    """What every platform needs to render and start a run."""
 
+    plan: AnyPlan
     name: str
     nodes: int
     ranks_per_node: int
     gpu: bool  # false: ranks are processes of the CPU
     folder: str  # the run folder, as the ranks see it
-    run_text: str
-    accelerate_text: str  # empty for a script: torchrun starts it
+    files: dict[str, str]  # next to launch.sh
+    arguments: tuple[str, ...]  # of `windlass train`, to run it on this machine
     overrides: tuple[str, ...]
     environment: tuple[Variable, ...]
     memory_gib: int  # of each node, /dev/shm included; of a script /dev/shm alone: the rest is not known
     shm_gib: int
+    memory_request: str
+    memory_limit: str
     cpu: str
     grace_seconds: int
     grace_reason: str  # where that figure comes from
     cluster: Cluster
     title: str
     source: str  # name of the run file, for headings
-    port: int = PORT
-    join_seconds: int = JOIN_SECONDS
+    engine: str  # on Kubernetes
 
     @property
     def is_script(self) -> bool:
-        return not self.accelerate_text
-
-    @property
-    def files(self) -> dict[str, str]:
-        """Next to launch.sh."""
-        accelerate = {"accelerate.yaml": self.accelerate_text} if self.accelerate_text else {}
-        return {**accelerate, "run.yaml": self.run_text}
+        return isinstance(self.plan, ScriptPlan)
 
     @property
     def fingerprint(self) -> str:
         """Same on all nodes of one run, another for another run file."""
-        text = "\0".join((self.run_text, self.accelerate_text, *self.overrides, __version__))
+        text = "\0".join((*self.files.values(), *self.overrides, __version__))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    @property
-    def memory_request(self) -> str:
-        return self.cluster.memory_request or self.cluster.memory_limit or f"{self.memory_gib}Gi"
-
-    @property
-    def memory_limit(self) -> str:
-        return self.cluster.memory_limit or self.memory_request
+    def where(self, key: str) -> str:
+        return self.plan.loaded.where(key)
 
 
 def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
     """The plan as a job. `overrides` and `accelerate` are what the plan was made with, with the run file."""
-    run, layout, cluster = plan.loaded.run, plan.layout, plan.loaded.run.cluster
+    run, layout, cluster, path = plan.loaded.run, plan.layout, plan.loaded.run.cluster, plan.loaded.path
     slug = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
-    name = run.name or slug[: name_letters(layout.nodes)].strip("-") or "run"
+    name = run.name or slug[:NAME_LETTERS].strip("-") or "run"
     workers = run.workers if isinstance(plan, ScriptPlan) else 0  # may hold images; a language model's hold few numbers
     shm_gib = 1 + layout.gpus_per_node * (SHM_GIB_PER_RANK + math.ceil(workers * SHM_GIB_PER_WORKER))
-    accelerate_text, memory_gib = "", 0
+    memory_gib = shm_gib if cluster.large_shm else 0
+    files = {"run.yaml": read_text(path)}
     if not isinstance(plan, ScriptPlan):
-        accelerate_text = read_text(accelerate) if accelerate else accelerate_yaml(plan)
+        files = {"accelerate.yaml": read_text(accelerate) if accelerate else accelerate_yaml(plan), **files}
         # Half as much again: libraries, the page cache that a cgroup counts, growth of the allocator.
-        memory_gib = math.ceil(plan.cost.host_gib * 1.5)
+        memory_gib += math.ceil(plan.cost.host_gib * 1.5)
+    options = [
+        *(("--override", one) for one in overrides),
+        *([("--accelerate", str(accelerate))] if accelerate else []),
+    ]
+    request = cluster.memory_request or cluster.memory_limit or f"{memory_gib}Gi"
     grace_seconds, grace_reason = grace(plan)
+    table = variables()
+    environment = [Variable(key, value, table[key].about) for key, value in DEFAULTS.items() if key not in cluster.env]
+    for key, value in cluster.env.items():
+        known = table.get(key)
+        reason = f"cluster.env: {known.verdict if known.status else known.about}" if known else "cluster.env"
+        environment.append(Variable(key, value, reason))
     return Job(
+        plan=plan,
         name=name,
         nodes=layout.nodes,
         ranks_per_node=layout.gpus_per_node,
         gpu=plan.machine.gpu.name != "cpu",
         folder=run.folder,
-        run_text=read_text(plan.loaded.path),
-        accelerate_text=accelerate_text,
+        files=files,
+        arguments=(str(path), *(word for option in options for word in option)),
         overrides=tuple(overrides),
-        environment=environment(cluster),
-        memory_gib=memory_gib + (shm_gib if cluster.large_shm else 0),
+        environment=tuple(environment),
+        memory_gib=memory_gib,
         shm_gib=shm_gib,
+        memory_request=request,
+        memory_limit=cluster.memory_limit or request,
         cpu=cluster.cpu or str(layout.gpus_per_node * (2 + run.workers)),
         grace_seconds=grace_seconds,
         grace_reason=grace_reason,
         cluster=cluster,
         title=f"{name}: {layout.nodes} x {layout.gpus_per_node} {plan.machine.gpu.name}, {layout.name}",
-        source=plan.loaded.path.name,
+        source=path.name,
+        engine="job" if cluster.engine == "auto" else cluster.engine,
     )
 
 
@@ -141,10 +141,7 @@ def grace(plan: AnyPlan) -> tuple[int, str]:
         return GRACE_SECONDS, "what a script needs is not known: cluster.grace_seconds sets it"
     events = Path(run.folder) / run_folder.EVENTS
     saves = [event for event in read_json_lines(events) if event.get("kind") == "save"] if events.is_file() else []
-    measured = [
-        save["seconds"] for save in saves if save.get("ok", True) and isinstance(save.get("seconds"), int | float)
-    ]
-    if measured:
+    if measured := [float(save["seconds"]) for save in saves if save.get("ok", True) and "seconds" in save]:
         saving = max(measured) * 2  # storage is not equally fast every day
         reason = f"by the plan's step and the slowest save in this run folder, {max(measured):.1f} s"
     else:
@@ -152,17 +149,6 @@ def grace(plan: AnyPlan) -> tuple[int, str]:
         reason = "estimated from the plan's step and the adapter's size"
     seconds = plan.cost.step_seconds_serial * 1.5 + saving + 60
     return max(GRACE_SECONDS, math.ceil(seconds / 30) * 30), reason
-
-
-def environment(cluster: Cluster) -> tuple[Variable, ...]:
-    """What every job gets, then what the site sets, which takes precedence."""
-    table = variables()
-    every = [Variable(name, value, table[name].about) for name, value in DEFAULTS.items() if name not in cluster.env]
-    for name, value in cluster.env.items():
-        known = table.get(name)
-        reason = f"cluster.env: {known.about}" if known else "cluster.env"
-        every.append(Variable(name, value, f"cluster.env; {known.verdict}" if known and known.status else reason))
-    return tuple(every)
 
 
 def accelerate_yaml(plan: Plan) -> str:
@@ -181,11 +167,6 @@ rdzv_backend: static  # node 0's address and every node's number come from the p
 same_network: true
 use_cpu: {str(plan.machine.gpu.name == "cpu").lower()}
 """
-
-
-def name_letters(nodes: int) -> int:
-    """How long a job's name may be: pods' names append the node's number, which for most runs has two digits."""
-    return RUN_NAME_LETTERS - max(0, len(str(nodes - 1)) - 2)
 
 
 def read_text(path: Path) -> str:
@@ -211,46 +192,7 @@ def one_line(text: str) -> str:
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
-# --- a submission -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """What every platform needs to render a job and to start it."""
-
-    plan: AnyPlan
-    job: Job
-    platform: str
-    folder: Path  # of the job's files
-    say: Callable[[str], None]
-    engine: str = ""  # on Kubernetes; empty: what needs no cluster to be asked
-    version: str = ""  # of Kubeflow Trainer
-    api: bool = False  # Run:ai over REST
-    control_plane: ControlPlane | None = None
-    command: tuple[str, ...] = ()  # `windlass train` with the same arguments
-
-    def where(self, key: str) -> str:
-        return self.plan.loaded.where(key)
-
-    def keep_record(self, **more: Any) -> None:
-        facts = {
-            "platform": self.platform,
-            "name": self.job.name,
-            "engine": self.engine or None,
-            "namespace": self.job.cluster.namespace,
-            "project": self.job.cluster.project,
-            "nodes": self.job.nodes,
-            "submitted": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        }
-        write_files(self.folder, {RECORD: json.dumps(facts | more, indent=2) + "\n"})
-
-    def is_in_place(self, then: str) -> bool:
-        """Whether the files are where the pods will look; else reports what to do."""
-        there = self.folder == Path(self.job.folder)
-        if not there:
-            files = f"copy {', '.join(('launch.sh', *self.job.files))} there"
-            self.say(f"{self.job.folder} is not here: {files}, onto the pods' volume; then: {then}")
-        return there
+# --- what was submitted -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +203,19 @@ class Record:
     path: Path  # of the record
     run: Path  # the run folder
     say: Callable[[str], None]
+
+
+def keep_record(job: Job, platform: str, folder: Path, **more: Any) -> None:
+    facts = {
+        "platform": platform,
+        "name": job.name,
+        "engine": job.engine if platform == "kubernetes" else None,
+        "namespace": job.cluster.namespace,
+        "project": job.cluster.project,
+        "nodes": job.nodes,
+        "submitted": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    write_files(folder, {RECORD: json.dumps(facts | more, indent=2) + "\n"})
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -279,73 +234,42 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 # --- pods -------------------------------------------------------------------------------------------------------------
 
 
-def quantity(text: str) -> float:
-    """A Kubernetes quantity as a number: 500m is 0.5, 1Gi is 1073741824."""
-    number = text.rstrip("mkKMGTPEi")
-    return float(number) * UNITS[text[len(number) :]]
-
-
-def pod_problems(plan: AnyPlan, job: Job) -> Iterator[Problem]:
-    """What would end in pods that can't start, or whose work is lost."""
-    cluster, where, run = job.cluster, plan.loaded.where, plan.loaded.run
+def pod_problems(job: Job) -> Iterator[Problem]:
+    """What would end in pods that can't start, or whose work is lost. The rest is refused by the server, or before by
+    the types of the run file's keys."""
+    plan, cluster, run = job.plan, job.cluster, job.plan.loaded.run
     if not cluster.image:
-        yield Problem("no container image", where("cluster.image"), "set cluster.image; see Containerfile")
+        yield Problem("no container image", job.where("cluster.image"), "set cluster.image; see Containerfile")
     if isinstance(run, ScriptRun):
-        paths = [("script.output_dir", run.folder)]
-        paths += [("script.path", run.script.path)] if run.script.path and not cluster.working_dir else []
+        paths = {"script.path": None if cluster.working_dir else run.script.path}
     else:
-        model, data = run.model.model_name_or_path, run.data.dataset_name_or_path
-        paths = [("train.output_dir", run.train.output_dir), ("model.model_name_or_path", model)]
-        paths += [("data.dataset_name_or_path", data)]
-        paths += [("lora.adapter", run.lora.adapter)] if run.lora.adapter else []
-    for key, path in paths:
-        if not path.startswith("/") and (key == run.folder_key or Path(path).exists()):
+        paths = {"model.model_name_or_path": run.model.model_name_or_path, "lora.adapter": run.lora.adapter}
+        paths["data.dataset_name_or_path"] = run.data.dataset_name_or_path
+    for key, path in {run.folder_key: run.folder, **paths}.items():
+        if path and not path.startswith("/") and (key == run.folder_key or Path(path).exists()):
             hint = "give the absolute path that the pods see"
-            yield Problem(f"{path} is a path of this machine's working folder", where(key), hint)
+            yield Problem(f"{path} is a path of this machine's working folder", job.where(key), hint)
     folder = PurePosixPath(job.folder)
     if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in cluster.volumes):
         hint = f"mount a volume there: cluster.volumes: [{{claim: NAME, path: /{folder.parts[1]}}}]"
         what = f"{folder} is on no volume: what the run writes would vanish with its pods"
-        yield Problem(what, where(run.folder_key), hint)
-    yield from _key_problems(job, where)
-    shm = float(job.shm_gib if cluster.large_shm else 0)
-    given = [(key, getattr(cluster, key)) for key in ("memory_request", "memory_limit") if getattr(cluster, key)]
-    if isinstance(plan, ScriptPlan):
-        need, least, what = shm + 1 / 1024, f"more than {shm:g}Gi", f"{shm:g} GiB of /dev/shm count in it"
-        if not given:
-            hint = f"set cluster.memory_limit, such as 64Gi; {what}"
-            yield Problem("what a script needs of host memory can't be planned", where("cluster.memory_limit"), hint)
-    else:
-        need, least = plan.cost.host_gib + shm, f"at least {job.memory_gib}Gi"
+        yield Problem(what, job.where(run.folder_key), hint)
+    need, what = float(job.shm_gib if cluster.large_shm else 0), "/dev/shm counts in it"
+    given = [(key, amount) for key in ("memory_request", "memory_limit") if (amount := getattr(cluster, key))]
+    if isinstance(plan, Plan):
+        need += plan.cost.host_gib
         what = f"the plan needs {need:.1f} GiB on each node with /dev/shm"
         if cluster.max_restarts and plan.loaded.run.train.save_strategy == "no":
             text = "a run that is started again would start from the beginning: it saves no checkpoints"
-            yield Problem(text, where("train.save_strategy"), "save by steps, or set cluster.max_restarts: 0")
+            yield Problem(text, job.where("train.save_strategy"), "save by steps, or set cluster.max_restarts: 0")
+    elif not given:
+        hint = f"set cluster.memory_limit, such as 64Gi; {what}"
+        yield Problem("what a script needs of host memory can't be planned", job.where("cluster.memory_limit"), hint)
     for key, amount in given:
-        if quantity(amount) < need * GIB:
-            yield Problem(f"{amount} of memory, and {what}", where(f"cluster.{key}"), f"set {least}")
-
-
-def _key_problems(job: Job, where: Callable[[str], str]) -> Iterator[Problem]:
-    """Of what users write. The run file's own rules refuse what is wrong on every platform."""
-    cluster = job.cluster
-    for index, volume in enumerate(cluster.volumes):
-        key = f"cluster.volumes[{index}].path"
-        if volume.path.rstrip("/") in MOUNTED:
-            yield Problem(f"windlass mounts {volume.path} itself", where(key), "mount it elsewhere")
-        if ":" in volume.path:
-            yield Problem(f"{volume.path} holds a colon, which a mount path may not", where(key), "mount it elsewhere")
-    values = {f"cluster.node_selector.{key}": value for key, value in cluster.node_selector.items()}
-    values |= {f"cluster.tolerations[{i}].value": one.value or "" for i, one in enumerate(cluster.tolerations)}
-    values |= {"cluster.queue": cluster.queue or ""}
-    for key, value in values.items():
-        if not LABEL_VALUE.fullmatch(value):
-            hint = "at most 63 letters, digits, dashes, dots and underscores"
-            yield Problem(f"{value!r} is no value of a label", where(key), hint)
-    devices = {f"cluster.extended_resources.{name}": name for name in cluster.extended_resources}
-    for key, name in (devices | {"cluster.gpu_resource": cluster.gpu_resource}).items():
-        if "/" not in name:
-            yield Problem(f"{name!r} is no device", where(key), "devices are named domain/name, such as nvidia.com/gpu")
+        number = amount.rstrip("mkKMGTPEi")
+        if float(number) * UNITS[amount[len(number) :]] <= need * GIB:
+            least = f"set at least {job.memory_gib + job.is_script}Gi"
+            yield Problem(f"{amount} of memory, and {what}", job.where(f"cluster.{key}"), least)
 
 
 def ignored_keys(cluster: Cluster, ignored: Mapping[str, str], platform: str) -> Iterator[str]:
@@ -353,11 +277,3 @@ def ignored_keys(cluster: Cluster, ignored: Mapping[str, str], platform: str) ->
     for key, why in ignored.items():
         if key in cluster.model_fields_set and getattr(cluster, key):
             yield f"cluster.{key} has no effect on {platform}: {why}"
-
-
-def environment_notes(cluster: Cluster) -> Iterator[str]:
-    """Variables of the run file that are outdated or do nothing."""
-    for name in cluster.env:
-        known = variables().get(name)
-        if known and known.status:
-            yield f"cluster.env.{name}: {known.verdict} (windlass explain {name})"

@@ -3,51 +3,48 @@ signal."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from windlass import run_folder
 from windlass.errors import Problem, UserError
 from windlass.files import read_json, read_json_lines
-from windlass.launch.job import RECORD, Record, Submission
+from windlass.launch.job import RECORD, Job, Record, keep_record
 from windlass.observe.watch.heartbeat import read_beats
 
 ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5
 
 
-def problems(submission: Submission) -> Iterator[Problem]:
-    if submission.job.nodes > 1:
+def review(job: Job) -> Iterator[Problem | str]:
+    if job.nodes > 1:
         hint = "--to script writes a script for each node; --to runai and --to kubernetes start them"
-        yield Problem(f"{submission.job.nodes} nodes, and this is one", submission.where("cluster.nodes"), hint)
+        yield Problem(f"{job.nodes} nodes, and this is one", job.where("cluster.nodes"), hint)
 
 
-def notes(_: Submission) -> Iterator[str]:
-    yield from ()
-
-
-def files(_: Submission) -> dict[str, str]:
+def files(_: Job) -> dict[str, str]:
     return {}
 
 
-def start(submission: Submission) -> bool:
+def start(job: Job, folder: Path, _: Callable[[str], None]) -> bool:
     """The run takes this process's place: signals and the exit code are its own."""
-    record = submission.folder / RECORD
-    facts = read_json(record)
+    facts = read_json(folder / RECORD)
     if facts.get("host") == socket.gethostname() and is_running(facts):
         # A second run would wait at the folder's lock, and the first could no longer be found.
         what = f"it runs already, as process {facts['pid']}"
-        raise UserError(what, str(record), "windlass status RUN; windlass stop RUN; or another train.output_dir")
-    submission.keep_record(**this_process())
+        hint = "windlass status RUN; windlass stop RUN; or another train.output_dir"
+        raise UserError(what, str(folder / RECORD), hint)
+    keep_record(job, "local", folder, **this_process())
     sys.stdout.flush()
     sys.stderr.flush()
     # --resume starts from the beginning if there is nothing to resume.
-    os.execv(sys.executable, [sys.executable, "-m", "windlass", "train", *submission.command, "--resume"])
+    os.execv(sys.executable, [sys.executable, "-m", "windlass", "train", *job.arguments, "--resume"])
 
 
 def this_process() -> dict[str, Any]:
@@ -82,22 +79,21 @@ def status(record: Record) -> int:
         running, sign = is_running(facts), f" (process {facts['pid']})"
     else:
         newest = max(read_beats(run).values(), key=lambda beat: beat["time"], default=None)
-        age = max(0.0, time.time() - newest["time"]) if newest else 0.0
-        running = newest is not None and age < ALIVE_SECONDS
+        age = max(0.0, time.time() - newest["time"]) if newest else math.inf
+        running = age < ALIVE_SECONDS
         sign = f" (last heartbeat {age:.0f} s ago, from {newest['host']})" if newest else ""
     steps = run_folder.step_files(run).get(0)
     last = max((int(line.get("step", 0)) for line in read_json_lines(steps)), default=0) if steps else 0
     planned = (read_json(run / run_folder.PLAN).get("batch") or {}).get("steps")
     step = f"step {last:,} of {planned:,}" if planned else f"step {last:,}"
-    state, resumes = run_folder.read_manifest(run).get("state"), "windlass submit resumes from its last checkpoint"
+    state = run_folder.read_manifest(run).get("state")
     if state == run_folder.FINISHED:
         text = "finished"
     elif running:
         text = f"running, {step}{sign}" if state else f"starting{sign}"
-    elif state == run_folder.RUNNING:
-        text = f"ended without finishing after {step}: {resumes}"
-    elif state == run_folder.FAILED:
-        text = f"failed after {step}: its output has the cause; {resumes}"
+    elif state in (run_folder.RUNNING, run_folder.FAILED):
+        how = "failed" if state == run_folder.FAILED else "ended without finishing"
+        text = f"{how} after {step}: its output has the cause; windlass submit resumes from its last checkpoint"
     elif state:
         text = f"{state} after {step}, and saved: windlass submit resumes from there"
     else:

@@ -1,28 +1,17 @@
-"""Run:ai: the one command that submits the run, or the same as a request to its REST API."""
+"""Run:ai: the one command that submits the run, and the same as a request to its REST API."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
-import urllib.parse
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from windlass import __version__
 from windlass.errors import Problem, RunError, UserError
-from windlass.launch.job import (
-    Job,
-    Record,
-    Submission,
-    ignored_keys,
-    one_line,
-    pod_problems,
-    quote,
-    words,
-    write_files,
-)
+from windlass.launch.job import Job, Record, ignored_keys, keep_record, one_line, pod_problems, quote, words
 from windlass.launch.script import launch_sh
 from windlass.runfile.machines import Secret
 
@@ -39,14 +28,12 @@ IGNORED = {
     "deadline_seconds": "the project's policy has time limits",
     "gpu_resource": "Run:ai counts GPUs in its own way, and the project's node pools decide the kind",
 }
-URL, TOKEN = "RUNAI_BASE_URL", "RUNAI_TOKEN"
-SECONDS = 60  # for one answer
-PROJECT_ID, CLUSTER_ID = "PROJECT_ID", "CLUSTER_ID"  # placeholders if no control plane was asked
-STATUS_HINTS = {
-    401: f"{TOKEN} is wrong or has expired: `runai auth get-token` prints a new one",
-    403: "the token's owner may not do this in the project: ask who assigns roles in Run:ai",
-    404: f"is {URL} the address of Run:ai's user interface, without a path?",
-    409: "the name is taken: windlass stop RUN, or give the run another name",
+# A key of `cluster` as it is: its option on the command line, its key in the REST API's body.
+PLAIN = {
+    "project": ("--project", ""),
+    "image": ("--image", "image"),
+    "working_dir": ("--working-dir", "workingDir"),
+    "priority_class": ("--priority", "priorityClass"),
 }
 
 SUBMIT = """\
@@ -70,86 +57,70 @@ exec {command} "${{options[@]}}" \\
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One property of the job: why it is set, its options on the command line, its part of the API's body."""
-
-    why: str
-    options: list[str]
-    body: dict[str, Any] = field(default_factory=dict)
+# Why it is set, its options on the command line, its part of the API's body: a dot leads into a section.
+Setting = tuple[str, list[str], dict[str, Any]]
 
 
 def settings(job: Job) -> Iterator[Setting]:
-    cluster = job.cluster
+    cluster, count, workers = job.cluster, job.ranks_per_node, job.nodes - 1
 
     def each(option: str, value: str) -> list[str]:
         """For the workers, and for the master, which the command line's reference gives options of its own."""
-        return [f"--{option}", value, *([f"--master-{option}", value] if job.nodes > 1 else [])]
+        return [f"--{option}", value, *([f"--master-{option}", value] if workers else [])]
 
-    if cluster.project:
-        yield Setting("", ["--project", cluster.project])
-    if cluster.image:
-        yield Setting("", ["--image", cluster.image], {"image": cluster.image})
-    if job.nodes > 1:
-        why = f"{job.nodes} nodes: a master, which has options of its own, and {job.nodes - 1} workers"
-        body: dict[str, Any] = {"numWorkers": job.nodes - 1, "distributedFramework": "PyTorch"}
-        yield Setting(why, ["--workers", str(job.nodes - 1)], body)
+    for key, (option, path) in PLAIN.items():
+        if value := getattr(cluster, key):
+            yield "", [option, value], {path: value} if path else {}
+    if workers:
+        why = f"{job.nodes} nodes: a master, which has options of its own, and {workers} workers"
+        yield why, ["--workers", str(workers)], {"numWorkers": workers, "distributedFramework": "PyTorch"}
+        why = "workers that still run when the master has ended are of no use"
+        yield why, ["--clean-pod-policy", "Running"], {"cleanPodPolicy": "Running"}
     if job.gpu:
-        count = job.ranks_per_node
-        body = {"compute": {"gpuDevicesRequest": count}}
-        yield Setting("of each node", each("gpu-devices-request", str(count)), body)
+        yield "of each node", each("gpu-devices-request", str(count)), {"compute.gpuDevicesRequest": count}
     cores = f"{int(job.cpu[:-1]) / 1000:g}" if job.cpu.endswith("m") else job.cpu  # plain numbers: 500m is 0.5
     number = int(float(cores)) if float(cores).is_integer() else float(cores)
-    yield Setting("", each("cpu-core-request", cores), {"compute": {"cpuCoreRequest": number}})
-    why = f"The plan needs {job.memory_gib} GiB with /dev/shm"
-    yield Setting(
-        f"with units: a bare number would be bytes. {'Set by the run file' if job.is_script else why}",
+    yield "", each("cpu-core-request", cores), {"compute.cpuCoreRequest": number}
+    why = "set by the run file" if job.is_script else f"the plan needs {job.memory_gib} GiB with /dev/shm"
+    yield (
+        f"with units: a bare number would be bytes; {why}",
         [*each("cpu-memory-request", job.memory_request), *each("cpu-memory-limit", job.memory_limit)],
-        {"compute": {"cpuMemoryRequest": job.memory_request, "cpuMemoryLimit": job.memory_limit}},
+        {"compute.cpuMemoryRequest": job.memory_request, "compute.cpuMemoryLimit": job.memory_limit},
     )
-    shm = ["--large-shm"] if cluster.large_shm else []
-    body = {"compute": {"largeShmRequest": cluster.large_shm}}
-    yield Setting("ranks of one node exchange data through /dev/shm", shm, body)
+    if cluster.large_shm:
+        why = "ranks of one node exchange data through /dev/shm"
+        yield why, ["--large-shm"], {"compute.largeShmRequest": True}
     for volume in cluster.volumes:
-        body = {"storage": {"pvc": [{"claimName": volume.claim, "path": volume.path, "existingPvc": True}]}}
-        yield Setting("", ["--existing-pvc", f"claimname={volume.claim},path={volume.path}"], body)
+        body = {"claimName": volume.claim, "path": volume.path, "existingPvc": True}
+        yield "", ["--existing-pvc", f"claimname={volume.claim},path={volume.path}"], {"storage.pvc": [body]}
     networks = {"k8s.v1.cni.cncf.io/networks": ",".join(cluster.networks)} if cluster.networks else {}
     for name, value in {**networks, **cluster.annotations}.items():
         why = "a second network card in each pod" if name in networks else ""
-        yield Setting(why, ["--annotation", f"{name}={value}"], {"annotations": [{"name": name, "value": value}]})
+        yield why, ["--annotation", f"{name}={value}"], {"annotations": [{"name": name, "value": value}]}
     for name, amount in cluster.extended_resources.items():
-        body = {"compute": {"extendedResources": [{"resource": name, "quantity": str(amount)}]}}
-        yield Setting("", each("extended-resource", f"{name}={amount}"), body)
+        body = {"resource": name, "quantity": str(amount)}
+        yield "", each("extended-resource", f"{name}={amount}"), {"compute.extendedResources": [body]}
     for index, one in enumerate(cluster.tolerations):
-        parts = {"operator": "Exists" if one.value is None else "Equal", "key": one.key, "value": one.value}
-        parts = {key: value for key, value in {**parts, "effect": one.effect}.items() if value is not None}
+        parts = {"operator": "Exists" if one.value is None else "Equal", "key": one.key}
+        parts |= {key: value for key in ("value", "effect") if (value := getattr(one, key)) is not None}
         options = ["--toleration", ",".join(f"{key}={value}" for key, value in parts.items())]
-        yield Setting("", options, {"tolerations": [{"name": f"toleration-{index}", **parts}]})
+        yield "", options, {"tolerations": [{"name": f"toleration-{index}", **parts}]}
     if cluster.user is not None:
-        body = {"security": {"uidGidSource": "custom", "runAsUid": cluster.user.uid}}
-        yield Setting("set by cluster.user", ["--run-as-uid", str(cluster.user.uid)], body)
-        if cluster.user.gid is not None:
-            yield Setting("", ["--run-as-gid", str(cluster.user.gid)], {"security": {"runAsGid": cluster.user.gid}})
-    if cluster.working_dir:
-        yield Setting("", ["--working-dir", cluster.working_dir], {"workingDir": cluster.working_dir})
-    yield Setting(
-        f"to end a step and save after a stop signal; {job.grace_reason}",
-        ["--termination-grace-period", f"{job.grace_seconds}s"],
-        {"terminationGracePeriodSeconds": job.grace_seconds},
-    )
-    yield Setting(
+        uid, gid = cluster.user.uid, cluster.user.gid
+        body = {"security.uidGidSource": "custom", "security.runAsUid": uid}
+        yield "set by cluster.user", ["--run-as-uid", str(uid)], body
+        if gid is not None:
+            yield "", ["--run-as-gid", str(gid)], {"security.runAsGid": gid}
+    why, seconds = f"to end a step and save after a stop signal; {job.grace_reason}", job.grace_seconds
+    yield why, ["--termination-grace-period", f"{seconds}s"], {"terminationGracePeriodSeconds": seconds}
+    yield (
         "a run that was lost is started again, and resumes from its newest checkpoint",
         ["--backoff-limit", str(cluster.max_restarts), *each("restart-policy", "OnFailure")],
         {"backoffLimit": cluster.max_restarts, "restartPolicy": "OnFailure"},
     )
-    if job.nodes > 1:
-        why = "workers that still run when the master has ended are of no use"
-        yield Setting(why, ["--clean-pod-policy", "Running"], {"cleanPodPolicy": "Running"})
     if cluster.preemptible is not None:
         kind = "preemptible" if cluster.preemptible else "non-preemptible"
-        yield Setting("", ["--preemptibility", kind], {"preemptibility": kind})
-    if cluster.priority_class:
-        yield Setting("", ["--priority", cluster.priority_class], {"priorityClass": cluster.priority_class})
+        yield "", ["--preemptibility", kind], {"preemptibility": kind}
     for variable in job.environment:
         name, content = variable.name, variable.value
         if isinstance(content, Secret):
@@ -157,10 +128,7 @@ def settings(job: Job) -> Iterator[Setting]:
             body = {"name": name, "secret": {"name": content.secret, "key": content.key}}
         else:
             options, body = ["-e", f"{name}={content}"], {"name": name, "value": content}  # -e: in old and new clients
-        yield Setting(variable.reason, options, {"environmentVariables": [body]})
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
+        yield variable.reason, options, {"environmentVariables": [body]}
 
 
 def client(name: str, nodes: int, project: str | None, verb: str, *more: str) -> list[str]:
@@ -171,20 +139,22 @@ def client(name: str, nodes: int, project: str | None, verb: str, *more: str) ->
 
 def command(job: Job) -> list[str]:
     """What submits the run, word by word."""
-    options = [word for setting in settings(job) for word in setting.options]
-    return [*client(job.name, job.nodes, None, "submit"), *options, "--command", "--", *inner(job)]
-
-
-def inner(job: Job) -> list[str]:
-    return ["bash", f"{job.folder}/launch.sh"]
+    options = [word for _, words, _ in settings(job) for word in words]
+    return [
+        *client(job.name, job.nodes, None, "submit"),
+        *options,
+        "--command",
+        "--",
+        "bash",
+        f"{job.folder}/launch.sh",
+    ]
 
 
 def submit_sh(job: Job) -> str:
     lines = []
-    for setting in settings(job):
-        if setting.options:
-            lines += [f"  # {one_line(setting.why)}"] if setting.why else []
-            lines.append(f"  {words(setting.options)}")
+    for why, options, _ in settings(job):
+        lines += [f"  # {one_line(why)}"] if why else []
+        lines.append(f"  {words(options)}")
     return SUBMIT.format(
         title=job.title,
         version=__version__,
@@ -194,166 +164,59 @@ def submit_sh(job: Job) -> str:
         delete=one_line(words(client(job.name, job.nodes, job.cluster.project, "delete"))),
         options="\n".join(lines),
         command=words(client(job.name, job.nodes, None, "submit")),
-        inner=words(inner(job)),
+        inner=words(["bash", f"{job.folder}/launch.sh"]),
     )
 
 
-# --- the REST API -----------------------------------------------------------------------------------------------------
-
-
-def payload(job: Job, project_id: str = PROJECT_ID, cluster_id: str = CLUSTER_ID) -> dict[str, Any]:
-    """The body of POST /api/v1/workloads/distributed (of …/trainings for one node)."""
-    program, script = inner(job)
-    spec: dict[str, Any] = {"command": program, "args": quote(script)}
-    for setting in settings(job):
-        merge(spec, setting.body)
+def payload(job: Job) -> dict[str, Any]:
+    """The body of POST /api/v1/workloads/distributed (of …/trainings for one node), the IDs left to be filled in."""
+    spec: dict[str, Any] = {"command": "bash", "args": quote(f"{job.folder}/launch.sh")}
+    for _, _, body in settings(job):
+        for path, value in body.items():
+            section, _, key = path.rpartition(".")
+            into = spec.setdefault(section, {}) if section else spec
+            into[key] = [*into.get(key, []), *value] if isinstance(value, list) else value
     master = {"masterSpecSameAsWorker": True} if job.nodes > 1 else {}
-    return {"name": job.name, "projectId": project_id, "clusterId": cluster_id, **master, "spec": spec}
-
-
-def merge(into: dict[str, Any], part: Mapping[str, Any]) -> None:
-    for key, value in part.items():
-        if isinstance(value, dict):
-            merge(into.setdefault(key, {}), value)
-        elif isinstance(value, list):
-            into.setdefault(key, []).extend(value)
-        else:
-            into[key] = value
-
-
-def payload_text(body: Mapping[str, Any]) -> str:
-    return json.dumps(body, indent=2, ensure_ascii=False) + "\n"
-
-
-def api_path(nodes: int) -> str:
-    return f"/api/v1/workloads/{'distributed' if nodes > 1 else 'trainings'}"
-
-
-@dataclass(frozen=True, slots=True)
-class ControlPlane:
-    """Where Run:ai is, and the right to use it. The token is in no message and no file."""
-
-    url: str
-    token: str = field(repr=False)
-
-    def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        local = parts.hostname in ("localhost", "127.0.0.1", "::1")
-        if not parts.hostname or (parts.scheme != "https" and not (parts.scheme == "http" and local)):
-            hint = "such as https://company.run.ai: a token is sent there, so it must be https"
-            raise UserError(f"{self.url!r} is no address of a control plane", URL, hint)
-
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One call. What the server replies to a call that it refuses is shown as it is."""
-        import urllib.error  # heavy, and needed only here
-        import urllib.request
-        from http.client import HTTPException
-
-        class NoRedirect(urllib.request.HTTPRedirectHandler):
-            """A token is for the address it was given for, and for none that this one names."""
-
-            def redirect_request(self, *_: Any, **__: Any) -> None:
-                return None
-
-        where = f"{method} {self.url.rstrip('/')}{path.partition('?')[0]}"
-        request = urllib.request.Request(
-            self.url.rstrip("/") + path,
-            data=None if body is None else json.dumps(body).encode(),
-            method=method,
-            headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.build_opener(NoRedirect).open(request, timeout=SECONDS) as answer:
-                return json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            reply = error.read().decode(errors="replace").strip() or str(error.reason)
-            hint = STATUS_HINTS.get(error.code, "the control plane's reply is above; --dry-run writes payload.json")
-            raise RunError(f"{error.code}: {reply}", where, hint) from None
-        except ValueError:
-            raise RunError("the answer is no JSON", where, STATUS_HINTS[404]) from None
-        except (OSError, HTTPException) as error:
-            why = getattr(error, "reason", None) or error
-            raise RunError(f"no answer: {why}", where, f"is {URL} right, and reachable from here?") from None
-
-    def project(self, name: str, where: str) -> dict[str, Any]:
-        answer = self.ask("GET", "/api/v1/org-unit/projects?" + urllib.parse.urlencode({"filterBy": f"name=={name}"}))
-        projects = answer.get("projects") if isinstance(answer, dict) else None
-        found = [one for one in projects or () if one.get("name") == name]
-        if len(found) > 1:
-            clusters = ", ".join(str(one.get("clusterId")) for one in found)
-            hint = "submit with the runai command line, which uses one cluster, or send payload.json yourself"
-            raise UserError(f"{name} is a project on several clusters: {clusters}", where, hint)
-        if not found:
-            raise UserError(f"Run:ai has no project {name!r} that this token may see", where, "name another")
-        return dict(found[0])
-
-
-def control_plane(environ: Mapping[str, str]) -> ControlPlane | None:
-    """From the environment; None if nothing is set. Half of it is a mistake."""
-    url, token = environ.get(URL, ""), environ.get(TOKEN, "")
-    if bool(url) != bool(token):
-        missing, there = (TOKEN, URL) if url else (URL, TOKEN)
-        raise UserError(f"{there} is set and {missing} is not", "--api", f"export both, or unset {there}")
-    return ControlPlane(url, token) if url else None
+    return {"name": job.name, "projectId": "PROJECT_ID", "clusterId": "CLUSTER_ID", **master, "spec": spec}
 
 
 # --- the platform -----------------------------------------------------------------------------------------------------
 
 
-def problems(submission: Submission) -> Iterator[Problem]:
-    cluster, where = submission.job.cluster, submission.where
-    yield from pod_problems(submission.plan, submission.job)
+def review(job: Job) -> Iterator[Problem | str]:
+    cluster = job.cluster
+    yield from pod_problems(job)
     if not cluster.project:
         hint = "set cluster.project: without it the job goes to whatever project was used last"
-        yield Problem("no Run:ai project", where("cluster.project"), hint)
-    for index, volume in enumerate(cluster.volumes):
-        if "," in volume.path:
-            what = f"{volume.path} holds a comma, which ends a value in Run:ai's options"
-            yield Problem(what, where(f"cluster.volumes[{index}].path"), "mount it elsewhere")
+        yield Problem("no Run:ai project", job.where("cluster.project"), hint)
+    if "," in "".join(volume.path for volume in cluster.volumes):
+        hint = "mount it elsewhere: a comma ends a value in Run:ai's options"
+        yield Problem("a path holds a comma", job.where("cluster.volumes"), hint)
     if cluster.priority_class and cluster.priority_class not in PRIORITIES:
         hint = f"one of {', '.join(PRIORITIES)}"
-        yield Problem(f"{cluster.priority_class!r} is no priority of Run:ai", where("cluster.priority_class"), hint)
+        yield Problem(f"{cluster.priority_class!r} is no priority of Run:ai", job.where("cluster.priority_class"), hint)
+    yield from ignored_keys(cluster, IGNORED, "Run:ai")
 
 
-def notes(submission: Submission) -> Iterator[str]:
-    yield from ignored_keys(submission.job.cluster, IGNORED, "Run:ai")
+def files(job: Job) -> dict[str, str]:
+    body = json.dumps(payload(job), indent=2, ensure_ascii=False) + "\n"
+    scripts = {"launch.sh": launch_sh(job, exports=False), "submit.sh": submit_sh(job)}
+    return {**scripts, **job.files, "payload.json": body}
 
 
-def files(submission: Submission) -> dict[str, str]:
-    job = submission.job
-    made = {"launch.sh": launch_sh(job, exports=False), **job.files, "submit.sh": submit_sh(job)}
-    return {**made, "payload.json": payload_text(payload(job))} if submission.api else made
-
-
-def start(submission: Submission) -> bool:
-    job, say = submission.job, submission.say
-    if not submission.api:
-        by_hand = f"bash {submission.folder / 'submit.sh'}"
-        if not submission.is_in_place(by_hand):
-            return False
-        if shutil.which("runai") is None:
-            say(f"runai is not installed here; on a machine that has it: {by_hand}")
-            return False
-        if code := subprocess.run(command(job), check=False).returncode:
-            hint = "not logged in: runai login; the name is taken: windlass stop RUN, or another name"
-            raise RunError(f"runai ended with {code}: its own message is above", by_hand, hint)
-        submission.keep_record()
-        return True
-    plane, path = submission.control_plane, api_path(job.nodes)
-    if plane is None:
-        file = submission.folder / "payload.json"
-        say(f"{URL} and {TOKEN} are not set: export them and submit again; or fill {PROJECT_ID} and {CLUSTER_ID} in")
-        say(f"{file}, and POST it to {path}")
+def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
+    by_hand = f"bash {folder / 'submit.sh'}"
+    if folder != Path(job.folder):
+        there = f"copy {', '.join(('launch.sh', *job.files))} there"
+        say(f"{job.folder} is not here: {there}, onto the pods' volume; then: {by_hand}")
         return False
-    if not submission.is_in_place("submit again where that folder is"):
+    if shutil.which("runai") is None:
+        say(f"runai is not installed here; on a machine that has it: {by_hand}")
         return False
-    project = plane.project(str(job.cluster.project), submission.where("cluster.project"))
-    body = payload(job, str(project["id"]), str(project["clusterId"]))
-    write_files(submission.folder, {"payload.json": payload_text(body)})  # the very request
-    answer = plane.ask("POST", path, body)
-    number = str(answer.get("workloadId", "")) if isinstance(answer, dict) else ""
-    say(f"{job.name} is created{f', workload {number}' if number else ''}")
-    submission.keep_record(workload=number)
+    if code := subprocess.run(command(job), check=False).returncode:
+        hint = "not logged in: runai login; the name is taken: windlass stop RUN, or another name"
+        raise RunError(f"runai ended with {code}: its own message is above", by_hand, hint)
+    keep_record(job, "runai", folder)
     return True
 
 

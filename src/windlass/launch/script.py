@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files as resources
+from pathlib import Path
 
 from windlass import __version__
 from windlass.errors import Problem, UserError
 from windlass.launch import local
-from windlass.launch.job import RECORD, Job, Record, Submission, one_line, quote, words
+from windlass.launch.job import Job, Record, keep_record, one_line, quote, words
+from windlass.launch.rendezvous import PORT
 from windlass.runfile.machines import Secret
 
 HEAD = """\
@@ -23,6 +25,7 @@ HEAD = """\
 #   srun --kill-on-bad-exit=0 bash {launch}
 #
 # Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else."""
+JOIN_SECONDS = 300  # until all nodes must have started; names resolve only once pods are ready
 LAUNCHERS = {
     "accelerate": """\
 accelerate launch \\
@@ -64,8 +67,8 @@ def launch_sh(job: Job, *, exports: bool) -> str:
         ("nodes", str(job.nodes), ""),
         ("ranks_per_node", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
         ("gpu", str(int(job.gpu)), ""),
-        ("port", str(job.port), "of the ranks' rendezvous, unless the platform sets another"),
-        ("join_seconds", str(job.join_seconds), "until every node must have started"),
+        ("port", str(PORT), "of the ranks' rendezvous, unless the platform sets another"),
+        ("join_seconds", str(JOIN_SECONDS), "until every node must have started"),
         ("grace_seconds", str(job.grace_seconds), f"to end a step and save after a stop signal; {job.grace_reason}"),
         ("fingerprint", quote(job.fingerprint), "of run file and options: the same on every node"),
         ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
@@ -75,11 +78,21 @@ def launch_sh(job: Job, *, exports: bool) -> str:
         ("run", "$here/run.yaml", ""),
         *(() if job.is_script else (("accelerate", "$here/accelerate.yaml", ""),)),
     )
-    exported = ["", "# --- the environment ".ljust(119, "-"), *_exports(job), ""] if exports else []
+    exported = ["", "# --- the environment ".ljust(119, "-")] if exports else []
+    for variable in job.environment if exports else ():
+        name, value = variable.name, variable.value
+        exported.append(f"# {one_line(variable.reason)}")
+        if isinstance(value, Secret):
+            missing = f"{name} is a secret ({value.secret}, key {value.key}): export it before"
+            exported.append(
+                f'if [[ -z "${{{name}:-}}" ]]; then\n  echo {quote(missing)} >&2\n  exit 13\nfi\nexport {name}'
+            )
+        else:
+            exported.append(f"export {name}={quote(value)}")
     parts = {
         "@@HEAD@@": head,
         "@@SETTINGS@@": "\n".join(f"{name}={value}{f'  # {why}' if why else ''}" for name, value, why in settings),
-        "@@ENVIRONMENT@@": "\n".join(exported),
+        "@@ENVIRONMENT@@": "\n".join([*exported, ""] if exports else []),
         "@@ACCELERATE@@": "" if job.is_script else ' --accelerate "$accelerate"',
         "@@LAUNCHER@@": LAUNCHERS["torchrun" if job.is_script else "accelerate"],
     }
@@ -88,36 +101,21 @@ def launch_sh(job: Job, *, exports: bool) -> str:
     return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
 
 
-def _exports(job: Job) -> Iterator[str]:
-    for variable in job.environment:
-        name, value = variable.name, variable.value
-        yield f"# {one_line(variable.reason)}"
-        if isinstance(value, Secret):
-            missing = f"{name} is a secret ({value.secret}, key {value.key}): export it before"
-            yield f'if [[ -z "${{{name}:-}}" ]]; then\n  echo {quote(missing)} >&2\n  exit 13\nfi\nexport {name}'
-        else:
-            yield f"export {name}={quote(value)}"
-
-
 # --- the platform -----------------------------------------------------------------------------------------------------
 
 
-def problems(_: Submission) -> Iterator[Problem]:
+def review(_: Job) -> Iterator[Problem | str]:
     yield from ()
 
 
-def notes(_: Submission) -> Iterator[str]:
-    yield from ()
-
-
-def files(submission: Submission) -> dict[str, str]:
+def files(job: Job) -> dict[str, str]:
     """All that a node needs, side by side in one folder."""
-    return {"launch.sh": launch_sh(submission.job, exports=True), **submission.job.files}
+    return {"launch.sh": launch_sh(job, exports=True), **job.files}
 
 
-def start(submission: Submission) -> bool:
-    submission.keep_record()
-    submission.say(f"on each node: bash {submission.folder / 'launch.sh'} (its first lines show how, also with Slurm)")
+def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
+    keep_record(job, "script", folder)
+    say(f"on each node: bash {folder / 'launch.sh'} (its first lines show how, also with Slurm)")
     return False
 
 
@@ -125,16 +123,11 @@ status = local.status
 
 
 def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
-    raise _unknown(record, "its nodes print where they were started", "look there, or in Slurm's output file")
+    hint = f"look there, or in Slurm's output file; windlass watch {record.run} shows its progress"
+    raise UserError("its nodes print where they were started", str(record.path), hint)
 
 
 def stop(record: Record) -> int:
     hint = "scancel, or kill -TERM the process of launch.sh or windlass train on any one node: all save and end"
-    raise _unknown(record, "it is stopped where it was started", hint)
-
-
-def _unknown(record: Record, what: str, hint: str) -> UserError:
-    """Where launch.sh or `windlass train` runs is not known from here."""
-    return UserError(
-        what, str(record.path.with_name(RECORD)), f"{hint}; windlass watch {record.run} shows its progress"
-    )
+    hint += f"; windlass watch {record.run} shows its progress"
+    raise UserError("it is stopped where it was started", str(record.path), hint)

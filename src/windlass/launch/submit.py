@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from windlass import run_folder
 from windlass.errors import Problem, UserError, raise_all
 from windlass.launch import kubernetes, local, runai, script
-from windlass.launch.job import RECORD, Record, Submission, environment_notes, job_of, words, write_files
-from windlass.plan.script import AnyPlan, ScriptPlan
+from windlass.launch.job import RECORD, Job, Record, job_of, words, write_files
+from windlass.plan import Plan
+from windlass.plan.script import AnyPlan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.machines import admission
-
-if TYPE_CHECKING:
-    from windlass.launch.runai import ControlPlane
+from windlass.variables import variables
 
 
 class Platform(Protocol):
     """One row of the table of platforms: a module."""
 
-    def problems(self, submission: Submission, /) -> Iterator[Problem]: ...
-    def notes(self, submission: Submission, /) -> Iterator[str]: ...
-    def files(self, submission: Submission, /) -> dict[str, str]: ...
-    def start(self, submission: Submission, /) -> bool: ...  # whether it is on its way
+    def review(self, job: Job, /) -> Iterator[Problem | str]: ...  # what is wrong, and what should be known
+    def files(self, job: Job, /) -> dict[str, str]: ...
+    def start(self, job: Job, folder: Path, say: Callable[[str], None], /) -> bool: ...  # whether it is on its way
     def status(self, record: Record, /) -> int: ...
     def logs(self, record: Record, /, *, follow: bool) -> int: ...
     def stop(self, record: Record, /) -> int: ...
@@ -34,44 +32,27 @@ class Platform(Protocol):
 PLATFORMS: dict[str, Platform] = {"local": local, "script": script, "runai": runai, "kubernetes": kubernetes}
 
 
-def submission_of(
-    plan: AnyPlan,
-    to: str,
-    *,
-    overrides: Sequence[str] = (),
-    accelerate: Path | None = None,
-    folder: Path | None = None,
-    say: Callable[[str], None] = lambda _: None,
-    engine: str = "",
-    version: str = "",
-    api: bool = False,
-    control_plane: ControlPlane | None = None,
-) -> Submission:
-    if api and to != "runai":
-        raise UserError(f"{to} has no API that windlass can use", "--api", "it is for --to runai")
-    job = job_of(plan, overrides=overrides, accelerate=accelerate)
-    command = [str(plan.loaded.path), *(word for one in overrides for word in ("--override", one))]
-    command += ["--accelerate", str(accelerate)] if accelerate else []
-    folder = folder or Path(job.folder)
-    return Submission(plan, job, to, folder, say, engine, version, api, control_plane, tuple(command))
+def review(job: Job, to: str) -> list[str]:
+    """What should be known before the job is sent. Raises if something is wrong."""
+    cluster, found = job.cluster, [*PLATFORMS[to].review(job)]
+    raise_all([one for one in found if isinstance(one, Problem)])
+    table, notes = variables(), [one for one in found if isinstance(one, str)]
+    known = {name: table[name] for name in cluster.env if name in table}
+    notes += [
+        f"cluster.env.{name}: {row.verdict} (windlass explain {name})" for name, row in known.items() if row.status
+    ]
+    if to in ("kubernetes", "runai"):
+        notes += admission(cluster, job.where)
+        if cluster.image and "@sha256:" not in cluster.image:
+            notes.append(f"{job.where('cluster.image')}: a tag may change between two starts of one run; name a digest")
+    return notes
 
 
-def render(
-    plan: AnyPlan,
-    to: str,
-    *,
-    overrides: Sequence[str] = (),
-    accelerate: Path | None = None,
-    engine: str = "",
-    version: str = "",
-    api: bool = False,
-) -> dict[str, str]:
+def render(plan: AnyPlan, to: str, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> dict[str, str]:
     """All files of one platform, or everything that is wrong."""
-    made = submission_of(plan, to, overrides=overrides, accelerate=accelerate, engine=engine, version=version, api=api)
-    if to == "kubernetes" and not engine:
-        made, _ = kubernetes.choose_engine(made, ask=False)
-    raise_all([*PLATFORMS[to].problems(made)])
-    return PLATFORMS[to].files(made)
+    job = job_of(plan, overrides=overrides, accelerate=accelerate)
+    review(job, to)
+    return PLATFORMS[to].files(job)
 
 
 def submit(
@@ -83,56 +64,32 @@ def submit(
     out: Path | None = None,
     dry_run: bool = False,
     follow: bool = False,
-    api: bool = False,
-    plane: ControlPlane | None = None,
     say: Callable[[str], None],
 ) -> int:
-    """Write the files and start the run. Returns an exit code. `plane`: for Run:ai over REST."""
-    platform, asked = PLATFORMS[to], False
-    folder = job_folder(plan.loaded, to, out, dry_run=dry_run)
-    made = submission_of(
-        plan, to, overrides=overrides, accelerate=accelerate, folder=folder, say=say, api=api, control_plane=plane
-    )
-    raise_all([*platform.problems(made)])  # what the run file alone shows is reported before a cluster is asked
+    """Write the files and start the run. Returns an exit code."""
+    platform, folder = PLATFORMS[to], job_folder(plan.loaded, to, out, dry_run=dry_run)
+    job = job_of(plan, overrides=overrides, accelerate=accelerate)
+    notes = review(job, to)  # what the run file alone shows is reported before a cluster is asked
     if to == "kubernetes":
-        made, asked = kubernetes.choose_engine(made, ask=not dry_run)
-        raise_all([*platform.problems(made)])
-    for note in notes(made, asked=asked):
+        job = kubernetes.choose_engine(job, ask=not dry_run, say=say)
+        notes = review(job, to)
+    remedy = plan.cost.remedy if isinstance(plan, Plan) and not plan.cost.fits else ""
+    for note in [*notes, *([f"it does not fit: {remedy}"] if remedy else [])]:
         say(f"note: {note}")
-    files = platform.files(made)
+    files = platform.files(job)
     if files:
         write_files(folder, files)
         say(f"written to {folder}: {', '.join(files)}")
     if dry_run:
         if not files:
-            say(f"nothing is written; it would start: windlass train {words(made.command)} --resume")
+            say(f"nothing is written; it would start: windlass train {words(job.arguments)} --resume")
         return 0
-    if remedy := does_not_fit(plan):
+    if remedy:
         raise UserError("the plan says that it does not fit", str(plan.loaded.path), remedy)
-    if platform.start(made) and follow:
-        return logs(folder, Path(made.job.folder), follow=True, say=say)
+    if platform.start(job, folder, say) and follow:
+        platform, record = open_record(folder, Path(job.folder), say)
+        return platform.logs(record, follow=True)
     return 0
-
-
-def notes(submission: Submission, *, asked: bool = False) -> Iterator[str]:
-    """What should be known before it is sent. `asked`: the cluster was."""
-    section, where = submission.job.cluster, submission.where
-    yield from environment_notes(section)
-    if submission.platform == "kubernetes":
-        yield from kubernetes.notes(submission, asked=asked)
-    else:
-        yield from PLATFORMS[submission.platform].notes(submission)
-    if submission.platform in ("kubernetes", "runai"):
-        yield from admission(section, where)
-        if section.image and "@sha256:" not in section.image:
-            yield f"{where('cluster.image')}: a tag may change between two starts of one run; name a digest"
-    if remedy := does_not_fit(submission.plan):
-        yield f"it does not fit: {remedy}"
-
-
-def does_not_fit(plan: AnyPlan) -> str:
-    """The remedy, if the plan knows that it doesn't; of a script nothing is known."""
-    return "" if isinstance(plan, ScriptPlan) or plan.cost.fits else plan.cost.remedy
 
 
 def job_folder(loaded: Loaded | LoadedScript, to: str, out: Path | None = None, *, dry_run: bool = False) -> Path:
@@ -149,32 +106,14 @@ def job_folder(loaded: Loaded | LoadedScript, to: str, out: Path | None = None, 
     return folder if to == "script" or folder.exists() or mounted else elsewhere
 
 
-# --- what was submitted ---------------------------------------------------------------------------------------------
-
-
 def find(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
     """Where this run's job left its record."""
     folders = [job_folder(loaded, to, out) for to in ("script", "runai")]
     return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
 
 
-def status(folder: Path, run: Path) -> int:
-    """`folder`: where the record is; `run`: the run folder."""
-    platform, record = _submitted(folder, run, lambda _: None)
-    return platform.status(record)
-
-
-def logs(folder: Path, run: Path, *, follow: bool, say: Callable[[str], None]) -> int:
-    platform, record = _submitted(folder, run, say)
-    return platform.logs(record, follow=follow)
-
-
-def stop(folder: Path, run: Path, say: Callable[[str], None]) -> int:
-    platform, record = _submitted(folder, run, say)
-    return platform.stop(record)
-
-
-def _submitted(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, Record]:
+def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, Record]:
+    """What was submitted, and its platform. `folder`: where the record is; `run`: the run folder."""
     path = folder / RECORD
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

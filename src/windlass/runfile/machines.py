@@ -19,6 +19,12 @@ _QUALIFIED = r"([a-z0-9][-a-z0-9.]{0,251}[a-z0-9]/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0
 Label = Annotated[str, matching(_LABEL, "at most 63 lower-case letters, digits and dashes, no dash first or last")]
 Subdomain = Annotated[str, matching(_SUBDOMAIN, "lower-case letters, digits, dashes and dots (RFC 1123)")]
 Qualified = Annotated[str, matching(_QUALIFIED, "a name such as `rdma/nic`, with at most 63 letters after the slash")]
+LabelValue = Annotated[
+    str, matching(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", "at most 63 letters, digits, dashes, dots and underscores")
+]
+Device = Annotated[Qualified, matching(r"[^/]+/[^/]+", "a device as domain/name, such as nvidia.com/gpu")]
+_MOUNTED = "an absolute path without a colon or comma, and none that windlass mounts itself (/dev/shm, /etc/windlass)"
+MountPath = Annotated[str, matching(r"(?!(/dev/shm|/etc/windlass)/*$)/[^\n:,]*", _MOUNTED)]
 AbsolutePath = Annotated[str, matching(r"/[^\n]*", "an absolute path, starting with /")]
 Quantity = Annotated[
     str, matching(r"\d{1,15}(\.\d{1,9})?(m|k|[MGTPE]|[KMGTPE]i)", "an amount with its unit, such as 64G or 500Gi")
@@ -94,7 +100,7 @@ class Volume(Section):
 
     claim: Subdomain
     """Name of the claim."""
-    path: AbsolutePath
+    path: MountPath
     """Where it is mounted."""
 
 
@@ -121,7 +127,7 @@ class Toleration(Section):
 
     key: Qualified
     """Key of the taint."""
-    value: str | None = None
+    value: LabelValue | None = None
     """Its value; null: any."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Its effect; null: any."""
@@ -149,7 +155,7 @@ class Cluster(Section):
     engine: Literal["auto", "trainer", "pytorchjob", "jobset", "job"] = "auto"
     """On Kubernetes: Kubeflow Trainer, PyTorchJob, JobSet or an indexed Job; auto: the first that is installed."""
     trainer_version: Release | None = None
-    """Version of Kubeflow Trainer, such as "2.3"; null: read from the cluster."""
+    """Version of Kubeflow Trainer, "2.3" or newer."""
     image: Image | None = None
     """Container image, preferably with its digest."""
     image_pull_secrets: list[Subdomain] = Field(default=[])
@@ -162,7 +168,7 @@ class Cluster(Section):
     """Service account of the pods."""
     runtime: Subdomain = "torch-distributed"
     """ClusterTrainingRuntime of Kubeflow Trainer that a TrainJob uses."""
-    queue: Subdomain | None = None
+    queue: LabelValue | None = None
     """Kueue queue, which starts all pods of the run together or none."""
     priority_class: Subdomain | None = None
     """Priority class of the pods."""
@@ -174,9 +180,9 @@ class Cluster(Section):
     """Secondary networks of the pods (annotation k8s.v1.cni.cncf.io/networks)."""
     annotations: dict[Qualified, str] = Field(default={})
     """Further annotations of the pods."""
-    gpu_resource: Qualified = "nvidia.com/gpu"
+    gpu_resource: Device = "nvidia.com/gpu"
     """Resource name of the GPUs, such as nvidia.com/mig-7g.141gb."""
-    extended_resources: dict[Qualified, Count] = Field(default={})
+    extended_resources: dict[Device, Count] = Field(default={})
     """Devices that each pod requests besides GPUs, such as `openshift.io/mellanoxnics: 1`."""
     cpu: Cpus | None = None
     """CPUs of each pod."""
@@ -186,7 +192,7 @@ class Cluster(Section):
     """Host memory that each pod may use."""
     large_shm: bool = True
     """Mount a /dev/shm as large as the run needs; data loader processes pass their batches through it."""
-    node_selector: dict[Qualified, str] = Field(default={})
+    node_selector: dict[Qualified, LabelValue] = Field(default={})
     """Labels that nodes must have."""
     affinity: dict[str, Any] = Field(default={})
     """The pods' `affinity`, as in Kubernetes."""

@@ -14,10 +14,12 @@ options=(
   --image registry.example/team/windlass@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
   # 3 nodes: a master, which has options of its own, and 2 workers
   --workers 2
+  # workers that still run when the master has ended are of no use
+  --clean-pod-policy Running
   # of each node
   --gpu-devices-request 1 --master-gpu-devices-request 1
   --cpu-core-request 16 --master-cpu-core-request 16
-  # with units: a bare number would be bytes. The plan needs 15 GiB with /dev/shm
+  # with units: a bare number would be bytes; the plan needs 15 GiB with /dev/shm
   --cpu-memory-request 15Gi --master-cpu-memory-request 15Gi --cpu-memory-limit 15Gi --master-cpu-memory-limit 15Gi
   # ranks of one node exchange data through /dev/shm
   --large-shm
@@ -29,8 +31,6 @@ options=(
   --termination-grace-period 120s
   # a run that was lost is started again, and resumes from its newest checkpoint
   --backoff-limit 3 --restart-policy OnFailure --master-restart-policy OnFailure
-  # workers that still run when the master has ended are of no use
-  --clean-pod-policy Running
   # how much NCCL prints: VERSION, WARN, INFO, TRACE
   -e NCCL_DEBUG=WARN
   # torch's GPU memory allocator; expandable_segments:True lets a segment grow instead of fragmenting

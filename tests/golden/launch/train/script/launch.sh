@@ -20,7 +20,7 @@ gpu=1
 port=29500  # of the ranks' rendezvous, unless the platform sets another
 join_seconds=300  # until every node must have started
 grace_seconds=120  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
-fingerprint=23c99e5223ec  # of run file and options: the same on every node
+fingerprint=095a0a5c7e02  # of run file and options: the same on every node
 working_dir=''  # empty: where this is started
 install=()  # what the image lacks
 options=(
@@ -159,14 +159,15 @@ leave() { # CODE: tell the other nodes, clean up, exit
 trap 'leave 75' TERM USR1 INT
 if ((nodes > 1)); then
   # One port above the ranks' own.
-  python3 -m windlass.launch.rendezvous --node "$node" --nodes "$nodes" --master "$master" --port "$((port + 1))" \
-    --seconds "$join_seconds" --fingerprint "$fingerprint" --status-dir "$status_dir" &
+  python3 -m windlass.launch.rendezvous \
+    "$node" "$nodes" "$master" "$((port + 1))" "$join_seconds" "$fingerprint" "$status_dir" &
   rendezvous=$!
   while [[ ! -e "$status_dir/ready" ]]; do
     if ! kill -0 "$rendezvous" 2>/dev/null; then
       code=0
       wait "$rendezvous" || code=$?
       rendezvous=
+      if ((code == 143)); then code=75; fi # it got the stop signal before this script
       leave "$((code ? code : 1))"
     fi
     sleep 0.1

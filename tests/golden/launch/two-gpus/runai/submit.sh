@@ -15,7 +15,7 @@ options=(
   # of each node
   --gpu-devices-request 1
   --cpu-core-request 16
-  # with units: a bare number would be bytes. The plan needs 15 GiB with /dev/shm
+  # with units: a bare number would be bytes; the plan needs 15 GiB with /dev/shm
   --cpu-memory-request 15Gi --cpu-memory-limit 15Gi
   # ranks of one node exchange data through /dev/shm
   --large-shm
