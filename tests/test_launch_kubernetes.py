@@ -184,7 +184,8 @@ def test_what_pods_cannot_have_is_refused_with_its_place() -> None:
     ("more", "what"),
     [
         ("cluster.volumes=[{claim: a, path: /data}, {claim: b, path: /dev/shm/}]", "none that windlass mounts itself"),
-        ("cluster.volumes=[{claim: a, path: '/a:b'}]", "without a colon"),
+        ("cluster.volumes=[{claim: a, path: '/a:b'}]", "without a colon or comma"),
+        ("cluster.volumes=[{claim: a, path: '/a,b'}]", "without a colon or comma"),
         ("cluster.node_selector={gpu: 'h 200'}", "at most 63 letters"),
         ("cluster.tolerations=[{key: a, value: 'b c'}]", "at most 63 letters"),
         ("cluster.queue=" + "a" * 60 + ".bbbb", "at most 63 letters"),

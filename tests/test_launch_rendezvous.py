@@ -50,7 +50,7 @@ class Nodes:
             try:
                 made.join(self.seconds)
             except RendezvousError as error:
-                self.errors.append(f"{made}: {error}")
+                self.errors.append(f"{made.name}: {error}")
                 self.codes[slot] = error.code
                 return
             (self.status(rank) / READY).touch()

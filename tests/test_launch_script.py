@@ -9,79 +9,189 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from launch_jobs import (
-    calls,
-    environ,
-    example,
-    plan_of,
-    program,
-)
+from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
 
-from windlass import demo
 from windlass.launch.rendezvous import PORT
 from windlass.launch.submit import render
-from windlass.plan import Plan
-from windlass.plan.accelerate import read_accelerate
 
 PET = {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"}
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_NODEID": "0", "SLURM_NNODES": "2"}
-CPU = ("cluster.gpus_per_node=1",)
-TWO = ("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=ethernet-25")
+CPU = ("cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.host_memory_gib=4000")
+TWO = (*CPU[:1], "cluster.nodes=2", *CPU[2:], "cluster.network=ethernet-25")
 NASTY = "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?"
-SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 # What a rank does: leave its number and its code in the status directory.
-RANK = 'echo $$ >"$WINDLASS_STATUS_DIR/pid-0"; echo {code} >"$WINDLASS_STATUS_DIR/code-0"; exit 1'
+RANK = 'echo $$ >"$WINDLASS_STATUS_DIR/pid-0"; echo {} >"$WINDLASS_STATUS_DIR/code-0"; exit 1'
+SAVER = """
+import os, signal, sys, time
+from pathlib import Path
+folder, late, status_dir = Path(sys.argv[1]), float(sys.argv[2]), Path(os.environ["WINDLASS_STATUS_DIR"])
+def save(*_):
+    time.sleep(0.3)
+    (status_dir / "code-0").write_text("75")
+    (folder / "saved").touch()
+    os._exit(75)
+(folder / "began").touch()
+time.sleep(late)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+(status_dir / "pid-0").write_text(str(os.getpid()))
+(folder / "listens").touch()
+time.sleep(60)
+"""
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run file of a small model on this machine's CPU, in a folder with a space."""
-    return demo.make(tmp_path_factory.mktemp("tiny run"))
-
-
-def written(folder: Path, plan: Plan, to: str = "script", overrides: tuple[str, ...] = ()) -> Path:
+def written(folder: Path, overrides: tuple[str, ...] = CPU) -> Path:
     folder.mkdir(exist_ok=True)
-    for name, text in render(plan, to, overrides=overrides).items():
+    plan = plan_of(EXAMPLES / "train.yaml", overrides)
+    for name, text in render(plan, "script", overrides=overrides).items():
         (folder / name).write_text(text)
     return folder / "launch.sh"
 
 
-def launched(script: Path, fakes: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    env = environ(fakes, **more)
-    return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=30, check=False)
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("one") / "a run")
 
 
-def test_one_node_starts_its_ranks_through_accelerate(tiny: Path, tmp_path: Path) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", "env >" + str(tmp_path / "env"))
-    overrides = ("cluster.gpus_per_node=2", "train.seed=7")
-    script = written(tmp_path / "run dir", plan_of(tiny, overrides), overrides=overrides)
-    done = launched(script, fakes)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("two") / "a run", TWO)
+
+
+class Launch:
+    """launch.sh in a session of its own, with stand-ins: what accelerate does, and what Python does before it does what
+    it was started for."""
+
+    def __init__(self, folder: Path, script: Path, accelerate: str = "", python: str = "", **more: str) -> None:
+        folder.mkdir()
+        self.folder, self.log_file = folder, folder / "log"
+        program(folder / "bin", "accelerate", accelerate.replace("FOLDER", str(folder)))
+        versions = 'if [[ "$1" == - ]]; then exec cat >/dev/null; fi'  # slow, and looked at in one test
+        body = f'{python.replace("FOLDER", str(folder))}\n{versions}\nexec {sys.executable} "$@"'
+        program(folder / "bin", "python3", body)
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen(
+                ["bash", script],
+                env={**environ(folder / "bin"), "TMPDIR": str(folder), **more},
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash can't trap what it is deaf to
+            )
+
+    @property
+    def code(self) -> int:
+        return self.process.wait(30)
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def words(self) -> list[str]:
+        """How accelerate was called."""
+        return calls(self.folder / "bin", "accelerate")
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    started: list[Launch] = []
+
+    def start(*words: Any, **options: Any) -> Launch:
+        started.append(Launch(tmp_path / f"launch-{len(started)}", *words, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.wait(10)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def clean(script: Path, *options: str) -> str:
+    shellcheck = [str(Path(sys.executable).parent / "shellcheck"), "--shell=bash", *options, str(script)]
+    done = subprocess.run(shellcheck, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr
+
+
+def test_one_node_starts_its_ranks_with_whatever_users_write(tmp_path: Path) -> None:
+    """With Python's own answers, for a user without a home, from the site's mirror."""
+    work, folder, fakes = tmp_path / f"wd {NASTY}".replace("/", "_"), tmp_path / f"run {NASTY}", tmp_path / "bin"
+    work.mkdir()
+    lines = f"first\n{NASTY}\n\n\nEOF\nlast\n"
+    env = {"ODD": NASTY, "LINES_OF_IT": lines, "PIP_INDEX_URL": "https://mirror.example/simple"}
+    overrides = (
+        *(*CPU, "cluster.gpus_per_node=2", "cluster.install=['odd name>=1', b]"),
+        f"cluster.env={json.dumps({**env, 'HF_TOKEN': {'secret': 'hub', 'key': 'token'}}, ensure_ascii=False)}",
+        f"cluster.working_dir={json.dumps(str(work), ensure_ascii=False)}",
+        f"data.prompt_template={json.dumps('[[' + NASTY + '{text}]]', ensure_ascii=False)}",
+        "train.run_name=@@HEAD@@ @@SETTINGS@@",
+    )
+    script = written(folder, overrides)
+    assert clean(script, "--exclude=SC2016") == ""  # users' words are meant to stand as they are
+    shown = f"""printf '%s' "$ODD" >{tmp_path}/odd; printf '%s' "$LINES_OF_IT" >{tmp_path}/lines; pwd >{tmp_path}/cwd
+    echo "$HOME $LOGNAME $HF_HOME" >{tmp_path}/home; env >{tmp_path}/env"""
+    program(fakes, "accelerate", shown)
+    program(
+        fakes, "id", 'case $1 in -un) echo "id: cannot find name for user ID 1000660000" >&2; exit 1;; esac; echo 0'
+    )
+    pip = f'printf "%s\\n" "$PIP_INDEX_URL" "$@" >{tmp_path}/pip; exit ${{PIP_FAILS:-0}}'
+    program(fakes, "python3", f'if [[ "$1 $2" == "-m pip" ]]; then {pip}; fi\nexec {sys.executable} "$@"')
+    environment = environ(fakes, HOME="/", TMPDIR=str(tmp_path), HF_TOKEN="hf_x")
+    environment.pop("LOGNAME", None)
+
+    def launched(**more: str) -> subprocess.CompletedProcess[str]:
+        env = {**environment, **more}
+        return subprocess.run(["bash", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    done = launched(HF_TOKEN="")
+    assert (done.returncode, "HF_TOKEN is a secret (hub, key token)" in done.stderr) == (13, True)
+    done = launched(PIP_FAILS="1")
+    assert (done.returncode, "from https://mirror.example/simple" in done.stderr) == (1, True)
+    assert not calls(fakes, "accelerate")
+    done = launched()
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "odd").read_text() == NASTY
+    assert (tmp_path / "lines").read_text() == lines
+    assert (tmp_path / "cwd").read_text() == f"{work}\n"
+    assert not list(tmp_path.rglob("pwned"))
+    home = tmp_path / f"windlass-home-{os.getuid()}"
+    assert (tmp_path / "home").read_text().split() == [str(home), "windlass", str(home / "huggingface")]
+    assert (tmp_path / "pip").read_text().splitlines()[-2:] == ["odd name>=1", "b"]
+    seen = (tmp_path / "env").read_text()
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in seen
+    assert "NCCL_DEBUG=WARN" in seen
     words = calls(fakes, "accelerate")
-    where = str(tmp_path / "run dir")
-    assert words[:5] == ["launch", "--config_file", f"{where}/accelerate.yaml", "--num_machines", "1"]
+    assert words[:5] == ["launch", "--config_file", f"{folder}/accelerate.yaml", "--num_machines", "1"]
     assert words[5:9] == ["--num_processes", "2", "--machine_rank", "0"]
     port = int(words[words.index("--main_process_port") + 1])
     assert port != PORT, "another run on this machine may have the usual one"
     socket.create_server(("localhost", port)).close()
-    assert words[-9:] == [
-        *("-m", "windlass", "train", f"{where}/run.yaml"),
-        *("--override", "cluster.gpus_per_node=2", "--override", "train.seed=7", "--resume"),
-    ]
-    assert "demo: 1 x 2 cpu" in done.stdout
+    options = [word for override in overrides for word in ("--override", override)]
+    assert words[-len(options) - 5 :] == ["-m", "windlass", "train", f"{folder}/run.yaml", *options, "--resume"]
+    assert "1 x 2 cpu" in done.stdout
     assert "versions python" in done.stdout
-    seen = (tmp_path / "env").read_text()
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in seen
-    assert "NCCL_DEBUG=WARN" in seen
 
 
 @pytest.mark.parametrize(
-    ("told", "port"),
+    ("set_by", "port"),
     [
         ({**PET, "PET_MASTER_PORT": "23456"}, 23456),
         ({**PET, "PET_NNODES": "2:2", "RANK": "1", "WORLD_SIZE": "9"}, 29500),
@@ -90,482 +200,206 @@ def test_one_node_starts_its_ranks_through_accelerate(tiny: Path, tmp_path: Path
         ({**SLURM, "SLURM_JOB_NODELIST": "n[1-2]"}, 20246),
     ],
     ids=["kubeflow", "kubeflow-range", "operator", "indexed-job", "slurm"],
-)  # fmt: skip
+)
 def test_a_node_learns_its_place_from_whatever_the_platform_sets(
-    tiny: Path, tmp_path: Path, told: dict[str, str], port: int
+    launch: Callable[..., Launch], tmp_path: Path, two: Path, set_by: dict[str, str], port: int
 ) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", "env >" + str(tmp_path / "env"))
-    program(fakes, "scontrol", "printf '%s\\n' localhost n2")
-    # The meeting is not what this looks at.
-    program(
-        fakes,
-        "python3",
-        f'[[ "$2" == windlass.launch.rendezvous ]] || exec {sys.executable} "$@"; touch "${{@: -1}}/ready"',
-    )
-    done = launched(written(tmp_path / "run", plan_of(tiny, TWO)), fakes, **told)
-    assert done.returncode == 0, done.stderr
-    words = calls(fakes, "accelerate")
-    options = dict(zip(words[1:15:2], words[2:16:2], strict=True))
+    joins = 'if [[ "$2" == windlass.launch.rendezvous ]]; then touch "${@: -1}/ready"; exit; fi'
+    program(tmp_path / "slurm", "scontrol", "printf '%s\\n' localhost n2")
+    path = environ(tmp_path / "launch-0" / "bin")["PATH"]
+    run = launch(two, "env >FOLDER/env", joins, **set_by, PATH=f"{path}:{tmp_path}/slurm")
+    assert run.code == 0, run.log
+    options = dict(zip(run.words[1:15:2], run.words[2:16:2], strict=True))
     assert options["--machine_rank"] == "0"
     assert options["--main_process_ip"] == "localhost"
     assert options["--main_process_port"] == str(port)
     assert options["--num_machines"] == options["--num_processes"] == "2"
-    seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
-    assert not {"RANK", "WORLD_SIZE", "PET_NNODES", "PET_NODE_RANK", "MASTER_ADDR"} & seen.keys()
+    seen = {line.partition("=")[0] for line in (run.folder / "env").read_text().splitlines()}
+    assert not {"RANK", "WORLD_SIZE", "PET_NNODES", "PET_NODE_RANK", "MASTER_ADDR"} & seen
 
 
-@pytest.mark.parametrize(
-    ("told", "says"),
-    [
+def test_a_platform_that_disagrees_with_the_plan_is_not_tried_again(launch: Callable[..., Launch], two: Path) -> None:
+    known = {"PET_NNODES": "2", "PET_MASTER_ADDR": "x"}
+    for set_by, text in (
         ({}, "planned for 2 nodes, and the platform started 1"),
         ({**PET, "PET_NNODES": "3"}, "planned for 2 nodes, and the platform started 3"),
-        ({"PET_NODE_RANK": "2", "PET_NNODES": "2", "PET_MASTER_ADDR": "x"}, "no node '2' among 2"),
-        ({"PET_NODE_RANK": "$(id)", "PET_NNODES": "2", "PET_MASTER_ADDR": "x"}, "no node '$(id)' among 2"),
+        ({**known, "PET_NODE_RANK": "2"}, "no node '2' among 2"),
+        ({**known, "PET_NODE_RANK": "$(id)"}, "no node '$(id)' among 2"),
         ({"PET_NODE_RANK": "1", "PET_NNODES": "2"}, "the address of node 0 is unknown"),
         ({**SLURM, "MASTER_ADDR": "x", "SLURM_NTASKS_PER_NODE": "4"}, "one task per node"),
-    ],
-)  # fmt: skip
-def test_a_platform_that_disagrees_with_the_plan_is_not_tried_again(
-    tiny: Path, tmp_path: Path, told: dict[str, str], says: str
-) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", "")
-    done = launched(written(tmp_path / "run", plan_of(tiny, TWO)), fakes, **told)
-    assert done.returncode == 13
-    assert says in done.stderr
-    assert not calls(fakes, "accelerate")
+    ):
+        run = launch(two, **set_by)
+        assert (run.code, text in run.log, run.words) == (13, True, []), run.log
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ("exit 0", 0),
-        (RANK.format(code=13), 13),
-        (RANK.format(code=75), 75),
-        (RANK.format(code=1), 1),
-        (RANK.format(code=2), 13),
-        (RANK.format(code=137), 1),
-        ("exit 7", 1),
-        # The first that failed is the cause; the others only lost it.
-        ('echo 13 >"$WINDLASS_STATUS_DIR/code-1"; sleep 0.05; echo 1 >"$WINDLASS_STATUS_DIR/code-0"; exit 1', 13),
-        ('echo 1 >"$WINDLASS_STATUS_DIR/code-0"; sleep 0.05; echo 75 >"$WINDLASS_STATUS_DIR/code-1"; exit 1', 1),
-    ],
-)
-def test_the_ranks_own_exit_code_comes_through(tiny: Path, tmp_path: Path, body: str, code: int) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", body)
-    script = written(tmp_path / "run", plan_of(tiny, CPU))
-    assert launched(script, fakes, TMPDIR=str(tmp_path)).returncode == code
-    assert not list(tmp_path.glob("windlass-??????")), "the status directory is removed"
+def test_the_ranks_own_exit_code_comes_through(launch: Callable[..., Launch], one: Path) -> None:
+    first = 'echo {} >"$WINDLASS_STATUS_DIR/code-1"; sleep 0.05; echo {} >"$WINDLASS_STATUS_DIR/code-0"; exit 1'
+    killed = """for rank in 0 3; do echo 999999 >"$WINDLASS_STATUS_DIR/pid-$rank"; done
+    echo 0 >"$WINDLASS_STATUS_DIR/code-0"; echo "loading the model" >"$WINDLASS_STATUS_DIR/phase-3"; exit 1"""
+    # bash reads a script as it goes: what a second submission writes would be taken for the rest of this one.
+    anew = written(one.parent.parent / "written anew")
+    rewritten = f"for ((i = 0; i < {len(anew.read_bytes()) // 8 + 100}; i++)); do echo 'exit 99'; done >'{anew}'"
+    cases: list[tuple[str, int, str]] = [
+        ("exit 0", 0, ""),
+        ("exit 7", 1, "ended with 1"),
+        *((RANK.format(code), ends, "") for code, ends in ((13, 13), (75, 75), (1, 1), (2, 13), (137, 1))),
+        (first.format(13, 1), 13, ""),  # the first that failed is the cause; the others only lost it
+        (first.format(1, 75), 1, ""),
+        (killed, 1, "rank 3 was killed while loading the model"),
+        (rewritten, 0, ""),
+    ]
+    runs = [launch(anew if body == rewritten else one, body) for body, _, _ in cases]
+    for run, (body, code, text) in zip(runs, cases, strict=True):
+        assert (run.code, text in run.log) == (code, True), body
+        assert not list(run.folder.glob("windlass-??????")), "the status directory is removed"
+        assert "rank 0 was killed" not in run.log
 
 
-def test_a_rank_that_was_killed_is_named_with_what_it_was_doing(tiny: Path, tmp_path: Path) -> None:
-    fakes = tmp_path / "bin"
-    body = """for rank in 0 3; do echo 999999 >"$WINDLASS_STATUS_DIR/pid-$rank"; done
-    echo 0 >"$WINDLASS_STATUS_DIR/code-0"
-    echo "loading the model" >"$WINDLASS_STATUS_DIR/phase-3"
-    exit 1"""
-    program(fakes, "accelerate", body)
-    done = launched(written(tmp_path / "run", plan_of(tiny, CPU)), fakes)
-    assert done.returncode == 1
-    assert "rank 3 was killed while loading the model" in done.stderr
-    assert "rank 0 was killed" not in done.stderr
-
-
-SAVER = """
-import os, signal, sys, time
-from pathlib import Path
-status_dir = Path(os.environ["WINDLASS_STATUS_DIR"])
-def save(*_):
-    time.sleep(0.3)
-    (status_dir / "code-0").write_text("75")
-    Path(sys.argv[1]).write_text("saved")
-    os._exit(75)
-time.sleep(float(sys.argv[2]))
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, save)
-(status_dir / "pid-0").write_text(str(os.getpid()))
-Path(sys.argv[1] + ".ready").touch()
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize("late", [0.0, 1.0], ids=["listening", "still starting"])
 def test_a_stop_signal_reaches_the_ranks_and_they_save(
-    tiny: Path, tmp_path: Path, number: signal.Signals, late: float
+    launch: Callable[..., Launch], tmp_path: Path, one: Path
 ) -> None:
-    fakes = tmp_path / "bin"
+    """Ranks that listen, and one that is still starting; to the script, or to all of its group as Slurm sends it."""
     (tmp_path / "saver.py").write_text(SAVER)
-    mark = tmp_path / "mark"
-    program(fakes, "accelerate", f"touch {mark}.began; {sys.executable} {tmp_path}/saver.py {mark} {late}; exit 1")
-    script = written(tmp_path / "run", plan_of(tiny, CPU))
-    process = subprocess.Popen(
-        ["bash", script],
-        env=environ(fakes),
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash can't trap what it was started deaf to
-    )
-    wait_for(Path(f"{mark}.began" if late else f"{mark}.ready"))
-    process.send_signal(number)
-    assert process.wait(20) == 75
-    assert mark.read_text() == "saved"
+    cases = ((signal.SIGTERM, 0, os.kill), (signal.SIGUSR1, 1, os.kill), (signal.SIGINT, 0, os.kill))
+    runs = []
+    for number, late, send in (*cases, (signal.SIGUSR1, 0, os.killpg)):
+        run = launch(one, f"{sys.executable} {tmp_path}/saver.py FOLDER {late}; exit 1")
+        runs.append((run, number, "began" if late else "listens", send))
+    for run, number, mark, send in runs:
+        wait_for(lambda run=run, mark=mark: run.has(mark))  # type: ignore[misc]
+        send(run.process.pid, number)
+    for run, *_ in runs:
+        assert (run.code, run.has("saved")) == (75, True), run.log
 
 
-def test_a_signal_to_the_whole_group_is_taken_once(tiny: Path, tmp_path: Path) -> None:
-    """As Slurm sends it: to the script, the launcher and the ranks alike."""
-    fakes = tmp_path / "bin"
-    (tmp_path / "saver.py").write_text(SAVER)
-    mark = tmp_path / "mark"
-    program(fakes, "accelerate", f"{sys.executable} {tmp_path}/saver.py {mark} 0; exit 1")
-    script = written(tmp_path / "run", plan_of(tiny, CPU))
-    process = subprocess.Popen(["bash", script], env=environ(fakes), stdout=subprocess.DEVNULL, start_new_session=True)
-    wait_for(Path(f"{mark}.ready"))
-    os.killpg(process.pid, signal.SIGUSR1)
-    assert process.wait(20) == 75
-    assert mark.read_text() == "saved"
-
-
-@pytest.mark.parametrize("other", ["", 'echo 75 >"$WINDLASS_STATUS_DIR/code-1"; '], ids=["alone", "another has saved"])
-def test_ranks_that_do_not_save_in_time_are_ended(tiny: Path, tmp_path: Path, other: str) -> None:
-    fakes = tmp_path / "bin"
-    body = other + 'trap "" TERM; echo $$ >"$WINDLASS_STATUS_DIR/pid-0"; touch ready; while :; do sleep 0.1; done'
-    program(fakes, "accelerate", body.replace("ready", str(tmp_path / "ready")))
-    script = written(tmp_path / "run", plan_of(tiny, (*CPU, "cluster.grace_seconds=1")))
-    process = subprocess.Popen(
-        ["bash", script], env=environ(fakes), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    wait_for(tmp_path / "ready")
-    process.terminate()
-    assert process.wait(15) == 1
-    assert process.stderr is not None
-    assert b"rank 0 was killed while starting; the 1 s to save had passed" in process.stderr.read()
-    process.stderr.close()
-
-
-def wait_for(path: Path, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.02)
-
-
-def test_whatever_users_write_reaches_the_ranks_unchanged(tiny: Path, tmp_path: Path) -> None:
-    fakes = tmp_path / "bin"
-    program(
-        fakes,
-        "accelerate",
-        f"printf '%s' \"$ODD\" >{tmp_path}/odd; printf '%s' \"$LINES_OF_IT\" >{tmp_path}/lines; pwd >{tmp_path}/cwd",
-    )
-    program(fakes, "pip", "")
-    work = tmp_path / f"wd {NASTY.replace('/', '_')}"
-    work.mkdir()
-    lines = f"first\n{NASTY}\n\n\nEOF\nlast\n"
-    overrides = (
-        *CPU,
-        f"cluster.env={quoted({'ODD': NASTY, 'LINES_OF_IT': lines})}",
-        f"cluster.working_dir={quoted(str(work))}",
-        f"data.prompt_template={quoted('[[' + NASTY + '{text}]]')}",
-        "train.run_name=@@HEAD@@ @@SETTINGS@@",
-    )
-    folder = tmp_path / f"run {NASTY.replace('/', '_')}"
-    script = written(folder, plan_of(tiny, overrides), overrides=overrides)
-    done = subprocess.run(
-        ["bash", script], env=environ(fakes), capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "odd").read_text() == NASTY
-    assert (tmp_path / "lines").read_text() == lines
-    assert (tmp_path / "cwd").read_text() == f"{work}\n"
-    words = calls(fakes, "accelerate")
-    assert [words[i + 1] for i, word in enumerate(words) if word == "--override"] == list(overrides)
-    assert f"{folder}/run.yaml" in words
-    assert not list(tmp_path.rglob("pwned"))
-    assert clean(script, "--exclude=SC2016") == ""  # users' words are meant to stand as they are
-
-
-def quoted(value: object) -> str:
-    """As YAML reads it too."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def clean(script: Path, *options: str) -> str:
-    done = subprocess.run(
-        [SHELLCHECK, "--shell=bash", *options, script], capture_output=True, text=True, timeout=60, check=False
-    )
-    return done.stdout + done.stderr
+def test_ranks_that_do_not_save_in_time_are_ended(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    script = written(tmp_path / "run", (*CPU, "cluster.grace_seconds=1"))
+    body = 'trap "" TERM; echo $$ >"$WINDLASS_STATUS_DIR/pid-0"; touch FOLDER/ready; while :; do sleep 0.1; done'
+    runs = [launch(script, other + body) for other in ("", 'echo 75 >"$WINDLASS_STATUS_DIR/code-1"; ')]
+    for run in runs:
+        wait_for(lambda run=run: run.has("ready"))  # type: ignore[misc]
+        run.process.terminate()
+    for run in runs:
+        assert run.code == 1
+        assert "rank 0 was killed while starting; the 1 s to save had passed" in run.log
 
 
 @pytest.mark.parametrize("name", ["train", "two-gpus"])
 def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path) -> None:
     plan, overrides, _ = example(name)
-    assert clean(written(tmp_path / "run", plan, overrides=overrides)) == ""
-
-
-def test_shellcheck_would_say_something(tmp_path: Path) -> None:
+    (tmp_path / "launch.sh").write_text(render(plan, "script", overrides=overrides)["launch.sh"])
+    assert clean(tmp_path / "launch.sh") == ""
     (tmp_path / "bad.sh").write_text("#!/usr/bin/env bash\nrm -rf $1/*\n")
-    assert "SC2086" in clean(tmp_path / "bad.sh")
+    assert "SC2086" in clean(tmp_path / "bad.sh"), "it would say something"
 
 
-def test_gpus_are_counted_before_anything_is_started(tmp_path: Path) -> None:
-    plan, overrides, _ = example(
-        "two-gpus", ("train.output_dir=/tmp/out", "cluster.nodes=1", "cluster.gpus_per_node=2")
-    )
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", "")
-    program(
-        fakes,
-        "nvidia-smi",
-        'case $1 in --query*) echo "0, NVIDIA H200 NVL, 143771 MiB, 570.1";; *) echo "26.562 GB/s";; esac',
-    )
-    done = launched(written(tmp_path / "run", plan, overrides=overrides), fakes)
-    assert done.returncode == 1
-    assert "2 GPUs are needed; this node has 1" in done.stderr
-    program(fakes, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    done = launched(tmp_path / "run" / "launch.sh", fakes)
-    assert done.returncode == 1
-    assert "nvidia-smi failed: Failed to initialize NVML" in done.stderr
-    assert not calls(fakes, "accelerate")
-    program(
-        fakes, "nvidia-smi", 'case $1 in --query*) printf "%s\\n" "0, H200" "1, H200";; *) echo "26.562 GB/s";; esac'
-    )
-    done = launched(tmp_path / "run" / "launch.sh", fakes)
-    assert done.returncode == 0, done.stderr
-    assert "nvlink   1 links active" in done.stdout
+def test_gpus_are_counted_before_anything_is_started(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    settings = ("train.output_dir=/tmp/out", "cluster.nodes=1", "cluster.gpus_per_node=2")
+    plan, overrides, _ = example("two-gpus", settings)
+    (tmp_path / "launch.sh").write_text(render(plan, "script", overrides=overrides)["launch.sh"])
+    case = 'case $1 in --query*) printf "%s\\n" {};; *) echo "26.562 GB/s";; esac'
+    for index, (body, code, text) in enumerate(
+        (
+            (case.format('"0, H200"'), 1, "2 GPUs are needed; this node has 1"),
+            ("echo 'Failed to initialize NVML'; exit 18", 1, "nvidia-smi failed: Failed to initialize NVML"),
+            (case.format('"0, H200" "1, H200"'), 0, "nvlink   1 links active"),
+        )
+    ):
+        program(tmp_path / f"gpus-{index}", "nvidia-smi", body)
+        path = environ(tmp_path / f"launch-{index}" / "bin")["PATH"]
+        run = launch(tmp_path / "launch.sh", PATH=f"{tmp_path}/gpus-{index}:{path}")
+        assert (run.code, text in run.log, bool(run.words)) == (code, True, code == 0), run.log
 
 
-def test_secrets_are_demanded_never_written(tiny: Path, tmp_path: Path) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", "")
-    script = written(tmp_path / "run", plan_of(tiny, (*CPU, "cluster.env={HF_TOKEN: {secret: hub, key: token}}")))
-    env = {"HF_TOKEN": ""}
-    done = launched(script, fakes, **env)
-    assert done.returncode == 13
-    assert "HF_TOKEN is a secret (hub, key token)" in done.stderr
-    assert launched(script, fakes, HF_TOKEN="hf_x").returncode == 0
-
-
-def test_a_user_without_a_home_gets_one(tiny: Path, tmp_path: Path) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", f'echo "$HOME $LOGNAME $HF_HOME" >{tmp_path}/home')
-    program(
-        fakes, "id", 'case $1 in -un) echo "id: cannot find name for user ID 1000660000" >&2; exit 1;; esac; echo 0'
-    )
-    script = written(tmp_path / "run", plan_of(tiny, CPU))
-    env = environ(fakes, HOME="/", TMPDIR=str(tmp_path))
-    env.pop("LOGNAME", None)
-    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 0, done.stderr
-    home = tmp_path / f"windlass-home-{os.getuid()}"
-    assert (tmp_path / "home").read_text().split() == [str(home), "windlass", str(home / "huggingface")]
-    # The image has a home for everybody, and still no name.
-    env["HOME"] = str(home)
-    subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=30, check=True)
-    assert (tmp_path / "home").read_text().split() == [str(home), "windlass"]
-
-
-def test_what_the_image_lacks_is_installed_from_the_sites_mirror(tiny: Path, tmp_path: Path) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", "")
-    body = f"""if [[ "$1 $2" == "-m pip" ]]; then
-      printf "%s\\n" "$PIP_INDEX_URL" "$@" >{tmp_path}/pip
-      exit ${{PIP_FAILS:-0}}
-    fi
-    exec {sys.executable} "$@\""""
-    program(fakes, "python3", body)
-    overrides = (
-        *CPU,
-        "cluster.install=['odd name>=1', b]",
-        "cluster.env={PIP_INDEX_URL: 'https://mirror.example/simple'}",
-    )
-    script = written(tmp_path / "run", plan_of(tiny, overrides))
-    done = launched(script, fakes)
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "pip").read_text().splitlines()
-    assert lines[0] == "https://mirror.example/simple"
-    assert lines[-2:] == ["odd name>=1", "b"]
-    done = launched(script, fakes, PIP_FAILS="1")
-    assert done.returncode == 1
-    assert "from https://mirror.example/simple" in done.stderr
-
-
-def checking(fakes: Path, body: str) -> None:
-    """Checks that do as `body` says; everything else that Python is started for is real."""
-    program(fakes, "python3", f'if [[ "$3" == check ]]; then\n{body}\nfi\nexec {sys.executable} "$@"')
-
-
-@pytest.mark.parametrize(("code", "ends"), [("13", 13), ("1", 1), ("2", 1), ("137", 1), ("75", 1)])
 def test_failed_checks_end_the_node_and_only_their_own_word_keeps_it_from_another_try(
-    tiny: Path, tmp_path: Path, code: str, ends: int
+    launch: Callable[..., Launch], one: Path
 ) -> None:
-    """A traceback, a kill for memory, a lost node: the next try may do."""
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", "")
-    checking(fakes, f'echo "$PET_NODE_RANK $PET_NNODES" "$@" >{tmp_path}/check; exit {code}')
-    done = launched(written(tmp_path / "run", plan_of(tiny, CPU)), fakes, WINDLASS_CHECK="yes")
-    assert done.returncode == ends
-    assert not calls(fakes, "accelerate")
-    assert (tmp_path / "check").read_text().startswith(f"0 1 -m windlass check {tmp_path}/run/run.yaml --accelerate")
-
-
-def test_a_stop_signal_ends_the_checks_at_once(tiny: Path, tmp_path: Path) -> None:
-    fakes = tmp_path / "bin"
-    program(fakes, "accelerate", "")
-    checking(fakes, f"echo $$ >{tmp_path}/check; exec sleep 60")
-    script = written(tmp_path / "run", plan_of(tiny, CPU))
-    process = subprocess.Popen(
-        ["bash", script], env=environ(fakes, WINDLASS_CHECK="yes"), stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    wait_for(tmp_path / "check")
-    process.terminate()
-    assert process.wait(10) == 75
-    assert not calls(fakes, "accelerate")
-    gone(int((tmp_path / "check").read_text()))
-
-
-def gone(pid: int, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, f"process {pid} was left"
-        time.sleep(0.02)
-
-
-def test_the_script_may_be_written_anew_while_it_runs(tiny: Path, tmp_path: Path) -> None:
-    """bash reads a script as it goes: what a second submission writes would be taken for the rest of this one."""
-    fakes = tmp_path / "bin"
-    script = written(tmp_path / "run", plan_of(tiny, CPU))
-    length = len(script.read_bytes())
-    program(fakes, "accelerate", f"for ((i = 0; i < {length // 8 + 100}; i++)); do echo 'exit 99'; done >{script}")
-    done = launched(script, fakes)
-    assert (done.returncode, done.stderr) == (0, "")
+    """A traceback, a kill for memory, a lost node: the next try may do. A stop signal ends the checks at once."""
+    body = 'if [[ "$3" == check ]]; then echo "$PET_NODE_RANK $PET_NNODES" "$@" >FOLDER/check; {}; fi'
+    stopped = launch(one, python=body.format("echo $$ >FOLDER/pid; exec sleep 60"), WINDLASS_CHECK="yes")
+    for code, ends in ((13, 13), (1, 1), (2, 1), (137, 1), (75, 1)):
+        run = launch(one, python=body.format(f"exit {code}"), WINDLASS_CHECK="yes")
+        assert (run.code, run.words) == (ends, [])
+        called = (run.folder / "check").read_text()
+        assert called.startswith(f"0 1 -m windlass check {one.parent}/run.yaml --accelerate")
+    wait_for(lambda: stopped.has("pid"))
+    pid = (stopped.folder / "pid").read_text().strip()
+    stopped.process.terminate()
+    assert (stopped.code, stopped.words) == (75, [])
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
 
 
 # --- two nodes ------------------------------------------------------------------------------------------------------
 
 
-def two_ports() -> int:
-    """The first of two that are free: ranks meet on it, and nodes on the next."""
-    while True:
-        with socket.create_server(("", 0)) as first:
-            port = int(first.getsockname()[1])
-            try:
-                socket.create_server(("", port + 1)).close()
-            except OSError:
-                continue
-            return port
+@pytest.fixture
+def two_nodes(launch: Callable[..., Launch], two: Path) -> Callable[..., list[Launch]]:
+    """launch.sh as two machines would run it; what is given for one node first, then for the other."""
 
+    def start(accelerate: str, python: tuple[str, str] = ("", ""), **more: str) -> list[Launch]:
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        places = [{**PET, "PET_NODE_RANK": str(node), "PET_MASTER_PORT": str(port), **more} for node in range(2)]
+        return [launch(two, accelerate, python[node], **places[node]) for node in range(2)]
 
-def two_nodes(tiny: Path, tmp_path: Path, **more: str) -> list[subprocess.Popen[str]]:
-    """launch.sh as two machines would run it, each in a session of its own, with the stand-ins of its own folder."""
-    script, port, crew = written(tmp_path / "run", plan_of(tiny, TWO)), two_ports(), []
-    for node in range(2):
-        told = {**PET, "PET_NODE_RANK": str(node), "PET_MASTER_PORT": str(port), **more}
-        log = (tmp_path / f"log-{node}").open("w")
-        crew.append(
-            subprocess.Popen(
-                ["bash", script],
-                env=environ(tmp_path / f"bin-{node}", **told),
-                stdout=log, stderr=log, start_new_session=True, text=True,
-            )
-        )  # fmt: skip
-        log.close()
-    return crew
-
-
-def until_said(path: Path, text: str, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while text not in path.read_text():
-        assert time.monotonic() < deadline, path.read_text()
-        time.sleep(0.02)
-
-
-def end_all(crew: list[subprocess.Popen[str]]) -> None:
-    for process in crew:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+    return start
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_sigterm_to_every_process_of_two_nodes_saves_on_both(tiny: Path, tmp_path: Path, first: int) -> None:
+def test_sigterm_to_every_process_of_two_nodes_saves_on_both(
+    two_nodes: Callable[..., list[Launch]], tmp_path: Path, first: int
+) -> None:
     """As scancel sends it. Nobody may take a node for lost whose ranks are still saving."""
     (tmp_path / "saver.py").write_text(SAVER)
-    marks = [tmp_path / "mark-0", tmp_path / "mark-1"]
-    for node, mark in enumerate(marks):
-        program(tmp_path / f"bin-{node}", "accelerate", f"{sys.executable} {tmp_path}/saver.py {mark} 0; exit 1")
-    crew = two_nodes(tiny, tmp_path)
-    try:
-        for mark in marks:
-            wait_for(Path(f"{mark}.ready"))
-        os.killpg(crew[first].pid, signal.SIGTERM)
-        time.sleep(0.1)
-        os.killpg(crew[1 - first].pid, signal.SIGTERM)
-        assert [process.wait(20) for process in crew] == [75, 75], (tmp_path / "log-0").read_text()
-    finally:
-        end_all(crew)
-    assert [mark.read_text() for mark in marks] == ["saved", "saved"]
-    for node in range(2):
-        assert "gone" not in (tmp_path / f"log-{node}").read_text()
+    nodes = two_nodes(f"{sys.executable} {tmp_path}/saver.py FOLDER 0; exit 1")
+    wait_for(lambda: all(node.has("listens") for node in nodes))
+    os.killpg(nodes[first].process.pid, signal.SIGTERM)
+    time.sleep(0.1)
+    os.killpg(nodes[1 - first].process.pid, signal.SIGTERM)
+    assert [(node.code, node.has("saved"), "gone" in node.log) for node in nodes] == [(75, True, False)] * 2
+
+
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(
+    launch: Callable[..., Launch], two: Path, node: int, group: bool
+) -> None:
+    master = "localhost" if node == 0 else "no-such-name.invalid"
+    with socket.create_server(("", 0)) as free:
+        port = str(free.getsockname()[1])
+    joins = 'if [[ "$2" == windlass.launch.rendezvous ]]; then touch FOLDER/joins; fi'
+    place = {**PET, "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": master, "PET_MASTER_PORT": port}
+    run = launch(two, "", joins, **place)
+    wait_for(lambda: run.has("joins"))
+    time.sleep(0.5)  # it has begun, or will hear of it
+    (os.killpg if group else os.kill)(run.process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    assert run.code == 75, run.log
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_node_that_is_stopped_before_all_have_come_ends_at_once(tiny: Path, tmp_path: Path, node: int) -> None:
-    for one in range(2):
-        program(tmp_path / f"bin-{one}", "accelerate", "")
-    crew = two_nodes(tiny, tmp_path, PET_MASTER_ADDR="localhost" if node == 0 else "no-such-name.invalid")
-    try:
-        if node == 0:
-            os.killpg(crew[1].pid, signal.SIGKILL)
-        until_said(tmp_path / f"log-{node}", "versions python")
-        time.sleep(0.5)  # the meeting has begun, or will hear of it
-        crew[node].terminate()
-        began = time.monotonic()
-        assert crew[node].wait(15) == 75
-        assert time.monotonic() - began < 10
-    finally:
-        end_all(crew)
-
-
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_node_that_is_stopped_before_its_ranks_is_not_waited_for(tiny: Path, tmp_path: Path, node: int) -> None:
+def test_a_node_that_is_stopped_before_its_ranks_is_not_waited_for(
+    two_nodes: Callable[..., list[Launch]], node: int
+) -> None:
     """It ends with 75 as one does that has saved, and the others' ranks would wait for it."""
-    other = 1 - node
-    for one in range(2):
-        program(
-            tmp_path / f"bin-{one}",
-            "accelerate",
-            'until [[ -e "$WINDLASS_STATUS_DIR/lost" ]]; do sleep 0.05; done; exit 1',
-        )
-    checking(tmp_path / f"bin-{node}", f"touch {tmp_path}/checks; exec sleep 60")
-    checking(tmp_path / f"bin-{other}", "exit 0")
-    crew = two_nodes(tiny, tmp_path, WINDLASS_CHECK="yes")
-    try:
-        wait_for(tmp_path / "checks")
-        until_said(tmp_path / f"log-{other}", "all 2 nodes have joined")
-        crew[node].terminate()
-        assert crew[node].wait(20) == 75
-        assert crew[other].wait(20) == 1, "it did not save, and may be tried again"
-    finally:
-        end_all(crew)
-    assert f"node {node} (" in (tmp_path / f"log-{other}").read_text()
-    assert "was stopped before its ranks began" in (tmp_path / f"log-{other}").read_text()
+    body = 'if [[ "$3" == check ]]; then {}; fi'
+    python = [body.format("exit 0")] * 2
+    python[node] = body.format("touch FOLDER/checks; exec sleep 60")
+    ranks = 'until [[ -e "$WINDLASS_STATUS_DIR/lost" ]]; do sleep 0.05; done; exit 1'
+    nodes = two_nodes(ranks, tuple(python), WINDLASS_CHECK="yes")
+    wait_for(lambda: nodes[node].has("checks") and "all 2 nodes have joined" in nodes[1 - node].log)
+    nodes[node].process.terminate()
+    assert nodes[node].code == 75
+    assert nodes[1 - node].code == 1, "it did not save, and may be tried again"
+    assert f"node {node} (" in nodes[1 - node].log
+    assert "was stopped before its ranks began" in nodes[1 - node].log
 
 
-def test_the_accelerate_file_is_read_back_as_the_same_layout(tiny: Path) -> None:
-    for overrides in (CPU, TWO, ("cluster.gpus_per_node=2",)):
-        plan = plan_of(tiny, overrides)
-        path = tiny.parent / "accelerate-back.yaml"
-        path.write_text(render(plan, "script")["accelerate.yaml"])
-        again = plan_of(tiny, overrides, path)
-        assert (
-            again.layout.name,
-            again.layout.shard,
-            again.layout.nodes,
-            again.layout.ranks,
-            again.layout.precision,
-        ) == (*(plan.layout.name, plan.layout.shard, plan.layout.nodes, plan.layout.ranks, plan.layout.precision),)
-        read_accelerate(path)
+def test_the_accelerate_file_is_read_back_as_the_same_layout(tmp_path: Path) -> None:
+    for index, overrides in enumerate((CPU, TWO, (*CPU, "cluster.gpus_per_node=2"))):
+        path = written(tmp_path / str(index), overrides).with_name("accelerate.yaml")
+        plan, again = (plan_of(EXAMPLES / "train.yaml", overrides, file) for file in (None, path))
+        for key in ("name", "shard", "nodes", "ranks", "precision"):
+            assert getattr(again.layout, key) == getattr(plan.layout, key)
         assert yaml.safe_load(path.read_text())["num_processes"] == plan.layout.ranks
-        path.unlink()

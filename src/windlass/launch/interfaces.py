@@ -19,9 +19,9 @@ class Choice:
 
     variable: str
     pattern: str
-    addresses: tuple[tuple[str, str], ...] = ()  # interface, its first address
-    problem: str = ""
-    code: int = 0
+    addresses: tuple[tuple[str, str], ...]  # interface, its first address
+    problem: str
+    code: int
 
 
 def matching(pattern: str, names: Sequence[str], *, exact: bool) -> list[str]:
@@ -40,13 +40,12 @@ def choices(environ: Mapping[str, str], nodes: int, root: Path = Path("/")) -> I
         states = {name: root / "sys/class/net" / name / "operstate" for name in chosen}
         up = [name for name, state in states.items() if not state.is_file() or state.read_text().strip() != "down"]
         addresses = tuple((name, found[0]) for name in up if (found := interface_addresses(name, root)))
+        problem, code = "", 0
         if not chosen:
             problem = f"{setting} names no interface of this node; it has {', '.join(names) or 'none'}"
-            yield Choice(variable, pattern, (), problem, RANK_USER_INPUT)
+            code = RANK_USER_INPUT
         elif nodes > 1 and set(chosen) == {"lo"}:
-            yield Choice(variable, pattern, addresses, f"{setting} reaches no other node", RANK_USER_INPUT)
+            problem, code = f"{setting} reaches no other node", RANK_USER_INPUT
         elif not addresses:
-            state = "has no IP address" if up else "is down"
-            yield Choice(variable, pattern, (), f"{setting}: {', '.join(chosen)} {state}", FAILED)
-        else:
-            yield Choice(variable, pattern, addresses)
+            problem, code = f"{setting}: {', '.join(chosen)} {'has no IP address' if up else 'is down'}", FAILED
+        yield Choice(variable, pattern, addresses, problem, code)

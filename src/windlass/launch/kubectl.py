@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.launch.job import Job
@@ -39,6 +40,7 @@ HINTS = {
 }
 SUCCEEDED = ("Complete", "Completed", "Succeeded")
 ENDED = (*SUCCEEDED, "Failed", "FailureTarget")
+PHASES = "jsonpath={.items[*].status.phase}"
 
 
 def find() -> str | None:
@@ -84,15 +86,10 @@ class KubernetesJob:
 
     @property
     def selector(self) -> str:
-        """Kubeflow Trainer's pods are a JobSet's."""
-        if self.engine == "trainer":
-            return f"jobset.sigs.k8s.io/jobset-name={self.name}"
         return f"{RUN_LABEL}={self.name},{MANAGED_BY}=windlass"
 
-    def run(
-        self, *words: str, feed: str | None = None, check: bool = True, show: bool = False
-    ) -> subprocess.CompletedProcess[str]:
-        return run(*words, namespace=self.namespace, feed=feed, check=check, show=show)
+    def run(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return run(*words, namespace=self.namespace, **options)
 
     def get(self, *words: str) -> str:
         return self.run("get", RESOURCES[self.engine], self.name, "--ignore-not-found", *words).stdout.strip()
@@ -105,9 +102,8 @@ class KubernetesJob:
         ended = [one["type"] for one in conditions if one.get("type") in ENDED and one.get("status") == "True"]
         return str(ended[0]) if ended else "running"
 
-    def pod_phases(self, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-        phases = "jsonpath={.items[*].status.phase}"
-        return self.run("get", "pods", "--selector", self.selector, "--output", phases, check=check)
+    def pods(self, output: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return self.run("get", "pods", "--selector", self.selector, "--output", output, **options)
 
     def create(self, job: Job, manifest: str, trial: str, say: Callable[[str], None]) -> None:
         """Everything is checked before anything is created or deleted. A job that has ended is replaced, one that runs
@@ -141,37 +137,35 @@ class KubernetesJob:
         """The job before and its pods, which may still be saving where the new ones would write."""
         deadline, reported = time.monotonic() + seconds, False
         while True:
-            done = self.pod_phases(check=False)
+            done = self.pods(PHASES, check=False)
             if done.returncode:
                 say(f"whether pods of a job before are left could not be looked up: {done.stderr.strip()}")
                 return
-            left = [phase for phase in done.stdout.split() if phase not in ("Succeeded", "Failed")]
+            left = sum(phase not in ("Succeeded", "Failed") for phase in done.stdout.split())
             if not left and self.state() is None:
                 return
-            what = f"the job before has {len(left)} {'pod' if len(left) == 1 else 'pods'} left"
+            what = f"the job before has {left} {'pod' if left == 1 else 'pods'} left"
             if time.monotonic() > deadline:
                 hint = "one whose node is lost stays: kubectl delete pod --force, once that machine is surely off"
                 raise RunError(f"{what} after {seconds} s", self.name, hint)
             if not reported:
                 say(f"{what}, which may be saving: waiting for the end")
-                reported = True
+            reported = True
             time.sleep(PAUSE_SECONDS)
 
     def status(self) -> str:
-        tables = (self.get(), self.run("get", "pods", "--selector", self.selector, "--output", "wide").stdout.strip())
+        tables = (self.get(), self.pods("wide").stdout.strip())
         return "\n".join(table for table in tables if table) or f"{self.name}: it no longer exists"
 
     def logs(self, *more: str) -> int:
-        """Straight to this terminal."""
-        words = ("logs", "--selector", self.selector, "--prefix", "--tail=-1", *more)
-        return self.run(*words, show=True).returncode
+        return self.run("logs", "--selector", self.selector, "--prefix", "--tail=-1", *more, show=True).returncode
 
     def follow(self, nodes: int, say: Callable[[str], None]) -> int:
         """Logs of all nodes until the job has ended, over its restarts too; how it ended is the exit code."""
         since: tuple[str, ...] = ()
         last = ""
         while True:
-            how, phases = self.state(), self.pod_phases().stdout.split()
+            how, phases = self.state(), self.pods(PHASES).stdout.split()
             if how == "running" and (len(phases) < nodes or "Pending" in phases):
                 now = ", ".join(phases) or "no pod yet"
                 if now != last:
@@ -192,8 +186,7 @@ class KubernetesJob:
         """The job, then its files; pods get their grace to save."""
         words = ("--ignore-not-found", "--wait=false")
         done = [self.run("delete", RESOURCES[self.engine], self.name, *words)]
-        selector = f"{RUN_LABEL}={self.name},{MANAGED_BY}=windlass"
-        done += [self.run("delete", kind, "--selector", selector, *words) for kind in ("service", "configmap")]
+        done += [self.run("delete", kind, "--selector", self.selector, *words) for kind in ("service", "configmap")]
         return "".join(one.stdout for one in done).strip()
 
 

@@ -122,11 +122,9 @@ class Rendezvous:
         self.node, self.fingerprint = node, fingerprint
         self.problem = problem  # what keeps this very node from starting, and its exit code
         self.host = socket.gethostname()
+        self.name = f"node {node.rank} ({self.host})"
         self.peers: dict[int, Peer] = {}  # node 0: all others; these: node 0
         self.selector = selectors.DefaultSelector()
-
-    def __str__(self) -> str:
-        return f"node {self.node.rank} ({self.host})"
 
     @property
     def address(self) -> str:
@@ -185,7 +183,7 @@ class Rendezvous:
     def _accept_peers(self, seconds: float, partial: bool, say: Callable[[str], None]) -> None:
         world, began, dual = self.node.world, time.monotonic(), socket.has_dualstack_ipv6()
         deadline, report = began + seconds, began + REPORT_SECONDS
-        refusal = RendezvousError(f"{self}: {self.problem[0]}", self.problem[1]) if self.problem else None
+        refusal = RendezvousError(f"{self.name}: {self.problem[0]}", self.problem[1]) if self.problem else None
         came: list[Peer] = []  # also those that are refused: they learn why
         family = socket.AF_INET6 if dual else socket.AF_INET
         try:
@@ -348,7 +346,7 @@ class Rendezvous:
                 peer.end.shutdown(socket.SHUT_WR)
 
     def report(self, text: str) -> None:
-        print(f"windlass: {self}: {text}", file=sys.stderr, flush=True)
+        print(f"windlass: {self.name}: {text}", file=sys.stderr, flush=True)
 
 
 def main() -> int:

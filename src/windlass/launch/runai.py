@@ -15,7 +15,6 @@ from windlass.launch.job import Job, Record, ignored_keys, keep_record, one_line
 from windlass.launch.script import launch_sh
 from windlass.runfile.machines import Secret
 
-PRIORITIES = ("very-low", "low", "medium-low", "medium", "medium-high", "high", "very-high")
 # What Run:ai's command line has no option for, and what does it there.
 IGNORED = {
     "namespace": "the project has its own",
@@ -28,13 +27,18 @@ IGNORED = {
     "deadline_seconds": "the project's policy has time limits",
     "gpu_resource": "Run:ai counts GPUs in its own way, and the project's node pools decide the kind",
 }
-# A key of `cluster` as it is: its option on the command line, its key in the REST API's body.
-PLAIN = {
-    "project": ("--project", ""),
-    "image": ("--image", "image"),
-    "working_dir": ("--working-dir", "workingDir"),
-    "priority_class": ("--priority", "priorityClass"),
-}
+# A key of `cluster` that is sent as it is, its option on the command line, its key in the REST API's body.
+PLAIN = (
+    ("project", "project", ""),
+    ("image", "image", "image"),
+    ("working_dir", "working-dir", "workingDir"),
+    ("priority_class", "priority", "priorityClass"),
+)
+# The command line's reference gives the master options of its own for these: it gets what the workers get.
+MASTERS = (
+    *("gpu-devices-request", "cpu-core-request", "cpu-memory-request", "cpu-memory-limit"),
+    *("extended-resource", "restart-policy"),
+)
 
 SUBMIT = """\
 #!/usr/bin/env bash
@@ -57,78 +61,75 @@ exec {command} "${{options[@]}}" \\
 """
 
 
-# Why it is set, its options on the command line, its part of the API's body: a dot leads into a section.
-Setting = tuple[str, list[str], dict[str, Any]]
-
-
-def settings(job: Job) -> Iterator[Setting]:
-    cluster, count, workers = job.cluster, job.ranks_per_node, job.nodes - 1
-
-    def each(option: str, value: str) -> list[str]:
-        """For the workers, and for the master, which the command line's reference gives options of its own."""
-        return [f"--{option}", value, *([f"--master-{option}", value] if workers else [])]
-
-    for key, (option, path) in PLAIN.items():
+def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Rows: why it is set, option of the command line and its value, its part of the REST API's body, where a dot leads
+    into a section."""
+    cluster, workers = job.cluster, job.nodes - 1
+    for key, option, path in PLAIN:
         if value := getattr(cluster, key):
-            yield "", [option, value], {path: value} if path else {}
+            yield "", option, value, {path: value} if path else {}
     if workers:
         why = f"{job.nodes} nodes: a master, which has options of its own, and {workers} workers"
-        yield why, ["--workers", str(workers)], {"numWorkers": workers, "distributedFramework": "PyTorch"}
+        yield why, "workers", str(workers), {"numWorkers": workers, "distributedFramework": "PyTorch"}
         why = "workers that still run when the master has ended are of no use"
-        yield why, ["--clean-pod-policy", "Running"], {"cleanPodPolicy": "Running"}
+        yield why, "clean-pod-policy", "Running", {"cleanPodPolicy": "Running"}
     if job.gpu:
-        yield "of each node", each("gpu-devices-request", str(count)), {"compute.gpuDevicesRequest": count}
-    cores = f"{int(job.cpu[:-1]) / 1000:g}" if job.cpu.endswith("m") else job.cpu  # plain numbers: 500m is 0.5
-    number = int(float(cores)) if float(cores).is_integer() else float(cores)
-    yield "", each("cpu-core-request", cores), {"compute.cpuCoreRequest": number}
+        count = job.ranks_per_node
+        yield "of each node", "gpu-devices-request", str(count), {"compute.gpuDevicesRequest": count}
+    cores = int(job.cpu[:-1]) / 1000 if job.cpu.endswith("m") else float(job.cpu)  # plain numbers: 500m is 0.5
+    number = int(cores) if cores.is_integer() else cores
+    yield "", "cpu-core-request", f"{cores:g}", {"compute.cpuCoreRequest": number}
     why = "set by the run file" if job.is_script else f"the plan needs {job.memory_gib} GiB with /dev/shm"
-    yield (
-        f"with units: a bare number would be bytes; {why}",
-        [*each("cpu-memory-request", job.memory_request), *each("cpu-memory-limit", job.memory_limit)],
-        {"compute.cpuMemoryRequest": job.memory_request, "compute.cpuMemoryLimit": job.memory_limit},
-    )
+    why = f"with units: a bare number would be bytes; {why}"
+    yield why, "cpu-memory-request", job.memory_request, {"compute.cpuMemoryRequest": job.memory_request}
+    yield "", "cpu-memory-limit", job.memory_limit, {"compute.cpuMemoryLimit": job.memory_limit}
     if cluster.large_shm:
         why = "ranks of one node exchange data through /dev/shm"
-        yield why, ["--large-shm"], {"compute.largeShmRequest": True}
+        yield why, "large-shm", "", {"compute.largeShmRequest": True}
     for volume in cluster.volumes:
-        body = {"claimName": volume.claim, "path": volume.path, "existingPvc": True}
-        yield "", ["--existing-pvc", f"claimname={volume.claim},path={volume.path}"], {"storage.pvc": [body]}
+        body: dict[str, Any] = {"claimName": volume.claim, "path": volume.path, "existingPvc": True}
+        yield "", "existing-pvc", f"claimname={volume.claim},path={volume.path}", {"storage.pvc": [body]}
     networks = {"k8s.v1.cni.cncf.io/networks": ",".join(cluster.networks)} if cluster.networks else {}
     for name, value in {**networks, **cluster.annotations}.items():
         why = "a second network card in each pod" if name in networks else ""
-        yield why, ["--annotation", f"{name}={value}"], {"annotations": [{"name": name, "value": value}]}
+        yield why, "annotation", f"{name}={value}", {"annotations": [{"name": name, "value": value}]}
     for name, amount in cluster.extended_resources.items():
         body = {"resource": name, "quantity": str(amount)}
-        yield "", each("extended-resource", f"{name}={amount}"), {"compute.extendedResources": [body]}
+        yield "", "extended-resource", f"{name}={amount}", {"compute.extendedResources": [body]}
     for index, one in enumerate(cluster.tolerations):
-        parts = {"operator": "Exists" if one.value is None else "Equal", "key": one.key}
-        parts |= {key: value for key in ("value", "effect") if (value := getattr(one, key)) is not None}
-        options = ["--toleration", ",".join(f"{key}={value}" for key, value in parts.items())]
-        yield "", options, {"tolerations": [{"name": f"toleration-{index}", **parts}]}
+        parts = {"operator": "Exists" if one.value is None else "Equal", **one.model_dump(exclude_none=True)}
+        text = ",".join(f"{key}={value}" for key, value in parts.items())
+        yield "", "toleration", text, {"tolerations": [{"name": f"toleration-{index}", **parts}]}
     if cluster.user is not None:
         uid, gid = cluster.user.uid, cluster.user.gid
         body = {"security.uidGidSource": "custom", "security.runAsUid": uid}
-        yield "set by cluster.user", ["--run-as-uid", str(uid)], body
+        yield "set by cluster.user", "run-as-uid", str(uid), body
         if gid is not None:
-            yield "", ["--run-as-gid", str(gid)], {"security.runAsGid": gid}
+            yield "", "run-as-gid", str(gid), {"security.runAsGid": gid}
     why, seconds = f"to end a step and save after a stop signal; {job.grace_reason}", job.grace_seconds
-    yield why, ["--termination-grace-period", f"{seconds}s"], {"terminationGracePeriodSeconds": seconds}
-    yield (
-        "a run that was lost is started again, and resumes from its newest checkpoint",
-        ["--backoff-limit", str(cluster.max_restarts), *each("restart-policy", "OnFailure")],
-        {"backoffLimit": cluster.max_restarts, "restartPolicy": "OnFailure"},
-    )
+    yield why, "termination-grace-period", f"{seconds}s", {"terminationGracePeriodSeconds": seconds}
+    why, restarts = "a run that was lost is started again, and resumes from its newest checkpoint", cluster.max_restarts
+    yield why, "backoff-limit", str(restarts), {"backoffLimit": restarts}
+    yield "", "restart-policy", "OnFailure", {"restartPolicy": "OnFailure"}
     if cluster.preemptible is not None:
         kind = "preemptible" if cluster.preemptible else "non-preemptible"
-        yield "", ["--preemptibility", kind], {"preemptibility": kind}
+        yield "", "preemptibility", kind, {"preemptibility": kind}
     for variable in job.environment:
         name, content = variable.name, variable.value
         if isinstance(content, Secret):
-            options = ["--env-secret", f"{name}={content.secret},key={content.key}"]
             body = {"name": name, "secret": {"name": content.secret, "key": content.key}}
+            text = f"{name}={content.secret},key={content.key}"
+            yield variable.reason, "env-secret", text, {"environmentVariables": [body]}
         else:
-            options, body = ["-e", f"{name}={content}"], {"name": name, "value": content}  # -e: in old and new clients
-        yield variable.reason, options, {"environmentVariables": [body]}
+            body = {"name": name, "value": content}
+            yield variable.reason, "e", f"{name}={content}", {"environmentVariables": [body]}
+
+
+def flags(job: Job) -> Iterator[tuple[str, list[str]]]:
+    """Why, and words of the command line."""
+    for why, option, value, _ in options(job):
+        names = [option, f"master-{option}"] if job.nodes > 1 and option in MASTERS else [option]
+        yield why, [word for name in names for word in (f"{'--' if name[1:] else '-'}{name}", value) if word]
 
 
 def client(name: str, nodes: int, project: str | None, verb: str, *more: str) -> list[str]:
@@ -137,24 +138,21 @@ def client(name: str, nodes: int, project: str | None, verb: str, *more: str) ->
     return ["runai", "training", kind, verb, name, *(["--project", project] if project else []), *more]
 
 
+def inner(job: Job) -> list[str]:
+    return ["bash", f"{job.folder}/launch.sh"]
+
+
 def command(job: Job) -> list[str]:
     """What submits the run, word by word."""
-    options = [word for _, words, _ in settings(job) for word in words]
-    return [
-        *client(job.name, job.nodes, None, "submit"),
-        *options,
-        "--command",
-        "--",
-        "bash",
-        f"{job.folder}/launch.sh",
-    ]
+    words = [word for _, flag in flags(job) for word in flag]
+    return [*client(job.name, job.nodes, None, "submit"), *words, "--command", "--", *inner(job)]
 
 
 def submit_sh(job: Job) -> str:
     lines = []
-    for why, options, _ in settings(job):
+    for why, flag in flags(job):
         lines += [f"  # {one_line(why)}"] if why else []
-        lines.append(f"  {words(options)}")
+        lines.append(f"  {words(flag)}")
     return SUBMIT.format(
         title=job.title,
         version=__version__,
@@ -164,14 +162,15 @@ def submit_sh(job: Job) -> str:
         delete=one_line(words(client(job.name, job.nodes, job.cluster.project, "delete"))),
         options="\n".join(lines),
         command=words(client(job.name, job.nodes, None, "submit")),
-        inner=words(["bash", f"{job.folder}/launch.sh"]),
+        inner=words(inner(job)),
     )
 
 
 def payload(job: Job) -> dict[str, Any]:
     """The body of POST /api/v1/workloads/distributed (of …/trainings for one node), the IDs left to be filled in."""
-    spec: dict[str, Any] = {"command": "bash", "args": quote(f"{job.folder}/launch.sh")}
-    for _, _, body in settings(job):
+    program, script = inner(job)
+    spec: dict[str, Any] = {"command": program, "args": quote(script)}
+    for *_, body in options(job):
         for path, value in body.items():
             section, _, key = path.rpartition(".")
             into = spec.setdefault(section, {}) if section else spec
@@ -189,12 +188,6 @@ def review(job: Job) -> Iterator[Problem | str]:
     if not cluster.project:
         hint = "set cluster.project: without it the job goes to whatever project was used last"
         yield Problem("no Run:ai project", job.where("cluster.project"), hint)
-    if "," in "".join(volume.path for volume in cluster.volumes):
-        hint = "mount it elsewhere: a comma ends a value in Run:ai's options"
-        yield Problem("a path holds a comma", job.where("cluster.volumes"), hint)
-    if cluster.priority_class and cluster.priority_class not in PRIORITIES:
-        hint = f"one of {', '.join(PRIORITIES)}"
-        yield Problem(f"{cluster.priority_class!r} is no priority of Run:ai", job.where("cluster.priority_class"), hint)
     yield from ignored_keys(cluster, IGNORED, "Run:ai")
 
 
