@@ -23,7 +23,7 @@ from windlass import demo, run_folder
 from windlass.errors import RunError, UserError
 from windlass.launch import kubectl, local
 from windlass.launch import submit as submitting
-from windlass.launch.job import job_of, write_files
+from windlass.launch.job import job_of
 from windlass.launch.submit import open_record, render
 
 
@@ -220,26 +220,41 @@ def test_the_cluster_is_asked_first_and_then_given_the_very_file(cluster: Cluste
     assert warning in cluster.said
 
 
-@pytest.mark.parametrize(
-    ("more", "answers", "what"),
-    [
-        ((), {"MISSING": "persistentvolumeclaim project-001"}, "the cluster has no persistentvolumeclaim project-001"),
-        (("cluster.queue=gpus",), {"MISSING": "localqueue.kueue.x-k8s.io gpus"}, "no localqueue.kueue.x-k8s.io gpus"),
-        (
-            ("cluster.engine=trainer",),
-            {"MISSING": "clustertrainingruntime.trainer.kubeflow.org torch-distributed"},
-            "no clustertrainingruntime",
-        ),
-        ((), {"REFUSES": 'error: strict decoding error: unknown field "spec.foo"'}, "cluster.engine names another one"),
-    ],
-)
 def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
-    cluster: Cluster, more: tuple[str, ...], answers: dict[str, str], what: str
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.answer(**answers)
-    with pytest.raises(UserError, match=what):
-        cluster.submit(*more)
+    for more, missing in (
+        ("cluster.engine=auto", "persistentvolumeclaim project-001"),
+        ("cluster.queue=gpus", "localqueue.kueue.x-k8s.io gpus"),
+        ("cluster.engine=trainer", "clustertrainingruntime.trainer.kubeflow.org torch-distributed"),
+    ):
+        cluster.answer(MISSING=missing)
+        with pytest.raises(UserError, match=f"the cluster has no {missing}"):
+            cluster.submit(more)
+    cluster.answer(MISSING="-", REFUSES='error: strict decoding error: unknown field "spec.foo"')
+    with pytest.raises(RunError, match=r"spec.foo(.|\n)*cluster.engine names another one"):
+        cluster.submit()
+    # kubectl logs each of its tries before it prints what is wrong.
+    logged = 'E1121 16:29:24.069138 28924 memcache.go:265] "Unhandled Error" err="no API group list"\n'
+    for text, hint in (
+        ("The connection to the server localhost:8080 was refused", "kubectl config get-contexts"),
+        ("error: You must be logged in to the server (Unauthorized)", "log in to the cluster"),
+        ("Error from server (Forbidden): jobs is forbidden", "request that right"),
+    ):
+        cluster.has(words=f"{logged}{text}\n")
+        program(cluster.folder / "bin", "kubectl", f"cat {cluster.folder}/words >&2; exit 1")
+        with pytest.raises(RunError) as caught:
+            cluster.submit()
+        assert caught.value.problems[0].problem == text
+        assert hint in caught.value.problems[0].hint
     assert cluster.applied is None
+    monkeypatch.setenv("PATH", str(cluster.folder / "empty"))
+    assert cluster.submit() == 0
+    assert f"kubectl apply -f {cluster.folder}/run/job.yaml" in cluster.said[-1]
+    with pytest.raises(UserError, match="kubectl can't be run"):
+        kubectl.KubernetesJob("run", "job", None).logs()
+    program(cluster.folder / "empty", "oc", "exit 0")
+    assert kubectl.find() == "oc", "OpenShift's own"
 
 
 def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
@@ -297,29 +312,6 @@ def test_the_engine_is_the_first_that_the_cluster_has(cluster: Cluster) -> None:
     assert "auto, and no cluster was asked: an indexed Job" in "\n".join(cluster.said)
 
 
-LOGGED = """\
-E1121 16:29:24.069138 28924 memcache.go:265] "Unhandled Error" err="couldn't get current server API group list"
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("The connection to the server localhost:8080 was refused", "kubectl config get-contexts"),
-        ("error: You must be logged in to the server (Unauthorized)", "log in to the cluster"),
-        ("Error from server (Forbidden): jobs is forbidden", "request that right"),
-    ],
-)
-def test_a_cluster_that_cannot_be_asked_is_reported_with_the_next_step(cluster: Cluster, text: str, hint: str) -> None:
-    cluster.has(words=f"{LOGGED}{text}\n")
-    program(cluster.folder / "bin", "kubectl", f"cat {cluster.folder}/words >&2; exit 1")
-    with pytest.raises(RunError) as caught:
-        cluster.submit()
-    (problem,) = caught.value.problems
-    assert problem.problem == text
-    assert hint in problem.hint
-
-
 def test_what_the_run_file_shows_is_reported_before_a_cluster_is_asked(cluster: Cluster) -> None:
     with pytest.raises(UserError, match="is a path of this machine's working folder"):
         cluster.submit("train.output_dir=out")
@@ -368,31 +360,6 @@ def test_submit_follows_all_pods_through_restarts_and_ends_as_the_job_does(
     assert sum(word.startswith("--since-time=") for word in cluster.words) == 2, "nothing is shown twice"
     most = {word for word in cluster.words if word.startswith("--max-log-requests=")}
     assert most == {"--max-log-requests=6"}, "its three pods, and as many created anew"
-
-
-def test_without_a_client_the_files_are_left_with_the_next_step(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = cluster.folder / "run"
-    monkeypatch.setenv("PATH", str(cluster.folder / "empty"))
-    assert cluster.submit() == 0
-    assert f"kubectl apply -f {folder}/job.yaml" in "\n".join(cluster.said)
-    with pytest.raises(UserError, match="kubectl can't be run"):
-        kubectl.KubernetesJob("run", "job", None).logs()
-    program(cluster.folder / "empty", "oc", "exit 0")
-    assert kubectl.find() == "oc", "OpenShift's own"
-
-
-def test_files_are_replaced_at_once_or_not_at_all(here: Path) -> None:
-    write_files(here / "run", {"launch.sh": "old\n"})
-    with (here / "run" / "launch.sh").open() as running:
-        write_files(here / "run", {"launch.sh": "new\n"})
-        assert running.read() == "old\n", "who reads it goes on with what it began"
-    assert (here / "run" / "launch.sh").read_text() == "new\n"
-    (here / "run" / "submitted.json").mkdir()  # can't be replaced by a file
-    with pytest.raises(UserError, match="can't be written"):
-        write_files(here / "run", {"submitted.json": "{}"})
-    assert [path.name for path in (here / "run").glob(".*")] == [], "nothing half-done is left"
 
 
 # --- on this machine --------------------------------------------------------------------------------------------------
@@ -451,11 +418,11 @@ def test_status_of_a_run_on_this_machine(
     assert "no heartbeat yet" in shown(run)
 
 
-@pytest.mark.parametrize("text", ["{broken", "[]", "{}", '{"platform": "moon"}'])
-def test_a_damaged_record_is_reported(tmp_path: Path, text: str) -> None:
-    (tmp_path / "submitted.json").write_text(text)
-    with pytest.raises(UserError, match=r"submitted\.json: can't be read(.|\n)*windlass submit writes it anew"):
-        open_record(tmp_path, tmp_path, print)
+def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
+    for text in ("{broken", "[]", "{}", '{"platform": "moon"}'):
+        (tmp_path / "submitted.json").write_text(text)
+        with pytest.raises(UserError, match=r"submitted\.json: can't be read(.|\n)*windlass submit writes it anew"):
+            open_record(tmp_path, tmp_path, print)
 
 
 def test_stop_signals_the_recorded_process_and_no_other(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,7 @@ class Run:
         script = self.out / "launch.sh"
         script.write_text(script.read_text().replace("join_seconds=300", f"join_seconds={seconds}"))
 
-    def start(self, node: int, **more: str) -> subprocess.Popen[str]:
+    def start(self, node: int, at: Path | None = None, **more: str) -> subprocess.Popen[str]:
         env = {
             "PET_NODE_RANK": str(node),
             "PET_NNODES": str(self.machines.count),
@@ -49,10 +51,8 @@ class Run:
             "OMP_NUM_THREADS": "1",
             **more,
         }
-        started: subprocess.Popen[str] = self.machines.start(
-            node, ["bash", str(self.out / "launch.sh")], environ(self.folder / "bin", **env), self.log_file(node)
-        )
-        return started
+        script, stand_ins = (at or self.out) / "launch.sh", environ(self.folder / "bin", **env)
+        return self.machines.start(node, ["bash", str(script)], stand_ins, self.log_file(node))
 
     def log_file(self, node: int) -> Path:
         return self.folder / f"node-{node}.log"
@@ -78,11 +78,21 @@ def test_nodes_that_never_meet_and_those_that_do_name_each_other(tmp_path: Path)
         assert time.monotonic() - began < 40
         assert "node 1 did not join within 4 s (node 0, node 2 (machine-2) did)" in run.log(0)
         assert "node 0 says: node 1 did not join" in run.log(2)
-        # A name that no interface has is the input's fault, on whichever node it is found.
-        started = [run.start(node, **({"GLOO_SOCKET_IFNAME": "net7"} if node == 1 else {})) for node in range(3)]
-        assert [process.wait(60) for process in started] == [13, 13, 13]
-        for node in (0, 2):
-            assert "node 1 (machine-1): GLOO_SOCKET_IFNAME=net7 names no interface of this node" in run.log(node)
+        # A name that no interface has, or another run file, is the input's fault, on whichever node it is found.
+        other = run.out.rename(tmp_path / "other")
+        shutil.copytree(other, run.out)
+        script = other / "launch.sh"
+        script.write_text(script.read_text().replace("fingerprint=", "fingerprint=x"))
+        for more, at, what in (
+            ({"GLOO_SOCKET_IFNAME": "net7"}, run.out, "node 1 (machine-1): GLOO_SOCKET_IFNAME=net7 names no interface"),
+            ({}, other, "node 1 (machine-1) has another run file"),
+        ):
+            started = [
+                run.start(node, **(more if node == 1 else {}), at=at if node == 1 else None) for node in range(3)
+            ]
+            assert [process.wait(60) for process in started] == [13, 13, 13]
+            assert what in run.log(0)
+            assert what in run.log(2)
 
 
 @pytest.mark.prove
@@ -101,69 +111,54 @@ def test_the_run_is_trained_across_machines(tmp_path: Path, count: int) -> None:
     assert "fail" not in json.dumps(verdicts).split('"'), "all checks were made, and none failed"
 
 
+LONG = ("train.max_steps=5000", "train.eval_strategy=no", "train.save_steps=100000", "train.ddp_timeout=600")
+
+
 @pytest.mark.prove
-def test_a_machine_that_dies_is_named_and_the_rest_end_soon(tmp_path: Path) -> None:
-    with hosts(3) as machines:
-        run = Run(tmp_path, machines, "train.max_steps=5000", "train.eval_strategy=no", "train.save_steps=100000")
-        started = [run.start(node) for node in range(3)]
+@pytest.mark.parametrize(
+    ("count", "event", "seconds", "text"),
+    [
+        (3, Hosts.kill, 60, "node {0} (machine-{0}) is gone: its connection closed"),
+        # Nothing tells the others: gloo would wait for train.ddp_timeout, here ten minutes.
+        (2, Hosts.unplug, 180, "node {0} (machine-{0}) has not been heard for 60 s"),
+    ],
+    ids=["power", "cable"],
+)
+def test_a_machine_that_is_lost_is_named_and_the_rest_end_soon(
+    tmp_path: Path, count: int, event: Callable[[Hosts, int], None], seconds: float, text: str
+) -> None:
+    with hosts(count) as machines:
+        run = Run(tmp_path, machines, *LONG)
+        started = [run.start(node) for node in range(count)]
         run.until(0, "step     1/5000")
-        machines.kill(2)
+        event(machines, count - 1)
         began = time.monotonic()
-        assert started[0].wait(90) == 1
-        assert started[1].wait(30) == 1
-        assert time.monotonic() - began < 60
-        assert "node 2 (machine-2) is gone: its connection closed" in run.log(0)
-        assert "node 0 says: node 2 (machine-2) is gone" in run.log(1)
+        assert [process.wait(200) for process in started[:2]] == [1, 1]
+        assert time.monotonic() - began < seconds
+        assert text.format(count - 1) in run.log(0)
+        assert (text.format(0) if event is Hosts.unplug else f"node 0 says: {text.format(2)}") in run.log(1)
 
 
 @pytest.mark.prove
-def test_a_cut_cable_ends_the_run_long_before_its_timeout(tmp_path: Path) -> None:
-    """Nothing tells the others: gloo would wait for train.ddp_timeout, here ten minutes."""
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_stop_signal_saves_on_all_nodes_and_the_run_goes_on_from_there(tmp_path: Path, everywhere: bool) -> None:
+    """To the script of one node; or as scancel does it, to ranks, launchers, scripts and what stands beside them."""
     with hosts(2) as machines:
-        options = ("train.max_steps=5000", "train.eval_strategy=no", "train.save_steps=100000", "train.ddp_timeout=600")
-        run = Run(tmp_path, machines, *options)
-        started = [run.start(node) for node in range(2)]
-        run.until(0, "step     1/5000")
-        machines.unplug(1)
-        began = time.monotonic()
-        assert [process.wait(200) for process in started] == [1, 1]
-        assert time.monotonic() - began < 180
-        assert "node 1 (machine-1) has not been heard for 60 s" in run.log(0)
-        assert "node 0 (machine-0) has not been heard for 60 s" in run.log(1)
-
-
-@pytest.mark.prove
-def test_one_node_told_to_stop_saves_with_all_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
-    with hosts(2) as machines:
-        options = ("train.max_steps=300", "train.eval_strategy=no", "train.save_steps=100000")
-        run = Run(tmp_path, machines, *options)
+        run = Run(tmp_path, machines, *LONG, "train.max_steps=300")
         started = [run.start(node) for node in range(2)]
         run.until(0, "step     1/300")
         script = next(pid for pid in machines.pids(1) if "launch.sh" in _words(pid) and _words(pid)[0] == "bash")
-        os.kill(script, 15)
-        assert [process.wait(120) for process in started] == [75, 75], run.log(0) + run.log(1)
-        assert list((run.out / "checkpoints").iterdir())
-        again = [run.start(node) for node in range(2)]
-        run.until(0, "step", 120)
-        run.until(0, "/300")
-        assert "step     1/300" not in run.log(0)
-        for process in again:
-            process.terminate()
-
-
-@pytest.mark.prove
-def test_every_process_of_every_node_told_to_stop_saves_and_ends_with_75(tmp_path: Path) -> None:
-    """As scancel does it: ranks, launchers, scripts and what stands beside them."""
-    with hosts(2) as machines:
-        options = ("train.max_steps=300", "train.eval_strategy=no", "train.save_steps=100000")
-        run = Run(tmp_path, machines, *options)
-        started = [run.start(node) for node in range(2)]
-        run.until(0, "step     1/300")
-        for pid in (*machines.pids(1), *machines.pids(0)):
+        for pid in (*machines.pids(1), *machines.pids(0)) if everywhere else (script,):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 15)
         assert [process.wait(120) for process in started] == [75, 75], run.log(0) + run.log(1)
         assert list((run.out / "checkpoints").iterdir())
+        if not everywhere:
+            again = [run.start(node) for node in range(2)]
+            run.until(0, "/300")
+            assert "step     1/300" not in run.log(0)
+            for process in again:
+                process.terminate()
 
 
 def _words(pid: int) -> list[str]:
@@ -172,19 +167,3 @@ def _words(pid: int) -> list[str]:
     except OSError:
         return [""]
     return [words[0].rpartition("/")[2], *(word.rpartition("/")[2] for word in words[1:])]
-
-
-@pytest.mark.prove
-def test_wrong_input_on_one_machine_is_told_as_such_by_all(tmp_path: Path) -> None:
-    with hosts(2) as machines:
-        run = Run(tmp_path, machines)
-        other = tmp_path / "other"
-        other.mkdir()
-        for path in run.out.iterdir():
-            (other / path.name).write_text(path.read_text())
-        (other / "launch.sh").write_text((other / "launch.sh").read_text().replace("fingerprint=", "fingerprint=x"))
-        first = run.start(0)
-        run.out = other
-        second = run.start(1)
-        assert [first.wait(60), second.wait(60)] == [13, 13]
-        assert "node 1 (machine-1) has another run file" in run.log(0)

@@ -95,10 +95,8 @@ def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | N
         files = {"accelerate.yaml": read_text(accelerate) if accelerate else accelerate_yaml(plan), **files}
         # Half as much again: libraries, the page cache that a cgroup counts, growth of the allocator.
         memory_gib += math.ceil(plan.cost.host_gib * 1.5)
-    options = [
-        *(("--override", one) for one in overrides),
-        *([("--accelerate", str(accelerate))] if accelerate else []),
-    ]
+    arguments = [str(path), *(word for one in overrides for word in ("--override", one))]
+    arguments += ["--accelerate", str(accelerate)] if accelerate else []
     request = cluster.memory_request or cluster.memory_limit or f"{memory_gib}Gi"
     grace_seconds, grace_reason = grace(plan)
     table = variables()
@@ -115,7 +113,7 @@ def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | N
         gpu=plan.machine.gpu.name != "cpu",
         folder=run.folder,
         files=files,
-        arguments=(str(path), *(word for option in options for word in option)),
+        arguments=tuple(arguments),
         overrides=tuple(overrides),
         environment=tuple(environment),
         memory_gib=memory_gib,

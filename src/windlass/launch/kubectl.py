@@ -153,10 +153,6 @@ class KubernetesJob:
             reported = True
             time.sleep(PAUSE_SECONDS)
 
-    def status(self) -> str:
-        tables = (self.get(), self.pods("wide").stdout.strip())
-        return "\n".join(table for table in tables if table) or f"{self.name}: it no longer exists"
-
     def logs(self, *more: str) -> int:
         return self.run("logs", "--selector", self.selector, "--prefix", "--tail=-1", *more, show=True).returncode
 
@@ -181,13 +177,6 @@ class KubernetesJob:
                 since = (f"--since-time={time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}",)
                 last = ""
             time.sleep(PAUSE_SECONDS)
-
-    def delete(self) -> str:
-        """The job, then its files; pods get their grace to save."""
-        words = ("--ignore-not-found", "--wait=false")
-        done = [self.run("delete", RESOURCES[self.engine], self.name, *words)]
-        done += [self.run("delete", kind, "--selector", self.selector, *words) for kind in ("service", "configmap")]
-        return "".join(one.stdout for one in done).strip()
 
 
 def references(job: Job) -> Iterator[tuple[str, str, str]]:

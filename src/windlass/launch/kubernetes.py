@@ -163,16 +163,21 @@ def _target(record: Record) -> KubernetesJob:
 
 
 def status(record: Record) -> int:
-    print(_target(record).status())
+    job = _target(record)
+    tables = (job.get(), job.pods("wide").stdout.strip())
+    print("\n".join(table for table in tables if table) or f"{job.name}: it no longer exists")
     return 0
 
 
 def logs(record: Record, *, follow: bool) -> int:
-    target = _target(record)
-    return target.follow(record.facts["nodes"], record.say) if follow else target.logs()
+    job = _target(record)
+    return job.follow(record.facts["nodes"], record.say) if follow else job.logs()
 
 
 def stop(record: Record) -> int:
-    """Pods get their time to save; submitting again resumes from there."""
-    record.say(_target(record).delete())
+    """The job, then its files. Pods get their time to save; submitting again resumes from there."""
+    job, words = _target(record), ("--ignore-not-found", "--wait=false")
+    done = [job.run("delete", kubectl.RESOURCES[job.engine], job.name, *words)]
+    done += [job.run("delete", kind, "--selector", job.selector, *words) for kind in ("service", "configmap")]
+    record.say("".join(one.stdout for one in done).strip())
     return 0

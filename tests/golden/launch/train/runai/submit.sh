@@ -20,7 +20,8 @@ options=(
   --gpu-devices-request 1 --master-gpu-devices-request 1
   --cpu-core-request 16 --master-cpu-core-request 16
   # with units: a bare number would be bytes; the plan needs 15 GiB with /dev/shm
-  --cpu-memory-request 15Gi --master-cpu-memory-request 15Gi --cpu-memory-limit 15Gi --master-cpu-memory-limit 15Gi
+  --cpu-memory-request 15Gi --master-cpu-memory-request 15Gi
+  --cpu-memory-limit 15Gi --master-cpu-memory-limit 15Gi
   # ranks of one node exchange data through /dev/shm
   --large-shm
   --existing-pvc 'claimname=project-001,path=/data'
@@ -30,7 +31,8 @@ options=(
   # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
   --termination-grace-period 120s
   # a run that was lost is started again, and resumes from its newest checkpoint
-  --backoff-limit 3 --restart-policy OnFailure --master-restart-policy OnFailure
+  --backoff-limit 3
+  --restart-policy OnFailure --master-restart-policy OnFailure
   # how much NCCL prints: VERSION, WARN, INFO, TRACE
   -e NCCL_DEBUG=WARN
   # torch's GPU memory allocator; expandable_segments:True lets a segment grow instead of fragmenting
