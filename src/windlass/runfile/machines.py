@@ -15,13 +15,12 @@ GRACE_SECONDS: Final = 120  # to save in after a stop signal, if neither the run
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _SUBDOMAIN = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
 _QUALIFIED = r"([a-z0-9][-a-z0-9.]{0,251}[a-z0-9]/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 
 Label = Annotated[str, matching(_LABEL, "at most 63 lower-case letters, digits and dashes, no dash first or last")]
 Subdomain = Annotated[str, matching(_SUBDOMAIN, "lower-case letters, digits, dashes and dots (RFC 1123)")]
 Qualified = Annotated[str, matching(_QUALIFIED, "a name such as `rdma/nic`, with at most 63 letters after the slash")]
-LabelValue = Annotated[
-    str, matching(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", "at most 63 letters, digits, dashes, dots and underscores")
-]
+LabelValue = Annotated[str, matching(_LABEL_VALUE, "at most 63 letters, digits, dashes, dots and underscores")]
 Device = Annotated[Qualified, matching(r"[^/]+/[^/]+", "a device as domain/name, such as nvidia.com/gpu")]
 _MOUNTED = "an absolute path without a colon or comma, and none that windlass mounts itself (/dev/shm, /etc/windlass)"
 MountPath = Annotated[str, matching(r"(?!(/dev/shm|/etc/windlass)/*$)/[^\n:,]*", _MOUNTED)]
