@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -55,50 +54,36 @@ def refusal(folder: Path, text: str) -> UserError:
     return caught.value
 
 
-# --- published files ------------------
-
-
-@pytest.mark.parametrize("name", ["fsdp.yaml", "fsdp-3xH200.yaml", "config/fsdp_2xH200.yaml"])
-def test_every_key_of_a_published_file_has_a_fate_and_its_line(name: str) -> None:
-    text = (EXAMPLES / name).read_text()
-    plain, lines = yaml.safe_load(text), text.splitlines()
-    entries = read_accelerate(EXAMPLES / name).entries
-    assert [e.path for e in entries if "." not in e.path] == list(plain)
-    assert [e.path for e in entries if "." in e.path] == [f"fsdp_config.{key}" for key in plain["fsdp_config"]]
-    for entry in entries:
-        line = int(entry.where.rpartition(": ")[0].rpartition(":")[2])
-        assert lines[line - 1].strip().startswith(entry.path.rpartition(".")[2] + ":")
-    verdicts = {entry.key.name: entry.fate.verdict for entry in entries}
-    assert verdicts["fsdp_cpu_ram_efficient_loading"] == TRANSLATED
-    assert verdicts["fsdp_use_orig_params"] == verdicts["fsdp_backward_prefetch"] == NO_EFFECT
-    assert verdicts["num_machines"] == verdicts["fsdp_offload_params"] == HONOURED
-
-
-def test_what_the_published_files_set() -> None:
-    three = {
-        "sharded": True,
-        "precision": "bf16",
-        "nodes": 3,
-        "ranks": 3,
-        "cpu": False,
-        "wrap": "Mistral4DecoderLayer",
-        "reshard_after_forward": True,
-        "offload": True,
-    }
-    assert wishes(read_accelerate(EXAMPLES / "fsdp.yaml")) == three
-    assert wishes(read_accelerate(EXAMPLES / "fsdp-3xH200.yaml")) == three | {"wrap": "MistralDecoderLayer"}
-    assert wishes(read_accelerate(EXAMPLES / "config/fsdp_2xH200.yaml")) == {
-        "sharded": True,
-        "precision": "bf16",
+THREE = {"sharded": True, "precision": "bf16", "nodes": 3, "ranks": 3, "cpu": False, "reshard_after_forward": True}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "fsdp.yaml": THREE | {"wrap": "Mistral4DecoderLayer", "offload": True},
+    "fsdp-3xH200.yaml": THREE | {"wrap": "MistralDecoderLayer", "offload": True},
+    "config/fsdp_2xH200.yaml": {
+        **{key: value for key, value in THREE.items() if key != "cpu"},
         "nodes": 2,
         "ranks": 2,
         "offload": False,
         "name": "full-shard",
-        "reshard_after_forward": True,
-    }
+    },
+}
 
 
-# --- the table of keys ------------------
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_key_of_a_published_file_has_a_fate_and_its_line(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    plain, lines = yaml.safe_load(text), text.splitlines()
+    file = read_accelerate(EXAMPLES / name)
+    assert [e.path for e in file.entries if "." not in e.path] == list(plain)
+    assert [e.path for e in file.entries if "." in e.path] == [f"fsdp_config.{key}" for key in plain["fsdp_config"]]
+    for entry in file.entries:
+        line = int(entry.where.rpartition(": ")[0].rpartition(":")[2])
+        assert lines[line - 1].strip().startswith(entry.path.rpartition(".")[2] + ":")
+    verdicts = {entry.key.name: entry.fate.verdict for entry in file.entries}
+    assert verdicts["fsdp_cpu_ram_efficient_loading"] == TRANSLATED
+    assert verdicts["fsdp_use_orig_params"] == verdicts["fsdp_backward_prefetch"] == NO_EFFECT
+    assert verdicts["num_machines"] == verdicts["fsdp_offload_params"] == HONOURED
+    assert wishes(file) == PUBLISHED[name]
+
 
 SAMPLES = {"bool": "true", "int": "7", "word": "SOMETHING", "text": "x", "names": "SomeLayer", "any": "x"}
 
@@ -119,66 +104,36 @@ def test_every_row_of_the_table_is_reached_by_a_file(tmp_path: Path) -> None:
     for key, value, fate in rows:
         assert fate.because
         assert fate.verdict in (HONOURED, TRANSLATED, NO_EFFECT, REFUSED)
-        assert fate.hint or fate.verdict != REFUSED or value == "DEEPSPEED"  # its hint is computed
+        assert bool(fate.hint) == (fate.verdict == REFUSED)
         text, path = sample(key, value)
         if fate.verdict == REFUSED:
             error = refusal(tmp_path, text)
             assert fate.because in str(error)
             assert path in error.problems[0].where
-        file = read_accelerate((tmp_path / "fsdp.yaml"), refuse=False) if fate.verdict == REFUSED else None
-        file = file or read(tmp_path, text)
+        (tmp_path / "fsdp.yaml").write_text(text)
+        file = read_accelerate(tmp_path / "fsdp.yaml", refuse=fate.verdict != REFUSED)
         assert [entry.fate for entry in file.entries if entry.path == path] == [fate]
-        assert {name for name, _ in fate.sets} <= set(file.wishes)
+        assert set(fate.sets) <= set(file.wishes)
 
 
-def test_the_table_has_all_that_accelerate_knows() -> None:
-    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
-    from accelerate.commands.launch import launch_command_parser
-    from accelerate.utils import DistributedType
-
-    fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
-    assert {name for name in fields if find("", name) is None} == set()
-    options = {action.dest for action in launch_command_parser()._actions}
-    for section in ("fsdp_config", "parallelism_config", "dynamo_config", "fp8_config", "megatron_lm_config"):
-        prefix = section.removesuffix("_config") if section != "parallelism_config" else section
-        known = {option for option in options if option.startswith(f"{prefix}_")}
-        assert known
-        assert {name for name in known if find(section, name) is None} == set()
-    assert {kind.value for kind in DistributedType} <= set(FATES[""]["distributed_type"].fates)
-
-
-# --- spelling, places, contradictions ------------------
-
-
-def test_misspelt_keys_and_values_are_reported_at_once_each_with_the_nearest_name(tmp_path: Path) -> None:
-    error = refusal(
-        tmp_path,
-        "distributed_type: FSPD\nmixed_precison: bf16\nnum_machine: 3\nfsdp_config:\n  fsdp_offlaod_params: true\n"
-        "  fsdp_reshard_after_foward: true\n  qqqqqqqq: 1\n  fsdp_sharding_strategy: FULL_SHRAD\n",
-    )
-    found = {p.where.rpartition("/")[2]: p.hint.partition("?")[0] for p in error.problems}
-    assert found == {
-        "fsdp.yaml:1: distributed_type": "did you mean FSDP",
-        "fsdp.yaml:2: mixed_precison": "did you mean mixed_precision",
-        "fsdp.yaml:3: num_machine": "did you mean num_machines",
-        "fsdp.yaml:5: fsdp_config.fsdp_offlaod_params": "did you mean fsdp_offload_params",
-        "fsdp.yaml:6: fsdp_config.fsdp_reshard_after_foward": "did you mean fsdp_reshard_after_forward",
-        "fsdp.yaml:7: fsdp_config.qqqqqqqq": "`windlass explain` knows the keys of fsdp_config",
-        "fsdp.yaml:8: fsdp_config.fsdp_sharding_strategy": "did you mean FULL_SHARD",
+def test_misspelt_and_misplaced_keys_and_values_are_reported_at_once_with_what_was_meant(tmp_path: Path) -> None:
+    lines = {
+        "distributed_type: FSPD": "did you mean FSDP",
+        "mixed_precison: bf16": "did you mean mixed_precision",
+        "num_machine: 3": "did you mean num_machines",
+        "zero_stage: 3": "write it below deepspeed_config:, indented",
+        "offload_params: true": "write it below fsdp_config:, indented",
+        "fsdp_forward_prefetch: true": "write it below fsdp_config:, indented",
+        "fsdp_config:": "",
+        "  fsdp_offlaod_params: true": "did you mean fsdp_offload_params",
+        "  fsdp_reshard_after_foward: true": "did you mean fsdp_reshard_after_forward",
+        "  qqqqqqqq: 1": "`windlass explain` knows the keys of fsdp_config",
+        "  fsdp_sharding_strategy: FULL_SHRAD": "did you mean FULL_SHARD",
+        "  num_machines: 2": "write it at the top, not indented",
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("fsdp_config:\nfsdp_offload_params: true\n", "write it below fsdp_config:, indented"),
-        ("fsdp_config:\noffload_params: true\n", "write it below fsdp_config:, indented"),
-        ("fsdp_config:\n  num_machines: 2\n", "write it at the top, not indented"),
-        ("zero_stage: 3\n", "write it below deepspeed_config:, indented"),
-    ],
-)
-def test_a_key_in_the_wrong_place_is_told_where_it_belongs(text: str, hint: str, tmp_path: Path) -> None:
-    assert [problem.hint for problem in refusal(tmp_path, FSDP + text).problems] == [hint]
+    error = refusal(tmp_path, "\n".join(lines) + "\n")
+    found = {int(p.where.split("fsdp.yaml:")[1].split(":")[0]): p.hint.partition("?")[0] for p in error.problems}
+    assert found == {number: hint for number, hint in enumerate(lines.values(), 1) if hint}
 
 
 def test_values_are_read_as_accelerate_reads_them(tmp_path: Path) -> None:
@@ -205,32 +160,13 @@ def test_a_file_that_contradicts_itself_names_both_lines(text: str, tmp_path: Pa
     assert str(error).count("fsdp.yaml:") == 2
 
 
-@pytest.mark.parametrize(
-    ("section", "layout"),
-    [
-        ("  zero_stage: 3\n", "layout: full-shard"),
-        ("  zero_stage: 3\n  offload_param_device: cpu\n", "layout: {name: full-shard, offload: true}"),
-        ("  zero_stage: 3\n  offload_param_device: none\n", "layout: full-shard"),
-        ("  zero_stage: 2\n  offload_optimizer_device: cpu\n", "layout: resident"),
-        ("  gradient_clipping: 1.0\n", "layout: resident"),
-    ],
-)
-def test_deepspeed_is_refused_with_the_equal_layout(section: str, layout: str, tmp_path: Path) -> None:
-    (problem,) = refusal(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config:\n" + section).problems
-    assert problem.hint == f"write in the run file: {layout}"
-    assert problem.where.endswith("fsdp.yaml:1: distributed_type")
-
-
-# --- files that are none ------------------
-
 BAD = {
     b"": "is empty",
-    b"# nothing\n": "is empty",
+    b"# nothing\n": "only comments",
     b"- a\n- b\n": "not a mapping",
-    bytes(range(256)): "is not text",
+    bytes(range(256)): "is not UTF-8",
     b"distributed_type: FSDP\nfsdp_config: {a: [\n": "is not valid YAML",
-    b"a: " + b"[" * 5000 + b"]" * 5000: "nested more than",
-    b"#" * (300 * 1024): "larger than",
+    b"#" * (200 * 1024): "larger than",
     b"num_machines: 2\n": "distributed_type is missing",
     b"distributed_type: FSDP\nfsdp_config: full\n": "not keys and values",
     b"distributed_type: FSDP\nnum_machines: three\n": "not a whole number",
@@ -248,7 +184,7 @@ def test_bad_files_are_clear_errors(tmp_path: Path) -> None:
             read_accelerate(path)
         assert all(str(path) in problem.where and problem.hint for problem in caught.value.problems)
     for missing in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(UserError, match="cannot be read"):
+        with pytest.raises(UserError, match=r"no such file|is a folder"):
             read_accelerate(missing)
 
 
@@ -264,7 +200,7 @@ MAPPINGS = st.dictionaries(NAMES, st.one_of(VALUES, st.dictionaries(NAMES, VALUE
 TEXTS = st.one_of(st.text(max_size=200), st.text(alphabet="{}[]:,&*!|>-?#%@ \n\t'\"ab01", max_size=120))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.one_of(MAPPINGS.map(lambda content: yaml.safe_dump(content, allow_unicode=True)), TEXTS))
 def test_no_file_gives_a_traceback(tmp_path: Path, content: str) -> None:
     path = tmp_path / "fsdp.yaml"
@@ -278,7 +214,7 @@ def test_no_file_gives_a_traceback(tmp_path: Path, content: str) -> None:
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
 
 
-def test_the_launchers_environment_sets_the_layout() -> None:
+def test_the_launchers_environment_sets_the_layout_and_its_flags_win_over_the_file() -> None:
     assert accelerate_file(None, {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"}) is None
     assert wishes(accelerate_file(None, LAUNCHED)) == {"nodes": 2, "ranks": 4}  # a precision of no is a default
     fsdp = LAUNCHED | {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}
@@ -290,50 +226,55 @@ def test_the_launchers_environment_sets_the_layout() -> None:
     assert wishes(accelerate_file(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))["cpu"] is True  # refused on a GPU
     with pytest.raises(UserError, match="doesn't run DeepSpeed"):
         accelerate_file(None, LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"})
-
-
-def test_the_launchers_flags_win_over_the_file_and_a_line_says_so() -> None:
     path = EXAMPLES / "fsdp.yaml"
     file = accelerate_file(path, LAUNCHED | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
-    assert wishes(file) == wishes(read_accelerate(path)) | {"nodes": 2, "ranks": 2}
+    assert wishes(file) == PUBLISHED["fsdp.yaml"] | {"nodes": 2, "ranks": 2}
     assert file
     assert [note.partition("fsdp.yaml")[2] for note in file.notes] == [
         ":11: num_machines: 3 is overridden by accelerate launch: WORLD_SIZE=2: its flags win",
         ":12: num_processes: 3 is overridden by accelerate launch: WORLD_SIZE=2: its flags win",
     ]
-    same = LAUNCHED | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
-    assert wishes(accelerate_file(path, same)) == wishes(read_accelerate(path))
 
 
 SCRIPT = """
-import json, os, sys
-from windlass.plan.accelerate import LAUNCHER, accelerate_file
-file = accelerate_file(None, os.environ)
-wishes = {name: wish.value for name, wish in file.wishes.items()}
-open(sys.argv[1], "w").write(json.dumps([wishes, [v for v in LAUNCHER if v in os.environ]]))
+import dataclasses, json, os, sys
+from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
+from windlass.plan.accelerate import accelerate_file
+fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
+answer = {
+    "wishes": {name: wish.value for name, wish in accelerate_file(None, os.environ).wishes.items()},
+    "environ": list(os.environ),
+    "fields": sorted(fields),
+    "options": [action.dest for action in launch_command_parser()._actions],
+    "types": [kind.value for kind in DistributedType],
+}
+open(sys.argv[1], "w").write(json.dumps(answer))
 """
 
 
-def test_a_rank_of_the_real_launcher_gets_its_files_settings_and_its_flags(tmp_path: Path) -> None:
+def test_the_table_has_all_that_accelerate_knows_and_the_real_launchers_rank_gets_its_settings(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(SCRIPT)
     (tmp_path / "fsdp.yaml").write_text(
         FSDP + "num_processes: 3\nnum_machines: 1\nmixed_precision: bf16\n"
         "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n  fsdp_offload_params: true\n"
         "parallelism_config:\n  parallelism_config_dp_shard_size: 1\n"
     )
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml", "--num_processes", "1"]
+    command = [warm.python(), "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml", "--num_processes", "1"]
     command += ["--main_process_port", "0", "rank.py", "out.json"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
     subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=180, capture_output=True)
-    found, variables = json.loads((tmp_path / "out.json").read_text())
-    assert found == {
-        "sharded": True,
-        "precision": "bf16",
-        "reshard_after_forward": False,
-        "offload": True,
-        "nodes": 1,
-        "ranks": 1,
-    }
+    found = json.loads((tmp_path / "out.json").read_text())
+    set_by_both = {"sharded": True, "precision": "bf16", "reshard_after_forward": False, "offload": True}
+    assert found["wishes"] == {**set_by_both, "nodes": 1, "ranks": 1}
     # With --cpu it starts a single process, which shards nothing.
     unset = {"ACCELERATE_USE_CPU", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
-    assert set(LAUNCHER) - set(variables) <= unset
+    assert set(LAUNCHER) - set(found["environ"]) <= unset
+    assert [name for name in found["fields"] if find("", name) is None] == []
+    for section in ("fsdp_config", "parallelism_config", "dynamo_config", "fp8_config", "megatron_lm_config"):
+        prefix = section.removesuffix("_config") if section != "parallelism_config" else section
+        known = {option for option in found["options"] if option.startswith(f"{prefix}_")}
+        assert known
+        assert {name for name in known if find(section, name) is None} == set()
+    assert set(found["types"]) <= set(FATES[""]["distributed_type"].fates)

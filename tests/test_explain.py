@@ -10,7 +10,7 @@ import pytest
 
 from windlass import explain
 from windlass.errors import UserError
-from windlass.plan.accelerate import KEYS, read_accelerate
+from windlass.plan.accelerate import FATES, KEYS, read_accelerate
 from windlass.plan.layout import LAYOUTS
 from windlass.runfile import keys
 from windlass.variables import DEFAULTS, DOES_NOT_EXIST, STARTED, variables
@@ -22,7 +22,11 @@ EXAMPLES = ROOT / "examples" / "mistral-small-4"
 def test_everything_can_be_explained() -> None:
     for key in KEYS:
         name = key.name.replace("*", "thing")
-        for spelling in (name, f"{key.section}.{name}" if key.section else name, *key.spellings):
+        for spelling in (
+            name,
+            f"{key.section}.{name}" if key.section else name,
+            *(s for s, k in FATES[key.section].items() if k is key),
+        ):
             rows = [row for row in explain.topic(spelling) if (row.kind, row.name) == ("accelerate", key.path)]
             assert rows[0].text.endswith(key.about)
             assert len(rows) == 1 + len({id(fate) for fate in key.fates.values()})
