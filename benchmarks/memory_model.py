@@ -42,7 +42,7 @@ from windlass.hardware import Machine, fabric, gpu
 from windlass.model import Base, Parameter
 from windlass.model.family import Family
 from windlass.model.targets import Adapter
-from windlass.plan.cost import Batch, Work, cost
+from windlass.plan.cost import Batch, Work, cost, read_shape
 from windlass.plan.layout import Layout
 
 GIB, MIB = 2**30, 2**20
@@ -340,8 +340,7 @@ def work(case: Case, found: Base, adapter: Adapter) -> Work:
     machine = Machine(h200, fabric("nvlink4"), fabric("infiniband-400"), fabric("pcie5"), 1, None)
     batch = Batch(case.micro, 2, case.length)
     return Work(
-        found,
-        adapter,
+        read_shape(found, adapter),
         layout,
         batch,
         machine,

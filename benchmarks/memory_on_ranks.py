@@ -34,7 +34,7 @@ from windlass import tiny
 from windlass.hardware import Machine, fabric, gpu
 from windlass.model import targets as adapters
 from windlass.plan import memory
-from windlass.plan.cost import Batch, Work, cost
+from windlass.plan.cost import Batch, Work, cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
@@ -88,7 +88,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     adapter = adapters.resolve(lora, found, lambda key: key)
     layout = layout_of(name)
     processor = Machine(gpu("cpu"), fabric("loopback"), fabric("loopback"), fabric("memory"), 1, None)
-    work = Work(found, adapter, layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2).under(layout)
+    work = Work(read_shape(found, adapter), layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2)
+    work = work.under(layout)
     model, _ = load(found, layout, dtype=torch.bfloat16)
     peft = attach(model, lora, adapter, 0, work.expert_path)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))

@@ -18,7 +18,7 @@ from windlass.model import Base, Parameter, config, published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
 from windlass.model.targets import SPLIT
-from windlass.plan.cost import Batch, Work, in_fp8
+from windlass.plan.cost import Batch, Work, in_fp8, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import fp8, parallel
@@ -164,7 +164,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT)
     fabrics = (hardware.fabric(gpu.link), hardware.fabric(gpu.link), hardware.fabric(gpu.host_link))
     machine = hardware.Machine(gpu, *fabrics, 1, None)
     batch = Batch(1, 1, sizes.length)
-    work = Work(found, adapter, layout, batch, machine, "adamw_torch", 2, expert_path=path)
+    work = Work(read_shape(found, adapter), layout, batch, machine, "adamw_torch", 2, expert_path=path)
     words = f"r={sizes.r} attention, shared" + (f"; r={sizes.expert_r} routed" if routed else "")
     return Built(peft, work, f"{words}: {adapter.trainable / 1e6:.1f} M")
 
@@ -194,7 +194,7 @@ class Trainee:
         self.trained = [p for p in built.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
         self.device = parallel.device_of_this_rank()
-        self.vocabulary = built.work.base.dims["vocab"]
+        self.vocabulary = built.work.shape.vocab
 
     def batch(self, cell: Cell, document: int) -> dict[str, Tensor]:
         """As training's batches. Documents that a mask keeps apart begin at position 0, and none predicts the next."""

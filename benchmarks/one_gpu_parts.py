@@ -75,9 +75,9 @@ def measured(built: Built, trainee: Trainee, sizes: Sizes, cell: Cell, times: in
     planned = cost(work, advise=False)
     middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
     peak_flops = work.machine.gpu.bf16_tflops * 1e12
-    layers = work.base.dims["layers"]
+    layers = len(work.shape.layers)
     row: Row = {
-        "model": f"{layers} layers, {work.base.total / 1e9:.1f} B", "base": work.layout.base_dtype,
+        "model": f"{layers} layers, {work.shape.base.total / 1e9:.1f} B", "base": work.layout.base_dtype,
         "adapters": built.words, "tokens": tokens, "rows": cell.words, **middle,
         "tokens_per_second": tokens / middle["seconds"],
         "mfu": planned.flops_per_token * tokens / middle["seconds"] / peak_flops if GPU else None,

@@ -210,10 +210,11 @@ def plan(
     Reads the run file, config.json and the safetensors headers; needs neither the weights nor torch.
     The exit code is 0 whether or not the run fits; `memory.fits` in the JSON says which.
     """
+    from windlass.plan import write
     from windlass.plan.show import show
 
     made = make_plan(run, override, accelerate)
-    written = made.write(out)
+    written = write(made, out)
     write_result(made, as_json, lambda made: show(made, formulas=explain, compare=compare))
     if written:
         say(f"plan written to {written}")

@@ -23,8 +23,8 @@ from windlass.model import Base
 from windlass.model import targets as adapters
 from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
-from windlass.plan.choose import Advice, Contender, Trial, advise, candidates, choose, compare, micro_batches, named
-from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8
+from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
+from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, read_shape
 from windlass.plan.layout import AUTO, Layout, LayoutRequest, needs_weights, read_request
 from windlass.runfile import Cluster, Loaded, Train, accumulation
 from windlass.runfile.machines import admission
@@ -35,6 +35,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BYTES_PER_TOKEN = 4.15
 OPTIMIZER_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
 FEW_STEPS = 10  # an adapter hardly moves in so few
+LEAST_PRIME = 3  # next to smaller numbers a step would be quite another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,18 @@ class Plan:
     adapter: Adapter
     machine: Machine
     layout: Layout
-    batch: Batch
     schedule: Schedule
-    cost: Cost  # memory when rows are full, time when they have their usual length
+    cost: Cost
     expert_path: str  # how adapters of experts are computed: split or merged
     contenders: tuple[Contender, ...]
-    tried: tuple[Trial, ...]  # micro-batches, if the plan chooses one
+    impossible: dict[str, str]  # layouts that are, and why
+    tried: tuple[Cost, ...]  # micro-batches, if the plan chooses one
     advice: tuple[Advice, ...]  # what would make the run faster
     notes: tuple[str, ...]
+
+    @property
+    def batch(self) -> Batch:
+        return self.cost.batch
 
     @cached_property
     def by_part(self) -> Mapping[str, int]:
@@ -99,26 +104,25 @@ class Plan:
     def gpu_hours(self) -> float | None:
         return None if self.hours is None else self.hours * self.layout.ranks
 
+    def gpu_hours_of(self, other: Contender) -> float | None:
+        """Of the same run under another layout."""
+        s, ranks = self.schedule, other.layout.ranks
+        steps = schedule(self.loaded.run.train, other.cost.batch, ranks, self.adapter, s.rows, s.rows_reason).steps
+        return None if steps is None else steps * other.seconds * ranks / 3600
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON of `windlass plan --json` and plan.json. Its keys are an interface: add, never rename."""
         cost, base, adapter = self.cost, self.base, self.adapter
-        targets = [
-            {
-                "pattern": target.pattern,
-                "names": list(target.names),
-                "part": target.part,
-                "modules": len(target.modules),
-                "parameters": target.parameters,
-                "matched": list(target.modules),
-                "note": target.note,
-            }
-            for target in adapter.targets
+        figures = "fits gpu_gib wire_gb_per_step step_seconds tokens_per_second"
+        nothing = dict.fromkeys(("base_dtype", "micro", "accumulation", *figures.split(), "gpu_hours"))
+        layouts: list[dict[str, Any]] = [
+            {"name": c.name, "ranks": c.layout.ranks, "possible": not c.why_not, "why_not": c.why_not}
+            | {"base_dtype": c.layout.base_dtype, **_pick(c.cost.batch, "micro accumulation"), **_pick(c.cost, figures)}
+            | {"gpu_hours": self.gpu_hours_of(c)}
+            for c in self.contenders
         ]
-        memory = [
-            {"phase": r.phase, "place": r.place, "item": r.item, "gib": r.bytes / GIB, "formula": r.formula}
-            for r in cost.rows
-        ]
-        figures = "step_seconds step_seconds_serial tokens_per_second mfu flops_per_token recompute_flops_per_token"
+        for name, why in self.impossible.items():
+            layouts.append({"name": name, "ranks": self.layout.ranks, "possible": False, "why_not": why} | nothing)
         return {
             "windlass": __version__,
             "model": {
@@ -129,80 +133,56 @@ class Plan:
             },
             "parameters": {"total": self.total, "by_part": dict(self.by_part), "disk_bytes": self.disk_bytes},
             "adapter": {
-                "r": adapter.r,
-                "alpha": adapter.alpha,
-                "trainable": adapter.trainable,
+                **_pick(adapter, "r alpha trainable"),
                 "percent": 100 * adapter.trainable / self.total,
-                "targets": targets,
+                "targets": [
+                    {**_pick(t, "pattern names part"), "modules": len(t.modules)}
+                    | {**_pick(t, "parameters note"), "matched": list(t.modules)}
+                    for t in adapter.targets
+                ],
             },
             "batch": {
-                "micro": self.batch.micro,
-                "accumulation": self.batch.accumulation,
+                **_pick(self.batch, "micro accumulation"),
                 "max_length": self.batch.length,
                 **asdict(self.schedule),
                 "tried": [
-                    _record_batch(t.batch)
-                    | _record_cost(t.cost, "gpu_gib", "step_seconds", "tokens_per_second")
-                    | {"fits": t.fits}
-                    for t in self.tried
+                    {**_pick(tried.batch, "micro accumulation"), "fits": tried.has_headroom}
+                    | _pick(tried, "gpu_gib step_seconds tokens_per_second")
+                    for tried in self.tried
                 ],
             },
             "memory": {
-                "gpu_gib": cost.gpu_gib,
-                "host_gib": cost.host_gib,
+                **_pick(cost, "gpu_gib host_gib fits remedy"),
                 "gpu_memory_gib": self.machine.gpu.memory_gib,
-                "rows": memory,
-                "fits": cost.fits,
-                "remedy": cost.remedy,
+                "rows": [_pick(row, "phase place item formula") | {"gib": row.bytes / GIB} for row in cost.rows],
             },
             "traffic": [asdict(flow) for flow in cost.flows],
             "layout": {**asdict(self.layout), "ranks": self.layout.ranks},
-            "layouts": [_record_contender(contender) for contender in self.contenders],
+            "layouts": layouts,
             "estimate": {
-                **_record_cost(cost, *figures.split(), "wire_gb_per_step"),
+                **_pick(cost, "step_seconds step_seconds_serial tokens_per_second mfu wire_gb_per_step"),
+                **_pick(cost, "flops_per_token recompute_flops_per_token"),
                 "compute_seconds_per_micro_batch": cost.compute_seconds,
-                "hours": self.hours,
-                "gpu_hours": self.gpu_hours,
+                **_pick(self, "hours gpu_hours"),
             },
             "advice": [asdict(advice) for advice in self.advice],
             "notes": list(self.notes),
         }
 
-    def write(self, out: Path | None = None) -> Path | None:
-        return write(self.as_dict(), Path(self.loaded.run.folder), out)
+
+def _pick(source: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names.split()}
 
 
-def _record_batch(batch: Batch) -> dict[str, int]:
-    return {"micro": batch.micro, "accumulation": batch.accumulation}
-
-
-def _record_cost(cost: Cost | None, *names: str) -> dict[str, Any]:
-    return {name: getattr(cost, name) if cost else None for name in names}
-
-
-def _record_contender(contender: Contender) -> dict[str, Any]:
-    cost, candidate = contender.cost, contender.candidate
-    return {
-        "name": contender.name,
-        "ranks": contender.ranks,
-        "possible": candidate.possible,
-        "why_not": candidate.why_not,
-        "base_dtype": candidate.layout.base_dtype if candidate.layout else None,
-        **(_record_batch(contender.batch) if cost else {"micro": None, "accumulation": None}),
-        **_record_cost(cost, "fits", "gpu_gib", "wire_gb_per_step", "step_seconds", "tokens_per_second"),
-        "gpu_hours": contender.gpu_hours,
-    }
-
-
-def write(record: dict[str, Any], run_folder: Path, out: Path | None) -> Path | None:
+def write(plan: Any, out: Path | None) -> Path | None:
     """plan.json into `out`, or into the run folder if that exists already."""
-    folder = out or run_folder
+    folder = out or Path(plan.loaded.run.folder)
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         if not folder.is_dir():
             return None
-        write_json(folder / "plan.json", record)
+        write_json(folder / "plan.json", plan.as_dict())
     except OSError as error:
         what = f"cannot write plan.json: {error.strerror}"
         raise UserError(what, str(error.filename or folder), "give another --out DIR") from None
@@ -212,16 +192,21 @@ def write(record: dict[str, Any], run_folder: Path, out: Path | None) -> Path | 
 def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     """Everything that is wrong with the run file against the model and the machine is an error here."""
     run, where = loaded.run, loaded.where
+
+    # 1. What is given: the model, the adapter, the requested layout, the machine.
     base = weights.find_base(run.model.model_name_or_path, where("model.model_name_or_path"))
     adapter = adapters.resolve(run.lora, base, where)
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
-    if request.precision == "fp16":
-        what = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
-        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
-        raise UserError(what, where("train.fp16"), hint)
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
     machine = machine_of(run.cluster.model_copy(update=sizes), where)
-    request = _check_device(request, machine, accelerate, where)
+    why_not_fp8 = needs_weights(run.lora)
+    if not in_fp8(base):
+        why_not_fp8 = f"{base.name} is not published in FP8, and windlass does not quantise"
+    _refuse(request, machine, accelerate, why_not_fp8, where)
+    if machine.gpu.name == "cpu":
+        request = replace(request, offload=False)
+
+    # 2. How many sequences the rows make, and the ways to cut them into micro-batches.
     rows = sources.count_rows(run.data, run.data.train_split, where)
     sequences, length, row_notes = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)
 
@@ -234,21 +219,9 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
                 raise
             return ()
 
-    def gpu_hours(layout: Layout, batch: Batch, cost: Cost) -> float | None:
-        steps = schedule(run.train, batch, layout.ranks, adapter, sequences, rows.how).steps
-        return None if steps is None else steps * cost.step_seconds * layout.ranks / 3600
-
     ways = batches(request.ranks)
-    why_not_fp8 = needs_weights(run.lora)
-    if not in_fp8(base):
-        why_not_fp8 = f"{base.name} is not published in FP8, and windlass does not quantise"
-    if request.base_dtype == "fp8" and why_not_fp8:
-        what = f"base_dtype: fp8, but {why_not_fp8}"
-        raise UserError(what, where("layout.base_dtype"), "leave it out, or write bf16")
-    experts, fp8 = base.dims.get("experts", 0), not why_not_fp8
     work = Work(
-        base=base,
-        adapter=adapter,
+        shape=read_shape(base, adapter),
         layout=Layout("resident", "", request.nodes, request.gpus_per_node, shard=1, replicate=request.ranks),
         batch=ways[0],
         machine=machine,
@@ -259,10 +232,14 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         document=_usual_tokens(rows, run.data.max_length) if run.data.packing and not run.masked else None,
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
-    contenders = compare(work, length, candidates(request, experts, fp8), batches, gpu_hours)
-    is_set = request.name != AUTO
-    best = choose(compare(work, length, named(request, experts, fp8), batches) if is_set else contenders)
-    if best is None or best.layout is None:
+
+    # 3. The layout: as set, or the best of all.
+    experts, fp8, is_set = base.dims.get("experts", 0), not why_not_fp8, request.name != AUTO
+    set_layouts = named(request, experts, fp8) if is_set else []
+    layouts, impossible = candidates(request, experts, fp8)
+    contenders = compare(work, length, layouts, batches, request.barred)
+    best = choose(compare(work, length, set_layouts, batches) if is_set else contenders)
+    if best is None:
         hint = "leave keys of `layout` out: no layout that the run can have agrees with them"
         raise UserError("no layout is possible", where("layout"), hint)
     layout = best.layout
@@ -270,27 +247,53 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         by_plan = layout.base_dtype == "fp8" and request.base_dtype is None
         reason = f"set by {request.where}" + "; the plan keeps the base in FP8 as published" * by_plan
         layout = replace(layout, reason=reason)
-    work = replace(work, batch=best.batch).under(layout)
+    work = replace(work, batch=best.cost.batch).under(layout)
     plan = Plan(
         loaded=loaded,
         base=base,
         adapter=adapter,
         machine=machine,
         layout=layout,
-        batch=best.batch,
-        schedule=schedule(run.train, best.batch, layout.ranks, adapter, sequences, rows.how),
+        schedule=schedule(run.train, work.batch, layout.ranks, adapter, sequences, rows.how),
         cost=cost(work, length),
         expert_path=work.expert_path,
         contenders=contenders,
+        impossible=impossible,
         tried=best.tried if len(ways) > 1 else (),
         advice=advise(work, length, contenders, run, batch_is_set=len(ways) == 1, layout_is_set=is_set),
         notes=(),
     )
-    notes = (*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes)
-    return replace(plan, notes=(*notes, *_own_notes(plan), *row_notes, *admission(run.cluster, where)))
+    notes = [*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes]
+    notes += [*_own_notes(plan, len(ways)), *row_notes, *admission(run.cluster, where)]
+    return replace(plan, notes=tuple(notes))
 
 
-def _own_notes(plan: Plan) -> list[str]:
+def _refuse(
+    request: LayoutRequest,
+    machine: Machine,
+    accelerate: AccelerateFile | None,
+    why_not_fp8: str,
+    where: Where,
+) -> None:
+    """What this base, or only a GPU, or only a CPU can do."""
+    wishes = accelerate.wishes if accelerate else {}
+    on_cpu, cpu, offload = machine.gpu.name == "cpu", wishes.get("cpu"), wishes.get("offload")
+    if request.precision == "fp16":
+        what = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
+        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
+        raise UserError(what, where("train.fp16"), hint)
+    if cpu and cpu.value and not on_cpu:
+        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
+        raise UserError(f"use_cpu: true, but the run is planned for {machine.gpu.name}", cpu.where, hint)
+    if on_cpu and request.offload:
+        what = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
+        raise UserError(what, offload.where if offload else where("layout.offload"), "leave it out, or write false")
+    if request.base_dtype == "fp8" and why_not_fp8:
+        what = f"base_dtype: fp8, but {why_not_fp8}"
+        raise UserError(what, where("layout.base_dtype"), "leave it out, or write bf16")
+
+
+def _own_notes(plan: Plan, ways: int) -> list[str]:
     notes = []
     if plan.adapter.target_parameters:
         tokens = f"{plan.batch.tokens:,} tokens a micro-batch"
@@ -304,6 +307,12 @@ def _own_notes(plan: Plan) -> list[str]:
         notes.append(
             f"only {steps} optimizer step{'s' * (steps != 1)}, each on {sequences} sequences: for more, "
             "lower train.global_batch_size or train.gradient_accumulation_steps"
+        )
+    count = plan.batch.micro * plan.batch.accumulation
+    if ways == 2 and count > LEAST_PRIME:
+        notes.append(
+            f"the {count} sequences of a GPU and step make micro-batches of 1 or of {count} alone: a number with more "
+            f"divisors, such as {count - 1} or {count + 1}, may be faster"
         )
     return notes
 
@@ -331,21 +340,6 @@ def _usual_tokens(rows: Rows, limit: int) -> int | None:
     if not rows.count or not rows.text_bytes:
         return None
     return min(limit, math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN))
-
-
-def _check_device(
-    request: LayoutRequest, machine: Machine, accelerate: AccelerateFile | None, where: Where
-) -> LayoutRequest:
-    """Refuse what only a GPU or only a CPU can do."""
-    wishes = accelerate.wishes if accelerate else {}
-    on_cpu, cpu, offload = machine.gpu.name == "cpu", wishes.get("cpu"), wishes.get("offload")
-    if cpu and cpu.value and not on_cpu:
-        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
-        raise UserError(f"use_cpu: true, but the run is planned for {machine.gpu.name}", cpu.where, hint)
-    if on_cpu and request.offload:
-        what = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
-        raise UserError(what, offload.where if offload else where("layout.offload"), "leave it out, or write false")
-    return replace(request, offload=False) if on_cpu else request
 
 
 def machine_of(cluster: Cluster, where: Where) -> Machine:

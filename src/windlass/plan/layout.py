@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import Any
 
-from windlass.errors import Problem, raise_all
+from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import Family
 from windlass.plan.accelerate import AccelerateFile, Wish
 from windlass.runfile import Loaded
@@ -86,166 +87,115 @@ def read_request(
     loaded: Loaded, family: Family | None, accelerate: AccelerateFile | None, *, experts_adapted: bool = False
 ) -> LayoutRequest:
     """Run file and Accelerate file as one. Reports every disagreement, and a layer class that the model lacks."""
-    settings = _Settings(loaded, accelerate)
-    nodes, gpus = _read_size(settings)
-    name = _read_name(settings)
-    wrap = settings.agree("the wrapped layer", settings.written("layout.wrap"), settings.wish("wrap"))
-    if wrap and family and (problem := check_wrap(str(wrap.value), family, wrap.where)):
-        settings.problems.append(problem)
+    run, problems = loaded.run, list[Problem]()
+    wishes = accelerate.wishes if accelerate else {}
 
-    def agreed(key: str) -> Any:
-        wish = settings.agree(key, settings.written(f"layout.{key}"), settings.wish(key))
-        return None if wish is None else wish.value
+    def written(path: str) -> Wish | None:
+        """The run file's value, if the user wrote one; a list of layer classes as Accelerate writes it."""
+        section, _, key = path.partition(".")
+        value = getattr(getattr(run, section), key)
+        if path == "layout.name" and not loaded.given(path):
+            path = "layout"  # written short, `layout: hybrid`
+        if value is None or value == AUTO or not loaded.given(path):
+            return None
+        return Wish(",".join(value) if isinstance(value, list) else value, loaded.where(path))
 
+    def agree(what: str, *given: Wish | None) -> Any:
+        """The value that all sources share, or None."""
+        first, *others = [wish for wish in given if wish] or [Wish(None, "")]
+        for other in others:
+            if other.value != first.value:
+                text = f"{what} is {other.value} here, but {first.value} at {first.where}"
+                problems.append(Problem(text, other.where, "make the two agree, or keep one of them"))
+        return first.value
+
+    def agree_on(key: str) -> Any:
+        return agree(key, written(f"layout.{key}"), wishes.get(key))
+
+    # 1. Nodes, and GPUs on each.
+    nodes = agree("the number of nodes", written("cluster.nodes"), wishes.get("nodes")) or run.cluster.nodes
+    gpus, per_node, ranks = written("cluster.gpus_per_node"), run.cluster.gpus_per_node, wishes.get("ranks")
+    for wish in (wishes.get("nodes"), ranks):
+        if wish and wish.value < 1:
+            raise UserError(f"{wish.value} is too few", wish.where, "give 1 or more")
+    if ranks and ranks.value % nodes:
+        text = f"{ranks.value} ranks do not spread evenly over {nodes} nodes"
+        problems.append(Problem(text, ranks.where, f"give a multiple of {nodes}, or change the number of nodes"))
+    elif ranks and gpus and ranks.value != nodes * per_node:
+        text = f"the number of ranks is {ranks.value} here, but {nodes} nodes x {per_node} at {gpus.where}"
+        problems.append(Problem(text, ranks.where, "make the two agree, or keep one of them"))
+    elif ranks:
+        per_node = ranks.value // nodes
+    if run.layout.ranks not in (None, nodes * per_node):
+        text = f"layout.ranks is {run.layout.ranks}, but {nodes} nodes x {per_node} GPUs are {nodes * per_node}"
+        hint = "leave layout.ranks out, or change cluster.nodes and cluster.gpus_per_node"
+        problems.append(Problem(text, loaded.where("layout.ranks"), hint))
+
+    # 2. The layout's name, if anything sets it. The run file comes first; an FSDP file is never `auto`.
+    def implied(meanings: Mapping[str, str]) -> Wish | None:
+        """By the run file's other keys if it names none: no key is left without effect."""
+        for key, implies in meanings.items():
+            wish = written(f"layout.{key}")
+            if wish and key == "reshard_after_forward":
+                return _name_by_reshard(wish)
+            if wish and (wish.value is True or wish.value > 1):
+                return Wish(implies, wish.where)
+        return None
+
+    reshard, sharded, replicas = (wishes.get(key) for key in ("reshard_after_forward", "sharded", "replicate"))
+    mine, theirs = written("layout.name") or implied(IMPLIED), wishes.get("name")
+    if mine:
+        theirs = theirs or _name_by_reshard(reshard)
+        if theirs and theirs.value not in (mine.value, *ALONGSIDE.get(mine.value, ())):
+            agree("the layout", mine, theirs)
+    elif sharded and sharded.value:
+        mine = Wish("full-shard", sharded.where)
+        if replicas and replicas.value > 1:
+            mine = Wish("hybrid", replicas.where)
+        elif theirs and (theirs.value != "full-shard" or not reshard):
+            mine = theirs
+        elif reshard:
+            mine = _name_by_reshard(reshard)
+    name = mine or implied(IMPLIED_LAST) or Wish(AUTO, "")
+
+    # 3. The rest.
+    wrap = agree("the wrapped layer", written("layout.wrap"), wishes.get("wrap"))
+    lacking = [part for part in map(str.strip, (wrap or "").split(",")) if part and family and part != family.layer]
+    if family and lacking:
+        wrapped = written("layout.wrap") or wishes["wrap"]
+        text = f"{family.causal_lm} has no layer class {', '.join(map(repr, lacking))}; it is sharded by "
+        hint = f"write {family.layer}, or leave the key out: windlass knows the layer of each model family"
+        problems.append(Problem(f"{text}{family.layer!r}", wrapped.where, hint))
+    checkpointing = ("train.gradient_checkpointing", "layout.activation_checkpointing")
+    wish = wishes.get("activation_checkpointing")
+    recompute = agree("activation checkpointing", *map(written, checkpointing), wish)
+    precisions = [
+        Wish(kind, wish.where) for kind in ("bf16", "fp16") if (wish := written(f"train.{kind}")) and wish.value
+    ]
+    if not precisions and (off := written("train.bf16")):
+        precisions = [Wish("no", off.where)]  # train.bf16: false, and no fp16 either
+    precision = agree("precision", *precisions, wishes.get("precision"))
     request = LayoutRequest(
         name=name.value,
         where=name.where,
         nodes=nodes,
-        gpus_per_node=gpus,
-        shard=agreed("shard"),
-        replicate=agreed("replicate"),
-        expert_parallel=agreed("expert_parallel"),
-        reshard_after_forward=agreed("reshard_after_forward"),
-        offload=agreed("offload"),
-        activation_checkpointing=_read_checkpointing(settings),
-        precision=_read_precision(settings),
-        base_dtype=agreed("base_dtype"),
-        barred=_rule_out(loaded.run, experts_adapted) if nodes * gpus > 1 else {},
+        gpus_per_node=per_node,
+        shard=agree_on("shard"),
+        replicate=agree_on("replicate"),
+        expert_parallel=agree_on("expert_parallel"),
+        reshard_after_forward=agree_on("reshard_after_forward"),
+        offload=agree_on("offload"),
+        activation_checkpointing=bool(recompute),
+        precision=precision or ("bf16" if run.train.bf16 else "no"),
+        base_dtype=agree_on("base_dtype"),
+        barred=_rule_out(run, experts_adapted) if nodes * per_node > 1 else {},
     )
-    raise_all(settings.problems)
+    raise_all(problems)
     return request
-
-
-class _Settings:
-    """Which file sets what, and every disagreement."""
-
-    def __init__(self, loaded: Loaded, accelerate: AccelerateFile | None) -> None:
-        self.loaded = loaded
-        self.wishes = accelerate.wishes if accelerate else {}
-        self.problems: list[Problem] = []
-
-    def value(self, path: str) -> Any:
-        section, _, key = path.partition(".")
-        return getattr(getattr(self.loaded.run, section), key, None)
-
-    def written(self, path: str) -> Wish | None:
-        """The run file's value, if the user wrote one; a list of layer classes as Accelerate writes it."""
-        value = self.value(path)
-        if path == "layout.name" and not self.loaded.given(path):
-            path = "layout"  # written short, `layout: hybrid`
-        if value is None or value == AUTO or not self.loaded.given(path):
-            return None
-        return Wish(",".join(value) if isinstance(value, list | tuple) else value, self.loaded.where(path))
-
-    def wish(self, name: str) -> Wish | None:
-        return self.wishes.get(name)
-
-    def agree(self, what: str, *wishes: Wish | None) -> Wish | None:
-        """The value that all sources share."""
-        given = [wish for wish in wishes if wish is not None]
-        for other in given[1:]:
-            if other.value != given[0].value:
-                text = f"{what} is {other.value} here, but {given[0].value} at {given[0].where}"
-                self.add(text, other.where, "make the two agree, or keep one of them")
-        return given[0] if given else None
-
-    def add(self, problem: str, where: str, hint: str) -> None:
-        self.problems.append(Problem(problem, where, hint))
-
-
-def check_wrap(name: str, family: Family, where: str) -> Problem | None:
-    """Whether every class of a comma-separated list is the one that this family is sharded by."""
-    wrong = [part for part in (p.strip() for p in name.split(",")) if part and part != family.layer]
-    if not wrong:
-        return None
-    return Problem(
-        f"{family.causal_lm} has no layer class {', '.join(map(repr, wrong))}; it is sharded by '{family.layer}'",
-        where,
-        f"write {family.layer}, or leave the key out: windlass knows the layer of each model family",
-    )
-
-
-def _read_size(settings: _Settings) -> tuple[int, int]:
-    """Nodes, and GPUs on each."""
-    nodes = settings.agree("the number of nodes", settings.written("cluster.nodes"), settings.wish("nodes"))
-    gpus, total = settings.written("cluster.gpus_per_node"), settings.wish("ranks")
-    count = int(nodes.value if nodes else settings.value("cluster.nodes") or 1)
-    per_node = int(settings.value("cluster.gpus_per_node") or 1)
-    for wish in (nodes, total):
-        if wish and int(wish.value) < 1:
-            settings.add(f"{wish.value} is too few", wish.where, "give 1 or more")
-            return max(count, 1), max(per_node, 1)
-    if total and total.value % count:
-        said = f"{nodes.where} sets the nodes; " if nodes else ""
-        text = f"{total.value} ranks do not spread evenly over {count} nodes"
-        settings.add(text, total.where, f"{said}give a multiple of {count}")
-    elif total and gpus and total.value != count * per_node:
-        by = f"{nodes.where} x {gpus.where}" if nodes else gpus.where
-        text = f"the number of ranks is {total.value} here, but {count} x {per_node} = {count * per_node} by {by}"
-        settings.add(text, total.where, "make the two agree, or keep one of them")
-    elif total:
-        per_node = total.value // count
-    ranks = settings.written("layout.ranks")
-    if ranks and ranks.value != count * per_node:
-        text = f"layout.ranks is {ranks.value}, but {count} nodes x {per_node} GPUs are {count * per_node}"
-        settings.add(text, ranks.where, "leave layout.ranks out, or change cluster.nodes and cluster.gpus_per_node")
-    return count, per_node
-
-
-def _read_name(settings: _Settings) -> Wish:
-    """Which layout is requested, if any. The run file comes first; an FSDP file is never `auto`."""
-    mine = settings.written("layout.name") or _implied_name(settings, IMPLIED)
-    if mine is None:
-        return _accelerate_name(settings) or _implied_name(settings, IMPLIED_LAST) or Wish(AUTO, "")
-    named = settings.wish("name") or _name_by_reshard(settings.wish("reshard_after_forward"))
-    if named and named.value not in (mine.value, *ALONGSIDE.get(mine.value, ())):
-        settings.agree("the layout", mine, named)
-    return mine
-
-
-def _implied_name(settings: _Settings, meanings: Mapping[str, str]) -> Wish | None:
-    """The layout that the run file's other keys imply when it names none: no key is left without effect."""
-    for key, name in meanings.items():
-        wish = settings.written(f"layout.{key}")
-        if wish and key == "reshard_after_forward":
-            return _name_by_reshard(wish)
-        if wish and (wish.value is True or int(wish.value) > 1):
-            return Wish(name, wish.where)
-    return None
-
-
-def _accelerate_name(settings: _Settings) -> Wish | None:
-    name, reshard = settings.wish("name"), settings.wish("reshard_after_forward")
-    replicate, sharded = settings.wish("replicate"), settings.wish("sharded")
-    if sharded is None or not sharded.value:
-        return None
-    if replicate and int(replicate.value) > 1:
-        return Wish("hybrid", replicate.where)
-    if name and (name.value != "full-shard" or reshard is None):
-        return name
-    return _name_by_reshard(reshard) or Wish("full-shard", sharded.where)
 
 
 def _name_by_reshard(reshard: Wish | None) -> Wish | None:
     return Wish("full-shard" if reshard.value else "no-reshard", reshard.where) if reshard else None
-
-
-def _read_checkpointing(settings: _Settings) -> bool:
-    keys = ("train.gradient_checkpointing", "layout.activation_checkpointing")
-    what, wish = "activation checkpointing", settings.wish("activation_checkpointing")
-    wish = settings.agree(what, *map(settings.written, keys), wish)
-    return bool(wish.value) if wish else any(map(settings.value, keys))
-
-
-def _read_precision(settings: _Settings) -> str:
-    written = {kind: settings.written(f"train.{kind}") for kind in ("bf16", "fp16")}
-    chosen = [Wish(kind, wish.where) for kind, wish in written.items() if wish and wish.value]
-    if not chosen and (off := written["bf16"]) and not settings.value("train.fp16"):
-        chosen = [Wish("no", off.where)]  # train.bf16: false, and no fp16 either
-    wish = settings.agree("precision", *chosen, settings.wish("precision"))
-    if wish:
-        return str(wish.value)
-    return next((kind for kind in ("bf16", "fp16") if settings.value(f"train.{kind}")), "no")
 
 
 def needs_weights(lora: Any) -> str:
@@ -263,54 +213,61 @@ def _rule_out(run: Any, experts_adapted: bool) -> dict[str, str]:
     return {}
 
 
-# --- a request that names a layout -> that Layout, its sizes derived and checked ------------------
-
-
 def resolve(request: LayoutRequest, experts: int) -> Layout:
-    """The Layout that a request names (not `auto`). `experts`: routed experts per layer, 0 for a dense model."""
+    """The Layout that a request names, with its sizes derived and checked. `experts`: routed experts per layer."""
     name, ranks, reshard = request.name, request.ranks, request.reshard_after_forward
-    problems: list[Problem] = []
-
-    def wrong(text: str, hint: str) -> None:
-        problems.append(Problem(text, request.where, hint))
-
-    if name in request.barred:
-        wrong(request.barred[name], f"layout may be {', '.join(one for one in LAYOUTS if one not in request.barred)}")
-    if reshard is not None and (equal := CONTRADICTIONS.get((name, reshard))):
-        text = f"layout {name} with reshard_after_forward {str(reshard).lower()}"
-        wrong(text, f"leave reshard_after_forward out, or take {equal}")
     # Sizes as they are set, else derived so that their product is the number of ranks.
-    usual = {"hybrid": request.nodes, "resident": ranks}.get(name, 1)
-    replicate = request.replicate or usual
+    replicate = request.replicate or {"hybrid": request.nodes, "resident": ranks}.get(name, 1)
     if request.shard and not request.replicate and ranks % request.shard == 0:
         replicate = ranks // request.shard
     shard = request.shard or max(1, ranks // replicate)
-    if name not in LAYOUTS:
-        wrong(f"no such layout: {name}", f"one of {', '.join(LAYOUTS)}")
-    elif shard * replicate != ranks:
-        text = f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {ranks} ranks"
-        wrong(text, "leave one of the two out: it is derived")
-    elif name in ("full-shard", "no-reshard") and shard == 1 < ranks:
-        wrong(f"{name} with shard 1: that is resident", "write layout: resident")
-    elif name == "hybrid" and 1 in (shard, replicate):
-        equal = "resident" if shard == 1 else "full-shard"
-        text = f"hybrid on {request.nodes} x {request.gpus_per_node} GPUs would shard over {shard} and replicate"
-        hint = f"write layout: {equal}, or give layout.shard and layout.replicate"
-        wrong(f"{text} {replicate} times: that is {equal}", hint)
-    if name == "resident" and shard != 1:
-        wrong(f"resident with shard {shard}", "leave layout.shard out")
-    if name == "resident" and request.offload:
-        wrong("resident with offload: nothing would be resident", "write layout: full-shard")
     parallel = (request.expert_parallel or shard) if name == "expert-parallel" else 1
-    if name != "expert-parallel" and (request.expert_parallel or 1) > 1:
-        text = f"expert_parallel {request.expert_parallel} with layout {name}"
-        wrong(text, "write layout: {name: expert-parallel, …}")
-    elif name == "expert-parallel" and (why := why_not_expert_parallel(experts, parallel, shard)):
-        fitting = [n for n in range(2, shard + 1) if not why_not_expert_parallel(experts, n, shard)]
-        other = f"take another layout, or a number of ranks that divides {experts} experts" if experts else ""
-        possible = f"expert_parallel may be {', '.join(map(str, fitting))}" if fitting else ""
-        wrong(why, possible or other or "take another layout")
-    raise_all(problems)
+    equal = CONTRADICTIONS.get((name, reshard)) if reshard is not None else None
+    same = "resident" if shard == 1 else "full-shard"
+    why = why_not_expert_parallel(experts, parallel, shard) if name == "expert-parallel" else ""
+    fitting = [n for n in divisors(shard) if not why_not_expert_parallel(experts, n, shard)]
+    possible = f"expert_parallel may be {', '.join(map(str, fitting))}" if fitting else "take another layout"
+    rules: list[tuple[object, str, str]] = [
+        (
+            name in request.barred,
+            request.barred.get(name, ""),
+            f"layout may be {', '.join(one for one in LAYOUTS if one not in request.barred)}",
+        ),
+        (
+            equal,
+            f"layout {name} with reshard_after_forward {str(reshard).lower()}",
+            f"leave reshard_after_forward out, or take {equal}",
+        ),
+        (
+            shard * replicate != ranks,
+            f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {ranks} ranks",
+            "leave one of the two out: it is derived",
+        ),
+        (
+            name in ("full-shard", "no-reshard") and shard == 1 < ranks,
+            f"{name} with shard 1: that is resident",
+            "write layout: resident",
+        ),
+        (
+            name == "hybrid" and 1 in (shard, replicate),
+            f"hybrid on {request.nodes} x {request.gpus_per_node} GPUs would shard over {shard} and replicate "
+            f"{replicate} times: that is {same}",
+            f"write layout: {same}, or give layout.shard and layout.replicate",
+        ),
+        (name == "resident" and shard != 1, f"resident with shard {shard}", "leave layout.shard out"),
+        (
+            name == "resident" and request.offload,
+            "resident with offload: nothing would be resident",
+            "write layout: full-shard",
+        ),
+        (
+            name != "expert-parallel" and (request.expert_parallel or 1) > 1,
+            f"expert_parallel {request.expert_parallel} with layout {name}",
+            "write layout: {name: expert-parallel, …}",
+        ),
+        (why, why, possible),
+    ]
+    raise_all([Problem(text, request.where, hint) for is_wrong, text, hint in rules if is_wrong])
     return Layout(
         name=name,
         reason=f"set by {request.where}",
@@ -320,11 +277,17 @@ def resolve(request: LayoutRequest, experts: int) -> Layout:
         replicate=replicate,
         expert_parallel=parallel,
         reshard_after_forward=name not in ("no-reshard", "resident") if reshard is None else reshard,
-        offload=bool(request.offload) and name != "resident",
+        offload=bool(request.offload),
         activation_checkpointing=request.activation_checkpointing,
         precision=request.precision,
         base_dtype=request.base_dtype or "bf16",
     )
+
+
+def divisors(number: int) -> list[int]:
+    """Smallest first. A run file may have any number, so beyond 2**40 those without a small partner are left out."""
+    small = [n for n in range(1, min(isqrt(number), 2**20) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def why_not_expert_parallel(experts: int, parallel: int, shard: int) -> str:

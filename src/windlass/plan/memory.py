@@ -7,6 +7,7 @@ routing and the adapters keep inputs. benchmarks/memory_model.py prints these ag
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ from math import ceil, prod
 
 from windlass.hardware import GIB
 from windlass.model import Parameter
-from windlass.plan.work import ElementBytes, Layer, Lora, Shape, Work
+from windlass.plan.work import Count, Layer, Lora, Shape, Work
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. And what
@@ -55,70 +56,50 @@ OPTIMIZERS: dict[str, tuple[float, float, str]] = {
 class Row:
     """One line of the memory table."""
 
-    phase: str  # load, step, save
-    place: str  # gpu, host
     item: str
     bytes: float
     formula: str
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    item: str
-    bytes: float
-    formula: str
+    phase: str = "step"  # load, step, save
+    place: str = "gpu"  # gpu, host
 
 
 def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     """The table of the peak, and the moment of the step that it belongs to."""
-    base, reserve, adapter, gradients, optimizer = _permanent(work)
-    moments = {name: [base, adapter, gradients, optimizer, reserve, *items] for name, items in _moments(work).items()}
-    moments |= {name: [base, adapter, optimizer, reserve, *items] for name, items in _evaluation(work).items()}
-    peak = max(moments, key=lambda name: sum(item.bytes for item in moments[name]))
-    permanent = (base, adapter, optimizer, reserve)
-    moving = sum(item.bytes for item in moments[peak] if item not in permanent)
-    slack = Item("fragmentation", FRAGMENTATION * moving, f"{FRAGMENTATION:.0%} of what comes and goes, assumed")
-    chunks = THREADS * AT_ONCE * (2 + FLOAT + FLOAT)
+    weights, formula = base_bytes(work)
+    mine, words = adapter_share(work)
+    size, (states, fixed, kind) = work.shape.adapter.dtype_bytes, optimizer_states(work.optim)
+    base = Row("base weights", 0.0 if work.layout.offload else weights, formula)
+    adapter = Row("adapter", mine * size, f"{words}, x {size}")
+    gradients = Row("adapter gradients", mine * size, f"{mine} x {size}")
+    optimizer = Row("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}")
+    reserve = Row("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
+    if work.on_cpu:
+        reserve = Row("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
+    permanent = [base, adapter, optimizer, reserve]
+    training = [base, adapter, gradients, optimizer, reserve]
+    moments = {name: [*training, *rows] for name, rows in _training(work).items()}
+    moments |= {name: [*permanent, *rows] for name, rows in _evaluation(work).items()}
+    peak = max(moments, key=lambda name: sum(row.bytes for row in moments[name]))
+    moving = sum(row.bytes for row in moments[peak] if row not in permanent)
+    slack = Row("fragmentation", FRAGMENTATION * moving, f"{FRAGMENTATION:.0%} of what comes and goes, assumed")
     words = f"{THREADS} chunks of {AT_ONCE} values: as stored, in float32, and their scales"
-    gpu = {
-        "load": [base, reserve, Item("chunks being read", chunks, words)],
-        "step": [*moments[peak], slack],
-        "save": [base, adapter, gradients, optimizer, reserve],
-    }
-    table = [Row(phase, "gpu", i.item, i.bytes, i.formula) for phase, items in gpu.items() for i in items]
-    own = {phase: sum(item.bytes for item in items) for phase, items in gpu.items()}
-    table += [Row(phase, "host", i.item, i.bytes, i.formula) for phase, i in _host(work, own)]
+    chunks = Row("chunks being read", THREADS * AT_ONCE * (2 + FLOAT + FLOAT), words)
+    gpu = {"load": [base, reserve, chunks], "step": [*moments[peak], slack], "save": training}
+    table = [replace(row, phase=phase) for phase, rows in gpu.items() for row in rows]
+    table += _host(work, {phase: sum(row.bytes for row in rows) for phase, rows in gpu.items()})
     return tuple(row for row in table if row.bytes > 0), peak
 
 
 def total(table: Iterable[Row], place: str) -> float:
     """Bytes at the fullest phase."""
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for row in table:
         if row.place == place:
-            sums[row.phase] = sums.get(row.phase, 0.0) + row.bytes
+            sums[row.phase] += row.bytes
     return max(sums.values(), default=0.0)
 
 
 # --- what stays from step to step ------------------
-
-
-def _permanent(work: Work) -> tuple[Item, Item, Item, Item, Item]:
-    """Base, reserve, adapter, its gradients, optimizer."""
-    base, formula = base_bytes(work)
-    mine, words = adapter_share(work)
-    size = work.adapter.dtype_bytes
-    states, fixed, kind = optimizer_states(work.optim)
-    reserve = Item("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
-    if work.on_cpu:
-        reserve = Item("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
-    return (
-        Item("base weights", 0.0 if work.layout.offload else base, formula),
-        reserve,
-        Item("adapter", mine * size, f"{words}, x {size}"),
-        Item("adapter gradients", mine * size, f"{mine} x {size}"),
-        Item("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}"),
-    )
 
 
 def optimizer_states(name: str) -> tuple[float, float, str]:
@@ -127,11 +108,27 @@ def optimizer_states(name: str) -> tuple[float, float, str]:
     return OPTIMIZERS["adamw_8bit" if "8bit" in name else known]
 
 
+@dataclass(frozen=True, slots=True)
+class ElementBytes:
+    """Bytes of one element: of most parameters, and of those that stay as the checkpoint has them in FP8."""
+
+    most: int
+    fp8: float
+
+    def of(self, count: Count) -> float:
+        return (count.all - count.fp8) * self.most + count.fp8 * self.fp8
+
+    def describe(self, count: Count) -> str:
+        if self.fp8 == self.most or not count.fp8:
+            return f"{count.all} parameters x {self.most}"
+        return f"{count.fp8} parameters in FP8 x {self.fp8:.6g} + {count.all - count.fp8} x {self.most}"
+
+
 def stored_bytes(work: Work) -> ElementBytes:
     """Bytes of an element of the base, as this run stores it."""
     if work.layout.base_dtype != "fp8":
         return ElementBytes(work.base_bytes, work.base_bytes)
-    block = (work.base.quantization or {}).get("weight_block_size")
+    block = (work.shape.base.quantization or {}).get("weight_block_size")
     return ElementBytes(work.base_bytes, 1 + FLOAT / prod(block) if block else 1)
 
 
@@ -152,77 +149,72 @@ def base_bytes(work: Work) -> tuple[float, str]:
         return size.of(mine), f"({size.describe(shape.all)}) / {layout.shard}, rows rounded up"
     own = shape.routed // layout.expert_parallel
     mine = shape.sharded(layout.shard, experts=False) + own // (layout.shard // layout.expert_parallel)
-    dense = shape.all - shape.routed
-    words = f"({dense.all} dense + {shape.routed.all} of the experts) / {layout.shard}: {size.describe(mine)}"
+    dense = shape.all.all - shape.routed.all
+    words = f"({dense} dense + {shape.routed.all} of the experts) / {layout.shard}: {size.describe(mine)}"
     return size.of(mine), words
 
 
 def adapter_share(work: Work) -> tuple[int, str]:
     """Trained parameters on one rank. Adapters of experts stay with their expert; all others are replicated."""
-    ranks, all_of, experts = work.layout.expert_parallel, work.adapter.trainable, work.shape.expert_adapter_parameters
+    ranks, experts = work.layout.expert_parallel, work.shape.expert_adapter_parameters
+    trainable = work.shape.adapter.trainable
     if ranks == 1 or not experts:
-        return all_of, f"{all_of} parameters, all on every rank"
-    return all_of - experts + experts // ranks, f"{all_of - experts} replicated + {experts} of the experts / {ranks}"
+        return trainable, f"{trainable} parameters, all on every rank"
+    plain = trainable - experts
+    return plain + experts // ranks, f"{plain} replicated + {experts} of the experts / {ranks}"
 
 
 # --- what comes and goes in a step ------------------
 
 
-def _moments(work: Work) -> dict[str, list[Item]]:
-    """Each moment that can be the peak."""
-    shape, t = work.shape, Tokens.of(work)
+def _training(work: Work) -> dict[str, list[Row]]:
+    """Each moment of training that can be the peak."""
+    shape, t, g = work.shape, Tokens.of(work), _gathered(work)
     layers = len(shape.layers)
     kept, words = _kept(work, t)
-    saved = Item("activations", kept, words)
-    early = Item("activations", kept * (layers - 1) / layers, words)
-    first = Item("activations", kept / layers, words)
+    saved = Row("activations", kept, words)
+    early = Row("activations", kept * (layers - 1) / layers, words)
+    first = Row("activations", kept / layers, words)
     loss, loss_words = loss_bytes(shape, t, work.full_logits)
     states = t.count * shape.hidden * (FLOAT + t.width)
     gradient = f"{loss_words}; gradient of {t.count} x {shape.hidden} in float32 and {t.width}"
-    g = Gathered.of(work)
-    last = Item("all-gather buffers", g.tail.bytes + g.last.bytes / 3, "the head's own and the last layer's")
-    mine, _ = adapter_share(work)
+    words = "gradients within the widest layer"
     recompute = work.layout.activation_checkpointing
+    words += ", and all that its forward keeps, computed again" if recompute else ""
     worst = max(
         backward_bytes(layer, shape.hidden, t) + (layer_bytes(layer, t) if recompute else 0) for layer, _ in shape.kinds
     )
-    words = "gradients within the widest layer"
-    words += ", and all that its forward keeps, computed again" if recompute else ""
-    backward = [Item("backward of a layer", worst, words), *_dequantised(work, t)]
+    backward = [Row("backward of a layer", worst, words), *_dequantised(work, t)]
+    temporaries = Row("optimizer's temporaries", adapter_share(work)[0] * 4.0, "one float32 copy of the adapter")
     return {
-        "last layer's gather": [early, *g.always, g.last],
-        "head's gather": [saved, *g.always, g.tail, last],
-        "loss": [saved, *g.always, g.tail, g.tail_buffer, Item("loss", loss, loss_words)],
-        "loss's backward": [saved, *g.always, g.tail, Item("loss", loss + states, gradient)],
-        "backward of a layer": [saved, *g.always, g.layers, *backward],
-        "backward of the first layer": [first, *g.always, g.first, *backward],
-        "optimizer": [Item("optimizer's temporaries", mine * 4.0, "one float32 copy of the adapter")],
+        "last layer's gather": [early, *g["always"], *g["last"]],
+        "head's gather": [saved, *g["always"], *g["head"]],
+        "loss": [saved, *g["always"], *g["loss"], Row("loss", loss, loss_words)],
+        "loss's backward": [saved, *g["always"], *g["tail"], Row("loss", loss + states, gradient)],
+        "backward of a layer": [saved, *g["always"], *g["layers"], *backward],
+        "backward of the first layer": [first, *g["always"], *g["first"], *backward],
+        "optimizer": [temporaries],
     }
 
 
-def _evaluation(work: Work) -> dict[str, list[Item]]:
+def _evaluation(work: Work) -> dict[str, list[Row]]:
     """Its fullest moments: nothing is kept for a backward, but its batches may be larger than training's."""
     if not work.evaluated:
         return {}
-    shape, t, g = (
-        work.shape,
-        Tokens.of(replace(work, batch=replace(work.batch, micro=work.evaluated))),
-        Gathered.of(work),
-    )
+    shape, g = work.shape, _gathered(work)
+    t = Tokens.of(replace(work, batch=replace(work.batch, micro=work.evaluated)))
     worst = max(forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
     words = f"an evaluation batch of {t.count} tokens, within the widest layer"
-    hidden = f"2 x {t.count} x {shape.hidden} x {t.width}"
-    loss, loss_words = loss_bytes(shape, t, work.full_logits)
+    forward = [Row("forward of a layer", worst, words), *_dequantised(work, t)]
+    words = f"2 x {t.count} x {shape.hidden} x {t.width}"
+    hidden = Row("hidden states", 2.0 * t.count * shape.hidden * t.width, words)
+    loss, words = loss_bytes(shape, t, work.full_logits)
+    words = f"an evaluation's; {words}; hidden states, and the final norm's in float32"
     states = t.count * shape.hidden * (FLOAT + t.width)
-    loss_words = f"an evaluation's; {loss_words}; hidden states, and the final norm's in float32"
     return {
-        "evaluation": [*g.always, g.layers, Item("forward of a layer", worst, words), *_dequantised(work, t)],
-        "evaluation's gather": [
-            *g.always,
-            g.last,
-            Item("hidden states", 2.0 * t.count * shape.hidden * t.width, hidden),
-        ],
-        "evaluation's loss": [*g.always, g.tail, g.tail_buffer, Item("loss", loss + states, loss_words)],
+        "evaluation": [*g["always"], *g["layers"], *forward],
+        "evaluation's gather": [*g["always"], *g["last"], hidden],
+        "evaluation's loss": [*g["always"], *g["loss"], Row("loss", loss + states, words)],
     }
 
 
@@ -242,55 +234,46 @@ def _kept(work: Work, t: Tokens) -> tuple[float, str]:
     return stream + layers + final, words
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """What FSDP2 has gathered of the weights at one moment or another."""
-
-    always: list[Item]  # without resharding: all layers, stored besides their shards
-    layers: Item  # in the middle of a pass
-    last: Item  # at the end of the forward
-    first: Item  # at the end of the backward
-    tail: Item  # head and final norm
-    tail_buffer: Item
-
-    @classmethod
-    def of(cls, work: Work) -> Gathered:
-        layout, shape, size = work.layout, work.shape, gathered_bytes(work)
-        split, reshards = layout.expert_parallel > 1, layout.reshard_after_forward
-        counts = [layer.dense if split else layer.all for layer in shape.layers]
-        tail = 0.0 if layout.shard == 1 else size.of(shape.tail)
-        always, layers, last, first = [], Item("", 0.0, ""), Item("", 0.0, ""), Item("", 0.0, "")
-        if layout.shard > 1 and not reshards:
-            every = shape.before_tail
-            for layer, times in shape.kinds:
-                every += (layer.dense + layer.routed // layout.expert_parallel) * times
-            always = [Item("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
-        if layout.shard > 1:
-            # In the forward FSDP2 keeps the previous layer's buffer until the next is copied out: three layers at once.
-            now, before = size.of(counts[-1]), size.of(counts[-2]) if len(counts) > 1 else 0.0
-            words = f"the layer's {size.describe(counts[-1])}, its buffer, and the previous layer's"
-            if not reshards:  # the layer itself is among those that stay
-                words = f"buffers of the layer, {size.describe(counts[-1])}, and of the previous one"
-            last = Item("gathered layers", before + (2 if reshards else 1) * now, words)
-        if layout.shard > 1 and reshards:
-            # FSDP2 copies what it gathers out of the buffer, and has the next layer's buffer on its way meanwhile.
-            most = max([size.of(a) + size.of(b) for a, b in pairwise(counts)] or [size.of(counts[0])])
-            words = f"a layer of {size.describe(max(counts, key=size.of))}, and the next one's buffer"
-            if split:
-                own = max((layer.routed for layer in shape.layers), key=size.of) // layout.expert_parallel
-                most += size.of(own) * (2 if layout.shard > layout.expert_parallel else 1)
-                words += f"; the rank's own experts of a layer, which FSDP2 copies even unsent: {size.describe(own)}"
-            layers = Item("gathered layers", most, words)
-        if layout.shard > 1 and reshards and layout.activation_checkpointing:
-            # With checkpointing the embedding's output asks for a gradient, so its weights are fetched once more.
-            words = f"a layer of {counts[0].all} parameters and the embedding's {shape.embedding.all}"
-            first = Item("gathered layers", size.of(counts[0] + shape.embedding), words)
-        kept = "kept gathered from the end of the forward to the backward"
-        tails = Item("head and final norm, gathered", tail, kept), Item("all-gather buffers", tail, "the head's")
-        return cls(always, layers, last, first, *tails)
+def _gathered(work: Work) -> dict[str, list[Row]]:
+    """What FSDP2 has gathered of the weights: always, in the middle of a pass, or at another of its moments."""
+    layout, shape, size = work.layout, work.shape, gathered_bytes(work)
+    found: dict[str, list[Row]] = defaultdict(list)
+    if layout.shard == 1:
+        return found
+    split, reshards = layout.expert_parallel > 1, layout.reshard_after_forward
+    counts = [layer.dense if split else layer.all for layer in shape.layers]
+    # In the forward FSDP2 keeps the previous layer's buffer until the next is copied out: three layers at once.
+    now, before = size.of(counts[-1]), size.of(counts[-2]) if len(counts) > 1 else 0.0
+    last, words = before + 2 * now, f"the layer's {size.describe(counts[-1])}, its buffer, and the previous layer's"
+    if not reshards:  # the layer itself is among those that stay
+        last, words = before + now, f"buffers of the layer, {size.describe(counts[-1])}, and of the previous one"
+    tail = size.of(shape.tail)
+    head = Row("head and final norm, gathered", tail, "kept gathered from the end of the forward to the backward")
+    buffers = Row("all-gather buffers", tail + last / 3, "the head's own and the last layer's")
+    found |= {"last": [Row("gathered layers", last, words)], "head": [head, buffers], "tail": [head]}
+    found["loss"] = [head, Row("all-gather buffers", tail, "the head's")]
+    if not reshards:
+        every = shape.rest - shape.tail
+        for layer, times in shape.kinds:
+            every += (layer.dense + layer.routed // layout.expert_parallel) * times
+        found["always"] = [Row("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
+        return found
+    # FSDP2 copies what it gathers out of the buffer, and has the next layer's buffer on its way meanwhile.
+    most = max([size.of(a) + size.of(b) for a, b in pairwise(counts)] or [size.of(counts[0])])
+    words = f"a layer of {size.describe(max(counts, key=size.of))}, and the next one's buffer"
+    if split:
+        own = max((layer.routed for layer in shape.layers), key=size.of) // layout.expert_parallel
+        most += size.of(own) * (2 if layout.shard > layout.expert_parallel else 1)
+        words += f"; the rank's own experts of a layer, which FSDP2 copies even unsent: {size.describe(own)}"
+    found["layers"] = [Row("gathered layers", most, words)]
+    if layout.activation_checkpointing:
+        # With checkpointing the embedding's output asks for a gradient, so its weights are fetched once more.
+        words = f"a layer of {counts[0].all} parameters and the embedding's {shape.embedding.all}"
+        found["first"] = [Row("gathered layers", size.of(counts[0] + shape.embedding), words)]
+    return found
 
 
-def _dequantised(work: Work, t: Tokens) -> list[Item]:
+def _dequantised(work: Work, t: Tokens) -> list[Row]:
     """The true values of the widest FP8 parameter, as far as they exist at once."""
     if work.layout.base_dtype != "fp8":
         return []
@@ -299,9 +282,9 @@ def _dequantised(work: Work, t: Tokens) -> list[Item]:
     if work.on_cpu:  # one expert after the other, in float32 and then in the products' dtype
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
         each = FLOAT + (t.width if t.width < FLOAT else 0)
-        return [Item("dequantised weights", widest * each, f"the widest matrix: {widest} x {each}")]
+        return [Row("dequantised weights", widest * each, f"the widest matrix: {widest} x {each}")]
     most = max((dequantised_bytes(p.shape, work.layout.expert_parallel, t.width) for p in narrow), default=0)
-    return [Item("dequantised weights", most, f"of the widest stack at most {DEQUANTISED} bytes at once")]
+    return [Row("dequantised weights", most, f"of the widest stack at most {DEQUANTISED} bytes at once")]
 
 
 def dequantised_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
@@ -335,15 +318,14 @@ class Tokens:
 
     @classmethod
     def of(cls, work: Work) -> Tokens:
-        width = 2 if work.layout.precision == "bf16" else max(work.base_bytes, 2)
         return cls(
             count=work.batch.tokens,
-            width=width,
-            cast=work.adapter.dtype_bytes > width,
+            width=work.width,
+            cast=work.shape.adapter.dtype_bytes > work.width,
             mask=0.0 if not work.dropout else (FLOAT if work.on_cpu else 1.0),
             heads=work.shape.heads,
             top_k=work.shape.top_k,
-            routed=width if work.base.family.narrow_routing else FLOAT,
+            routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
             merged=work.expert_path == "merged",
             masked=work.batch.length if work.masked else 0,
@@ -367,7 +349,9 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
         per_token += layer.experts * FLOAT + t.top_k * 5 * INDEX + t.rows * (3 * layer.expert + hidden) * t.width
     copies = 0.0
     if t.cast:  # of the adapters in the width of compute; those computed separately from experts are cast anew
-        copies += sum(lora.parameters for lora in (layer.lora if t.merged else layer.plain_lora)) * t.width
+        copies += (
+            sum(lora.parameters for lora in (*layer.plain_lora, *(layer.expert_lora if t.merged else ()))) * t.width
+        )
     if t.merged:  # W + s B A of every expert
         copies += sum(_merged_sizes(layer)) * t.width
     return t.count * per_token + copies
@@ -376,7 +360,7 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
 def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     """The most that a layer's forward needs at once if nothing is kept for a backward."""
     stream = hidden * (2 * t.width + FLOAT)  # the residual, the branch, and the norm's float32
-    adapted = any(lora.leaf == "up_proj" for lora in layer.lora)
+    adapted = any(lora.leaf == "up_proj" for lora in layer.plain_lora)
     # An adapted up_proj has its own product, the adapter's, that scaled, and their sum, besides the gate.
     options = [_attention_bytes(layer, t) + 2 * layer.query * t.width, (5 if adapted else 3) * layer.mlp * t.width]
     if layer.expert:
@@ -395,7 +379,7 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     if layer.expert:
         # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
         # shared expert, which ran last, is done, and what it and its adapters kept is freed
-        shared = [lora for lora in layer.lora if lora.part == "shared_experts"]
+        shared = [lora for lora in layer.plain_lora if lora.part == "shared_experts"]
         freed = t.count * (3 * layer.mlp * t.width + _adapter_inputs(shared, t))
         options.append(t.count * t.rows * hidden * 3 * t.routed - freed)
     if t.merged:
@@ -451,27 +435,26 @@ def _merged_sizes(layer: Layer) -> list[int]:
 # --- the host ------------------
 
 
-def _host(work: Work, own: Mapping[str, float]) -> list[tuple[str, Item]]:
-    """Per node, with the phase of each item. `own`: what a rank on a CPU needs, which is memory of the host."""
-    ranks, layout = work.layout.gpus_per_node, work.layout
+def _host(work: Work, own: Mapping[str, float]) -> list[Row]:
+    """Per node. `own`: what a rank on a CPU needs in each phase, which is memory of the host."""
+    ranks, count, size = work.layout.gpus_per_node, work.shape.adapter.trainable, work.shape.adapter.dtype_bytes
     # Rank 0 alone writes, and all of the adapter, whichever ranks train parts of it.
-    count, size = work.adapter.trainable, work.adapter.dtype_bytes
     states, fixed, _ = optimizer_states(work.optim)
     moments = states * size + fixed
     words = f"rank 0: {count} x ({size} + optimizer {moments:g}), and the optimizer's file of {moments:g} more"
-    written = ("save", Item("adapter being written", count * (size + 2 * moments), words))
+    written = Row("adapter being written", count * (size + 2 * moments), words, "save", "host")
     if work.on_cpu:
         words = f"{ranks} x what a rank needs"
-        return [*((phase, Item("ranks", ranks * each, words)) for phase, each in own.items()), written]
-    process = Item("processes", ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed")
-    read = ranks * THREADS * AT_ONCE * 2
-    chunks = Item("chunks being read", read, f"{ranks} x {THREADS} of {AT_ONCE} values as stored")
-    items = [*((phase, process) for phase in own), written, ("load", chunks)]
-    if layout.offload:
-        _, formula = base_bytes(work)
-        words = f"{ranks} x {formula}, pinned: each parameter's part takes a power of two"
-        items += [(phase, Item("offloaded base weights", ranks * _pinned_bytes(work), words)) for phase in own]
-    return items
+        return [*(Row("ranks", ranks * each, words, phase, "host") for phase, each in own.items()), written]
+    process, words = ranks * HOST_PROCESS, f"{ranks} x {HOST_PROCESS / GIB:g} GiB, assumed"
+    rows = [*(Row("processes", process, words, phase, "host") for phase in own), written]
+    words = f"{ranks} x {THREADS} of {AT_ONCE} values as stored"
+    rows.append(Row("chunks being read", ranks * THREADS * AT_ONCE * 2, words, "load", "host"))
+    if work.layout.offload:
+        words = f"{ranks} x {base_bytes(work)[1]}, pinned: each parameter's part takes a power of two"
+        pinned = ranks * _pinned_bytes(work)
+        rows += [Row("offloaded base weights", pinned, words, phase, "host") for phase in own]
+    return rows
 
 
 def _pinned_bytes(work: Work) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.hardware import Machine
-from windlass.plan import Plan, machine_of, make, write
+from windlass.plan import Plan, machine_of, make
 from windlass.plan.accelerate import AccelerateFile
 from windlass.runfile import Loaded, LoadedScript
 
@@ -54,9 +54,6 @@ class ScriptPlan:
             "estimate": {"step_seconds": None, "hours": None, "gpu_hours": None},
             "notes": list(self.notes),
         }
-
-    def write(self, out: Path | None = None) -> Path | None:
-        return write(self.as_dict(), Path(self.loaded.run.folder), out)
 
 
 AnyPlan = Plan | ScriptPlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,21 +12,29 @@ from rich.text import Text
 
 from windlass.hardware import GIB, Machine
 from windlass.plan import Plan
-from windlass.plan.choose import HEADROOM, Contender, same, undominated
+from windlass.plan.choose import Contender, same, undominated
+from windlass.plan.cost import HEADROOM
 from windlass.plan.layout import Layout
 from windlass.plan.script import AnyPlan, ScriptPlan, Spread
 
 WIDE = 100  # columns of a terminal from which on every column of the comparison is shown
 
 
+Rows = Iterable[tuple[Sequence[str], bool]]  # cells, and whether they are bold
+
+
 def show(plan: AnyPlan, *, formulas: bool = False, compare: bool = False) -> None:
     """Print it to stdout. `formulas`: every row of every table, with the formula behind it."""
     console = Console(highlight=False, emoji=False, markup=False)
-    if isinstance(plan, ScriptPlan):
-        console.print(_pairs(_script_lines(plan)))
-    else:
+    if isinstance(plan, Plan):
         console.print(_verdict(plan))
-        console.print(_pairs(_header_lines(plan)))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    for name, value in _header_lines(plan) if isinstance(plan, Plan) else _script_lines(plan):
+        grid.add_row(Text(name, style="bold"), value)
+    console.print(grid)
+    if isinstance(plan, Plan):
         console.print()
         for table in _tables(plan, formulas, compare, console.width):
             console.print(table)
@@ -35,21 +43,69 @@ def show(plan: AnyPlan, *, formulas: bool = False, compare: bool = False) -> Non
 
 
 def _tables(plan: Plan, formulas: bool, compare: bool, width: int) -> Iterator[Table | Text]:
-    if plan.advice:
-        yield _advice(plan)
+    cost, how = plan.cost, ["formula"] if formulas else []
+    if plan.advice:  # by the same arithmetic as the rest: what is gained is what this table says, if the rest is right
+        title = "What would make it faster (useful tokens, estimate)"
+        rows = [([a.change, f"{a.tokens_per_second:,.0f}", f"{a.gain:,.1f} x", a.remark], False) for a in plan.advice]
+        table = _table(title, ["change", ">tok/s", ">gain", "how"], rows)
+        table.columns[0].no_wrap = True
+        yield table
     if compare:
         yield from _comparison(plan, width)
     if plan.tried:
-        yield _tried(plan)
-    yield _memory(plan, formulas)
-    yield _time(plan, formulas)
-    if plan.cost.flows:
-        yield _traffic(plan, formulas)
-    yield _adapter(plan)
-    yield _parameters(plan)
+        yield _table(
+            "Micro-batches, by memory and time",
+            [">sequences x micro-batches", "fits", ">GiB", ">s/step", ">tok/s"],
+            [
+                (
+                    [
+                        f"{tried.batch.micro} x {tried.batch.accumulation}",
+                        "yes" if tried.has_headroom else "no",
+                        f"{tried.gpu_gib:,.1f}",
+                        f"{tried.step_seconds:,.2f}",
+                        f"{tried.tokens_per_second:,.0f}",
+                    ],
+                    tried.batch == plan.batch,
+                )
+                for tried in plan.tried
+            ],
+        )
+    title = "Memory" if formulas else "Memory at the peak (--explain for the rest)"
+    yield _table(title, ["phase", "where", "what", ">GiB", *how], _memory(plan, formulas))
+    yield _table("Time (estimate)", ["what", ">value", *(["how"] if formulas else [])], _time(plan, formulas))
+    if cost.flows:
+        columns = ["what", "over", ">each", ">times", ">a step", ">s a step", *how]
+        rows = [
+            (
+                [
+                    flow.kind,
+                    flow.fabric,
+                    size(flow.bytes),
+                    f"{flow.per_step:,}",
+                    size(flow.bytes * flow.per_step),
+                    f"{flow.seconds * flow.per_step:,.3f}",
+                    *([flow.formula] if formulas else []),
+                ],
+                False,
+            )
+            for flow in cost.flows
+        ]
+        yield _table("Network traffic of each GPU in a step", columns, rows)
+    rows = [
+        ([t.pattern, ", ".join(t.names), t.part, f"{len(t.modules):,}", f"{t.parameters:,}"], False)
+        for t in plan.adapter.targets
+    ]
+    share = f"{plan.adapter.trainable / plan.total:.3%} of the model"
+    rows.append((["total", share, "", "", f"{plan.adapter.trainable:,}"], True))
+    yield _table("Adapter", ["pattern", "matches", "part", ">modules", ">trainable"], rows)
+    parts = sorted(plan.by_part.items(), key=lambda item: -item[1])
+    rows = [([part, f"{count:,}", f"{count / plan.total:.2%}"], False) for part, count in parts]
+    disk = "" if plan.disk_bytes is None else f"{size(plan.disk_bytes)} on disk"
+    rows.append((["total", f"{plan.total:,}", disk], True))
+    yield _table("Parameters", ["part", ">parameters", ">share"], rows)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Rows) -> Table:
     """Column names that begin with `>` are right-aligned and never wrapped: no digit is lost."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     table.padding = (0, 1, 0, 0)
@@ -57,16 +113,9 @@ def _table(title: str, *columns: str) -> Table:
         number = column.startswith(">")
         justify = "right" if number else "left"
         table.add_column(column.lstrip(">"), justify=justify, no_wrap=number, overflow="fold")  # type: ignore[arg-type]
+    for cells, is_bold in rows:
+        table.add_row(*cells, style="bold" if is_bold else "")
     return table
-
-
-def _pairs(lines: Iterable[tuple[str, str]]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column()
-    grid.add_column(overflow="fold")
-    for name, value in lines:
-        grid.add_row(Text(name, style="bold"), value)
-    return grid
 
 
 def _verdict(plan: Plan) -> Text:
@@ -102,13 +151,13 @@ def _header_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 def _batch_reason(plan: Plan) -> str:
     """Why this micro-batch, if the plan chose it."""
     tried, last, gpu_gib = plan.tried, plan.tried[-1], plan.machine.gpu.memory_gib * (1 - HEADROOM)
-    if not tried[0].fits:
+    if not tried[0].has_headroom:
         return f"even micro-batches of 1 leave less than {HEADROOM:.0%} of the GPU free"
-    sizes = ", ".join(str(trial.batch.micro) for trial in tried)
+    sizes = ", ".join(str(each.batch.micro) for each in tried)
     text = f"micro-batches of {plan.batch.micro} chosen: the fastest of {sizes}"
-    if last.fits:
+    if last.has_headroom:
         return f"{text}, which all leave {HEADROOM:.0%} of the GPU free"
-    need = f"{last.batch.micro} would need {last.cost.gpu_gib:,.1f} of {gpu_gib:,.1f} GiB"
+    need = f"{last.batch.micro} would need {last.gpu_gib:,.1f} of {gpu_gib:,.1f} GiB"
     return f"{text} that leave {HEADROOM:.0%} of the GPU free; {need}"
 
 
@@ -134,151 +183,74 @@ def machines(layout: Layout | Spread, machine: Machine) -> str:
     return f"{text}; {machine.link.name} inside" if layout.gpus_per_node > 1 else text
 
 
-def _advice(plan: Plan) -> Table:
-    """By the same arithmetic as the rest: what is gained is what this table says, if the rest is right."""
-    table = _table("What would make it faster (useful tokens, estimate)", "change", ">tok/s", ">gain", "how")
-    table.columns[0].no_wrap = True
-    for advice in plan.advice:
-        table.add_row(advice.change, f"{advice.tokens_per_second:,.0f}", f"{advice.gain:,.1f} x", advice.remark)
-    return table
-
-
 def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     """The run's own nodes, then the best layout of each other number of nodes, then what is impossible."""
-    rows = undominated(plan.contenders, plan.layout)
-    here = [c for c in rows if c.candidate.here]
+    shown = undominated(plan.contenders, plan.layout)
+    here = [c for c in shown if c.here]
     nodes = _count(plan.layout.nodes, "node")
     yield _contenders(plan, f"The same run under other layouts, best on top ({nodes})", here, width)
-    others = sorted((c for c in rows if not c.candidate.here), key=lambda c: c.ranks)
-    if others:
+    if others := sorted((c for c in shown if not c.here), key=lambda c: c.layout.ranks):
         yield _contenders(plan, "The best layout on other numbers of nodes", others, width)
-    hidden = sum(c.candidate.possible and c.cost is not None for c in plan.contenders) - len(rows)
-    if hidden:
+    if hidden := sum(not c.why_not for c in plan.contenders) - len(shown):
         yield Text(f"{hidden} more are slower and no smaller: --json has them all\n")
-    reasons = {c.candidate.why_not: c.name for c in reversed(plan.contenders) if c.candidate.here}
-    reasons.pop("", None)
+    reasons = {why: name for name, why in reversed(plan.impossible.items())}
+    reasons |= {c.why_not: c.name for c in reversed(plan.contenders) if c.why_not}
     if reasons:
-        table = _table("Not possible", "layout", "why")
-        for why, name in reasons.items():
-            table.add_row(name, why)
-        yield table
+        yield _table("Not possible", ["layout", "why"], [([name, why], False) for why, name in reasons.items()])
 
 
-def _contenders(plan: Plan, title: str, rows: Iterable[Contender], width: int) -> Table:
+def _contenders(plan: Plan, title: str, shown: Sequence[Contender], width: int) -> Table:
     columns = ["layout", ">batch", "fits", ">GiB/GPU", ">GB/step", ">s/step", ">tok/s", ">GPU-h"]
-    if width < WIDE:
-        columns.remove(">GB/step")  # `--json` has it
-    table = _table(title, *columns)
-    for c in rows:
-        assert c.cost
-        assert c.layout
-        gpus = "" if c.candidate.here else f"{_count(c.layout.nodes, 'node')}: "
-        cells = {
-            "layout": gpus + c.candidate.title,
-            ">batch": f"{c.batch.micro}x{c.batch.accumulation}",
-            "fits": "yes" if c.cost.fits else "no",
-            ">GiB/GPU": f"{c.cost.gpu_gib:,.1f}",
-            ">GB/step": f"{c.cost.wire_gb_per_step:,.1f}",
-            ">s/step": f"{c.cost.step_seconds:,.2f}",
-            ">tok/s": f"{c.cost.tokens_per_second:,.0f}",
-            ">GPU-h": "" if c.gpu_hours is None else f"{c.gpu_hours:,.1f}",
-        }
-        table.add_row(*(cells[name] for name in columns), style="bold" if same(c.layout, plan.layout) else "")
-    return table
+    rows = []
+    for c in shown:
+        hours = plan.gpu_hours_of(c)
+        cells = [
+            c.name,
+            f"{c.cost.batch.micro}x{c.cost.batch.accumulation}",
+            "yes" if c.cost.fits else "no",
+            f"{c.cost.gpu_gib:,.1f}",
+            f"{c.cost.wire_gb_per_step:,.1f}",
+            f"{c.cost.step_seconds:,.2f}",
+            f"{c.cost.tokens_per_second:,.0f}",
+            "" if hours is None else f"{hours:,.1f}",
+        ]
+        rows.append((cells, same(c.layout, plan.layout)))
+    if width < WIDE:  # `--json` has it
+        wire = columns.index(">GB/step")
+        columns.pop(wire)
+        for cells, _ in rows:
+            cells.pop(wire)
+    return _table(title, columns, rows)
 
 
-def _tried(plan: Plan) -> Table:
-    table = _table(
-        "Micro-batches, by memory and time", ">sequences x micro-batches", "fits", ">GiB", ">s/step", ">tok/s"
-    )
-    for trial in plan.tried:
-        cost, batch = trial.cost, trial.batch
-        table.add_row(
-            f"{batch.micro} x {batch.accumulation}",
-            "yes" if trial.fits else "no",
-            f"{cost.gpu_gib:,.1f}",
-            f"{cost.step_seconds:,.2f}",
-            f"{cost.tokens_per_second:,.0f}",
-            style="bold" if batch == plan.batch else "",
-        )
-    return table
-
-
-def _memory(plan: Plan, formulas: bool) -> Table:
+def _memory(plan: Plan, formulas: bool) -> Rows:
     """The GPU's fullest phase row by row; of the others the totals alone, unless formulas are asked for."""
-    title = "Memory" if formulas else "Memory at the peak (--explain for the rest)"
-    table = _table(title, "phase", "where", "what", ">GiB", *(("formula",) if formulas else ()))
-    groups = {(row.place, row.phase) for row in plan.cost.rows}
-    order = {name: number for number, name in enumerate(("gpu", "host", "load", "step", "save"))}
-    for place, phase in sorted(groups, key=lambda group: [order[name] for name in group]):
-        rows = [row for row in plan.cost.rows if (row.place, row.phase) == (place, phase)]
-        total = f"{sum(row.bytes for row in rows) / GIB:,.2f}"
-        table.add_row(phase, place, "total", total, *(("",) if formulas else ()), style="bold")
-        for row in rows if formulas or (place, phase) == ("gpu", "step") else ():
-            table.add_row("", "", row.item, f"{row.bytes / GIB:,.2f}", *((row.formula,) if formulas else ()))
-    return table
+    for place in ("gpu", "host"):
+        for phase in ("load", "step", "save"):
+            rows = [row for row in plan.cost.rows if (row.place, row.phase) == (place, phase)]
+            total = f"{sum(row.bytes for row in rows) / GIB:,.2f}"
+            if rows:
+                yield [phase, place, "total", total, *([""] if formulas else [])], True
+            for row in rows if formulas or (place, phase) == ("gpu", "step") else ():
+                yield ["", "", row.item, f"{row.bytes / GIB:,.2f}", *([row.formula] if formulas else [])], False
 
 
-def _time(plan: Plan, formulas: bool) -> Table:
-    cost, batch, gpu = plan.cost, plan.batch, plan.machine.gpu
+def _time(plan: Plan, formulas: bool) -> Rows:
+    cost, gpu = plan.cost, plan.machine.gpu
     flops = f"{cost.flops_per_token / 1e9:,.2f} G + {cost.recompute_flops_per_token / 1e9:,.2f} G recomputed"
     step = f"{cost.step_seconds:,.2f} s (to {cost.step_seconds_serial:,.2f} s if nothing overlaps)"
+    tokens = f"{plan.batch.tokens:,} tokens at {gpu.achieved_tflops:,.0f} TFLOP/s sustained"
+    rate = f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.2%}"
     rows = [
         ("FLOPs a token", flops, "forward + activation gradients of active parameters, attention, adapter"),
-        (
-            "compute a micro-batch",
-            f"{cost.compute_seconds:,.3f} s",
-            f"{batch.tokens:,} tokens at {gpu.achieved_tflops:,.0f} TFLOP/s sustained",
-        ),
+        ("compute a micro-batch", f"{cost.compute_seconds:,.3f} s", tokens),
         ("optimizer step", step, "the slowest of compute, memory, network and host link; in brackets their sum"),
-        (
-            "throughput",
-            f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.2%}",
-            f"of {gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU",
-        ),
+        ("throughput", rate, f"of {gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU"),
     ]
     if plan.hours is not None:
         run = f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours"
         rows.append(("the run", run, "steps x seconds a step; without loading, evaluation and saving"))
-    table = _table("Time (estimate)", "what", ">value", *(("how",) if formulas else ()))
-    for what, value, how in rows:
-        table.add_row(what, value, *((how,) if formulas else ()))
-    return table
-
-
-def _traffic(plan: Plan, formulas: bool) -> Table:
-    columns = ("what", "over", ">each", ">times", ">a step", ">s a step")
-    table = _table("Network traffic of each GPU in a step", *columns, *(("formula",) if formulas else ()))
-    for flow in plan.cost.flows:
-        table.add_row(
-            flow.kind,
-            flow.fabric,
-            size(flow.bytes),
-            f"{flow.per_step:,}",
-            size(flow.bytes * flow.per_step),
-            f"{flow.seconds * flow.per_step:,.3f}",
-            *((flow.formula,) if formulas else ()),
-        )
-    return table
-
-
-def _adapter(plan: Plan) -> Table:
-    table = _table("Adapter", "pattern", "matches", "part", ">modules", ">trainable")
-    for target in plan.adapter.targets:
-        counts = f"{len(target.modules):,}", f"{target.parameters:,}"
-        table.add_row(target.pattern, ", ".join(target.names), target.part, *counts)
-    share = plan.adapter.trainable / plan.total
-    table.add_row("total", f"{share:.3%} of the model", "", "", f"{plan.adapter.trainable:,}", style="bold")
-    return table
-
-
-def _parameters(plan: Plan) -> Table:
-    table = _table("Parameters", "part", ">parameters", ">share")
-    for part, count in sorted(plan.by_part.items(), key=lambda item: -item[1]):
-        table.add_row(part, f"{count:,}", f"{count / plan.total:.2%}")
-    disk = "" if plan.disk_bytes is None else f"{size(plan.disk_bytes)} on disk"
-    table.add_row("total", f"{plan.total:,}", disk, style="bold")
-    return table
+    return [(row if formulas else row[:2], False) for row in rows]
 
 
 def _script_lines(plan: ScriptPlan) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from windlass.hardware import Fabric
-from windlass.plan.memory import FLOAT, Tokens, adapter_share, base_bytes, gathered_bytes
+from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
 from windlass.plan.work import Shape, Work
 
 # Dense models keep matrix units busier than mixtures do: two fifths of the peak (torchtitan's published Llama runs).
@@ -24,19 +24,22 @@ class Flow:
     formula: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Time:
-    """A step, estimated. Seconds per micro-batch, but for `step` and `serial`."""
+    """An optimizer step, estimated. Seconds per micro-batch, but for those named `step`."""
 
     flows: tuple[Flow, ...]
-    flops_per_token: float  # forward + backward, without recomputation
+    flops_per_token: float  # model FLOPs: forward + backward, without recomputation
     recompute_flops_per_token: float
-    compute: float
-    wire: float
-    host: float  # between host and GPU memory
+    compute_seconds: float
+    wire_seconds: float
+    host_seconds: float  # between host and GPU memory
+    wire_gb_per_step: float  # per GPU
+    step_seconds: float  # the best case: all that can overlap does
+    step_seconds_serial: float  # nothing overlaps
+    tokens_per_second: float  # of all ranks together
+    mfu: float
     bound: str  # what the step waits for: compute, memory, wire or host
-    step: float  # the best case: all that can overlap does
-    serial: float  # nothing overlaps
 
 
 def estimate_time(work: Work) -> Time:
@@ -56,16 +59,21 @@ def estimate_time(work: Work) -> Time:
     if work.on_cpu:  # gloo's collectives and the copies take the processor that computes
         longest = serial
     rates = {"compute": compute, "memory": reads + decoding + copies, "wire": wire, "host": host}
+    step = accumulation * longest + once
+    per_second = work.batch.tokens * accumulation * work.layout.ranks / step
     return Time(
         flows=tuple(flow for flow in (*gathers, *dispatch, *reduces, *transfers) if flow.bytes > 0),
         flops_per_token=flops,
         recompute_flops_per_token=recomputed,
-        compute=compute,
-        wire=wire,
-        host=host,
+        compute_seconds=compute,
+        wire_seconds=wire,
+        host_seconds=host,
+        wire_gb_per_step=sum(f.bytes * f.per_step for f in (*gathers, *dispatch, *reduces)) / 1e9,
+        step_seconds=step,
+        step_seconds_serial=accumulation * serial + once,
+        tokens_per_second=per_second,
+        mfu=flops * per_second / (gpu.bf16_tflops * 1e12 * work.layout.ranks),
         bound=max(rates, key=lambda name: rates[name]),
-        step=accumulation * longest + once,
-        serial=accumulation * serial + once,
     )
 
 
@@ -175,18 +183,17 @@ def _dispatch(work: Work) -> list[Flow]:
     layout, machine, shape, ranks = work.layout, work.machine, work.shape, work.layout.expert_parallel
     if ranks == 1:
         return []
-    t = Tokens.of(work)
     passes = 3 if layout.activation_checkpointing else 2
     moe = sum(times for layer, times in shape.kinds if layer.expert)
-    pairs = t.count * t.top_k * shape.hidden * t.width * 2 * passes * moe
+    pairs = work.batch.tokens * shape.top_k * shape.hidden * work.width * 2 * passes * moe
     inside_ranks = min(ranks, layout.gpus_per_node)
     inside, outside = pairs * (inside_ranks - 1) / ranks, pairs * (ranks - inside_ranks) / ranks
     seconds_inside = inside / (machine.link.gb_per_second * 1e9)
     seconds_outside = outside * layout.gpus_per_node / (machine.nics_per_node * machine.network.gb_per_second * 1e9)
     slow = machine.network if seconds_outside > seconds_inside else machine.link
     words = (
-        f"{t.count} x top {t.top_k} x {shape.hidden} x {t.width} bytes x 2 ways x {passes} passes x {moe} layers"
-        f", {(ranks - 1) / ranks:.0%} of it to other ranks"
+        f"{work.batch.tokens} x top {shape.top_k} x {shape.hidden} x {work.width} bytes x 2 ways x {passes} passes"
+        f" x {moe} layers, {(ranks - 1) / ranks:.0%} of it to other ranks"
     )
     seconds = max(seconds_inside, seconds_outside)
     return [Flow("expert dispatch", slow.name, inside + outside, work.batch.accumulation, seconds, words)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
 from math import ceil, prod
 
 from windlass.hardware import Machine
 from windlass.model import Base, Parameter
-from windlass.model.targets import Adapter, expert_path
+from windlass.model.targets import SPLIT, Adapter, expert_path
 from windlass.plan.layout import Layout
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
@@ -37,17 +37,14 @@ class Batch:
 class Work:
     """Everything about a run that its memory, traffic and time depend on."""
 
-    base: Base
-    adapter: Adapter
+    shape: Shape
     layout: Layout
     batch: Batch
     machine: Machine
     optim: str  # transformers' name: adamw_torch
     base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
     dropout: float = 0.0  # lora.lora_dropout
-    expert_path: str = (
-        "split"  # expert adapters: computed separately from the experts (split) or merged into them first
-    )
+    expert_path: str = SPLIT  # experts' adapters: computed separately from the experts, or merged into them first
     masked: bool = False  # packed rows whose documents a mask separates
     document: int | None = None  # usual tokens of what packed rows are made of, if attention is within each
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
@@ -58,20 +55,16 @@ class Work:
         return self.machine.gpu.name == "cpu"
 
     @property
-    def shape(self) -> Shape:
-        return read_shape(self.base, self.adapter)
+    def width(self) -> int:
+        """Bytes of a value in compute."""
+        return 2 if self.layout.precision == "bf16" else max(self.base_bytes, 2)
 
     def under(self, layout: Layout) -> Work:
         """The same run under another layout, which also decides how adapters of experts can be computed."""
         mergeable = not self.dropout and layout.expert_parallel == 1 and layout.base_dtype != "fp8"
-        stacks = [
-            (lora.experts, lora.outputs, lora.inputs) for layer in self.shape.layers for lora in layer.expert_lora
-        ]
-        path = expert_path(stacks, self.base.dims.get("top_k", 0), self.batch.tokens, mergeable=mergeable)
+        stacks = [(lora.experts, lora.outputs, lora.inputs) for each in self.shape.layers for lora in each.expert_lora]
+        path = expert_path(stacks, self.shape.top_k, self.batch.tokens, mergeable=mergeable)
         return replace(self, layout=layout, expert_path=path)
-
-
-# --- elements and their bytes ------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +88,79 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class ElementBytes:
-    """Bytes of one element: of most parameters, and of those that stay as the checkpoint has them in FP8."""
+class Lora:
+    """One adapted linear module, or one adapted stack of experts."""
 
-    most: int
-    fp8: float
+    leaf: str
+    part: str
+    inputs: int
+    outputs: int
+    r: int
+    experts: int = 0  # 0: a plain linear
 
-    def of(self, count: Count) -> float:
-        return (count.all - count.fp8) * self.most + count.fp8 * self.fp8
+    @property
+    def parameters(self) -> int:
+        return self.r * (self.inputs + self.outputs) * max(self.experts, 1)
 
-    def describe(self, count: Count) -> str:
-        if self.fp8 == self.most or not count.fp8:
-            return f"{count.all} parameters x {self.most}"
-        return f"{count.fp8} parameters in FP8 x {self.fp8:.6g} + {count.all - count.fp8} x {self.most}"
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Layer:
+    """One decoder layer. Layers that are alike are one object."""
+
+    parameters: tuple[Parameter, ...]
+    dense: Count  # all but the routed experts
+    routed: Count
+    norms: int  # summed widths that norms run over
+    query: int
+    key: int
+    value: int  # what is kept for the values
+    attended: int  # width that o_proj reads
+    mlp: int  # width of a dense or shared feed-forward
+    expert: int  # width of one routed expert, 0: dense layer
+    experts: int
+    plain_lora: tuple[Lora, ...]
+    expert_lora: tuple[Lora, ...]
+
+    @property
+    def all(self) -> Count:
+        return self.dense + self.routed
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """A model with its adapter, as counts and widths."""
+
+    base: Base = field(repr=False)
+    adapter: Adapter = field(repr=False)
+    fp8: frozenset[str] = field(repr=False)  # names of the parameters that are stored in FP8
+    outside: tuple[Parameter, ...] = field(repr=False)  # embedding, final norm, head
+    layers: tuple[Layer, ...]
+    kinds: tuple[tuple[Layer, int], ...]  # one layer of each kind, and how many there are
+    hidden: int
+    vocab: int
+    heads: int
+    top_k: int
+    tied: bool
+    embedding: Count
+    # The group that stays gathered from the end of the forward to the start of the backward: final norm and head.
+    # transformers' plans name both `keep_full_weight`; a tied head is the embedding.
+    tail: Count
+    rest: Count  # all outside the layers
+    all: Count
+    routed: Count  # all routed experts
+    active: float  # parameters that multiply each token: the embedding is looked up, of the experts top_k of all
+    expert_adapter_parameters: int
+
+    @property
+    def head(self) -> int:
+        return self.hidden * self.vocab
+
+    def sharded(self, ranks: int, *, experts: bool) -> Count:
+        """What the fullest rank has of everything, with or without the routed experts."""
+        found = count(self.outside, self.fp8, ranks)
+        for layer, times in self.kinds:
+            found += count((p for p in layer.parameters if experts or p.part != "experts"), self.fp8, ranks) * times
+        return found
 
 
 def count(parameters: Iterable[Parameter], fp8: frozenset[str], ranks: int = 1) -> Count:
@@ -131,173 +184,9 @@ def in_fp8(base: Base) -> frozenset[str]:
     return frozenset(p.name for p in base.parameters if base.quantization is not None and is_fp8(p))
 
 
-# --- the model ------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """One adapted linear module, or one adapted stack of experts."""
-
-    leaf: str
-    part: str
-    inputs: int
-    outputs: int
-    r: int
-    experts: int = 0  # 0: a plain linear
-
-    @property
-    def parameters(self) -> int:
-        return self.r * (self.inputs + self.outputs) * max(self.experts, 1)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One decoder layer."""
-
-    parameters: tuple[Parameter, ...]
-    fp8: frozenset[str] = field(repr=False)  # names of those that are stored in FP8
-    norms: int  # summed widths that norms run over
-    query: int
-    key: int
-    value: int  # what is kept for the values
-    attended: int  # width that o_proj reads
-    mlp: int  # width of a dense or shared feed-forward
-    expert: int  # width of one routed expert, 0: dense layer
-    experts: int
-    lora: tuple[Lora, ...]
-
-    @cached_property
-    def dense(self) -> Count:
-        """All but the routed experts."""
-        return count((p for p in self.parameters if p.part != "experts"), self.fp8)
-
-    @cached_property
-    def routed(self) -> Count:
-        return count((p for p in self.parameters if p.part == "experts"), self.fp8)
-
-    @cached_property
-    def all(self) -> Count:
-        return self.dense + self.routed
-
-    @cached_property
-    def plain_lora(self) -> tuple[Lora, ...]:
-        return tuple(lora for lora in self.lora if not lora.experts)
-
-    @cached_property
-    def expert_lora(self) -> tuple[Lora, ...]:
-        return tuple(lora for lora in self.lora if lora.experts)
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    vocab: int
-    heads: int
-    top_k: int
-    tied: bool
-    layers: tuple[Layer, ...]
-    outside: tuple[Parameter, ...] = field(repr=False)  # embedding, final norm, head
-    fp8: frozenset[str] = field(repr=False)  # names of the parameters that are stored in FP8
-
-    @cached_property
-    def kinds(self) -> tuple[tuple[Layer, int], ...]:
-        """One layer of each kind, and how many there are: most models are one layer many times over."""
-        found: dict[tuple[object, ...], list[Layer]] = {}
-        for layer in self.layers:
-            widths = (layer.norms, layer.query, layer.key, layer.value, layer.attended, layer.mlp, layer.expert)
-            parameters = tuple((p.part, p.shape, p.name in self.fp8) for p in layer.parameters)
-            found.setdefault((*widths, layer.experts, layer.lora, parameters), []).append(layer)
-        return tuple((same[0], len(same)) for same in found.values())
-
-    @cached_property
-    def inside(self) -> Count:
-        """All layers."""
-        return sum((layer.all * times for layer, times in self.kinds), Count())
-
-    @cached_property
-    def routed(self) -> Count:
-        """All routed experts."""
-        return sum((layer.routed * times for layer, times in self.kinds), Count())
-
-    @cached_property
-    def rest(self) -> Count:
-        """Embedding, final norm, head."""
-        return count(self.outside, self.fp8)
-
-    @cached_property
-    def all(self) -> Count:
-        return self.rest + self.inside
-
-    @cached_property
-    def embedding(self) -> Count:
-        return count((p for p in self.outside if p.part == "embedding"), self.fp8)
-
-    @property
-    def head(self) -> int:
-        return self.hidden * self.vocab
-
-    @cached_property
-    def tail(self) -> Count:
-        """The group that stays gathered from the end of the forward to the start of the backward: final norm and head.
-
-        transformers' plans name both `keep_full_weight`; a tied head is the embedding.
-        """
-        return count((p for p in self.outside if self._in_tail(p)), self.fp8)
-
-    @cached_property
-    def before_tail(self) -> Count:
-        return count((p for p in self.outside if not self._in_tail(p)), self.fp8)
-
-    def _in_tail(self, parameter: Parameter) -> bool:
-        return parameter.part in ("norm", "head") or (self.tied and parameter.part == "embedding")
-
-    @cached_property
-    def active(self) -> float:
-        """Parameters that multiply each token: the embedding is looked up, of the routed experts top_k of all."""
-        total = 0.0
-        for layer, times in self.kinds:
-            own = sum(p.count for p in layer.parameters if p.part != "experts" and len(p.shape) > 1)
-            total += times * (own + (layer.routed.all * self.top_k / layer.experts if layer.experts else 0))
-        return total + self.head
-
-    @cached_property
-    def expert_adapter_parameters(self) -> int:
-        """Trained parameters of the routed experts."""
-        return sum(lora.parameters * times for layer, times in self.kinds for lora in layer.expert_lora)
-
-    def sharded(self, ranks: int, *, experts: bool) -> Count:
-        """What the fullest rank has of everything, with or without the routed experts."""
-
-        def share(parameters: Iterable[Parameter]) -> Count:
-            return count((p for p in parameters if experts or p.part != "experts"), self.fp8, ranks)
-
-        return sum((share(layer.parameters) * times for layer, times in self.kinds), share(self.outside))
-
-
-class _Identity:
-    """A key that is equal for the very same objects: hashing thousands of parameters takes longer than using them."""
-
-    def __init__(self, *things: object) -> None:
-        self.things = things
-
-    def __hash__(self) -> int:
-        return hash(tuple(map(id, self.things)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and all(a is b for a, b in zip(self.things, other.things, strict=True))
-
-
 def read_shape(base: Base, adapter: Adapter) -> Shape:
     """The shape of this model with this adapter."""
-    return _read_shape(_Identity(base, adapter))
-
-
-@lru_cache(maxsize=4)
-def _read_shape(key: _Identity) -> Shape:
-    base: Base
-    adapter: Adapter
-    base, adapter = key.things  # type: ignore[assignment]
-    fp8 = in_fp8(base)
+    fp8, top_k = in_fp8(base), base.dims.get("top_k", 0)
     own = {target.part: target.r for target in adapter.targets if target.r}  # experts may have a rank of their own
     ranks = {part: own.get(part, adapter.r) for part in {p.part for p in base.parameters}}
     by_layer: dict[int, dict[str, Parameter]] = {}
@@ -311,16 +200,42 @@ def _read_shape(key: _Identity) -> Shape:
     for name in (*adapter.target_modules, *adapter.target_parameters):
         if match := _LAYER.search(name):
             adapted.setdefault(int(match[1]), []).append(match[2])
+    alike: dict[object, Layer] = {}
+    layers = []
+    for number, parameters in sorted(by_layer.items()):
+        names = adapted.get(number, [])
+        key = (*((name, p.shape, p.name in fp8) for name, p in parameters.items()), *names)
+        layers.append(alike.get(key) or alike.setdefault(key, _read_layer(parameters, names, fp8, ranks)))
+    kinds = tuple(Counter(layers).items())
     embedding = next(p for p in outside if p.part == "embedding")
+    vocab, hidden = embedding.shape
+    tied = not any(p.part == "head" for p in outside)
+    tail = [p for p in outside if p.part in ("norm", "head") or (tied and p.part == "embedding")]
+    active, routed = float(hidden * vocab), Count()
+    for layer, times in kinds:
+        matrices = sum(p.count for p in layer.parameters if p.part != "experts" and len(p.shape) > 1)
+        active += times * (matrices + (layer.routed.all * top_k / layer.experts if layer.experts else 0))
+        routed += layer.routed * times
+    rest = count(outside, fp8)
     return Shape(
-        hidden=embedding.shape[1],
-        vocab=embedding.shape[0],
-        heads=base.dims.get("heads", 1),
-        top_k=base.dims.get("top_k", 0),
-        tied=not any(p.part == "head" for p in outside),
-        layers=tuple(_read_layer(by_layer[i], adapted.get(i, []), fp8, ranks) for i in sorted(by_layer)),
-        outside=tuple(outside),
+        base=base,
+        adapter=adapter,
         fp8=fp8,
+        outside=tuple(outside),
+        layers=tuple(layers),
+        kinds=kinds,
+        hidden=hidden,
+        vocab=vocab,
+        heads=base.dims.get("heads", 1),
+        top_k=top_k,
+        tied=tied,
+        embedding=count([embedding], fp8),
+        tail=count(tail, fp8),
+        rest=rest,
+        all=sum((layer.all * times for layer, times in kinds), rest),
+        routed=routed,
+        active=active,
+        expert_adapter_parameters=sum(lora.parameters * n for layer, n in kinds for lora in layer.expert_lora),
     )
 
 
@@ -342,26 +257,27 @@ def _read_layer(own: dict[str, Parameter], adapted: list[str], fp8: frozenset[st
         if p.part == "norm":
             wide = re.search(r"\b(?:(q_norm|query_norm)|(k_norm|key_norm))\b", name)
             norms += (query if wide[1] else key) if wide else p.shape[0] if name.endswith("weight") else 0
-    lora = []
+    plain, stacks = list[Lora](), list[Lora]()
     for name in adapted:
         weight = own.get(f"{name}.weight") or own.get(name)
         if weight is not None and len(weight.shape) >= 2:
             *stack, outputs, inputs = weight.shape
-            leaf = name.rpartition(".")[2]
-            lora.append(Lora(leaf, weight.part, inputs, outputs, ranks[weight.part], stack[0] if stack else 0))
-    experts = [(name, p) for name, p in own.items() if p.part == "experts"]
+            lora = Lora(name.rpartition(".")[2], weight.part, inputs, outputs, ranks[weight.part], *stack[:1])
+            (stacks if stack else plain).append(lora)
+    experts = {name: p for name, p in own.items() if p.part == "experts"}
+    feed_forward = (p for name, p in own.items() if p.part in ("mlp", "shared_experts") and "down_proj" in name)
     return Layer(
         parameters=tuple(own.values()),
-        fp8=fp8,
+        dense=count((p for p in own.values() if p.part != "experts"), fp8),
+        routed=count(experts.values(), fp8),
         norms=norms,
         query=query,
         key=key,
         value=out(("kv_b_proj", "v_proj"), attended),
         attended=attended,
-        mlp=next(
-            (p.shape[1] for p in own.values() if p.part in ("mlp", "shared_experts") and "down_proj" in p.name), 0
-        ),
-        expert=next((p.shape[2] for name, p in experts if "down_proj" in name), 0),
-        experts=next((p.shape[0] for _, p in experts if len(p.shape) == 3), 0),
-        lora=tuple(lora),
+        mlp=next((p.shape[1] for p in feed_forward), 0),
+        expert=next((p.shape[2] for name, p in experts.items() if "down_proj" in name), 0),
+        experts=next((p.shape[0] for p in experts.values() if len(p.shape) == 3), 0),
+        plain_lora=tuple(plain),
+        expert_lora=tuple(stacks),
     )
