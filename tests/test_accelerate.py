@@ -161,8 +161,8 @@ def test_a_file_that_contradicts_itself_names_both_lines(text: str, tmp_path: Pa
 
 
 BAD = {
-    b"": "is empty",
-    b"# nothing\n": "only comments",
+    b"": "not a mapping",
+    b"# nothing\n": "not a mapping",
     b"- a\n- b\n": "not a mapping",
     bytes(range(256)): "is not UTF-8",
     b"distributed_type: FSDP\nfsdp_config: {a: [\n": "is not valid YAML",

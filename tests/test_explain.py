@@ -140,13 +140,14 @@ def test_the_deepspeed_page_agrees_with_the_code(tmp_path: Path) -> None:
         "Activation checkpointing",
     ]
     equivalents = re.findall(r"^\| `([a-z0-9_]+: [a-z0-9]+)`(?:,[^|]*)? \| `(layout: [^`]+)`", page, re.MULTILINE)
-    assert equivalents
-    for setting, layout in equivalents:
-        stage = "" if setting.startswith("zero_stage") else "  zero_stage: 3\n"
-        (tmp_path / "ds.yaml").write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config:\n{stage}  {setting}\n")
-        with pytest.raises(UserError) as caught:
-            read_accelerate(tmp_path / "ds.yaml")
-        assert caught.value.problems[0].hint == f"write in the run file: {layout}"
+    assert dict(equivalents)["zero_stage: 3"] == "layout: full-shard"
+    assert dict(equivalents)["zero_stage: 0"] == "layout: resident"
+    (tmp_path / "ds.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n")
+    with pytest.raises(UserError) as caught:
+        read_accelerate(tmp_path / "ds.yaml")
+    hint = caught.value.problems[0].hint
+    assert "layout: full-shard for ZeRO 3" in hint
+    assert "layout: resident for ZeRO 1 and 2" in hint
     table = [line for line in page.partition("## Coming from a DeepSpeed file")[2].splitlines() if line[:3] == "| `"]
     names = {name for line in table for name in re.findall(r"`([a-z0-9_]+)[:`]", line.split("|")[1])}
     assert {"zero_stage", "gradient_clipping", "deepspeed_hostfile"} <= names
