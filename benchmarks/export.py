@@ -165,10 +165,9 @@ def with_peft(folder: Path, shard_gib: float) -> None:
 
 
 def with_windlass(folder: Path, workers: int, *, proven: bool) -> None:
-    import shutil
 
     from windlass.export.deltas import read_deltas
-    from windlass.export.merge import OWN, WORK, Merger, claim_folder, plan_merge
+    from windlass.export.merge import OWN, plan_merge, write_merge
     from windlass.export.proof import prove_files
     from windlass.export.source import base_of, choose_adapter
 
@@ -176,9 +175,8 @@ def with_windlass(folder: Path, workers: int, *, proven: bool) -> None:
     base = base_of(source, None)
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, to, OWN)
-    claim_folder(to, plan, base, source)
-    Merger(plan, base, deltas, to, lambda _: None).write(workers)
-    shutil.rmtree(to / WORK)
+    to.mkdir()
+    write_merge(plan, base, deltas, to, lambda _: None, workers)
     if proven:
         deviations = prove_files(base, deltas, plan, to, source.weights, lambda _: None).deviations
         assert not deviations, deviations

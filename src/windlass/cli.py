@@ -550,7 +550,7 @@ def export(
         screen.show_hints(served)
     address = exporting.push(to, push, say=screen.say) if push else None
     if as_json:
-        write_json({**made.record, "served": served.as_dict() if served else None, "pushed": address})
+        write_json({**made.record, "served": asdict(served) if served else None, "pushed": address})
     else:
         print(to)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,33 +18,21 @@ from windlass import __version__
 from windlass.errors import RunError, UserError
 from windlass.export.card import write_card
 from windlass.export.deltas import read_deltas
-from windlass.export.merge import (
-    BF16,
-    COPIED,
-    OWN,
-    RECORD,
-    WORK,
-    Advance,
-    Merger,
-    claim_folder,
-    explain_os_error,
-    fingerprint,
-    plan_merge,
-)
-from windlass.export.proof import GIB, Proof, compare_logits, prove_files
+from windlass.export.merge import BF16, COPIED, OWN, Advance, plan_merge, write_merge
+from windlass.export.proof import GIB, compare_logits, prove_files
 from windlass.export.serve import ServeHints, push, serve_hints
 from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
 from windlass.files import read_json, write_json
-from windlass.model import Base
 from windlass.train.checkpoint import save_tensors
 
 __all__ = ["Exported", "export", "hints", "push"]
 
-ADAPTER, MERGED = "adapter", "merged"
+ADAPTER, MERGED, RECORD = "adapter", "merged", "export.json"
 DTYPES: Final = {BF16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of the adapter's folder: what makes it usable. Optimizer, scheduler and random state are the run's own.
 COMPANIONS: Final = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
 LOST: Final = 0.9  # below this share of the adapter it is reported
+RESERVE: Final = 2**26  # bytes of disk left for tokenizer, config, card
 SHOWN: Final = 8
 Say = Callable[[str], None]
 Progress = Callable[[str, int], Any]  # a stage and its bytes -> context manager that gives `advance`
@@ -82,14 +71,26 @@ def export(
     """
     source = choose_adapter(path)
     say(f"adapter   {source.folder}: {source.why}")
-    name = base_name(source, base, called)
-    if merge:
-        record = _merge(source, base_of(source, base), to, name, dtype, workers, say, progress)
-    else:
-        record = _export_adapter(source, base, to, name, dtype, say)
-    write_json(to / RECORD, record)
-    if merge:
-        shutil.rmtree(to / WORK, ignore_errors=True)
+    name, kind = base_name(source, base, called), MERGED if merge else ADAPTER
+    record = {
+        "windlass": __version__,
+        "kind": kind,
+        "base": name,
+        "adapter": source.folder.name,
+        "why": source.why,
+        "run": source.run_folder.name if source.run_folder else None,
+    }
+    try:
+        if merge:
+            record |= _merge(source, base, to, name, dtype, workers, say, progress)
+        else:
+            record |= _export_adapter(source, base, to, name, dtype, say)
+        write_json(to / RECORD, record)
+    except OSError as error:
+        problem = f"{error.filename or to} can't be written: {error.strerror or error}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "make room and repeat the command" if full else "check that the folder can be written, and has room"
+        raise (RunError if full else UserError)(problem, f"--to {to}", hint) from None
     if deviations := record["deviations"]:
         more = f"; and {len(deviations) - SHOWN} more" if len(deviations) > SHOWN else ""
         raise RunError(
@@ -97,18 +98,26 @@ def export(
             str(to),
             f"nothing was deleted, {to / RECORD} lists all; don't use it: export into a new folder",
         )
-    return Exported(to, MERGED if merge else ADAPTER, name, record)
+    return Exported(to, kind, name, record)
 
 
-def _record(source: Source, base: str, kind: str) -> dict[str, Any]:
-    return {
-        "windlass": __version__,
-        "kind": kind,
-        "base": base,
-        "adapter": source.folder.name,
-        "why": source.why,
-        "run": source.run_folder.name if source.run_folder else None,
-    }
+def claim_folder(source: Source, base: Path | None, to: Path, kind: str, size: int = 0) -> None:
+    """A new or empty folder, an earlier export of an adapter, or a merge that was interrupted: that begins anew."""
+    for taken, what in ((base, "the base model's folder"), (source.folder, "the adapter's folder")):
+        if taken is not None and to.resolve() == taken.resolve():
+            raise UserError(f"it is {what}", f"--to {to}", "name a new folder")
+    to.mkdir(parents=True, exist_ok=True)
+    there, earlier = sorted(path.name for path in to.iterdir()), read_json(to / RECORD)
+    if there and (earlier.get("kind") != kind or (kind == MERGED and "deviations" in earlier)):
+        what = f"a {earlier['kind']} model" if "kind" in earlier else f"{len(there)} other files ({there[0]} …)"
+        raise UserError(f"the folder holds {what}", f"--to {to}", "name a new folder, or empty this one")
+    for left in to.glob("model*.safetensors*") if kind == MERGED else ():
+        left.unlink()
+    free, needed = shutil.disk_usage(to).free, size + RESERVE
+    if free < needed:
+        problem = f"the export needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free there"
+        raise UserError(problem, f"--to {to}", "free some, or name a folder on a larger volume")
+    write_json(to / RECORD, {"kind": kind})
 
 
 def _export_adapter(
@@ -125,51 +134,42 @@ def _export_adapter(
     # 2. Write.
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", f"one of {', '.join(DTYPES)}")
-    if to.resolve() == source.folder.resolve():
-        raise UserError("it is the adapter's own folder", f"--to {to}", "name a new folder")
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-        there, earlier = sorted(path.name for path in to.iterdir()), read_json(to / RECORD).get("kind")
-        if there and earlier != ADAPTER:
-            what = f"a {earlier} model" if earlier else f"{len(there)} other files ({there[0]} …)"
-            raise UserError(f"the folder holds {what}", f"--to {to}", "name a new one")
-        config = {**source.config, "base_model_name_or_path": name, "inference_mode": True}
-        # PEFT writes this list as a set, in another order each time: sorted, two exports can be compared.
-        if isinstance(config.get("target_modules"), list):
-            config["target_modules"] = sorted(config["target_modules"])
-        write_json(to / CONFIG, config)
-        if dtype is None:
-            shutil.copyfile(source.weights, to / WEIGHTS)
-        else:
-            rounded = {key: tensor.to(DTYPES[dtype]) for key, tensor in load_file(source.weights).items()}
-            save_tensors(rounded, to / WEIGHTS, {"format": "pt"})
-        for folder in (source.folder, *([source.run_folder / "final"] if source.run_folder else [])):
-            if companions := sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
-                for companion in companions:
-                    shutil.copyfile(companion, to / companion.name)
-                break
-        write_card(source, to, name, merged=False, dtype=dtype)
-    except OSError as error:
-        raise explain_os_error(error, to) from None
+    claim_folder(source, found.path if found else None, to, ADAPTER)
+    config = {**source.config, "base_model_name_or_path": name, "inference_mode": True}
+    # PEFT writes this list as a set, in another order each time: sorted, two exports can be compared.
+    if isinstance(config.get("target_modules"), list):
+        config["target_modules"] = sorted(config["target_modules"])
+    write_json(to / CONFIG, config)
+    expected = load_file(source.weights)
+    if dtype is None:
+        shutil.copyfile(source.weights, to / WEIGHTS)
+    else:
+        expected = {key: tensor.to(DTYPES[dtype]) for key, tensor in expected.items()}
+        save_tensors(expected, to / WEIGHTS, {"format": "pt"})
+    for folder in (source.folder, *([source.run_folder / "final"] if source.run_folder else [])):
+        if companions := {path for pattern in COMPANIONS for path in folder.glob(pattern)}:
+            for companion in companions:
+                shutil.copyfile(companion, to / companion.name)
+            break
+    write_card(source, to, name, merged=False, dtype=dtype)
 
     # 3. Open it again: the same tensors, each the one that was saved.
-    before, after = load_file(source.weights), load_file(to / WEIGHTS)
-    deviations = [f"{key} is missing" for key in before.keys() - after.keys()]
-    deviations += [f"{key} is there, and was not saved" for key in after.keys() - before.keys()]
-    for key in sorted(before.keys() & after.keys()):
-        expected = before[key] if dtype is None else before[key].to(DTYPES[dtype])
-        if after[key].dtype != expected.dtype or not torch.equal(after[key], expected):
+    after = load_file(to / WEIGHTS)
+    deviations = []
+    for key in sorted(expected.keys() | after.keys()):
+        one, other = expected.get(key), after.get(key)
+        if one is None or other is None or one.dtype != other.dtype or not torch.equal(one, other):
             deviations.append(f"{key} is not what was saved")
-        elif not bool(after[key].isfinite().all()):
+        elif not bool(other.isfinite().all()):
             deviations.append(f"{key} is not finite")
     if not deviations:
         say(f"proven    opened again: every tensor present, {'rounded once' if dtype else 'byte-equal'}")
-    return {**_record(source, name, ADAPTER), "dtype": dtype, "deviations": deviations}
+    return {"dtype": dtype, "deviations": deviations}
 
 
 def _merge(
     source: Source,
-    base: Base,
+    base_folder: str | None,
     to: Path,
     name: str,
     dtype: str | None,
@@ -178,63 +178,51 @@ def _merge(
     progress: Progress,
 ) -> dict[str, Any]:
     # 1. The adapter checked against the base, and every file of the result planned from headers.
+    base = base_of(source, base_folder)
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, to, dtype or OWN)
-    counts = ", ".join(f"{count} {how}" for how, count in Counter(entry.how for entry in plan.entries()).items())
+    counts = ", ".join(f"{count} {how}" for how, count in Counter(entry.how for entry in plan.entries).items())
     if deltas.all_zero():
         say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
     say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
-    say(f"writing   {plan.size / GIB:.2f} GiB in {len(plan.files)} files: {counts}")
+    say(f"writing   {plan.size / GIB:.2f} GiB in {len(plan.headers)} files: {counts}")
     if plan.dropped:
         say(f"dropped   {len(plan.dropped)} scales: the weights are 16-bit now, and scales mean nothing")
     if plan.left_out:
         say(f"left out  {', '.join(plan.left_out)}: they hold, or point to, weights without the adapter")
 
-    # 2. Write; an earlier attempt is continued.
-    resumed = claim_folder(to, plan, base, source)
+    # 2. Write.
+    claim_folder(source, base.path, to, MERGED, plan.size)
     with progress("merging", plan.size) as advance:
-        finished = Merger(plan, base, deltas, to, advance).write(workers)
-    if resumed:
-        say(f"resumed   {len(finished)} of {len(plan.files)} files were finished")
+        write_merge(plan, base, deltas, to, advance, workers)
     write_card(source, to, name, merged=True, dtype=None if plan.dtype == OWN else plan.dtype)
 
     # 3. Open it again and compare it with base and adapter.
-    copied = sum(entry.source.end - entry.source.start for entry in plan.entries() if entry.how == COPIED)
+    copied = sum(entry.out.end - entry.out.start for entry in plan.entries if entry.how == COPIED)
     with progress("proving", copied) as advance:
         proof = prove_files(base, deltas, plan, to, source.weights, advance)
-    wrong = bool(proof.deviations)
-    proof.logits = {"skipped": "the files are wrong"} if wrong else compare_logits(base, source, to)
-    proof.deviations += [proof.logits["deviation"]] if "deviation" in proof.logits else []
-    _say_proof(proof, proof.logits, say)
-    mark = {"fingerprint": fingerprint(plan, base, source)}
-    return {**_record(source, name, MERGED), **mark, "dtype": plan.dtype, **asdict(proof)}
-
-
-def _say_proof(proof: Proof, logits: dict[str, Any], say: Say) -> None:
     say(
         f"proven    {proof.tensors} tensors opened again; {proof.untouched} untouched are byte-equal "
         f"({proof.untouched_bytes / GIB:.2f} GiB); {proof.touched} touched computed again, {proof.elements:,} values"
     )
     if proof.kept is not None and proof.least_kept is not None:
-        name, least = proof.least_kept
-        say(f"kept      {proof.kept:.1%} of the adapter is in the rounded weights; least: {least:.1%} in {name}")
+        parameter, least = proof.least_kept
+        say(f"kept      {proof.kept:.1%} of the adapter is in the rounded weights; least: {least:.1%} in {parameter}")
         if proof.kept < LOST:
             say("note      rounding took a part of the adapter: serve it unmerged, or merge with --dtype bf16")
+    logits = {"skipped": "the files are wrong"} if proof.deviations else compare_logits(base, source, to)
+    proof.logits = logits
+    proof.deviations += [logits["deviation"]] if "deviation" in logits else []
     if "skipped" in logits:
         say(f"logits    not compared: {logits['skipped']}")
-        return
-    say(
-        f"logits    base + adapter to merged: KL {logits['kl']:.2e} nats a token (bound {logits['bound_kl']:.1e}), "
-        f"same top token {logits['same_top_token']:.1%}"
-    )
-    say(
-        f"          largest difference {logits['max_difference']:.3g}, of the median token "
-        f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
-    )
-    say(
-        f"          the adapter itself: KL {logits['adapter_kl']:.2e}, largest {logits['adapter_max_difference']:.3g}, "
-        f"median {logits['adapter_median_difference']:.3g}"
-    )
+    else:
+        say(
+            f"logits    base + adapter to merged: KL {logits['kl']:.2e} nats a token (bound {logits['bound_kl']:.1e}; "
+            f"the adapter itself {logits['adapter_kl']:.2e}), same top token {logits['same_top_token']:.1%}\n"
+            f"          difference at most {logits['max_difference']:.3g}, of the median token "
+            f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
+        )
+    return {"dtype": plan.dtype, **asdict(proof)}
 
 
 def hints(path: Path, made: Exported, base: str | None) -> ServeHints:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from windlass.errors import Problem, raise_all
+from windlass.errors import Problem, UserError, raise_all
 from windlass.export.source import CONFIG, Source
 from windlass.model import Base, Parameter, Stored
 from windlass.model.family import FUSED, WRAPPERS
@@ -87,27 +87,41 @@ class Deltas:
 
     def _factors(self, name: str) -> Factors:
         delta = self.by_name[name]
+        stored = (delta.replaced or delta.a, delta.replaced or delta.b, delta.magnitude)
+        a, b, magnitude = (torch.empty(0) if one is None else whole(one, self.files).float() for one in stored)
         if delta.replaced is not None:
-            values = whole(delta.replaced, self.files).float()
-            return Factors(delta, values, values)
-        assert delta.a is not None
-        assert delta.b is not None
-        a, b = whole(delta.a, self.files).float(), whole(delta.b, self.files).float()
+            return Factors(delta, a, b)
         if delta.experts:
             # PEFT's order: rows of A go by expert, then rank; columns of B by rank, then expert.
             a = a.reshape(delta.experts, -1, a.shape[-1])
             b = b.reshape(b.shape[0], -1, delta.experts).permute(2, 0, 1).contiguous()
-        magnitude = None if delta.magnitude is None else whole(delta.magnitude, self.files).float().reshape(-1)
-        return Factors(delta, a, b, magnitude)
+        return Factors(delta, a, b, None if delta.magnitude is None else magnitude.reshape(-1))
 
     def all_zero(self) -> bool:
         """Whether every factor B is zero, as before training: the adapter changes nothing."""
         return not any(bool(torch.any(self.factors(name).b)) for name in self.by_name)
 
 
+def require_supported(config: Mapping[str, Any], where: str) -> None:
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problem = f"the adapter is of the kind {config.get('peft_type')}"
+        problems.append(Problem(problem, where, "windlass exports LoRA, rsLoRA and DoRA adapters"))
+    for name in NEUTRAL.keys() & config.keys():
+        if config[name] not in NEUTRAL[name]:
+            hint = f"windlass can export it only with {NEUTRAL[name][0]!r}"
+            problems.append(Problem(f"{name} is {str(config[name])[:60]}", where, hint))
+    start = config.get("init_lora_weights", True)
+    if start not in KEEPS_BASE:
+        problem = f"init_lora_weights: {start} changed the base when training began, and the adapter belongs to that"
+        hint = "save it with PEFT's path_initial_model_for_weight_conversion, which turns it into a plain adapter"
+        problems.append(Problem(problem, where, hint))
+    raise_all(problems)
+
+
 def read_deltas(source: Source, base: Base) -> Deltas:
     """Every tensor of the adapter assigned to its parameter, or one error that says what does not fit."""
-    raise_all(list(_unsupported(source.config, str(source.folder / CONFIG))))
+    require_supported(source.config, str(source.folder / CONFIG))
     stored = read_header(source.weights)
     parameters = {parameter.name: parameter for parameter in base.parameters}
     wrapper = next((w for w in WRAPPERS.values() if w.architecture == base.wrapper), None)
@@ -121,19 +135,15 @@ def read_deltas(source: Source, base: Base) -> Deltas:
 
     pairs: dict[str, dict[str, Stored]] = {}  # module as PEFT nests it -> kind -> tensor
     deltas: dict[str, Delta] = {}
-    unknown: list[str] = []
-    for key, tensor in stored.items():
-        if tensor.dtype not in DTYPES:
-            unknown.append(f"{key} ({tensor.dtype})")
-        elif match := KEY.fullmatch(key):
-            pairs.setdefault(rename(match["module"]), {})[match["kind"]] = tensor
-        else:
-            name = rename(key).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-            if name in parameters and parameters[name].shape == tensor.shape:
-                deltas[name] = Delta(parameters[name], replaced=tensor)
-            else:
-                unknown.append(key)
     misfits: list[str] = []
+    for key, tensor in stored.items():
+        name = rename(key).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        if match := KEY.fullmatch(key) if tensor.dtype in DTYPES else None:
+            pairs.setdefault(rename(match["module"]), {})[match["kind"]] = tensor
+        elif tensor.dtype in DTYPES and name in parameters and parameters[name].shape == tensor.shape:
+            deltas[name] = Delta(parameters[name], replaced=tensor)
+        else:
+            misfits.append(f"{key} ({tensor.dtype} {list(tensor.shape)}) belongs to no parameter of it")
     for module, kinds in pairs.items():
         delta = _delta(module, kinds, parameters, source.config)
         if isinstance(delta, str):
@@ -143,34 +153,14 @@ def read_deltas(source: Source, base: Base) -> Deltas:
         else:
             deltas[delta.parameter.name] = delta
 
-    problems = []
     if not stored:
         hint = "export from another checkpoint of the run"
-        problems.append(Problem("the adapter holds no tensors", str(source.weights), hint))
-    for what, names in (
-        ("the adapter has tensors that belong to no parameter of this model", unknown),
-        ("the adapter does not fit this model", misfits),
-    ):
-        if names:
-            hint = f"is {base.name} the model that it was trained on? Name the right one: --base DIR"
-            problems.append(Problem(f"{what} ({len(names)}): {some(names)}", str(source.weights), hint))
-    raise_all(problems)
+        raise UserError("the adapter holds no tensors", str(source.weights), hint)
+    if misfits:
+        hint = f"is {base.name} the model that it was trained on? Name the right one: --base DIR"
+        problem = f"the adapter does not fit this model ({len(misfits)}): {some(misfits)}"
+        raise UserError(problem, str(source.weights), hint)
     return Deltas(deltas)
-
-
-def _unsupported(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    if config.get("peft_type") != "LORA":
-        problem = f"the adapter is of the kind {config.get('peft_type')}"
-        yield Problem(problem, where, "windlass exports LoRA, rsLoRA and DoRA adapters")
-    for name, neutral in NEUTRAL.items():
-        if config.get(name, neutral[0]) not in neutral:
-            hint = f"windlass can export it only with {neutral[0]!r}"
-            yield Problem(f"{name} is {str(config[name])[:60]}", where, hint)
-    start = config.get("init_lora_weights", True)
-    if start not in KEEPS_BASE:
-        problem = f"init_lora_weights: {start} changed the base when training began, and the adapter belongs to that"
-        hint = "save it with PEFT's path_initial_model_for_weight_conversion, which turns it into a plain adapter"
-        yield Problem(problem, where, hint)
 
 
 def _delta(

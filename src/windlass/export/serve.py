@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from windlass.errors import RunError, UserError
 from windlass.export.deltas import KEY, PREFIX
-from windlass.export.merge import WORK
 from windlass.export.source import Source
 from windlass.model import Base
 from windlass.model.files import read_header
@@ -30,11 +30,8 @@ KNOWN: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "*": (APPLIED, "if the server's model class supports LoRA"),
     },
     SGLANG: {
-        "q_b_proj": (APPLIED, "from the release with sgl-project/sglang#25001 on; dropped or refused before"),
-        "kv_b_proj": (APPLIED, "from the release with sgl-project/sglang#25001 on; dropped or refused before"),
-        "experts": (UNSURE, "no statement found"),
-        "dora": (UNSURE, "no statement found"),
-        "full": (UNSURE, "no statement found"),
+        **dict.fromkeys(("q_b_proj", "kv_b_proj"), (APPLIED, "from sgl-project/sglang#25001 on; dropped before")),
+        **dict.fromkeys(("experts", "dora", "full"), (UNSURE, "no statement found")),
         "*": (APPLIED, "if the server's model class supports LoRA"),
     },
 }
@@ -57,24 +54,17 @@ class ServeHints:
     advice: str
     commands: Mapping[str, str]  # what it serves -> the command line
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def serve_hints(source: Source, base: Base | None, folder: Path, *, base_name: str, merged: bool) -> ServeHints:
     """What is known, for the targets that this adapter has."""
-    targets: dict[str, int] = {}  # last part of a module's name, or the kind of an adapter -> how many
+    targets: Counter[str] = Counter()  # last part of a module's name, or the kind of an adapter -> how many
     for key in read_header(source.weights):
         match = KEY.fullmatch(key)
-        if match is None:
-            target = "full"  # trained in full, not low-rank
-        elif match["kind"] == "lora_magnitude_vector":
-            target = "dora"
-        elif match["kind"] == "lora_A":
-            target = match["module"].removeprefix(PREFIX).replace(".base_layer", "").rpartition(".")[2]
-        else:
-            continue
-        targets[target] = targets.get(target, 0) + 1
+        kind = match["kind"] if match else "full"  # trained in full, not low-rank
+        if match and kind == "lora_A":
+            targets[match["module"].removeprefix(PREFIX).replace(".base_layer", "").rpartition(".")[2]] += 1
+        elif kind != "lora_B":
+            targets["dora" if match else "full"] += 1
     rows = tuple(
         ServerTarget(server, target, count, *known.get(target, known["*"]))
         for server, known in KNOWN.items()
@@ -108,17 +98,15 @@ def push(folder: Path, repository: str, *, private: bool = True, say: Callable[[
     try:
         address = str(api.create_repo(repository, private=private, exist_ok=True))
         say(f"pushing {size / 2**30:.2f} GiB to {address}")
-        api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=[f"{WORK}/*"])
+        api.upload_folder(repo_id=repository, folder_path=folder)
     except HFValidationError as error:
         raise UserError(str(error).split("\n")[0], where, "write it as organisation/name") from None
     except LocalTokenNotFoundError:
         raise UserError("this machine has no token for the hub", where, "run: hf auth login") from None
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
-        if status in (401, 403):
-            hint = "run `hf auth login` with a token that may write there"
-            raise UserError("the hub refuses this machine's token", where, hint) from None
-        raise RunError(f"the hub answered {status}", where, again) from None
+        token = "; run `hf auth login` with a token that may write there" * (status in (401, 403))
+        raise RunError(f"the hub answered {status}{token}", where, again) from None
     except (httpx2.TransportError, OfflineModeIsEnabled, OSError) as error:
         raise RunError(f"the hub can't be reached ({type(error).__name__})", where, again) from None
     return address
