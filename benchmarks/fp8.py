@@ -95,7 +95,7 @@ def run_rank(asked: argparse.Namespace) -> None:
         base, made = load(checkpoint, spread)
         base_bytes = sum(own_part(p)[0].nbytes for p in base.parameters()) + sum(b.nbytes for b in base.buffers())
         model = attach(base, lora, adapter, seed=1).train()
-        rank = made.ranks[dist.get_rank()]
+        rank = made["ranks"][dist.get_rank()]
         grown = rank["peak_rss_bytes"] - rank["rss_before_bytes"]
         models[name] = (model, Replicas(model), torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
         found[name] = {"bytes": base_bytes, "grown": grown, "wire": 0, "seconds": [], "losses": []}

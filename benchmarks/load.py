@@ -114,7 +114,7 @@ def run_rank(way: str, path: Path) -> None:
 def own(path: Path, layout: Layout) -> tuple[int, int]:
     """The certified loader. Returns bytes read by this rank and received from others."""
     _, made = load(read_base(path), layout)
-    return int(made.ranks[dist.get_rank()]["bytes_read"]), 0
+    return int(made["ranks"][dist.get_rank()]["bytes_read"]), 0
 
 
 @torch.no_grad()

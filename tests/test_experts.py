@@ -185,9 +185,10 @@ def test_taking_rows_by_expert_and_back_is_indexing_with_its_gradient(tokens: in
     token, back = order // top_k, order.argsort()
     x = torch.randn(tokens, 5, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(tokens * top_k, 5)
-    rows = experts.taken(x, token, back)
+    take: Callable[..., Tensor] = experts.TakeRows.apply
+    rows = take(x, token, back)
     assert torch.equal(rows, x[token])
-    found = experts.taken(rows, back, order)
+    found = take(rows, back, order)
     assert torch.equal(found, x.repeat_interleave(top_k, 0))
     (gradient,) = torch.autograd.grad((found * weights).sum(), x)
     torch.testing.assert_close(gradient, weights.double().view(tokens, top_k, 5).sum(1))

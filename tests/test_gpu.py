@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from windlass import tiny
 from windlass.errors import UserError
 from windlass.launch.check.bandwidth import nccl_log
-from windlass.model import read_base
+from windlass.model import published_base, read_base
 from windlass.observe.counters import Counters
 from windlass.plan.layout import Layout
-from windlass.train import parallel
+from windlass.train import group, parallel
 from windlass.train.checkpoint import random_state, restore_random
 from windlass.train.console import Progress
 from windlass.train.rank import Rank
@@ -96,10 +97,12 @@ def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeyp
 @pytest.mark.parametrize(("version", "refused"), [("2.11.0", True), ("2.13.0+cpu", False), ("2.14.0", False)])
 def test_bytes_are_sharded_by_a_torch_that_can(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    layout = Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")
-    unused: Any = None
-    said = [problem.problem for problem in parallel.unsupported(unused, layout, unused)]
-    assert any("can't shard a base that is stored in FP8" in each for each in said) is refused
+    monkeypatch.setattr(group, "world", lambda: 2)
+    base, layout = published_base("Llama-3.1-8B"), Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")
+    assert base is not None
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "prepare_distribute_model", None)
+    with pytest.raises(UserError if refused else TypeError, match="FP8: 2.13 can" if refused else "NoneType"):
+        parallel.build(base, layout, torch.bfloat16)
 
 
 def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> None:

@@ -15,7 +15,7 @@ from test_experts import BOTH, E, R, base, batch, live, plan_of, section, stacks
 from torch import Tensor, nn
 
 from windlass.errors import RunError, UserError
-from windlass.model.targets import MERGED, Adapter
+from windlass.model.targets import MERGED, Adapter, ExpertShard
 from windlass.train import checkpoint, lora, sync
 from windlass.train.liveness import Liveness
 from windlass.train.sync import Replicas, fingerprints
@@ -90,15 +90,15 @@ def test_an_adapter_that_is_not_the_plans_is_refused(fault: str) -> None:
     assert all("a bug in windlass" in problem.hint for problem in caught.value.problems)
 
 
-def test_what_peft_cannot_do_here_is_refused_before_it_fails() -> None:
+def test_what_peft_cannot_do_here_is_refused_before_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model = base()
     plan, with_experts = plan_of(model, ()), plan_of(model, stacks(model, *BOTH))
-    for lora_section, adapter, split, keys in (
-        (section(experts=True, bias="all"), with_experts, True, ["lora.bias"]),
-        (section(bias="all"), plan, True, []),
-        (section(adapter="/nowhere"), plan, False, ["lora.adapter"]),
-    ):
-        assert [problem.where for problem in lora.unsupported(lora_section, adapter, split)] == keys
+    with pytest.raises(UserError, match=r"no adapter_config\.json in /nowhere"):
+        lora.attach(model, section(adapter="/nowhere"), plan, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(lora, "part_of", lambda _: ExpertShard(0, 3, 6))
+        with pytest.raises(UserError, match=r"lora\.bias: .* split over ranks"):
+            lora.attach(model, section(experts=True, bias="all"), with_experts, 1)
     # What the plan never asks for: an adapter that is merged, with dropout.
     with pytest.raises(AssertionError, match="with dropout"):
         lora.attach(model, section(experts=True, lora_dropout=0.1), with_experts, 1, MERGED)

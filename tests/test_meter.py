@@ -215,7 +215,7 @@ def test_tokens_of_batches_without_masks_or_labels() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral4", "mixtral"])
 def test_flops_are_what_torch_counts(family: str, tmp_path: Path) -> None:
-    model = getattr(transformers, f"{tiny.CLASSES[family]}ForCausalLM").from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         tiny.write(tmp_path, family, wrapper=False, quantization="none", dtype="float32", tokenizer=False),
         attn_implementation="eager",
         experts_implementation="eager",

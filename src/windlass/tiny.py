@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from windlass.model.family import FAMILIES
+
 if TYPE_CHECKING:
     from windlass.model import Base
 
@@ -46,19 +48,12 @@ CHAT_TEMPLATE: Final = (
     "{%- endfor %}"
 )
 
-CLASSES: Final = {  # a family's classes: Mistral4Config, Mistral4ForCausalLM
-    "mistral4": "Mistral4",
-    "mistral": "Mistral",
-    "llama": "Llama",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
+EXTRA: Final[dict[str, dict[str, Any]]] = {  # of a family's config, beside the sizes
+    "mistral": {"sliding_window": None},
+    "llama": {"max_position_embeddings": 4096},
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True},
 }
-FAMILIES: Final = tuple(CLASSES)
 MISTRAL3: Final = "Mistral3ForConditionalGeneration"
-WRAPPERS: Final = {  # a multimodal model's class, and that of its config
-    MISTRAL3: "Mistral3Config",
-    "LlavaForConditionalGeneration": "LlavaConfig",
-}
 # Beginnings of a wrapper's names as save_pretrained writes them, and as the publisher's converter does.
 NESTED: Final = (
     ("language_model.model.", "model.language_model."),
@@ -97,36 +92,18 @@ def write(
     block); default: "tensor" for mistral4, as published, else "none". files: more than 1 is a sharded index.
     decoys: the publisher's own format beside it. config: further entries of the text model's config.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"no tiny model of {family!r}: one of {', '.join(FAMILIES)}")
+    row = FAMILIES[family]
     wrapped = family == "mistral4" if wrapper is None else wrapper
     scheme = quantization or ("tensor" if family == "mistral4" else "none")
-    grouped = {"num_key_value_heads": max(1, heads // 2)}
-    routed = {"num_experts_per_tok": top_k, "moe_intermediate_size": moe_intermediate}
-    latent = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    own: dict[str, dict[str, Any]] = {  # what only this family's config has
-        "mistral4": {"num_key_value_heads": heads, "n_routed_experts": experts, **routed, **latent},
-        "mistral": {**grouped, "sliding_window": None},
-        "llama": {**grouped, "max_position_embeddings": 4096},
-        "mixtral": {
-            **grouped,
-            "num_local_experts": experts,
-            "num_experts_per_tok": top_k,
-            "intermediate_size": moe_intermediate,
-        },
-        "qwen3_moe": {**grouped, "num_experts": experts, **routed, "head_dim": 16, "norm_topk_prob": True},
-    }
-    sizes = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        **dict(zip(("pad_token_id", "bos_token_id", "eos_token_id"), (11, 1, 2), strict=True)),
-        **own[family],
-        **(config or {}),
-    }
+    latent = "kv_rank" in row.sizes
+    dims = {"hidden": hidden, "layers": layers, "heads": heads, "vocab": vocab, "intermediate": intermediate}
+    dims |= {"experts": experts, "top_k": top_k, "expert_intermediate": moe_intermediate}
+    dims["kv_heads"] = heads if latent else max(1, heads // 2)
+    if latent:
+        dims |= {"q_rank": 32, "kv_rank": 16, "rope_dim": 8, "nope_dim": 8, "v_head_dim": 16}
+    sizes = {size.keys[0]: dims[name] for name, size in row.sizes.items() if name in dims and size.keys}
+    special = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
+    sizes |= {"tie_word_embeddings": tied, **special, **EXTRA.get(family, {}), **(config or {})}
     quantized = None
     if scheme != "none":  # as in published checkpoints: static activation scales with per-tensor weights
         by_block = scheme == "block128"
@@ -138,7 +115,7 @@ def write(
             "dequantize": False,
             "modules_to_not_convert": skipped,
         }
-    _write_model(directory, CLASSES[family], sizes, MISTRAL3 if wrapped else None, quantized, dtype, files, seed)
+    _write_model(directory, row.causal_lm, sizes, MISTRAL3 if wrapped else None, quantized, dtype, files, seed)
     if tokenizer:
         write_tokenizer(directory, vocab)
     if decoys:  # other keys and other values, not to be read
@@ -169,14 +146,14 @@ def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int
         ours, theirs = next((pair for pair in NESTED if nested and key.startswith(pair[0])), ("", ""))
         return theirs + key.removeprefix(ours)
 
-    prefix, dtype = base.family.causal_lm.removesuffix("ForCausalLM"), plain[0] if plain else "bfloat16"
-    _write_model(directory, prefix, sizes, base.wrapper, quantized, dtype, files, seed, named)
+    dtype = plain[0] if plain else "bfloat16"
+    _write_model(directory, base.family.causal_lm, sizes, base.wrapper, quantized, dtype, files, seed, named)
     return directory
 
 
 def _write_model(
     directory: Path,
-    prefix: str,
+    causal_lm: str,
     sizes: dict[str, Any],
     wrapper: str | None,
     quantized: Mapping[str, Any] | None,
@@ -190,11 +167,11 @@ def _write_model(
     from transformers.core_model_loading import revert_weight_conversion
 
     directory.mkdir(parents=True, exist_ok=True)
-    config = text = getattr(transformers, f"{prefix}Config")(**sizes)
-    architecture = wrapper or f"{prefix}ForCausalLM"
+    config = text = getattr(transformers, causal_lm).config_class(**sizes)
+    architecture = wrapper or causal_lm
     if wrapper:
         vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = getattr(transformers, WRAPPERS[wrapper])(
+        config = getattr(transformers, wrapper).config_class(
             text_config=text,
             vision_config=transformers.PixtralVisionConfig(**vision, image_size=28),
             tie_word_embeddings=text.tie_word_embeddings,
@@ -253,17 +230,15 @@ def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
     if files == 1:
         save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
         return
-    names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
-    share = sum(tensor.nbytes for tensor in stored.values()) / files
+    total, seen = sum(tensor.nbytes for tensor in stored.values()), 0
     where: dict[str, str] = {}
-    seen = 0
     for key, tensor in stored.items():  # a linear and its scale may be in different files, as they are in real ones
-        where[key] = names[min(files - 1, int(seen / share))]
+        where[key] = f"model-{min(files, 1 + seen * files // total):05}-of-{files:05}.safetensors"
         seen += tensor.nbytes
-    for name in names:
+    for name in dict.fromkeys(where.values()):
         part = {key: stored[key] for key in stored if where[key] == name}
         save_file(part, directory / name, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": seen}, "weight_map": where}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,57 +26,41 @@ ROW = 4096  # elements compared of a sampled row
 ROWS = 8  # rows sampled of a matrix
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """What load.json holds."""
-
-    checkpoint: str
-    layout: str
-    parameters: list[dict[str, Any]]  # name, shape, part, and the stored tensors it came from
-    loaded: int  # parameters that every rank has read its part of
-    unread: list[dict[str, Any]]  # stored tensors that the language model does not need, and why
-    checked: dict[str, int]  # parameters compared on every rank; slices and elements over all ranks
-    ranks: list[dict[str, Any]]  # rank, parameters and bytes_read, peak_rss_bytes, seconds
-
-
-def certificate(
+def certify(
     base: Base, layout: str, dtypes: Mapping[str, torch.dtype], checked: dict[str, int], measured: dict[str, Any]
-) -> Certificate:
-    """The whole run's, the same on every rank, from what each rank has `checked` and `measured`. A collective."""
+) -> dict[str, Any]:
+    """load.json: the whole run's, the same on every rank, from what each has `checked` and `measured`. A collective."""
     ranks: list[tuple[dict[str, Any], dict[str, int]]] = gather((measured, checked))
-    return Certificate(
-        checkpoint=str(base.path or base.name),
-        layout=layout,
-        parameters=[
+    parameters = []
+    for parameter in base.parameters:
+        sources = [  # experts stored one by one have one source each
             {
-                "name": parameter.name,
-                "shape": list(parameter.shape),
-                "part": parameter.part,
-                "dtype": str(dtypes[parameter.name]).removeprefix("torch."),
-                "sources": [
-                    {
-                        "file": piece.stored.file.name,
-                        "key": piece.stored.key,
-                        "dtype": piece.stored.dtype,
-                        "scale": piece.scale.key if piece.scale else None,
-                    }
-                    for piece in parameter.pieces  # experts stored one by one have one source each
-                ],
+                "file": piece.stored.file.name,
+                "key": piece.stored.key,
+                "dtype": piece.stored.dtype,
+                "scale": piece.scale.key if piece.scale else None,
             }
-            for parameter in base.parameters
-        ],
-        loaded=min(own["parameters"] for own, _ in ranks),
-        unread=[
+            for piece in parameter.pieces
+        ]
+        dtype = str(dtypes[parameter.name]).removeprefix("torch.")
+        own = {"name": parameter.name, "shape": list(parameter.shape), "part": parameter.part, "dtype": dtype}
+        parameters.append({**own, "sources": sources})
+    return {
+        "checkpoint": str(base.path or base.name),
+        "layout": layout,
+        "parameters": parameters,
+        "loaded": min(own["parameters"] for own, _ in ranks),  # that every rank has read its part of
+        "unread": [
             {"key": stored.key, "file": stored.file.name, "bytes": stored.end - stored.start, "why": why}
             for stored, why in base.unread.items()
         ],
-        checked={
+        "checked": {  # parameters compared on every rank; slices and elements over all ranks
             "parameters": min(counts["parameters"] for _, counts in ranks),
             "slices": sum(counts["slices"] for _, counts in ranks),
             "elements": sum(counts["elements"] for _, counts in ranks),
         },
-        ranks=[own for own, _ in ranks],
-    )
+        "ranks": [own for own, _ in ranks],
+    }
 
 
 def check(
@@ -87,22 +70,17 @@ def check(
 
     Of those in FP8: codes with codes, true values with true values, and all scales.
     """
-    files = {stored.file for stored in base.unread}
-    for parameter in base.parameters:
-        for piece in parameter.pieces:
-            files |= {piece.stored.file, *([piece.scale.file] if piece.scale else [])}
     where: dict[str, Path] = {}
-    for file in sorted(files):
+    for file in sorted({stored.file for stored in base.stored()}):
         with safe_open(file, framework="pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)
-    counts = {"parameters": 0, "slices": 0, "elements": 0}
+    counts = {"parameters": len(base.parameters), "slices": 0, "elements": 0}
     wrong: list[str] = []
     for parameter in base.parameters:
         disk, weight = Disk(where, base.block), in_fp8.get(parameter.name)
         differs = _check_rows(parameter, targets[parameter.name], disk, rank, weight, counts)
         if weight and not differs:
             differs = _check_scales(parameter, weight, disk)
-        counts["parameters"] += 1
         wrong += [differs] if differs else []
     return wrong, counts
 
@@ -202,11 +180,8 @@ class Probe:
     """Stands where a stored tensor would be and notes which slices are asked of it."""
 
     def __init__(self, shape: list[int]) -> None:
-        self.shape = shape
         self.asked: list[tuple[slice, ...]] = []
-
-    def get_shape(self) -> list[int]:
-        return self.shape
+        self.get_shape = lambda: shape
 
     def __getitem__(self, index: Any) -> Tensor:
         if isinstance(index, tuple):  # an Ellipsis asks for everything
@@ -223,14 +198,12 @@ class Disk:
 
     def handle(self, key: str) -> Any:
         file = self.where[key]
-        if file not in self.open:
-            self.open[file] = safe_open(file, framework="pt")
+        self.open[file] = self.open.get(file) or safe_open(file, framework="pt")
         return self.open[file]
 
     def values(self, piece: Piece, box: Box) -> tuple[Tensor, str]:
         """True values of a box of the parameter that this piece fills, and what to call their source."""
-        key = piece.stored.key
-        codes = self.codes(piece, box)
+        key, codes = piece.stored.key, self.codes(piece, box)
         name = f"{key}_scale_inv"
         if name not in self.where:
             return codes, f"{key!r} of {self.where[key].name}"
@@ -253,8 +226,6 @@ class Disk:
             return scale
         shape = self.handle(piece.stored.key).get_slice(piece.stored.key).get_shape()
         axes = []
-        for axis, (index, size) in enumerate(zip(indices, shape, strict=True)):
-            count = scale.shape[axis]
-            side = size if count == 1 else 1 if count == size else self.block[axis - len(shape)]
-            axes.append(index // side)
+        for axis, (index, size, count) in enumerate(zip(indices, shape, scale.shape, strict=True)):
+            axes.append(index // (size if count == 1 else 1 if count == size else self.block[axis - len(shape)]))
         return scale[torch.meshgrid(*axes, indexing="ij")]

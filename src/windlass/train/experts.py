@@ -38,6 +38,7 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     transformers would hand on tokens of other ranks' experts as well.
     """
     experts: Any = self
+    take: Callable[..., Tensor] = TakeRows.apply
     top_k = top_k_index.shape[-1]
     chosen, order = torch.sort(top_k_index.flatten())
     # histc and not bincount, which would ask the GPU for the largest index and so wait for it.
@@ -46,10 +47,10 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     token = order // top_k
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
-    gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: taken(rows, token, back), ends)
+    gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: take(rows, token, back), ends)
     result = product(experts, "down_proj", gate_up, experts._apply_gate, ends)
     # Weighted after they are put back: weights are in float32 as a rule, and so are the products.
-    slots = taken(result, back, order).view(*top_k_index.shape, result.shape[-1])
+    slots = take(result, back, order).view(*top_k_index.shape, result.shape[-1])
     # A sum over the slots of a token, in their order: deterministic, which adding into the tokens' rows is not.
     output: Tensor = (slots * top_k_weights.unsqueeze(-1)).sum(dim=1)
     return output.to(hidden_states.dtype)
@@ -58,12 +59,7 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 
 
-def taken(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    found: Tensor = _Taken.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Taken(torch.autograd.Function):
+class TakeRows(torch.autograd.Function):
     """rows[index], where every row is taken equally often: the n-th time as number inverse[row, n].
 
     The gradient is gathered as well, and summed in the order of the slots. The one of indexing itself adds into rows:
@@ -192,8 +188,7 @@ def peers(model: nn.Module) -> list[ProcessGroup]:
     for module in model.modules():
         if isinstance(module, ParamWrapper) and getattr(module, "part", None):
             mesh = module.get_param().device_mesh
-            names = [name for name in mesh.mesh_dim_names if name != "ep" and mesh[name].size() > 1]
-            return [mesh.get_group(name) for name in names]
+            return [mesh.get_group(name) for name in mesh.mesh_dim_names if name != "ep" and mesh[name].size() > 1]
     return []
 
 

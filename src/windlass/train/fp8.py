@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer over FP8 codes. Frozen: there is no gradient of the weight, only of the input (and the bias)."""
 
     weight_scale: Tensor
+    fp8: dict[str, Fp8Format]
 
     def __init__(self, linear: nn.Linear, fp8: Fp8Format) -> None:
         nn.Module.__init__(self)
@@ -149,28 +150,36 @@ class Fp8Linear(nn.Linear):
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            input.to(dtype), self.weight, self.weight_scale, bias, fp8_formats(self)["weight"]
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            input.to(dtype), self.weight, self.weight_scale, bias, None, self.fp8["weight"]
         )
         return product
 
 
-class _Linear(torch.autograd.Function):
-    """x W^T + b and dy W, with W dequantised for each."""
+class _Product(torch.autograd.Function):
+    """x W^T + b and dy W, of one matrix or (with `offsets`) of each expert's own, dequantised for each product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, fp8: Fp8Format) -> Tensor:
-        ctx.save_for_backward(codes, scale)
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, offsets: Tensor | None, fp8: Fp8Format
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scale, offsets)
         ctx.fp8 = fp8
+        if offsets is not None:
+            return products(x, codes, scale, offsets, fp8, transposed=True)
         return nn.functional.linear(x, dequantise(codes, scale, fp8, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
-        codes, scale = ctx.saved_tensors
-        dx = dy @ dequantise(codes, scale, ctx.fp8, dy.dtype) if ctx.needs_input_grad[0] else None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        codes, scale, offsets = ctx.saved_tensors
+        dx = None
+        if offsets is not None:
+            dx = products(dy.contiguous(), codes, scale, offsets, ctx.fp8, transposed=False)
+        elif ctx.needs_input_grad[0]:
+            dx = dy @ dequantise(codes, scale, ctx.fp8, dy.dtype)
         db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-        return dx, None, None, db, None
+        return dx, None, None, db, None, None
 
 
 def to_fp8_param(module: nn.Module, name: str, weight: Tensor, fp8: Fp8Format) -> None:
@@ -189,37 +198,30 @@ def fp8_formats(module: nn.Module) -> dict[str, Fp8Format]:
     return found
 
 
-def stored_formats(base: Base, dtype: torch.dtype) -> dict[str, Fp8Format]:
-    """The parameters that the checkpoint stores in FP8, by name. None, or one in part only, is the user's error."""
-    found: dict[str, Fp8Format] = {}
+def convert(model: nn.Module, base: Base, dtype: torch.dtype) -> None:
+    """Make codes of what the checkpoint stores in FP8, in a model on the meta device."""
     problems = []
+    found = False
     for parameter in base.parameters:
         kinds = {piece.stored.dtype: piece.stored.key for piece in parameter.pieces}
         if not kinds.keys() & set(NEEDS_SCALE):
             continue
+        found = True
+        fp8 = Fp8Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
+        owner, _, leaf = parameter.name.rpartition(".")
+        module = model.get_submodule(owner)
         if len(kinds) > 1:
             what = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
             problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {what}", WHERE, HINT))
-        found[parameter.name] = Fp8Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
-    if not found:
-        problems.append(Problem(f"{base.name} is not stored in FP8, so it can't be kept in it", WHERE, HINT))
-    raise_all(problems)
-    return found
-
-
-def convert(model: nn.Module, formats: Mapping[str, Fp8Format]) -> None:
-    """Make these parameters of a model (on the meta device) codes: linear layers and stacks of experts."""
-    problems = []
-    for name, fp8 in formats.items():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if type(module) is nn.Linear:
+        elif type(module) is nn.Linear:
             model.set_submodule(owner, Fp8Linear(module, fp8))
         elif getattr(module, "is_transposed", None) is False and not module.has_bias:
             to_fp8_param(module, leaf, module.get_parameter(leaf), fp8)
         else:
-            what = f"{name} is stored in FP8 and belongs to {type(module).__name__}, which can't compute with that"
+            what = f"{parameter.name} belongs to {type(module).__name__}, which can't compute with FP8 weights"
             problems.append(Problem(what, WHERE, HINT))
+    if not found:
+        problems.append(Problem(f"{base.name} is not stored in FP8, so it can't be kept in it", WHERE, HINT))
     raise_all(problems)
 
 
@@ -264,24 +266,8 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     # As transformers does it: the products' dtype is the weight's, and under mixed precision that is the input's.
     dtype = x.dtype if x.element_size() < fp8.dtype.itemsize else fp8.dtype
     scale = getattr(experts, f"{name}_scale")
-    product = _Grouped.apply(x.to(dtype), weight, scale, offsets, fp8)  # type: ignore[no-untyped-call]
+    product = _Product.apply(x.to(dtype), weight, scale, None, offsets, fp8)  # type: ignore[no-untyped-call]
     return product
-
-
-class _Grouped(torch.autograd.Function):
-    """x_e W_e^T and dy_e W_e, with the experts' W dequantised for each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format) -> Tensor:
-        ctx.save_for_backward(codes, scale, offsets)
-        ctx.fp8 = fp8
-        return products(x, codes, scale, offsets, fp8, transposed=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        codes, scale, offsets = ctx.saved_tensors
-        return products(dy.contiguous(), codes, scale, offsets, ctx.fp8, transposed=False), None, None, None, None
 
 
 def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format, *, transposed: bool) -> Tensor:
@@ -325,11 +311,8 @@ def all_at_once(
     step = max(memory.COLUMNS, in_chunk // memory.COLUMNS * memory.COLUMNS)  # whole tiles, and 16-byte strides
     product = x.new_empty(x.shape[0], width)
     for first in range(0, width, step):
-        last = min(width, first + step)
-        if transposed:
-            part = dequantise(codes[:, first:last], scale, fp8, x.dtype, (first, 0)).transpose(-2, -1)
-        else:
-            part = dequantise(codes[:, :, first:last], scale, fp8, x.dtype, (0, first))
-        product[:, first:last] = _grouped_mm(x, part, offsets)
-        del part  # or it would live on while the next one is made
+        part = codes.narrow(-2 if transposed else -1, first, min(step, width - first))
+        weight = dequantise(part, scale, fp8, x.dtype, (first, 0) if transposed else (0, first))
+        product[:, first : first + step] = _grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offsets)
+        del weight  # or it would live on while the next one is made
     return product

@@ -13,6 +13,7 @@ exactly under `distributed_config` and can be made to fail on missing keys, read
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
@@ -20,7 +21,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import transformers
 from torch import Tensor
@@ -32,7 +35,7 @@ from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.plan.memory import THREADS
 from windlass.train import parallel
-from windlass.train.certificate import Certificate, certificate, check
+from windlass.train.certificate import certify, check
 from windlass.train.fp8 import Fp8Weight, fp8_weights
 from windlass.train.group import raise_together, rank
 from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill, fill_scale
@@ -49,8 +52,8 @@ def load(
     *,
     dtype: torch.dtype = torch.bfloat16,
     attn_implementation: str = "sdpa",
-) -> tuple[transformers.PreTrainedModel, Certificate]:
-    """The causal language model of `base`, sharded as `layout` says and filled, with its certificate.
+) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
+    """The causal language model of `base`, sharded as `layout` says and filled, with its certificate (load.json).
 
     Every rank of the run calls it. It returns on all ranks or raises on all ranks.
     """
@@ -60,7 +63,15 @@ def load(
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
     targets, in_fp8 = unique_tensors(model), fp8_weights(model)
-    raise_together(unlike(targets, base), where, ANOTHER)
+
+    stored = {parameter.name: parameter for parameter in base.parameters}
+    unlike = [f"{name} is missing from the checkpoint" for name in targets if name not in stored]
+    for name, parameter in stored.items():
+        if name not in targets:
+            unlike.append(f"{name} is no parameter of {base.family.causal_lm}")
+        elif tuple(targets[name].shape) != tuple(parameter.shape):
+            unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
+    raise_together(unlike, where, ANOTHER)
     problems, bytes_read = read_all(targets, base, in_fp8)
     raise_together(problems, where, DAMAGED)
     wrong, checked = check(targets, base, rank(), in_fp8)
@@ -75,7 +86,7 @@ def load(
         "seconds": round(time.perf_counter() - started, 3),
     }
     dtypes = {name: in_fp8[name].format.codes if name in in_fp8 else each.dtype for name, each in targets.items()}
-    return model, certificate(base, layout.name, dtypes, checked, measured)
+    return model, certify(base, layout.name, dtypes, checked, measured)
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -84,18 +95,6 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (name, tensor))
     return dict(named.values())
-
-
-def unlike(targets: Mapping[str, Tensor], base: Base) -> list[str]:
-    """Names and shapes: what the model has and the files lack, and the other way round."""
-    stored = {parameter.name: parameter for parameter in base.parameters}
-    problems = [f"{name} is missing from the checkpoint" for name in targets if name not in stored]
-    for name, parameter in stored.items():
-        if name not in targets:
-            problems.append(f"{name} is no parameter of {base.family.causal_lm}")
-        elif tuple(targets[name].shape) != tuple(parameter.shape):
-            problems.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
-    return problems
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -141,20 +140,16 @@ def read_all(
 
 def reset_peak_rss() -> int:
     """Resident memory now; where the kernel allows it, the peak is counted from here on."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return peak_rss()
-    return _status_bytes("VmRSS")
+    resident: int = psutil.Process().memory_info().rss
+    return resident
 
 
 def peak_rss() -> int:
     """The most resident memory since `reset_peak_rss`, or of the whole process where that can't be reset."""
-    if Path("/proc/self/status").exists():
-        return _status_bytes("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024

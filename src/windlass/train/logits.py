@@ -44,19 +44,14 @@ def kl_divergence(true: Tensor, other: Tensor) -> float:
 
 def sample_rows(run_folder: Path | None, vocab: int, count: int = 4, length: int = 128) -> Tensor:
     """Tokens that a run was trained or evaluated on, if they are still there; else random ones."""
-    random = torch.randint(vocab, (count, length), generator=torch.Generator().manual_seed(0))
-    files = (
-        sorted((run_folder / "tokens").glob("*/*.arrow"), key=lambda p: p.stem != "validation") if run_folder else []
-    )
-    if not files:
-        return random
-    from datasets import Dataset
+    files = list((run_folder / "tokens").glob("*/*.arrow")) if run_folder else []
+    if files:
+        from datasets import Dataset
 
-    data = Dataset.from_file(str(files[0]))
-    if "input_ids" not in data.column_names:
-        return random
-    tokens = [token for row in data.select(range(min(len(data), 256)))["input_ids"] for token in row]
-    length = min(length, len(tokens) // count)
-    if length < 2 or max(tokens) >= vocab:
-        return random
-    return torch.tensor(tokens[: count * length]).view(count, length)
+        data = Dataset.from_file(str(min(files, key=lambda path: (path.stem != "validation", path))))
+        if "input_ids" in data.column_names:
+            tokens = [token for row in data.select(range(min(len(data), 256)))["input_ids"] for token in row]
+            fitting = min(length, len(tokens) // count)
+            if fitting >= 2 and max(tokens) < vocab:
+                return torch.tensor(tokens[: count * fitting]).view(count, fitting)
+    return torch.randint(vocab, (count, length), generator=torch.Generator().manual_seed(0))

@@ -40,7 +40,12 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
     merged = expert_path == MERGED and bool(adapter.target_parameters)
     if (merged and (split or in_fp8 or lora.lora_dropout)) or (lora.use_dora and (sharded or in_fp8)):
         raise AssertionError("planned with base weights that this rank has only in part, or in FP8, or with dropout")
-    raise_all(list(unsupported(lora, adapter, split)))
+    if adapter.target_parameters and split and lora.bias != "none":
+        problem = "biases of the base can't be trained with adapters of experts that are split over ranks"
+        raise UserError(problem, "lora.bias", "set lora.bias: none, or layout: {name: full-shard}")
+    if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
+        problem = f"no adapter_config.json in {lora.adapter}"
+        raise UserError(problem, "lora.adapter", "name a folder that PEFT or windlass saved")
     # PEFT draws A on the CPU: the same seed gives every rank the same adapter. Dropout continues from it, deliberately:
     # ranks draw the same masks, on other rows, as with transformers' Trainer.
     set_seed(seed)
@@ -49,13 +54,21 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
         config.inference_mode = False
         config.lora_dropout = 0.0 if config.target_parameters else lora.lora_dropout
     else:
-        config = config_of(lora, adapter)
-    with whole_shapes(), experts.own_parts(), warnings.catch_warnings():
+        config = peft_config(lora, adapter)
+    with unsharded_sizes(), experts.own_parts(), warnings.catch_warnings():
         # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
-    if lora.adapter:
-        fill(peft_model, lora.adapter)
+    if lora.adapter:  # the saved tensors; of split experts, this rank's part
+        parts, saved = ExpertShards(peft_model), load_peft_weights(lora.adapter, device="cpu")
+        own = {name: parts.own(name, tensor) for name, tensor in saved.items()}
+        outcome = set_peft_model_state_dict(peft_model, own)
+        if odd := [*(name for name in outcome.missing_keys if "lora_" in name), *outcome.unexpected_keys]:
+            raise UserError(
+                f"{lora.adapter} is not a complete adapter of this model: {odd[0]}",
+                "lora.adapter",
+                "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
+            )
     if adapter.target_parameters and not merged:
         experts.patch_experts(peft_model)
         if lora.lora_dropout:  # PEFT refuses it beside experts. The saved configuration keeps 0, so that PEFT opens it
@@ -66,12 +79,12 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
         if parameter.requires_grad:
             # PEFT puts it where the base weight is; an offloaded base is stored elsewhere than it computes.
             parameter.data = parameter.data.to(device_of_this_rank(), DTYPES[lora.dtype])
-    prove(peft_model, adapter)
+    require_planned(peft_model, adapter)
     return peft_model
 
 
 @contextmanager
-def whole_shapes() -> Iterator[None]:
+def unsharded_sizes() -> Iterator[None]:
     """Make PEFT size adapters by a linear layer's unsharded weight.
 
     PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh but one named "fsdp" for tensor
@@ -90,20 +103,7 @@ def whole_shapes() -> Iterator[None]:
         LoraLayer._get_in_out_features = original
 
 
-def fill(model: PeftModel, folder: str) -> None:
-    """Load the tensors of a saved adapter; of split experts, this rank's part."""
-    parts, saved = ExpertShards(model), load_peft_weights(folder, device="cpu")
-    outcome = set_peft_model_state_dict(model, {name: parts.own(name, tensor) for name, tensor in saved.items()})
-    missing = [name for name in outcome.missing_keys if "lora_" in name]
-    if missing or outcome.unexpected_keys:
-        raise UserError(
-            f"{folder} is not a complete adapter of this model: {[*missing, *outcome.unexpected_keys][0]}",
-            "lora.adapter",
-            "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
-        )
-
-
-def config_of(lora: Lora, adapter: Adapter) -> LoraConfig:
+def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
     """The run file's lora section for PEFT. Experts may have a rank of their own."""
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -127,20 +127,6 @@ def config_of(lora: Lora, adapter: Adapter) -> LoraConfig:
     )
 
 
-def unsupported(lora: Lora, adapter: Adapter, split: bool) -> Iterator[Problem]:
-    """What PEFT would fail at halfway. `split`: experts over ranks."""
-    if adapter.target_parameters and split and lora.bias != "none":
-        yield Problem(
-            "biases of the base can't be trained with adapters of experts that are split over ranks",
-            "lora.bias",
-            "set lora.bias: none, or layout: {name: full-shard}",
-        )
-    if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
-        yield Problem(
-            f"no adapter_config.json in {lora.adapter}", "lora.adapter", "name a folder that PEFT or windlass saved"
-        )
-
-
 def adapter_sizes(model: PeftModel) -> dict[str, int]:
     """What PEFT really built: full name of each adapted module or expert parameter -> its trainable parameters."""
     found: dict[str, int] = {}
@@ -155,7 +141,7 @@ def adapter_sizes(model: PeftModel) -> dict[str, int]:
     return found
 
 
-def prove(model: PeftModel, adapter: Adapter) -> None:
+def require_planned(model: PeftModel, adapter: Adapter) -> None:
     """The adapter is the plan's: the same modules, the same number of trainable parameters in each target."""
     found = adapter_sizes(model)
     planned = {module for target in adapter.targets for module in target.modules}

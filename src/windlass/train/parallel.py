@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import transformers
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.distributed import DistributedConfig
 
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.train import experts, fp8, group
@@ -44,8 +43,26 @@ def build(
     # gradients can be NaN under a mask (pytorch#196678). Remove when that is fixed in every torch that we allow, and
     # benchmarks/one_gpu.py's `layers` finds cuDNN's attention the faster one.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    config = text_config(base, dtype, attn_implementation)
-    raise_all(list(unsupported(base, layout, config)))
+    if layout.ranks != group.world():
+        raise UserError(
+            f"the layout is for {layout.ranks} ranks ({layout.nodes} nodes x {layout.gpus_per_node} GPUs), "
+            f"but {group.world()} were started",
+            "layout",
+            "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
+        )
+    # Tried: 2.11 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
+    if is_sharded(layout) and layout.base_dtype == "fp8" and torch.__version__ < "2.13":
+        what = f"torch {torch.__version__} can't shard a base that is stored in FP8: 2.13 can"
+        raise UserError(what, fp8.WHERE, f"{fp8.HINT}, set layout.name: resident, or install a newer torch")
+    # The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`, or converted by us.
+    described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
+    tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may rule
+    described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
+    config_class = transformers.CONFIG_MAPPING[base.family.model_type]
+    config = config_class.from_dict(described, attn_implementation=attn_implementation)
+    config._experts_implementation = experts.NAME
+    config.name_or_path = str(base.path or base.name)  # a saved adapter names its base by it
+
     model_class = getattr(transformers, base.family.causal_lm)
     distributed = DistributedConfig(
         fsdp_size=layout.shard,
@@ -67,7 +84,7 @@ def build(
             "set model.torch_dtype: float32",
         )
     if layout.base_dtype == "fp8":
-        fp8.convert(model, fp8.stored_formats(base, dtype))
+        fp8.convert(model, base, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
     if not layout.reshard_after_forward:
         # After the plan, not in it: with every layer kept by the plan, upstream no longer puts the final norm and the
@@ -75,45 +92,6 @@ def build(
         for module in fsdp_modules(model):
             module.set_reshard_after_forward(False, recurse=False)
     return model
-
-
-def text_config(base: Base, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`, or converted by us."""
-    replaced = ("quantization_config", "dtype", "torch_dtype")
-    described = {key: value for key, value in base.config.items() if key not in replaced}
-    tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may rule
-    described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
-    config_class = transformers.CONFIG_MAPPING[base.family.model_type]
-    config = config_class.from_dict(described, attn_implementation=attn_implementation)
-    config._experts_implementation = experts.NAME
-    config.name_or_path = str(base.path or base.name)  # a saved adapter names its base by it
-    return config
-
-
-def unsupported(base: Base, layout: Layout, config: Any) -> Iterator[Problem]:
-    """What only the started ranks show to be wrong with a Layout; the rest is checked when it is planned."""
-    if layout.ranks != group.world():
-        yield Problem(
-            f"the layout is for {layout.ranks} ranks ({layout.nodes} nodes x {layout.gpus_per_node} GPUs), "
-            f"but {group.world()} were started",
-            "layout",
-            "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
-        )
-    if layout.offload and not torch.cuda.is_available():
-        yield Problem(
-            "ranks that compute in host memory have nothing to offload",
-            "layout.offload",
-            "set layout.offload: false on a machine without a GPU",
-        )
-    # Tried: 2.11 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
-    if is_sharded(layout) and layout.base_dtype == "fp8" and torch.__version__ < "2.13":
-        what = f"torch {torch.__version__} can't shard a base that is stored in FP8: 2.13 can"
-        yield Problem(what, fp8.WHERE, f"{fp8.HINT}, set layout.name: resident, or install a newer torch")
-    if (ways := layout.expert_parallel) > 1:
-        experts = base.dims.get("experts", 0) if config.base_model_ep_plan else 0
-        if not experts or experts % ways:
-            what = f"{base.family.causal_lm} has {experts or 'no'} experts to split evenly over {ways} ranks"
-            yield Problem(what, "layout.expert_parallel", "set a divisor of the experts and of layout.shard, or 1")
 
 
 def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
@@ -147,27 +125,26 @@ def keep_gathered(modules: Iterable[FSDPModule], keep: bool) -> None:
 
 def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
     """Stop unless every parameter is sharded as planned. Call before the first forward: that leaves some gathered."""
-    placed = ((name, misplaced(name, tensor, layout)) for name, tensor in model.named_parameters())
-    wrong = [f"{name} ({fault})" for name, fault in placed if fault]
-    if is_sharded(layout) and wrong:
+    if not is_sharded(layout):
+        return
+    wrong = []
+    for name, tensor in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            continue
+        if not isinstance(tensor, DTensor):
+            wrong.append(f"{name} (a plain tensor on every rank)")
+            continue
+        mesh, placements = tensor.device_mesh, tensor.placements
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        split = math.prod(size for size, place in zip(mesh.shape, placements, strict=True) if place != Replicate())
+        experts_over = sizes.get("ep", 1) if layout.expert_parallel > 1 and tensor.ndim == 3 else layout.expert_parallel
+        if split != layout.shard or mesh.size() != layout.shard * layout.replicate:
+            wrong.append(f"{name} (split over {split} of {mesh.size()} ranks, not {layout.shard} of {layout.ranks})")
+        elif experts_over != layout.expert_parallel:
+            wrong.append(f"{name} (experts split over {experts_over} ranks, not {layout.expert_parallel})")
+    if wrong:
         raise UserError(
             f"the base is not sharded as {layout.name} plans it: {group.first_few(wrong)}",
             "layout",
             "nothing may move parameters between loading and the first step",
         )
-
-
-def misplaced(name: str, tensor: torch.Tensor, layout: Layout) -> str:
-    """What is wrong with one parameter's placement; empty if it is as planned, or belongs to the adapter."""
-    if "lora_" in name or "modules_to_save" in name:
-        return ""
-    if not isinstance(tensor, DTensor):
-        return "a plain tensor on every rank"
-    mesh = tensor.device_mesh
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    split = math.prod(size for size, place in zip(mesh.shape, tensor.placements, strict=True) if place != Replicate())
-    if split != layout.shard or mesh.size() != layout.shard * layout.replicate:
-        return f"split over {split} of {mesh.size()} ranks instead of {layout.shard} of {layout.ranks}"
-    if layout.expert_parallel > 1 and tensor.ndim == 3 and sizes.get("ep") != layout.expert_parallel:
-        return f"experts split over {sizes.get('ep', 1)} ranks instead of {layout.expert_parallel}"
-    return ""

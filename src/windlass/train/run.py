@@ -79,7 +79,7 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
     here.phase("loading the model")
     model, certificate = load(plan.base, plan.layout, **precision(job.model))
     if here.rank == 0:
-        write_json(folder / LOAD, asdict(certificate))
+        write_json(folder / LOAD, certificate)
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
     here.phase("attaching the adapter")
