@@ -34,6 +34,7 @@ from windlass.errors import RunError, UserError
 from windlass.files import read_json, read_json_lines
 from windlass.hardware import read_gpus
 from windlass.meter import LLMStepProfiler, nvml_gpu_stats, print_hw_summary
+from windlass.model.family import FAMILIES
 from windlass.observe import steps
 from windlass.observe.counters import Counters, rss_gib
 from windlass.observe.experts import ExpertBalance
@@ -215,7 +216,7 @@ def test_tokens_of_batches_without_masks_or_labels() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral4", "mixtral"])
 def test_flops_are_what_torch_counts(family: str, tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model = getattr(transformers, FAMILIES[family].causal_lm).from_pretrained(
         tiny.write(tmp_path, family, wrapper=False, quantization="none", dtype="float32", tokenizer=False),
         attn_implementation="eager",
         experts_implementation="eager",
