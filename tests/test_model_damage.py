@@ -119,11 +119,6 @@ def header(change: Callable[[list[dict[str, Any]]], Any], length: int | None = N
     return damage
 
 
-def folder_instead(folder: Path) -> None:
-    (folder / CONFIG).unlink()
-    (folder / CONFIG).mkdir()
-
-
 def shift(entries: list[dict[str, Any]], first: int, by: int) -> None:
     for entry in entries[first:]:
         entry["data_offsets"] = [offset + by for offset in entry["data_offsets"]]
@@ -154,18 +149,11 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "no weights": (remove(FILE), "has no readable weights: .*\n\nhint: it must hold model.safetensors"),
     "an adapter": (only("adapter_model.safetensors"), "it holds an adapter"),
     "publisher's": (only("consolidated-00001.safetensors", "params.json"), "only the publisher's own format"),
-    "pickled": (only("pytorch_model.bin"), r"pickled \(\*\.bin\)"),
-    "gguf": (only("model-q4.gguf"), "GGUF"),
     "shards alone": (only("model-00001-of-00002.safetensors"), "it has shards but no model.safetensors.index.json"),
     "other name": (only("weights.safetensors"), "no safetensors files by their usual name"),
     # config.json
-    "config is a folder": (folder_instead, "can't be read: Is a directory"),
     "config is no JSON": (write(CONFIG, b"{"), "config.json: it is not JSON"),
-    "config is binary": (write(CONFIG, b"\xff\x00\xfe"), "config.json: it is not JSON"),
     "config is a list": (write(CONFIG, b"[1]"), "config.json: it is JSON, but not an object"),
-    "config is empty": (write(CONFIG, b""), "config.json: it is not JSON"),
-    "config is deep": (write(CONFIG, b"[" * 100_000), "config.json: it is not JSON"),
-    "config is a number": (write(CONFIG, b'{"a": ' + b"9" * 5000 + b"}"), "config.json: it is not JSON"),
     "config says it twice": (write(CONFIG, b'{"a": 1, "a": 2}'), "not JSON: the key 'a' is there twice"),
     "config is a pointer": (write(CONFIG, b"version https://git-lfs.github.com/spec/v1"), "hint: it is a Git LFS"),
     "no model type": (outer(model_type=None), "config.json: it has no model_type"),
@@ -176,51 +164,34 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "unlike any family": (text(model_type="gpt2"), "known: mistral4, mistral, ministral3, llama"),
     "a classifier": (outer(architectures=["Mistral3ForReward"]), "architectures is 'Mistral3ForReward'"),
     "zero layers": (text(num_hidden_layers=0), "num_hidden_layers is 0"),
-    "negative": (text(hidden_size=-4), "hidden_size is -4"),
-    "a string": (text(hidden_size="64"), "hidden_size is '64'"),
     "true": (text(hidden_size=True), "hidden_size is True"),
-    "a fraction": (text(vocab_size=512.0), r"vocab_size is 512\.0"),
-    "a list": (text(vocab_size=[1] * 99), r"vocab_size is \[1, 1, 1, 1, 1, 1, \.\.\.\]"),
     "enormous": (text(num_hidden_layers=10**9), "num_hidden_layers is 1000000000\n\nhint: a whole number from 1 to"),
-    "thousands of digits": (text(vocab_size=10**4000), r"vocab_size is 10+\.\.\.0+\n"),
     "missing size": (text(kv_lora_rank=...), "kv_lora_rank is missing"),
-    "null size": (text(kv_lora_rank=None), "kv_lora_rank is null"),
     "flag": (text(attention_bias="no"), "attention_bias is 'no'\n\nhint: true or false"),
-    "tied, a string": (text(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
     "heads": (text(num_key_value_heads=3), "4 attention heads can't share 3 heads of keys and values"),
     "experts": (text(num_experts_per_tok=9), "each token visits 9 of 8 experts"),
     "other quantisation": (outer(quantization_config={"quant_method": "gptq"}), "unsupported quantisation 'gptq'"),
-    "odd quantisation": (outer(quantization_config=[]), r"unsupported quantisation \[\]"),
     "odd blocks": (
         outer(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
         r"weight_block_size is \[128, 0\]",
     ),
     # the header
     "header beyond the file": (length(10**9), r"model\.safetensors: its header is not a safetensors header"),
-    "header of 2^64": (length(2**64 - 1), "its header is not a safetensors header"),
     "header cut short": (length(40), "its header is not a safetensors header: JSONDecodeError"),
-    "few bytes": (write(FILE, b"\x05\0\0"), "its header is not a safetensors header"),
     "a pointer": (write(FILE, b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
     "not a table": (write(FILE, struct.pack("<Q", 3) + b"[1]"), "its header is not a safetensors header: TypeError"),
     "truncated": (cut, r"model\.safetensors: it is truncated: \d+ of \d+ bytes, \d+ tensors lost from '"),
     "longer": (lambda f: write(FILE, (f / FILE).read_bytes() + b"abc")(f), "the last 3 bytes belong to no tensor"),
     "overlapping": (header(partial(shift, first=1, by=-1)), r"starts at byte \d+, not \d+"),
-    "a gap": (header(partial(shift, first=1, by=2)), r"starts at byte \d+, not \d+"),
     "offsets too short": (entry(data_offsets=[0, 1]), "has 1 bytes, which is not its shape's size"),
-    "offsets backwards": (entry(data_offsets=[8, 0]), "has -8 bytes, which is not its shape's size"),
     "negative offsets": (entry(data_offsets=[-8, 0]), "has an impossible shape or offset"),
     "no offsets": (header(lambda entries: entries[0].pop("data_offsets")), "KeyError: 'data_offsets'"),
-    "three offsets": (entry(data_offsets=[0, 1, 2]), "too many values"),
-    "shape is a word": (entry(shape="ab"), "has an impossible shape or offset"),
     "shape is true": (entry(shape=[True]), "has an impossible shape or offset"),
     "unknown dtype": (entry(dtype="BF17"), "KeyError: 'BF17'"),
-    "dtype is a list": (entry(dtype=["BF16"]), "unhashable"),
     # what it holds
     "missing": (tensors(lambda t: t.pop(NORM)), r"missing weights \(1\): model.norm.weight"),
     "wrong shape": (put(NORM, ONES(32)), r"weights of another shape .* \(1\): .*\.norm\.weight is \[32\], not \[64\]"),
-    "a size that is another": (text(moe_intermediate_size=48), r"weights of another shape .* \(10\): .* and 7 more"),
     "a layer more": (text(num_hidden_layers=3), r"missing weights \(\d+\): model\.layers\.2\..* and \d+ more"),
-    "a layer less": (text(num_hidden_layers=1), r"unknown .*: language_model\.model\.layers\.1\..* and \d+ more"),
     "unknown": (put("language_model.extra", ONES(1)), r"unknown tensors.* \(1\): language_model\.extra"),
     "prefix": (
         rename("language_model.", "text_decoder."),
@@ -232,7 +203,6 @@ SINGLE: dict[str, tuple[Damage, str]] = {
         put(f"{DOWN}_scale_inv", ONES(7, 1, 1)),
         r"scales that do not fit .* \(1\): .*down_proj_scale_inv is F32 \[7, 1, 1\] for F8_E4M3 \[8, 64, 32\]",
     ),
-    "scale flattened": (put(f"{DOWN}_scale_inv", ONES(8)), "scales that do not fit their weight"),
     "scale of whole numbers": (put(f"{DOWN}_scale_inv", ONES(8, 1, 1, dtype=torch.int32)), "scale_inv is I32"),
     "scale of 16-bit weights": (put(DOWN, ONES(8, 64, 32)), r"down_proj_scale_inv is BF16 \[8, 1, 1\] for F32"),
     "whole numbers": (put(NORM, ONES(64, dtype=torch.int8)), r"unknown dtype \(1\): .*norm\.weight is I8"),
@@ -241,7 +211,6 @@ SHARDED: dict[str, tuple[Damage, str]] = {
     "shard missing": (remove(SHARD), r"names 3 files, 1 of them are missing: model-00001.*\n\nhint: the download"),
     "every shard is truncated": (cut, r"(?s)00001-of.*truncated.*00002-of.*truncated.*00003-of.*truncated"),
     "another folder": (mapped(lambda m: m.update({NORM: "../x.safetensors"})), r"not a file of this folder: \.\./x"),
-    "absolute": (mapped(lambda m: m.update({NORM: "/etc/passwd"})), "what is not a file of this folder"),
     "file is a list": (mapped(lambda m: m.update({NORM: [SHARD]})), "1 of them are missing"),
     "index of more": (mapped(lambda m: m.update({"more": SHARD})), rf"disagree .* \(1\): more in {SHARD}"),
     "index of less": (mapped(lambda m: m.pop(NORM)), rf"disagree .* \(1\): {NORM} in"),
@@ -251,8 +220,6 @@ SHARDED: dict[str, tuple[Damage, str]] = {
         rf"disagree .* \(1\): {NORM} in {SHARD}",
     ),
     "no map": (edit_json(INDEX, lambda index: index.pop("weight_map")), "it has no weight_map"),
-    "empty map": (mapped(lambda m: m.clear()), "it has no weight_map"),
-    "no JSON": (write(INDEX, b"{,}"), "it is not JSON"),
 }  # fmt: skip
 MIXTRAL: dict[str, tuple[Damage, str]] = {
     "an expert missing": (
@@ -260,7 +227,6 @@ MIXTRAL: dict[str, tuple[Damage, str]] = {
         r"missing .* \(1\): model\.layers\.0\.mlp\.experts\.5\.w3\.weight",
     ),
     "an expert too many": (put(f"{W}.8.w3.weight", ONES(32, 64)), r"unknown .* \(1\): .*experts\.8\.w3\.weight"),
-    "transposed": (put(f"{W}.1.w2.weight", ONES(32, 64)), r"experts\.1\.w2\.weight is \[32, 64\], not \[64, 32\]"),
     "all missing": (rename(".w2.", ".w4."), r"missing weights \(2\): model\.layers\.0\.mlp\.experts\.down_proj"),
 }
 CASES = [(layout, fault) for layout in ("SINGLE", "SHARDED", "MIXTRAL") for fault in globals()[layout]]
@@ -294,7 +260,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=6,
 )
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUICK
