@@ -93,7 +93,7 @@ def headers(sizes: Sizes, layers: int) -> Base:
     known = published_base(MODEL)
     assert known is not None
     text = {**known.config, **(TINY if sizes.tiny else {}), "num_hidden_layers": layers}
-    wrapped = {"model_type": "mistral3", "architectures": [known.wrapper], "text_config": text}
+    wrapped = {"model_type": "mistral3", "text_config": text}
     bare = config.describe({**wrapped, "quantization_config": known.quantization}, MODEL, known.name)
     eight = in_fp8(bare)
     return replace(bare, parameters=tuple(_stored(each, each.name in eight) for each in bare.parameters))

@@ -114,7 +114,8 @@ def test_published_models_have_their_published_size() -> None:
 def test_mistral_small_4_is_the_default_of_transformers() -> None:
     known = published_base("Mistral-Small-4-119B-2603")
     assert known is not None
-    assert known.wrapper == "Mistral3ForConditionalGeneration"
+    assert known.wrapper is not None
+    assert known.wrapper.architecture == "Mistral3ForConditionalGeneration"
     assert known.quantization is not None
     default = transformers.Mistral4Config().to_dict()
     assert {key: value for key, value in known.config.items() if default[key] != value} == {}
@@ -199,7 +200,7 @@ def test_pieces_have_the_values_that_transformers_loads(folders: dict[str, Path]
 
 def test_wrapper_scales_and_names(folders: dict[str, Path], tmp_path: Path) -> None:
     base = read_base(folders["published"])
-    assert (base.wrapper, base.family.causal_lm) == ("Mistral3ForConditionalGeneration", "Mistral4ForCausalLM")
+    assert (base.wrapper, base.family) == (WRAPPERS["mistral3"], FAMILIES["mistral4"])
     assert base.config["model_type"] == "mistral4"
     (experts,) = (p for p in base.parameters if p.name == "model.layers.1.mlp.experts.down_proj")
     assert experts.pieces[0].stored.key == "language_model.model.layers.1.mlp.experts.down_proj"

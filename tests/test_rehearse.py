@@ -28,6 +28,7 @@ from windlass.errors import UserError
 from windlass.hardware import LocalMachine
 from windlass.model import find_base, published_base, read_base
 from windlass.model.config import describe
+from windlass.model.family import WRAPPERS
 from windlass.model.published import CONFIGS
 from windlass.rehearse import Record, material, rehearse, reload, stages
 from windlass.rehearse.process import Command, make_environment, node_variables
@@ -108,7 +109,7 @@ def test_a_run_is_rehearsed_and_the_record_is_true(kept: Path, user: Path) -> No
     assert (kept / "run" / "steps-rank1.jsonl").exists()
     assert (kept / "adapter" / "adapter_model.safetensors").exists()
     assert read_base(kept / "merged").quantization is None
-    assert read_base(kept / "model").wrapper == "Mistral3ForConditionalGeneration"
+    assert read_base(kept / "model").wrapper == WRAPPERS["mistral3"]
 
     # The two run files say the same but for the keys that are listed.
     yours, here = (read(path).run.model_dump(mode="json") for path in (user, kept / "rehearsal.yaml"))

@@ -189,10 +189,6 @@ def test_dtype_bytes_and_notes() -> None:
     assert not any("bias" in note for note in own(base, bias="all").notes)
     _, base = small_base("qwen2")
     assert any(note.startswith("bias: all trains 192 biases") for note in own(base, bias="all").notes)
-    _, base = small_base("mistral4")
-    notes = own(base, r=6, target_modules=["q_a_proj", "o_proj"]).notes
-    assert "rank 6 is not low for q_a_proj: it is at least half of the matrix's smaller side" in notes
-    assert not any("for o_proj" in note for note in notes)
 
 
 # model type, settings, and the problem and hint of each error

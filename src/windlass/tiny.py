@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from windlass.model.family import FAMILIES
 
@@ -30,9 +29,7 @@ BLOCK: Final = 128  # side of the square blocks that share one scale
 
 # Weights that published FP8 checkpoints quantize: linear layers and routed experts. Routers, norms, embeddings,
 # head and the vision part stay as they are.
-QUANTIZED: Final = re.compile(
-    r"\.(?:\w+_proj(?:_with_mqa)?|w[123])\.weight$|\.experts\.(?:gate_up_proj|down_proj)$",
-)
+QUANTIZED: Final = re.compile(r"\.(?:\w+_proj(?:_with_mqa)?|w[123])\.weight$|\.experts\.(?:gate_up_proj|down_proj)$")
 NOT_QUANTIZED: Final = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_head")
 
 # Mistral's own order of special tokens; <pad> is number 11 there, as Mistral4Config has it.
@@ -146,8 +143,8 @@ def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int
         ours, theirs = next((pair for pair in NESTED if nested and key.startswith(pair[0])), ("", ""))
         return theirs + key.removeprefix(ours)
 
-    dtype = plain[0] if plain else "bfloat16"
-    _write_model(directory, base.family.causal_lm, sizes, base.wrapper, quantized, dtype, files, seed, named)
+    dtype, wrapper = plain[0] if plain else "bfloat16", base.wrapper.architecture if base.wrapper else None
+    _write_model(directory, base.family.causal_lm, sizes, wrapper, quantized, dtype, files, seed, named)
     return directory
 
 
@@ -195,12 +192,11 @@ def _write_model(
 
 def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Every stored tensor, with the scales beside those that become FP8."""
-    scheme = "block128" if quantized.get("weight_block_size") else "tensor"
     for key, weight in weights.items():
         if not QUANTIZED.search(key) or NOT_QUANTIZED.search(key):
             yield key, weight
             continue
-        code, scale = _to_fp8(weight, scheme)
+        code, scale = _to_fp8(weight, BLOCK if quantized.get("weight_block_size") else None)
         yield key, code
         yield f"{key}_scale_inv", scale
         if quantized.get("activation_scheme") == "static":
@@ -209,20 +205,18 @@ def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Itera
             yield f"{key}_activation_scale" if fused else f"{key.removesuffix('weight')}activation_scale", activation
 
 
-def _to_fp8(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    """Codes and scale with weight = code x scale: one scale a matrix, or one a block of 128 x 128."""
-    wide = weight.float()
-    rows, columns = wide.shape[-2:]
-    if scheme == "tensor":
-        scale = (wide.abs().amax((-2, -1), keepdim=wide.ndim == 3) / FP8_MAX).to(torch.bfloat16)
-        spread = scale.float()
-    else:
-        down, across = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
-        padded = wide.new_zeros(*wide.shape[:-2], down * BLOCK, across * BLOCK)
-        padded[..., :rows, :columns] = wide
-        scale = padded.view(*wide.shape[:-2], down, BLOCK, across, BLOCK).abs().amax((-3, -1)) / FP8_MAX
-        spread = scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
-    return (wide / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+def _to_fp8(weight: Tensor, side: int | None) -> tuple[Tensor, Tensor]:
+    """Codes and scale with weight = code x scale: one scale a block of so many rows and columns, or one a matrix."""
+    *outer, rows, columns = weight.shape
+    high, wide = side or rows, side or columns
+    padded = nn.functional.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
+    blocks = padded.view(*outer, padded.shape[-2] // high, high, -1, wide)
+    scale = blocks.abs().amax((-3, -1)) / FP8_MAX
+    if side is None:
+        scale = scale.to(torch.bfloat16)
+    codes = (blocks / scale.float()[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    scale = scale if side or outer else scale.view(())
+    return codes.view(padded.shape)[..., :rows, :columns].contiguous(), scale
 
 
 def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:

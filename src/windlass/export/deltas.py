@@ -19,7 +19,7 @@ from torch import Tensor
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.source import CONFIG, Source
 from windlass.model import Base, Parameter, Stored
-from windlass.model.family import FUSED, WRAPPERS
+from windlass.model.family import FUSED
 from windlass.model.files import read_header, some
 from windlass.train.reading import DTYPES, Files, whole
 
@@ -124,8 +124,7 @@ def read_deltas(source: Source, base: Base) -> Deltas:
     require_supported(source.config, str(source.folder / CONFIG))
     stored = read_header(source.weights)
     parameters = {parameter.name: parameter for parameter in base.parameters}
-    wrapper = next((w for w in WRAPPERS.values() if w.architecture == base.wrapper), None)
-    prefixes = [ours for ours, theirs in wrapper.prefixes if theirs == "model."] if wrapper else []
+    prefixes = [ours for ours, theirs in base.wrapper.prefixes if theirs == "model."] if base.wrapper else []
 
     def rename(key: str) -> str:
         """A name in PEFT's file as the language model's: the adapter may have been trained inside the wrapper."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.config import describe
-from windlass.model.family import TIED, UNREAD, VISION, WRAPPERS
+from windlass.model.family import TIED, UNREAD, VISION
 from windlass.model.files import CONFIG, list_names, read_table, read_tensors, some
 from windlass.model.parameters import Base, Parameter, Piece, Stored
 from windlass.model.published import CONFIGS
@@ -89,8 +89,7 @@ def read_base(path: Path) -> Base:
 
 def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored], where: str) -> Base:
     """The model with a stored tensor for every piece of every parameter, and a reason for every other tensor."""
-    wrapper = WRAPPERS[str(config["model_type"])] if base.wrapper else None
-    prefixes = wrapper.prefixes if wrapper else (("", ""),)
+    prefixes = base.wrapper.prefixes if base.wrapper else (("", ""),)
     named: dict[str, Stored] = {}  # by the language model's own names
     for key, tensor in stored.items():
         prefix = next((pair for pair in prefixes if key.startswith(pair[0])), None)
@@ -102,7 +101,7 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
         named.setdefault(name, tensor)  # a second spelling of the same name stays unused, and is reported
 
     notes = []
-    if wrapper and config.get("tie_word_embeddings") is True and HEAD not in named:
+    if base.wrapper and config.get("tie_word_embeddings") is True and HEAD not in named:
         untied = [parameter for parameter in base.parameters if parameter.name != HEAD]
         if len(untied) < len(base.parameters):
             notes.append("the head is the embedding: config.json's outer part ties them, and no head is stored")
@@ -134,7 +133,7 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
             pieces.append(Piece(tensor, offset, scale))
         parameters.append(replace(parameter, pieces=tuple(pieces)))
 
-    reasons = {**UNREAD, **({wrapper.skipped: VISION} if wrapper else {})}
+    reasons = {**UNREAD, **({base.wrapper.skipped: VISION} if base.wrapper else {})}
     unread: dict[Stored, str] = {}
     for key, tensor in stored.items():
         if key in used:

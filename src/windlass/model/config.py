@@ -80,7 +80,7 @@ def describe(config: Mapping[str, Any], where: str, name: str = "") -> Base:
         config=dict(text),
         dims=dims,
         parameters=tuple(_list_parameters(family, dims, routed, tied is True)),
-        wrapper=wrapper.architecture if wrapper else None,
+        wrapper=wrapper,
         quantization=quantization,
     )
 

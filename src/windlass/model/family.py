@@ -252,13 +252,7 @@ _FAMILIES = (
         },
     ),
     _family("qwen2", "Qwen2", "4.37", {**_DENSE, "qkv_bias": Size((), 1)}),
-    _family(
-        "qwen3",
-        "Qwen3",
-        "4.51",
-        {**_DENSE, **_BIASED, **_HEAD_DIM_128},
-        weights=(*_DENSE_WEIGHTS, *_HEAD_NORMS),
-    ),
+    _family("qwen3", "Qwen3", "4.51", {**_DENSE, **_BIASED, **_HEAD_DIM_128}, weights=(*_DENSE_WEIGHTS, *_HEAD_NORMS)),
     _family(
         "mixtral",
         "Mixtral",

@@ -8,14 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from windlass.model.family import Family
+from windlass.model.family import Family, Wrapper
 
 BLOCK: Final = (128, 128)  # if config.json gives none: the block of every published block-scaled FP8 model
-
-
-def block_of(quantization: Mapping[str, Any] | None) -> Sequence[int]:
-    """Rows and columns that share a scale, in FP8 weights with a scale for each block."""
-    return (quantization or {}).get("weight_block_size") or BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +67,15 @@ class Base:
     config: dict[str, Any]  # the text model's config.json
     dims: dict[str, int]  # the sizes that shapes and costs are made of (documented in family.py)
     parameters: tuple[Parameter, ...]
-    wrapper: str | None = None  # architecture of the multimodal wrapper around it, if any
+    wrapper: Wrapper | None = None  # the multimodal model around it, if any
     unread: Mapping[Stored, str] = field(default_factory=dict)  # what the language model does not need, and why
     quantization: dict[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
     def block(self) -> Sequence[int]:
-        return block_of(self.quantization)
+        """Rows and columns that share a scale, in FP8 weights with a scale for each block."""
+        return (self.quantization or {}).get("weight_block_size") or BLOCK
 
     @property
     def total(self) -> int:

@@ -202,13 +202,7 @@ def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) 
         yield "rank by part: " + ", ".join(f"{part} {r}" for part, r in ranks.items())
     if isinstance(lora.target_modules, str) and any(_out_of_reach(p, base) for p in base.parameters):
         yield "the feed-forward of dense layers is not adapted: PEFT takes its names for those of routed experts"
-    # From half of a matrix's smaller side on, an adapter has as many parameters as the matrix.
-    shapes = {p.name.removesuffix(".weight"): p.shape for p in base.parameters}
-    ranks_of = {module: target.r for target in targets for module in target.modules}
-    too_high = {m.rpartition(".")[2]: r for m, r in ranks_of.items() if 2 * r >= min(shapes[m][-2:])}
-    for leaf, r in too_high.items():
-        yield f"rank {r} is not low for {leaf}: it is at least half of the matrix's smaller side"
-    if any(module.endswith(".kv_b_proj") for module in ranks_of):
+    if any(module.endswith(".kv_b_proj") for target in targets for module in target.modules):
         yield (
             "kv_b_proj: vLLM does not apply an adapter on it when serving latent attention unmerged "
             "(vllm-project/vllm#48974); merge the adapter before serving"

@@ -129,7 +129,7 @@ class Plan:
                 "name": base.name,
                 "path": str(base.path) if base.path else None,
                 "class": base.family.causal_lm,
-                "wrapper": base.wrapper,
+                "wrapper": base.wrapper.architecture if base.wrapper else None,
             },
             "parameters": {"total": self.total, "by_part": dict(self.by_part), "disk_bytes": self.disk_bytes},
             "adapter": {

@@ -60,7 +60,7 @@ def main(request: Path) -> None:
         "parameters": replica.total,
         "yours": base.total,
         "class": replica.family.causal_lm,
-        "wrapper": replica.wrapper,
+        "wrapper": replica.wrapper.architecture if replica.wrapper else None,
         "quantization": (replica.quantization or {}).get("quant_method"),
         "sizes": {name: [base.dims[name], replica.dims[name]] for name in COMPARED if name in replica.dims},
     }

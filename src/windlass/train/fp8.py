@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,27 +106,11 @@ def by_torch(codes: Tensor, scale: Tensor, fp8: Fp8Format, dtype: torch.dtype, o
     read = codes.view(fp8.codes)
     # A CPU multiplies 16 bits by way of float32 copies anyway.
     values = decode(read) if codes.device.type == "cpu" else read.to(dtype, memory_format=torch.contiguous_format)
-    columns = list(_blocks(origin[1], codes.shape[-1], fp8.block[1]))
-    for down, i, rows_of_scale in _blocks(origin[0], codes.shape[-2], fp8.block[0]):
-        for across, j, columns_of_scale in columns:
-            part = values[..., down, across]
-            blocks = part.unflatten(-1, (j, -1)).unflatten(-3, (i, -1))  # type: ignore[no-untyped-call]
-            blocks.mul_(scale[..., rows_of_scale, None, columns_of_scale, None])
+    top, rows, side = origin[0], codes.shape[-2], fp8.block[0]
+    columns = torch.arange(origin[1], origin[1] + codes.shape[-1], device=codes.device) // fp8.block[1]
+    for i in range(top // side, math.ceil((top + rows) / side)):
+        values[..., max(0, i * side - top) : (i + 1) * side - top, :].mul_(scale[..., i, :][..., None, columns])
     return values.to(dtype)
-
-
-def _blocks(first: int, size: int, side: int) -> Iterator[tuple[slice, int, slice]]:
-    """A stretch from `first` on, cut into runs of equal blocks: where in the stretch, how many, and their scales.
-
-    At most three: the rest of a block, complete blocks, the beginning of one.
-    """
-    done = 0
-    while done < size:
-        block, inside = divmod(first + done, side)
-        count = (size - done) // side if inside == 0 else 0
-        length = count * side or min(side - inside, size - done)
-        yield slice(done, done + length), max(count, 1), slice(block, block + max(count, 1))
-        done += length
 
 
 # --- a model whose parameters are in FP8 ---

@@ -47,11 +47,7 @@ FAULTY = "nothing was trained; the files changed while they were read, or a node
 
 
 def load(
-    base: Base,
-    layout: Layout,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    attn_implementation: str = "sdpa",
+    base: Base, layout: Layout, *, dtype: torch.dtype = torch.bfloat16, attn_implementation: str = "sdpa"
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
     """The causal language model of `base`, sharded as `layout` says and filled, with its certificate (load.json).
 
