@@ -213,15 +213,20 @@ def bounded(root: Path, base_dtype: str) -> None:
 # --- faults ---
 
 
-def found_wrong(
-    root: Path, spoil: Callable[[dict[str, Tensor], dict[str, fp8.Fp8Weight]], None], layout: Layout
-) -> str:
-    """What the certificate reports of a model that is spoilt after loading; the same on every rank."""
-    base = read_base(root / "published")
-    model, _ = load(base, layout)
+def spoilt(root: Path, what: str, base_dtype: str, layout: str, named: str) -> None:
+    """The certificate's finding on every rank: of parts that ranks have swapped, or one rank's wrong by a little."""
+    base, number = read_base(root / "published"), dist.get_rank()
+    model, _ = load(base, replace(layouts()[layout], base_dtype=base_dtype))
     targets, in_fp8 = unique_tensors(model), fp8.fp8_weights(model)
-    spoil(targets, in_fp8)
-    return refused(lambda: raise_together(certificate.check(targets, base, dist.get_rank(), in_fp8)[0], "check", ""))
+    mine = in_fp8[VICTIM].scale if "scales" in what else own_part(targets[VICTIM])[0]
+    if "swapped" in what:
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine.contiguous())
+        mine.copy_(parts[(number + 1) % len(parts)])
+    elif number == 1:
+        mine.mul_(1.0078125)  # one unit in BF16's last place
+    found = refused(lambda: raise_together(certificate.check(targets, base, number, in_fp8)[0], "check", ""))
+    assert named in found
 
 
 def refused(act: Callable[[], Any]) -> str:
@@ -230,44 +235,6 @@ def refused(act: Callable[[], Any]) -> str:
     except UserError as error:
         return str(error)
     raise AssertionError("nothing was refused")
-
-
-def next_ranks(mine: Tensor) -> None:
-    """This rank's part of a tensor is replaced by the next rank's."""
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine.contiguous())
-    mine.copy_(parts[(dist.get_rank() + 1) % len(parts)])
-
-
-def swapped(root: Path, base_dtype: str, layout: str, what: str) -> None:
-    """Ranks have each other's part of one tensor."""
-
-    def spoil(targets: dict[str, Tensor], in_fp8: dict[str, fp8.Fp8Weight]) -> None:
-        next_ranks(in_fp8[VICTIM].scale if what == "scales" else own_part(targets[VICTIM])[0])
-
-    assert f"{VICTIM} " in found_wrong(root, spoil, replace(layouts()[layout], base_dtype=base_dtype))
-
-
-def one_rank_wrong(root: Path) -> None:
-    """One rank's part of one tensor is off by a little: all ranks have to stop."""
-
-    def spoil(targets: dict[str, Tensor], _: dict[str, fp8.Fp8Weight]) -> None:
-        if dist.get_rank() == 1:
-            own_part(targets["model.layers.0.self_attn.o_proj.weight"])[0].mul_(
-                1.0078125
-            )  # one unit in BF16's last place
-
-    found = found_wrong(root, spoil, layouts()["full-shard"])
-    assert "model.layers.0.self_attn.o_proj.weight is not what" in found
-    assert "(rank 1)" in found
-
-
-def one_scale_wrong(root: Path) -> None:
-    def spoil(_: dict[str, Tensor], in_fp8: dict[str, fp8.Fp8Weight]) -> None:
-        in_fp8[VICTIM].scale[-1] *= 1.0 if dist.get_rank() else 1.0078125
-
-    found = found_wrong(root, spoil, replace(layouts()["full-shard"], base_dtype="fp8"))
-    assert f"the scales of {VICTIM} are not what" in found
 
 
 def unsharded(root: Path) -> None:
@@ -369,10 +336,16 @@ def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name} under {which}", partial(case, layout)
                 if name == "published" or (ranks == 2 and name in IN_FP8):
                     yield f"{name} in FP8 under {which}", partial(case, replace(layout, base_dtype="fp8"))
-    for what in (("bf16", "full-shard", "codes"), ("fp8", "full-shard", "codes"), ("fp8", "expert-parallel", "codes")):
-        yield f"swapped {what}", partial(swapped, root, *what)
-    yield "swapped scales", partial(swapped, root, "fp8", "expert-parallel", "scales")
-    for fault in (one_rank_wrong, one_scale_wrong, unsharded, other_ranks, kept_gathered):
+    for what, base_dtype, split, named in (
+        ("swapped parts", "bf16", "full-shard", f"{VICTIM} is not what"),
+        ("swapped parts", "fp8", "full-shard", f"{VICTIM} is not what"),
+        ("swapped parts", "fp8", "expert-parallel", f"{VICTIM} is not what"),
+        ("swapped scales", "fp8", "expert-parallel", VICTIM),
+        ("one rank's part", "bf16", "full-shard", "(rank 1)"),
+        ("one rank's scales", "fp8", "full-shard", f"{VICTIM} is not what"),
+    ):
+        yield f"{what} {base_dtype} {split}", partial(spoilt, root, what, base_dtype, split, named)
+    for fault in (unsharded, other_ranks, kept_gathered):
         yield fault.__name__, partial(fault, root)
     for name, how in (
         ("published", {"layout": "resident", "count": 20}),
