@@ -292,7 +292,7 @@ def test_known_models_are_found_without_weights_and_unknown_ones_refused() -> No
         ("~no-such-user-here/x", "can't be opened"),
         ("a" * 5000, "can't be opened"),
         ("a\0b", "no published model of that name"),
-        (__file__, "is a file, not a folder"),
+        (__file__, "the folder can't be read: Not a directory"),
     ):
         with pytest.raises(UserError, match=message) as error:
             find_base(name, where)

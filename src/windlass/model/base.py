@@ -39,28 +39,21 @@ HINTS: Final = {
 
 def find_base(model_name_or_path: str, where: str) -> Base:
     """The model in a folder; if there is no such folder, a known model's published config."""
-    shown = repr(model_name_or_path if len(model_name_or_path) <= 120 else f"{model_name_or_path[:120]}…")
+    shown = repr(model_name_or_path[:120])
     try:
         path = Path(model_name_or_path).expanduser()
-        is_folder, exists = path.is_dir(), path.exists()
+        if path.exists():
+            return read_base(path)
     except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{shown} can't be opened: {why}", where, "name a model folder") from None
-    if is_folder:
-        return read_base(path)
-    if exists:
-        hint = f"name the folder that holds {CONFIG} and the safetensors files"
-        raise UserError(f"{shown} is a file, not a folder", where, hint)
     base = published_base(path.name)
     if base is None:
         names = {key.lower(): key for key in CONFIGS}
         close = difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)
         known = f"nearest known: {', '.join(names[key] for key in close)}" if close else f"known: {', '.join(CONFIGS)}"
-        raise UserError(
-            f"no folder {shown}, and no published model of that name is known",
-            where,
-            f"name the folder that holds the model, or a model that windlass can plan without weights; {known}",
-        )
+        hint = f"name the folder that holds the model, or a model that windlass can plan without weights; {known}"
+        raise UserError(f"no folder {shown}, and no published model of that name is known", where, hint)
     note = (
         f"no weights at {model_name_or_path[:200]}: planned from the published config of {base.name}; "
         "check and train will refuse this path"

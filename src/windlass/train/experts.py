@@ -117,7 +117,7 @@ class _LowRank(torch.autograd.Function):
         scaling: float,
     ) -> Tensor:
         # A CPU takes narrow matrices of 16 bits at a fifth of the speed of 32 bits.
-        down, up = stacked(a, b, len(ends), base.dtype if base.is_cuda else torch.float32)
+        down, up = stack_by_expert(a, b, len(ends), base.dtype if base.is_cuda else torch.float32)
         narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=ends).mul_(scaling)
         base.add_(grouped_mm(narrow, up, offs=ends))
         ctx.mark_dirty(base)
@@ -129,7 +129,7 @@ class _LowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         source, ends, a, b, narrow = ctx.saved_tensors
-        down, up = stacked(a, b, len(ends), narrow.dtype)
+        down, up = stack_by_expert(a, b, len(ends), narrow.dtype)
         sent = gradient.to(narrow.dtype).contiguous()
         through = grouped_mm(sent, up.transpose(1, 2), offs=ends).mul_(ctx.scaling)
         for_x = grouped_mm(through, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
@@ -142,13 +142,13 @@ class _LowRank(torch.autograd.Function):
             for_b.masked_fill_(without, 0)
         r = b.shape[1] // len(ends)
         for_a = pack_experts(".lora_A.", for_a[:, :r]).to(a.dtype)
-        # In two turns, of whole rows and of one matrix: see `stacked`.
+        # In two turns, of whole rows and of one matrix: see `stack_by_expert`.
         rows = for_b[:, :r].transpose(0, 1).to(b.dtype).contiguous()
         for_b = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
         return gradient, for_x, None, None, None, for_a, for_b, None
 
 
-def stacked(a: Tensor, b: Tensor, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def stack_by_expert(a: Tensor, b: Tensor, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A [experts, r, in] and B [experts, r, out], r filled up with zeros to what grouped kernels take."""
     # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number alone.
     turned = b.t().contiguous().t()
