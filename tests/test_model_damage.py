@@ -86,22 +86,12 @@ def write(name: str, content: bytes) -> Damage:
 
 
 def remove(*names: str) -> Damage:
-    def damage(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return damage
+    return lambda folder: [(folder / name).unlink() for name in names]
 
 
 def only(*names: str) -> Damage:
     """config.json, and something else than weights."""
-
-    def damage(folder: Path) -> None:
-        (folder / FILE).unlink()
-        for name in names:
-            (folder / name).write_bytes(b"")
-
-    return damage
+    return lambda folder: [(folder / FILE).unlink(), *((folder / name).touch() for name in names)]
 
 
 def header(change: Callable[[list[dict[str, Any]]], Any], length: int | None = None) -> Damage:
