@@ -85,13 +85,16 @@ def write(name: str, content: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-def remove(*names: str) -> Damage:
-    return lambda folder: [(folder / name).unlink() for name in names]
+def remove(*names: str, instead: str = "") -> Damage:
+    """Without these files, or with an empty one instead."""
 
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+        if instead:
+            (folder / instead).touch()
 
-def only(*names: str) -> Damage:
-    """config.json, and something else than weights."""
-    return lambda folder: [(folder / FILE).unlink(), *((folder / name).touch() for name in names)]
+    return damage
 
 
 def header(change: Callable[[list[dict[str, Any]]], Any], length: int | None = None) -> Damage:
@@ -137,10 +140,10 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "no config": (remove(CONFIG), "the model folder has no config.json"),
     "empty": (remove(CONFIG, FILE), "has no config.json.*\n\nhint: the folder is empty: is its volume mounted"),
     "no weights": (remove(FILE), "has no readable weights: .*\n\nhint: it must hold model.safetensors"),
-    "an adapter": (only("adapter_model.safetensors"), "it holds an adapter"),
-    "publisher's": (only("consolidated-00001.safetensors", "params.json"), "only the publisher's own format"),
-    "shards alone": (only("model-00001-of-00002.safetensors"), "it has shards but no model.safetensors.index.json"),
-    "other name": (only("weights.safetensors"), "no safetensors files by their usual name"),
+    "an adapter": (remove(FILE, instead="adapter_model.safetensors"), "it holds an adapter"),
+    "publisher's": (remove(FILE, instead="consolidated-00001.safetensors"), "only the publisher's own format"),
+    "shards alone": (remove(FILE, instead="model-00001-of-00002.safetensors"), "it has shards but no model.safetensors.index.json"),
+    "other name": (remove(FILE, instead="weights.safetensors"), "no safetensors files by their usual name"),
     # config.json
     "config is no JSON": (write(CONFIG, b"{"), "config.json: it is not JSON"),
     "config is a list": (write(CONFIG, b"[1]"), "config.json: it is JSON, but not an object"),
