@@ -142,7 +142,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "no weights": (remove(FILE), "has no readable weights: .*\n\nhint: it must hold model.safetensors"),
     "an adapter": (remove(FILE, instead="adapter_model.safetensors"), "it holds an adapter"),
     "publisher's": (remove(FILE, instead="consolidated-00001.safetensors"), "only the publisher's own format"),
-    "shards alone": (remove(FILE, instead="model-00001-of-00002.safetensors"), "it has shards but no model.safetensors.index.json"),
+    "shards alone": (remove(FILE, instead="model-00001-of-00002.safetensors"), "it has shards but no model.safet"),
     "other name": (remove(FILE, instead="weights.safetensors"), "no safetensors files by their usual name"),
     # config.json
     "config is no JSON": (write(CONFIG, b"{"), "config.json: it is not JSON"),
