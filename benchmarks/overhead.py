@@ -96,7 +96,7 @@ class Bench:
     def _windlass(self) -> tuple[Callable[[], None], Any, str]:
         from rich.console import Console
 
-        from windlass.observe.report.background import BackgroundReport
+        from windlass.observe.background import BackgroundReport
         from windlass.train.rank import Rank, StopSignal
         from windlass.train.run import make_loop
 

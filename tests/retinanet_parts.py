@@ -22,14 +22,11 @@ from windlass.files import read_json_lines
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "retinanet"))
 
-import detector
 import images
 import openimages
 import retinanet_train_factory as factory
 import synthetic
 from ranks import Place, meet
-from torchvision.models.detection import RetinaNet, retinanet_resnet50_fpn
-from torchvision.ops import FrozenBatchNorm2d
 
 SIZE = 64
 CLASSES = len(synthetic.SHAPES)
@@ -165,16 +162,6 @@ def test_missing_and_ambiguous_tables_are_errors(drawn: Path) -> None:
         openimages.source(drawn / "nowhere", drawn, "train", None)
 
 
-def test_images_in_one_folder_belong_to_the_part_that_annotates_them(drawn: Path) -> None:
-    for part in ("train", "validation"):
-        (drawn / f"{part}-images-boxable.csv").unlink()
-        for path in (drawn / "images" / part).iterdir():
-            path.rename(drawn / "images" / path.name)
-        (drawn / "images" / part).rmdir()
-        annotated = {row[0] for row in rows(drawn / f"{part}-annotations-bbox.csv")[1:]}
-        assert {Path(path).stem for path in openimages.check(origin(drawn, part)).paths} == annotated
-
-
 def test_the_cache_is_used_while_nothing_changes(drawn: Path) -> None:
     first = openimages.prepare(origin(drawn, limit=10), drawn)
     stamp = first.stat().st_mtime_ns
@@ -224,67 +211,6 @@ def test_an_image_that_broke_after_the_check_is_named(drawn: Path) -> None:
     with pytest.raises(RunError, match=r"it was sound when the cache was made") as caught:
         data[0, 0]
     assert caught.value.problems[0].where == str(path)
-
-
-# The model.
-
-
-@pytest.fixture(scope="module")
-def fresh() -> RetinaNet:
-    torch.manual_seed(0)
-    return detector.build(CLASSES, SIZE, None)[0]
-
-
-def test_the_coco_files_layout_is_taken_but_for_the_head(tmp_path: Path) -> None:
-    """Frozen batch norms without counters, names of the head's first version, 91 classes."""
-    coco = retinanet_resnet50_fpn(weights=None, weights_backbone=None).state_dict()
-    published: dict[str, Tensor] = {}
-    for name, value in coco.items():
-        head, middle, tail = name.partition(".conv.")
-        if head in ("head.classification_head", "head.regression_head") and middle:
-            number, _, last = tail.split(".")
-            name = f"{head}.conv.{2 * int(number)}.{last}"
-        if not name.endswith("num_batches_tracked"):
-            published[name] = value + 0.5 if name.endswith("running_mean") else value
-    torch.save(published, tmp_path / "coco.pth")
-    model, words = detector.build(CLASSES, SIZE, tmp_path / "coco.pth")
-    state = model.state_dict()
-    for name, value in coco.items():
-        if name in state and not name.startswith(detector.HEAD):
-            assert state[name].equal(value + 0.5 if name.endswith("running_mean") else value), name
-    assert state[f"{detector.HEAD}cls_logits.weight"].shape[0] == 9 * CLASSES
-    assert not state[f"{detector.HEAD}conv.0.0.weight"].equal(coco[f"{detector.HEAD}conv.0.0.weight"])
-    said = "the classification head is fresh: the file is for 91 classes, this data has 3; all else is from the file"
-    assert said in words
-    norms = [module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)]
-    assert len(norms) == 53
-    assert {module.eps for module in norms} == {0.0}
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert frozen
-    assert all(name.startswith(("backbone.body.conv1", "backbone.body.layer1")) for name in frozen)
-
-
-class Code:
-    def __reduce__(self) -> Any:
-        return os.system, ("true",)
-
-
-def test_files_that_do_not_fit_are_errors(fresh: RetinaNet, tmp_path: Path) -> None:
-    state, path = fresh.state_dict(), tmp_path / "model.pth"
-    faults: dict[str, Any] = {
-        "lacks backbone.body.conv1.weight": {k: v for k, v in state.items() if k != "backbone.body.conv1.weight"},
-        "has what no RetinaNet has: roi_heads.weight": state | {"roi_heads.weight": torch.zeros(1)},
-        "size mismatch for backbone.body.conv1.weight": state | {"backbone.body.conv1.weight": torch.zeros(2)},
-        "lacks head.classification_head": {k: v for k, v in state.items() if not k.startswith(detector.HEAD)},
-        "is not a state dict": {"model": {"a": torch.zeros(1)}},
-        "cannot be read: Weights only load failed": Code(),
-    }
-    for problem, content in faults.items():
-        torch.save(content, path)
-        with pytest.raises(UserError, match=problem):
-            detector.build(CLASSES, SIZE, path)
-    with pytest.raises(UserError, match=r"cannot be read: .*No such file"):
-        detector.build(CLASSES, SIZE, tmp_path / "nowhere.pth")
 
 
 # The loop.

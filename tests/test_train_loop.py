@@ -19,7 +19,7 @@ from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.errors import UserError
 from windlass.files import read_json
-from windlass.observe.report.background import BackgroundReport
+from windlass.observe.background import BackgroundReport
 from windlass.train import checkpoint, resume, run
 from windlass.train.checkpoint import Snapshot
 from windlass.train.load import load

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from windlass import run_folder
 from windlass.errors import UserError
 from windlass.observe import steps
+from windlass.observe.background import BackgroundReport
 from windlass.observe.flops import Rates
 from windlass.observe.recorder import PAUSE, Recorder, mean_loss
-from windlass.observe.report.background import BackgroundReport
 from windlass.observe.watch.heartbeat import Heartbeat
 from windlass.observe.watch.run import script_heartbeat
 

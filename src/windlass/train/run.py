@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import commit_dir, write_json
+from windlass.observe.background import BackgroundReport
 from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
-from windlass.observe.report.background import BackgroundReport
 from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
 from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, STOPPED, update_manifest

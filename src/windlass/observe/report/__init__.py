@@ -1,23 +1,51 @@
-"""Run folders -> report.json and report.html. Reads files alone: no torch, from any machine that sees the folder."""
+"""Run folders -> report.json and report.html. Reads files alone: no torch, from any machine that sees the folder.
+
+The page is one file with nothing to fetch, readable without scripts; scripts only draw the curves.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.resources
 import json
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+from jinja2 import ChainableUndefined, Environment, PackageLoader, Template
+from markupsafe import Markup
+
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_atomic
-from windlass.observe.report.charts import charts, points
-from windlass.observe.report.facts import Facts, facts
+from windlass.observe.reader import ask, listed
+from windlass.observe.report import format as formats
+from windlass.observe.report.charts import PHASES, charts, compared, comparison, points
+from windlass.observe.report.facts import Facts, facts, peak_gib
 from windlass.observe.report.read import read
+from windlass.observe.watch.detectors import BY_KIND
 
 SCHEMA: Final = 1  # raised when a key changes its meaning or goes; new keys may come at any time
+ASSETS: Final = importlib.resources.files("windlass.observe.report") / "assets"
+MAX_MARKS: Final = 200  # alarms that are drawn on the time axis
+# Control characters, and those that turn the direction of writing.
+HIDDEN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+IN_SCRIPT: Final = re.compile(f"[<>&\u2028\u2029]|{HIDDEN.pattern}")
+FILTERS: Final[dict[str, Any]] = {
+    **{name: vars(formats)[name] for name in ("figure", "percent", "count", "duration", "count_of")},
+    "ask": ask,
+    "listed": listed,
+    "fields": lambda value: list(value.items()) if isinstance(value, dict) else [],
+    "yaml": lambda value: str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +62,6 @@ class Report:
 
 def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     """Write the report of one run into its folder, of several into `out` or the current directory."""
-    from windlass.observe.report.page import page  # its template engine is of no use to the terminal
-
     if not run_dirs:
         raise UserError("no run folder was named", "windlass report", "windlass report RUN_DIR")
     made: list[Facts] = []
@@ -66,3 +92,62 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+
+
+def _visible(value: Any) -> Any:
+    """No control characters, which hide or reorder what is read; nothing for None."""
+    if isinstance(value, Markup):
+        return value
+    return "" if value is None else HIDDEN.sub("\N{REPLACEMENT CHARACTER}", str(value))
+
+
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("windlass.observe.report", "assets"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=ChainableUndefined,  # files may lack anything
+        finalize=_visible,
+    )
+    environment.filters |= FILTERS
+    return environment.get_template("page.html.j2")
+
+
+TEMPLATE: Final = _template()
+
+
+def page(runs: Sequence[Facts]) -> str:
+    """The document for one run, or for several with a comparison on top."""
+    overlays = compared(runs) if len(runs) > 1 else []
+    data: dict[str, Any] = {"charts": {f"all-{chart['id']}": chart for chart in overlays}, "marks": {}}
+    for i, run in enumerate(runs):
+        data["charts"] |= {f"r{i}-{chart['id']}": chart for chart in run["charts"]}
+        # Only whole steps: the page computes with them.
+        alarms = [alarm for alarm in run["alarms"] if isinstance(alarm.get("step"), int)][:MAX_MARKS]
+        data["marks"][f"r{i}-"] = [{"step": each["step"], "kind": str(each.get("kind", ""))[:80]} for each in alarms]
+    # JSON that can stand inside <script>: no tag can begin in it, and nothing hides in it.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    island = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    scripts = [_asset("uplot.min.js"), _asset("page.js")]
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    return TEMPLATE.render(
+        runs=runs,
+        overlays=overlays,
+        figures=comparison(runs),
+        data=Markup(island),
+        style=Markup(_asset("uplot.min.css") + _asset("page.css")),
+        scripts=[Markup(script) for script in scripts],
+        # Only these two scripts may run, whatever the data says; nothing may be fetched at all.
+        allowed=" ".join(f"'sha256-{digest}'" for digest in digests),
+        version=__version__,
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        phases=PHASES,
+        hints={kind: detector.hint for kind, detector in BY_KIND.items()},
+        peak_gib=peak_gib,
+        NONE=formats.NONE,
+    )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8").strip()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any, Final
 
 from windlass.observe import steps
 from windlass.observe.reader import NAN, ask, listed, number
 from windlass.observe.report.facts import Facts, peak_gib
 from windlass.observe.report.format import NONE, duration, figure, percent
-from windlass.observe.report.read import Run, every, short, thin
+from windlass.observe.report.read import Run, Series, every, short, thin
 
 SMOOTHED: Final = 160  # steps from which a smoothed loss is worth a curve
 POINTS: Final = 480  # of one curve: every second pixel of a wide chart; the rest is in the band around it
@@ -36,17 +37,17 @@ def charts(run: Run) -> list[Chart]:
     first, x = run.first, [int(run.first["step"][end - 1]) for end in run.cuts[1:] if run.first.length]
 
     def curve(label: str, values: Sequence[float], *, band: bool = True) -> list[Curve]:
-        return _curve(label, *thin(values, run.cuts), band=band) if len(values) else []
+        return _curve(label, thin(values, run.cuts), band=band) if len(values) else []
 
     def across(name: str, label: str, scale: float = 1) -> list[Curve]:
         """The mean over the ranks, and around it the least and the most of them."""
         series = [rank.curves[name] for rank in run.ranks.values() if name in rank.curves]
-        ways: tuple[Callable[[list[float]], float], ...] = (lambda values: sum(values) / len(values), min, max)
-        found = []
-        for part, way in enumerate(ways):
+
+        def combined(part: int, way: Callable[[list[float]], float]) -> list[float | None]:
             stretches = [[v for v in each if v is not None] for each in zip(*(s[part] for s in series), strict=True)]
-            found.append([short(scale * way(values)) if values else None for values in stretches])
-        return _curve(label, *found)
+            return [short(scale * way(values)) if values else None for values in stretches]
+
+        return _curve(label, (combined(0, fmean), combined(1, min), combined(2, max)))
 
     memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
     made: list[tuple[str, str, str, list[Curve]]] = [
@@ -79,16 +80,10 @@ def charts(run: Run) -> list[Chart]:
     ]
 
 
-def _curve(
-    label: str,
-    values: list[float | None],
-    least: list[float | None],
-    most: list[float | None],
-    *,
-    band: bool = True,
-) -> list[Curve]:
-    curve: Curve = {"label": label, "values": values}
-    return [{**curve, "least": least, "most": most} if band and least != most else curve]
+def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
+    values, least, most = series
+    bounds = {"least": least, "most": most} if band and least != most else {}
+    return [{"label": label, "values": values, **bounds}]
 
 
 def _losses(run: Run, curve: Callable[..., list[Curve]]) -> list[Curve]:

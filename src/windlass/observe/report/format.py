@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
+
+from windlass.observe.reader import number
 
 NONE: Final = "–"
 SPACE: Final = "\N{NO-BREAK SPACE}"
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return number(value) == number(value)
 
 
 def figure(value: Any, unit: str = "", digits: int = 3) -> str:
@@ -54,5 +55,5 @@ def duration(seconds: Any) -> str:
     return f"{int(minutes // 60):,}{SPACE}h {int(minutes % 60):02d}"
 
 
-def count_of(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def count_of(how_many: int, noun: str) -> str:
+    return f"{how_many:,} {noun}{'' if how_many == 1 else 's'}"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from windlass import run_folder
@@ -173,7 +174,7 @@ def edges(length: int, points: int) -> list[int]:
 def thin(values: Sequence[float], cuts: Sequence[int]) -> Series:
     """Few points that still show every spike: each is a stretch's mean, with its least and most."""
     stretches = [known(values[start:end]) for start, end in itertools.pairwise(cuts)]
-    ways: tuple[Any, ...] = (lambda stretch: math.fsum(stretch) / len(stretch), min, max)
+    ways: tuple[Any, ...] = (fmean, min, max)
     middle, least, most = ([short(way(stretch)) if stretch else None for stretch in stretches] for way in ways)
     return middle, least, most
 

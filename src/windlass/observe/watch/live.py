@@ -44,8 +44,7 @@ class View:
             what = "holds no run" if folder.is_dir() else "is not a folder" if folder.exists() else "is not there"
             raise UserError(what, str(folder), "give a run folder: the output_dir of a run")
         self.folder = folder
-        self.ranks = self._count_ranks() or len(found) or 1
-        self.joined = JoinedSteps(folder, self.ranks)
+        self.joined = JoinedSteps(folder, 0)
         self.alarm_lines, self.event_lines = Tail(folder / run_folder.ALARMS), Tail(folder / run_folder.EVENTS)
         self.alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
         self.alarm_count = 0
@@ -55,14 +54,12 @@ class View:
         self.beats: dict[int, dict[str, Any]] = {}
         self.state = ""
 
-    def _count_ranks(self) -> int:
-        """As the first rank wrote; no job has more than a machine room."""
-        ranks = read_json(self.folder / run_folder.METER.format(rank=0)).get("ranks")
-        return ranks if isinstance(ranks, int) and 0 < ranks <= 1 << 20 else 0
-
     def round(self) -> None:
-        if not self.joined.latest and (ranks := self._count_ranks() or self.ranks) != self.ranks:
-            self.ranks, self.joined = ranks, JoinedSteps(self.folder, ranks)
+        if not self.joined.latest:  # the first rank writes how many there are; no job has more than a machine room
+            ranks = read_json(self.folder / run_folder.METER.format(rank=0)).get("ranks")
+            if not isinstance(ranks, int) or not 0 < ranks <= 1 << 20:
+                ranks = len(run_folder.step_files(self.folder))
+            self.joined = JoinedSteps(self.folder, ranks)
         for _, records in self.joined.new():
             for name, curve in self.curves.items():
                 if abs(found := number(records[0].get(name))) < HUGE:
