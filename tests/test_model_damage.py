@@ -139,11 +139,9 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     # the folder
     "no config": (remove(CONFIG), "the model folder has no config.json"),
     "empty": (remove(CONFIG, FILE), "has no config.json.*\n\nhint: the folder is empty: is its volume mounted"),
-    "no weights": (remove(FILE), "has no readable weights: .*\n\nhint: it must hold model.safetensors"),
-    "an adapter": (remove(FILE, instead="adapter_model.safetensors"), "it holds an adapter"),
-    "publisher's": (remove(FILE, instead="consolidated-00001.safetensors"), "only the publisher's own format"),
-    "shards alone": (remove(FILE, instead="model-00001-of-00002.safetensors"), "it has shards but no model.safet"),
-    "other name": (remove(FILE, instead="weights.safetensors"), "no safetensors files by their usual name"),
+    "no weights": (remove(FILE), r"has no model\.safetensors and no .*; it holds config\.json\n"),
+    "an adapter": (remove(FILE, instead="adapter_model.safetensors"), r"it holds adapter_model(.|\n)*lora\.adapter"),
+    "shards alone": (remove(FILE, instead="model-00001-of-00002.safetensors"), r"no model\.safetensors\.index\.json"),
     # config.json
     "config is no JSON": (write(CONFIG, b"{"), "config.json: it is not JSON"),
     "config is a list": (write(CONFIG, b"[1]"), "config.json: it is JSON, but not an object"),
@@ -188,7 +186,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "unknown": (put("language_model.extra", ONES(1)), r"unknown tensors.* \(1\): language_model\.extra"),
     "prefix": (
         rename("language_model.", "text_decoder."),
-        r"(?s)missing weights \(33\).*names must begin with language_model\.model\. or model\.language_model\.",
+        r"(?s)missing weights \(33\): model\.embed_tokens.*unknown tensors.*: text_decoder\.",
     ),
     "twice": (put("model.language_model.norm.weight", ONES(64)), r"unknown .* \(1\): .*model\.norm\.weight"),
     "scale dropped": (tensors(lambda t: t.pop(f"{DOWN}_scale_inv")), rf"without a scale \(1\): {DOWN}"),

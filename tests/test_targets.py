@@ -28,7 +28,6 @@ REMAPPED = ("mixtral", "qwen3_moe")  # PEFT changes targets of its own accord he
 MORE: dict[str, dict[str, Any]] = {  # so that one name reaches several parts, and biases
     "mistral4": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen3_moe": {"decoder_sparse_step": 2},
 }
 
 
@@ -123,17 +122,7 @@ def test_all_linear_is_every_linear_layer_but_the_head(model_type: str) -> None:
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     adapter = own(base, target_modules="all-linear")
     assert set(adapter.target_modules) <= linear
-    left_out = linear - set(adapter.target_modules) - {"lm_head"}
-    if model_type != "qwen3_moe":
-        assert left_out == set()
-        return
-    # PEFT would adapt the routed experts instead: reported, and not done. Once this fails, `taken_for_experts` can go.
-    assert {name.rpartition(".")[2] for name in left_out} == {"gate_proj", "up_proj", "down_proj"}
-    assert any("the feed-forward of dense layers is not adapted" in note for note in adapter.notes)
-    dense = [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj")]
-    found, _ = by_peft(config, base.family.causal_lm, r=3, target_modules=[*dense, "o_proj"])
-    assert set(dense).isdisjoint(found)
-    assert "model.layers.1.mlp.experts.gate_up_proj" in found
+    assert linear - set(adapter.target_modules) <= {"lm_head"}
 
 
 def test_latent_attention_translates_the_usual_names() -> None:
@@ -212,7 +201,7 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("qwen3", {"target_modules": ".*(o_proj|lm_head)"}, [("lm_head can't be adapted: the loss", "leave it out")]),
     ("llama, tied", {"target_modules": ["lm_head"]}, [("matches no module", "this model's head is its embedding")]),
     ("qwen3_moe", {"target_modules": ["gate"]}, [("it is the router", "known")]),
-    ("qwen3_moe", {"target_modules": ["down_proj"]}, [("matches no module", "can't adapt the dense layers")]),
+    ("qwen3_moe", {"target_modules": ["down_proj"]}, [("matches no module", "adapt them with lora.experts: true")]),
     ("mixtral", {"target_modules": USUAL}, [(f"'{n}' matches", "lora.experts: true") for n in USUAL[4:]]),
     ("mixtral", {"target_modules": ["gate_up_proj"]}, [("'gate_up_proj' matches", "a fused parameter")]),
     ("mistral", {"experts": True}, [("no routed experts", "leave lora.experts out")]),

@@ -138,14 +138,8 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
             unread[tensor] = why
         else:
             faults[UNKNOWN].append(key)
-    hints = HINTS
-    expected = tuple(theirs for theirs, ours in prefixes if ours == "model.") or ("model.",)
-    if faults[MISSING] and faults[UNKNOWN] and not any(key.startswith(expected) for key in stored):
-        hints = HINTS | {MISSING: f"names must begin with {' or '.join(expected)} for {base.family.causal_lm}; {FETCH}"}
-    kinds_found = [kind for kind in HINTS if faults[kind]]
-    raise_all(
-        [Problem(f"{kind} ({len(faults[kind])}): {some(faults[kind])}", where, hints[kind]) for kind in kinds_found]
-    )
+    found = [kind for kind in HINTS if faults[kind]]
+    raise_all([Problem(f"{kind} ({len(faults[kind])}): {some(faults[kind])}", where, HINTS[kind]) for kind in found])
     return replace(base, parameters=tuple(parameters), unread=unread, notes=tuple(notes))
 
 

@@ -63,31 +63,21 @@ def describe(config: Mapping[str, Any], where: str, name: str = "") -> Base:
     dims, faults = _read_sizes(family, text)
     if not isinstance(tied := text.get("tie_word_embeddings", False), bool | None):
         faults[f"tie_word_embeddings is {reprlib.repr(tied)}"] = "true or false"
-    dense = text.get(family.dense_list) or []
-    if not isinstance(dense, list | tuple) or not all(type(number) is int for number in dense):
-        faults[f"{family.dense_list} is {reprlib.repr(dense)}"] = "a list of layer numbers"
     raise_all([*problems, *(Problem(problem, place, hint) for problem, hint in faults.items())])
 
-    routed: frozenset[int] = frozenset()  # layers with routed experts
-    if "experts" in dims:
-        first, step = dims.get("first_dense", 0), dims.get("sparse_step", 1)
-        routed = frozenset(i for i in range(first, dims["layers"]) if (i + 1) % step == 0 and i not in dense)
-    dims |= {"dense_layers": dims["layers"] - len(routed), "moe_layers": len(routed)}
     return Base(
         name=name,
         path=None,
         family=family,
         config=dict(text),
         dims=dims,
-        parameters=tuple(_list_parameters(family, dims, routed, tied is True)),
+        parameters=tuple(_list_parameters(family, dims, tied is True)),
         wrapper=wrapper,
         quantization=quantization,
     )
 
 
-def _list_parameters(
-    family: Family, dims: Mapping[str, int], routed: frozenset[int], tied: bool
-) -> Iterator[Parameter]:
+def _list_parameters(family: Family, dims: Mapping[str, int], tied: bool) -> Iterator[Parameter]:
     """Every parameter of the causal language model, with the name and shape that it has in transformers."""
     layer: dict[str, list[tuple[str, tuple[int, ...], str]]] = {"moe": [], "dense": []}
     for kind, listed in layer.items():
@@ -101,7 +91,8 @@ def _list_parameters(
                 listed.append((f"{weight.name.removesuffix('weight')}bias", shape[:1], weight.part))
     yield Parameter("model.embed_tokens.weight", (dims["vocab"], dims["hidden"]), "embedding")
     for index in range(dims["layers"]):
-        for name, shape, part in layer["moe" if index in routed else "dense"]:
+        routed = "experts" in dims and index >= dims.get("first_dense", 0)
+        for name, shape, part in layer["moe" if routed else "dense"]:
             yield Parameter(f"model.layers.{index}.{name}", shape, part)
     yield Parameter("model.norm.weight", (dims["hidden"],), "norm")
     if not tied:

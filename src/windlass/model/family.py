@@ -14,7 +14,7 @@ from typing import Any
 PARTS = ("embedding", "attention", "mlp", "shared_experts", "experts", "router", "norm", "head")
 
 # The names of `Base.dims`, which shapes and costs are made of. A family has those that apply to it; flags are 0 or 1.
-# layers = dense_layers + moe_layers · hidden: of the residual stream · vocab: rows of the embedding
+# layers · hidden: of the residual stream · vocab: rows of the embedding
 # heads, kv_heads, head_dim (of queries and keys), v_head_dim
 # query, key, attended: outputs of the query and key projections, inputs of the output projection
 # q_rank (0: queries are not compressed), kv_rank: widths that latent attention compresses to
@@ -22,7 +22,7 @@ PARTS = ("embedding", "attention", "mlp", "shared_experts", "experts", "router",
 # kv_latent, kv_expanded: outputs of its compression and expansion
 # intermediate: of a dense feed-forward · experts, top_k, expert_intermediate: routed experts
 # expert_gate_up: gate and up of an expert, fused · shared_experts, shared_intermediate: these together
-# first_dense: layers before the first with routed experts · sparse_step: every n-th layer has them
+# first_dense: layers before the first with routed experts
 # qkv_bias, output_bias, mlp_bias: flags
 Dims = Mapping[str, int]
 
@@ -61,15 +61,11 @@ class Family:
     sizes: Mapping[str, Size] = field(default_factory=dict, compare=False, repr=False)
     derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict, compare=False, repr=False)
     weights: tuple[Weight, ...] = field(default=(), compare=False, repr=False)
-    dense_list: str = ""  # key of config.json that lists dense layers by number
     spellings: tuple[tuple[str, str], ...] = ()  # parts of names on disk -> in the model
     # Fused parameter -> the matrices that it is stored as, expert by expert
     experts_on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
     # Usual LoRA target names that no module here has -> the modules that they stand for, and why
     usual: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict, compare=False, repr=False)
-    # Module names that PEFT 0.21 takes for routed experts in this family, whatever else has that name
-    # (peft.utils.transformers_weight_conversion): it can't adapt a dense layer of them.
-    taken_for_experts: tuple[str, ...] = ()
     # Whether the router hands its weights on in the width of compute. Elsewhere softmax leaves them in float32, and
     # the experts' weighted rows with them.
     narrow_routing: bool = False
@@ -271,17 +267,10 @@ _FAMILIES = (
         "qwen3_moe",
         "Qwen3Moe",
         "4.51",
-        {
-            **_DENSE,
-            **_BIASED,
-            **_routed("num_experts", "num_local_experts"),
-            "sparse_step": Size(("decoder_sparse_step",), 1, required=False),
-        },
+        {**_GROUPED, **_BIASED, **_routed("num_experts", "num_local_experts")},
         _EXPERT_DERIVED,
-        (*_GROUPED_ATTENTION, *_HEAD_NORMS, *_ROUTED, *_FEED_FORWARD, *_LAYER_NORMS),
-        dense_list="mlp_only_layers",
+        (*_GROUPED_ATTENTION, *_HEAD_NORMS, *_ROUTED, *_LAYER_NORMS),
         experts_on_disk={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-        taken_for_experts=("gate_proj", "up_proj", "down_proj"),
         narrow_routing=True,
     ),
 )

@@ -32,19 +32,6 @@ BITS: Final[dict[str, int]] = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 
-# Files that are there instead of the weights: what that means, and what to do about it.
-INSTEAD: Final = {
-    "adapter_model.safetensors": ("it holds an adapter", "name the base model here, and this folder in lora.adapter"),
-    "consolidated*.safetensors": (
-        "it holds only the publisher's own format (consolidated*.safetensors)",
-        "fetch the model-*.safetensors files and their index too",
-    ),
-    "model-*-of-*.safetensors": (f"it has shards but no {INDEX}", f"fetch {INDEX} too"),
-    "*.bin": ("its weights are pickled (*.bin), which can run code when opened", "convert them to safetensors"),
-    "*.gguf": ("its weights are in GGUF", "fetch the safetensors version of the model"),
-    "*": ("there are no safetensors files by their usual name", f"it must hold {SINGLE}, or {INDEX} and its files"),
-}
-
 
 def list_names(folder: Path) -> frozenset[str]:
     try:
@@ -85,10 +72,9 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
     if SINGLE in names:
         return read_header(folder / SINGLE)
     if INDEX not in names:
-        problem, hint = next(
-            why for pattern, why in INSTEAD.items() if any(Path(name).match(pattern) for name in names)
-        )
-        raise UserError(f"the model folder has no readable weights: {problem}", str(folder), hint)
+        problem = f"the model folder has no {SINGLE} and no {INDEX}; it holds {some(sorted(names))}"
+        hint = "fetch or convert the model's safetensors and their index; an adapter belongs in lora.adapter"
+        raise UserError(problem, str(folder), hint)
     index = folder / INDEX
     weight_map = read_table(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

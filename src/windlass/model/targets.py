@@ -54,7 +54,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
     linears = {  # module -> its weight: what PEFT can adapt
         p.name.removesuffix(".weight"): p
         for p in base.parameters
-        if p.part in LINEAR_PARTS and p.name.endswith(".weight") and not _out_of_reach(p, base)
+        if p.part in LINEAR_PARTS and p.name.endswith(".weight")
     }
     one = lora.target_modules if isinstance(lora.target_modules, str) else ""  # all, all-linear, a regular expression
     problems: list[Problem] = []
@@ -105,11 +105,6 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
     )
 
 
-def _out_of_reach(parameter: Parameter, base: Base) -> bool:
-    """A dense feed-forward whose name PEFT takes for that of routed experts."""
-    return parameter.part == "mlp" and parameter.name.split(".")[-2] in base.family.taken_for_experts
-
-
 def _match(
     pattern: str, lora: Lora, linears: Mapping[str, Parameter], base: Base, place: str
 ) -> tuple[tuple[str, ...], str, list[str]]:
@@ -150,8 +145,6 @@ def _match(
         hint = f"write target_modules: {pattern}, without a list"
     elif routed and (pattern in FUSED or pattern in FUSED.values()):
         hint = "every feed-forward is a set of routed experts" if pattern in FUSED else "it is a fused parameter"
-        if any(_out_of_reach(p, base) for p in base.parameters):
-            hint = "PEFT takes this name for routed experts and can't adapt the dense layers"
         hint = f"{hint}: leave it out, or adapt them with lora.experts: true"
     elif parts:
         problem, hint = f"{problem} that can be adapted: it is the {', '.join(sorted(parts))}", known
@@ -200,8 +193,6 @@ def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) 
         yield f"routed experts, {share:.1f} % of the weights, are not adapted: set lora.experts"
     if len(set(ranks.values())) > 1:
         yield "rank by part: " + ", ".join(f"{part} {r}" for part, r in ranks.items())
-    if isinstance(lora.target_modules, str) and any(_out_of_reach(p, base) for p in base.parameters):
-        yield "the feed-forward of dense layers is not adapted: PEFT takes its names for those of routed experts"
     if any(module.endswith(".kv_b_proj") for target in targets for module in target.modules):
         yield (
             "kv_b_proj: vLLM does not apply an adapter on it when serving latent attention unmerged "

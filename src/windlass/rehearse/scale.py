@@ -86,7 +86,7 @@ def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[st
     new = {
         "hidden": min(dims["hidden"], WIDTH_OF_BLOCKS if blocks else WIDTH),
         "vocab": vocab or STAND_IN_VOCAB,
-        "layers": min(dims["layers"], max(2, kinds, dims.get("sparse_step", 1))),
+        "layers": min(dims["layers"], max(2, kinds)),
         "heads": heads,
         "kv_heads": shared,  # whether keys are shared by some, all or no queries stays
         "head_dim": 16,
@@ -114,8 +114,6 @@ def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[st
         if isinstance(value, list) and len(value) == dims["layers"]:  # an entry for each layer
             distinct = list({str(one): one for one in value}.values())
             config[key] = [distinct[i % len(distinct)] for i in range(new["layers"])]
-    if config.get("mlp_only_layers"):
-        config["mlp_only_layers"] = [0]
     for key in ("head_dim", "qk_head_dim") if "kv_rank" in dims else ():
         if config.get(key):
             config[key] = new["rope_dim"] + new["nope_dim"]
