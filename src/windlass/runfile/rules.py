@@ -171,7 +171,7 @@ def _machines(run: Run) -> Iterator[Clash]:
 def _script(run: ScriptRun) -> Iterator[Clash]:
     if bool(run.script.path) == bool(run.script.module):
         what = "both a file and a module are set" if run.script.path else "no script is set"
-        yield "script.path script.module", what, "write script.path: train.py, or script.module: package.train"
+        yield "script.path script.module kind", what, "write script.path: train.py, or script.module: package.train"
     for name in Watch.model_fields:
         if getattr(run.watch, name) == "checkpoint":
             hint = "use warn or stop; on stop the script gets SIGTERM, and may save then"
