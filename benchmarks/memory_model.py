@@ -5,8 +5,7 @@
     python benchmarks/memory_model.py --json     one JSON object a line
 
 Nothing is allocated: the model, its PEFT adapter, FSDP2's gathers, autograd and AdamW run on fake tensors in a fake
-process group, at full width if asked. What a GPU does otherwise than a CPU is put in its place: softmax under autocast
-gives float32 as on CUDA, and the fused head's kernels work in their tile.
+process group, at full width if asked; the loss is the training's own. Softmax under autocast gives float32, as on CUDA.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.distributed as dist
 import transformers
-import trl.kernels.chunked_logprob as fused_head
 from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModMemStats, _FSDPRefType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trl.trainer.utils import add_fused_lm_head
 
 from windlass.hardware import Machine, fabric, gpu
 from windlass.model import Base, Parameter
@@ -44,6 +41,7 @@ from windlass.model.family import Family
 from windlass.model.targets import Adapter
 from windlass.plan.cost import Batch, Work, cost, read_shape
 from windlass.plan.layout import Layout
+from windlass.train.loss import patch_forward
 
 GIB, MIB = 2**30, 2**20
 RANK = 16
@@ -232,7 +230,7 @@ def adapt(case: Case, model: Any) -> tuple[Any, Adapter]:
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """CUDA's autocast runs softmax in float32; TRL's Triton kernels need no memory beside their tile."""
+    """CUDA's autocast runs softmax in float32."""
     softmax = torch.Tensor.softmax
     functional: Callable[..., Any] = torch.nn.functional.softmax
 
@@ -242,17 +240,11 @@ def as_on_cuda() -> Iterator[None]:
     def wide_functional(x: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         return functional(x, dim=dim, dtype=torch.float32 if torch.is_autocast_enabled("cpu") else dtype)
 
-    names = ("_forward_tile", "_backward_tile", "_addmm_fp32")
-    kept = {name: getattr(fused_head, name) for name in names}
     torch.Tensor.softmax, torch.nn.functional.softmax = wide, wide_functional  # type: ignore[method-assign,assignment]
-    for name in names:
-        setattr(fused_head, name, lambda *_, **__: None)
     try:
         yield
     finally:
         torch.Tensor.softmax, torch.nn.functional.softmax = softmax, functional  # type: ignore[method-assign]
-        for name, value in kept.items():
-            setattr(fused_head, name, value)
 
 
 def shard(case: Case, model: Any, trained: set[torch.nn.Parameter], mesh: Any) -> None:
@@ -317,8 +309,11 @@ def _pass(peft: Any, ids: torch.Tensor, **said: torch.Tensor) -> None:
 
 
 def _forward(peft: Any, ids: torch.Tensor, **said: torch.Tensor) -> Any:
+    """The loss of all tokens but each row's first, summed."""
+    rows, length = ids.shape
+    supervised = (torch.arange(rows)[:, None] * length + torch.arange(length - 1)).flatten()
     with torch.autocast("cpu", torch.bfloat16):
-        return peft(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **said).loss
+        return peft.get_base_model()(ids, supervised, ids[:, 1:].flatten(), **said)
 
 
 def documents(case: Case, rows: int) -> torch.Tensor:
@@ -360,7 +355,7 @@ def run(case: Case) -> dict[str, Any]:
     model = build(case)
     found = checkpoint(model)
     peft, adapter = adapt(case, model)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    patch_forward(model)
     predicted = cost(work(case, found, adapter))
     rows = {r.item: r.bytes for r in predicted.rows if (r.phase, r.place) == ("step", "gpu") and r.item not in ASSUMED}
     total, measured = sum(rows.values()), measure(case, model, peft)

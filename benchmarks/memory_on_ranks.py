@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModMemStats, _FSDPRefType
-from trl.trainer.utils import add_fused_lm_head
 
 from windlass import model as weights
 from windlass import tiny
@@ -40,6 +39,7 @@ from windlass.runfile import ExpertLora, Lora
 from windlass.train import parallel
 from windlass.train.load import load
 from windlass.train.lora import attach
+from windlass.train.loss import patch_forward
 
 RANKS, MICRO, LENGTH = 2, 2, 512
 SIZES = {"hidden": 1024, "layers": 2, "heads": 8, "experts": 32, "top_k": 4, "moe_intermediate": 512, "vocab": 8192}
@@ -92,7 +92,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     work = work.under(layout)
     model, _ = load(found, layout, dtype=torch.bfloat16)
     peft = attach(model, lora, adapter, 0, work.expert_path)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    patch_forward(model)
     if layout.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.train()

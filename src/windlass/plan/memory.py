@@ -394,9 +394,9 @@ def loss_bytes(shape: Shape, t: Tokens, full_logits: bool) -> tuple[float, str]:
     if full_logits:
         total = 3.0 * t.count * shape.vocab * FLOAT
         return total, f"all logits: 3 x {t.count} tokens x {shape.vocab} vocabulary x 4"
-    rows = min(t.count, TILE_TOKENS)
-    words = f"fused head: a tile of {rows} tokens x {TILE_VOCABULARY} x {t.width}, and its input"
-    return rows * TILE_VOCABULARY * t.width + t.count * shape.hidden * t.width, words
+    rows, columns = min(t.count, TILE_TOKENS), min(shape.vocab * 4 // 3, TILE_VOCABULARY)
+    words = f"fused head: a tile of {rows} tokens x {columns} x {t.width}, and its input"
+    return rows * columns * t.width + t.count * shape.hidden * t.width, words
 
 
 def _attention_bytes(layer: Layer, t: Tokens) -> float:
