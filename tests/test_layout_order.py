@@ -33,36 +33,19 @@ def test_the_rule_sees_a_wrong_order_and_lets_ties_be() -> None:
     assert (pairs, [(one.way, other.way) for one, other in wrong]) == (3, [("0", "1")])
 
 
-@pytest.fixture(scope="module")
-def proof() -> dict[str, Any]:
+@pytest.mark.prove
+@pytest.mark.timeout(1600)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
+def test_layouts_are_as_fast_as_each_other_in_the_order_that_the_plan_says() -> None:
     command = [sys.executable, str(BENCHMARK), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.stdout, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
-@pytest.mark.prove
-@pytest.mark.timeout(1600)
-@pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
-def test_layouts_are_as_fast_as_each_other_in_the_order_that_the_plan_says(proof: dict[str, Any]) -> None:
+    proof: dict[str, Any] = json.loads(done.stdout)
     assert proof["pairs"] >= 30, proof["rows"]  # of 55: the ways really differ
     assert proof["wrong"] == [], proof["rows"]
-
-
-@pytest.mark.prove
-@pytest.mark.timeout(1600)
-@pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
-def test_what_auto_takes_is_measured_to_be_the_fastest(proof: dict[str, Any]) -> None:
     measured = {row["way"]: row["measured"] for row in proof["rows"]}
     assert measured[proof["auto"]] <= min(measured.values()) * (1 + TIE)
-
-
-@pytest.mark.prove
-@pytest.mark.timeout(1600)
-@pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
-def test_the_bytes_on_the_wire_are_those_of_the_plan(proof: dict[str, Any]) -> None:
-    """What rendezvous, start and TCP's own words add is small beside a step that moves weights."""
+    # Bytes on the wire: what rendezvous, start and TCP's own words add is small beside a step that moves weights.
     moved = [row for row in proof["rows"] if row["predicted_mb"] > 10]
     assert len(moved) >= 6
     for row in moved:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -100,7 +101,6 @@ SAVING: dict[str, Any] = {
     "train__eval_steps": 5,
     **HELD_OUT,
 }
-PARTS: dict[str, Any] = {**SAVING, "train__output_dir": "{out}/in two parts"}
 GO_ON: dict[str, Any] = {**EXPERTS, "lora__adapter": "{out}/experts split/final", "train__max_steps": 3}
 DROPPING: dict[str, Any] = {**SPLIT, **DROPOUT, **HELD_OUT, "train__max_steps": 12}
 COUNTED: dict[str, Any] = {"layout": "resident", "accumulation": 4, "count": 4, **BRIEF}
@@ -163,12 +163,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "uneven": case(2, micro=3, data__train_split="train[:13]", train__max_steps=6, **SAVING),
         "nan": case(2, faults=["nan"], **SAVING),
         "nan left out": case(2, faults=["nan"], watch__non_finite="skip"),
+        "slow": case(2, accumulation=2, faults=["slow"], train__max_steps=5),
+        "slow, split": case(2, accumulation=2, faults=["slow"], train__max_steps=5, **SPLIT),
         "drift": case(2, faults=["drift"], **SAVING),
         "dead": case(2, faults=["detach 0", "detach 1"]),
         "whole": case(2, **SAVING),
-        "interrupted": case(2, faults=["terminate"], **PARTS),
-        "resumed": case(2, resume=True, **PARTS),
-        "over a finished one": case(2, resume=True, **PARTS),
+        "over a finished one": case(2, resume=True, train__output_dir="{out}/whole", **SAVING),
         "unlike nodes": case(2, layout__base_dtype="bf16", on_rank_1=["layout.base_dtype=fp8"]),
         "unlike run files": case(2, on_rank_1=["lora.lora_alpha=16", "train.learning_rate=0.1"]),
         "unlike models": case(2, model_of_rank_1="{folder}/other model"),
@@ -537,6 +537,17 @@ def test_a_nan_can_be_left_out_and_the_rest_goes_on(two: Outcomes) -> None:
     assert all(tensor.isfinite().all() for tensor in adapter(two.folder / "nan left out").values())
 
 
+@pytest.mark.parametrize("name", ["slow", "slow, split"])
+def test_a_slow_rank_is_told_from_those_that_wait_for_it(two: Outcomes, name: str) -> None:
+    own, forward = [], []
+    for rank in range(2):
+        lines = [json.loads(line) for line in (two.folder / name / f"steps-rank{rank}.jsonl").read_text().splitlines()]
+        forward.append(median(line["forward_seconds"] for line in lines))
+        own.append(median(line["forward_seconds"] - line["wait_seconds"] for line in lines))
+    assert own[1] - own[0] > 0.2  # two micro-batches of 0.15 s
+    assert abs(forward[1] - forward[0]) < 0.2
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "messages"),
     [
@@ -567,13 +578,3 @@ def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
         assert "rank 1 plan different runs: layout.expert_parallel 2 and 4" in outcome["unlike nodes"]["error"]
         assert "experts" in outcome["experts not averaged"]["error"]
         assert "differ between ranks after a step" in outcome["experts not averaged"]["error"]
-
-
-def test_a_signal_at_one_rank_saves_on_all_and_resuming_equals_never_having_stopped(two: Outcomes) -> None:
-    assert [outcome["interrupted"]["code"] for outcome in two.ranks] == [SAVED] * 2
-    assert two["resumed"]["code"] == 0
-    final, again = adapter(two.folder / "whole"), adapter(two.folder / "in two parts")
-    assert all(torch.equal(final[key], again[key]) for key in final)
-    keys = ("step", "loss", "grad_norm", "learning_rate")
-    parts, whole = ([[step[key] for key in keys] for step in two.steps(name)] for name in ("in two parts", "whole"))
-    assert parts == whole

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,11 @@ def detach(loop: Loop) -> None:
     """A frozen path: layer 0's shared expert no longer reaches the loss."""
     module = loop.model.get_base_model().model.layers[0].mlp.shared_experts
     module.register_forward_hook(lambda _module, _args, output: output.detach())
+
+
+def slow(loop: Loop) -> None:
+    """This rank's attention takes its time; the others wait for its weights, or its experts' tokens."""
+    loop.causal_lm.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: time.sleep(0.15))
 
 
 def over_all(loop: Loop) -> None:
@@ -173,6 +179,7 @@ FAULTS = {
     **{f"twice {rank}": At(1, rank, twice) for rank in range(2)},
     **{f"alone {rank}": At(1, rank, alone) for rank in range(4)},
     "nan": At(5, 1, not_a_number),
+    "slow": At(1, 1, slow),
     "drift": At(7, 1, drift),
     "terminate": At(8, 1, terminate),
     "detach 0": At(1, 0, detach),

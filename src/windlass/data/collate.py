@@ -22,11 +22,10 @@ class PaddedCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
-        mask = _pad([np.ones(len(row["input_ids"]), np.int64) for row in rows], 0)
-        ids, labels = (
-            _pad([row["input_ids"] for row in rows], self.pad_token_id),
-            _pad(list(map(_labels, rows)), IGNORED),
-        )
+        ids = _pad([row["input_ids"] for row in rows], self.pad_token_id)
+        labels = _pad([_labels(row) for row in rows], IGNORED)
+        lengths = np.array([len(row["input_ids"]) for row in rows])
+        mask = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
         return {"input_ids": from_numpy(ids), "labels": from_numpy(labels), "attention_mask": from_numpy(mask)}
 
 

@@ -67,8 +67,12 @@ class Collate:
         supervised = np.flatnonzero(following != IGNORED)
         inputs["supervised"] = torch.from_numpy(supervised)
         inputs["targets"] = torch.from_numpy(following.ravel()[supervised])
-        known = [row for row in rows if row[ROW] != FILL]
-        return Batch(inputs, collated, [row[ROW] for row in known], sum(len(row["input_ids"]) for row in known))
+        tokens = sum(len(row["input_ids"]) for row in rows)
+        counts = (tokens, inputs["input_ids"].numel() - tokens, len(supervised))  # as the recorder would count them
+        collated["counts"] = torch.tensor(counts, dtype=torch.float64)
+        known = [row[ROW] for row in rows if row[ROW] != FILL]
+        tokens -= (len(rows) - len(known)) * len(FILL_ROW["input_ids"])
+        return Batch(inputs, collated, known, tokens)
 
 
 class Batches:

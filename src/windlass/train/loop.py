@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,58 +47,51 @@ class Step:
     skipped: bool = False
 
 
+@dataclass(eq=False)
 class Loop:
     """Trains the adapter of `model` on `batches`. What it calls besides is handed to it, and none of that calls it."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: PeftModel,
-        batches: Batches,
-        validation: Batches | None,
-        *,
-        replicas: Replicas,  # the adapter's gradients: one reduction, equal on all ranks
-        liveness: Liveness,  # the first steps prove that the whole adapter trains
-        stop_signal: StopSignal,
-        recorder: Recorder,  # measures each step
-        watch: RunWatch,  # stalls, alarms
-        saver: Saver,  # checkpoints
-        progress: Progress,  # the terminal
-        trackers: Trackers,  # TensorBoard, W&B …
-    ) -> None:
-        job, layout = plan.loaded.run, plan.layout
-        self.train, self.non_finite = job.train, job.watch.non_finite
-        self.model, self.causal_lm = model, model.get_base_model()
-        self.batches, self.validation = batches, validation
-        self.replicas, self.liveness, self.stop_signal = replicas, liveness, stop_signal
-        self.recorder, self.watch, self.saver = recorder, watch, saver
-        self.waits = Waits(model, recorder.now, split_experts=layout.expert_parallel > 1)
-        self.progress, self.trackers = progress, trackers
-        self.accumulation = plan.batch.accumulation
-        self.steps_per_epoch = None if batches.order is None else len(batches)  # a stream's are not known
-        epochs = math.ceil(job.train.num_train_epochs * (self.steps_per_epoch or 1))
-        self.total = job.train.max_steps if job.train.max_steps > 0 else epochs
+    plan: Plan
+    model: PeftModel
+    batches: Batches
+    validation: Batches | None
+    replicas: Replicas  # the adapter's gradients: one reduction, equal on all ranks
+    liveness: Liveness  # the first steps prove that the whole adapter trains
+    stop_signal: StopSignal
+    recorder: Recorder  # measures each step
+    watch: RunWatch  # stalls, alarms
+    saver: Saver  # checkpoints
+    progress: Progress  # the terminal
+    trackers: Trackers  # TensorBoard, W&B …
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # trained on by all ranks since the run began
+    stopped: bool = False  # by a signal, with everything saved
+    evaluation_due: bool = False  # an evaluation was left out, to stop in time: whoever resumes makes up for it
+    eval_loss: float | None = None  # of this very step
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    unlogged: list[float] = field(default_factory=list)  # losses of the steps since the last log
+
+    def __post_init__(self) -> None:
+        self.train, layout = self.plan.loaded.run.train, self.plan.layout
+        self.causal_lm = self.model.get_base_model()
+        self.accumulation = self.plan.batch.accumulation
+        self.steps_per_epoch = None if self.batches.order is None else len(self.batches)  # a stream's are not known
+        epochs = math.ceil(self.train.num_train_epochs * (self.steps_per_epoch or 1))
+        self.total = self.train.max_steps if self.train.max_steps > 0 else epochs
         self.device = device_of_this_rank()
-        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=job.train.bf16)
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.bf16)
         self.router_weight = router_loss_weight(self.causal_lm)
         # Weights stay gathered from a step's first micro-batch to its last. Found once: a walk over thousands of
         # modules takes milliseconds.
         gather_once = is_sharded(layout) and not layout.reshard_after_forward
-        self.kept_gathered = fsdp_modules(model) if gather_once else []
-
+        self.kept_gathered = fsdp_modules(self.model) if gather_once else []
+        self.waits = Waits(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
         patch_forward(self.causal_lm)
-        if job.train.gradient_checkpointing or layout.activation_checkpointing:
+        if self.train.gradient_checkpointing or layout.activation_checkpointing:
             self.causal_lm.activation_checkpointing_enable()
-        self.optimizer = create_optimizer(job.train, model.named_parameters(), self.total)
-        self.scheduler = create_scheduler(job.train, self.optimizer, self.total)
-
-        self.step = 0  # optimizer steps done
-        self.tokens = 0  # trained on by all ranks since the run began
-        self.stopped = False  # by a signal, with everything saved
-        self.evaluation_due = False  # an evaluation was left out, to stop in time: whoever resumes makes up for it
-        self.eval_loss: float | None = None  # of this very step
-        self.log_history: list[dict[str, Any]] = []
-        self.unlogged: list[float] = []  # losses of the steps since the last log
+        self.optimizer = create_optimizer(self.train, self.model.named_parameters(), self.total)
+        self.scheduler = create_scheduler(self.train, self.optimizer, self.total)
 
     @property
     def epoch(self) -> float:
@@ -253,7 +246,7 @@ class Loop:
         """Name the ranks and rows, and stop, unless watch.non_finite says to skip such steps. A collective."""
         everyones: list[list[int]] = group.gather(rows)
         where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
-        if self.non_finite == "stop":
+        if self.plan.loaded.run.watch.non_finite == "stop":
             raise AlarmError(
                 "non_finite",
                 f"non-finite loss or gradient at step {step.step}: "
