@@ -32,7 +32,7 @@ from windlass.model.family import WRAPPERS
 from windlass.model.published import CONFIGS
 from windlass.rehearse import Record, material, rehearse, reload, stages
 from windlass.rehearse.process import Command, make_environment, node_variables
-from windlass.rehearse.record import Failed, Phase, Screen, show
+from windlass.rehearse.record import Failed, show
 from windlass.rehearse.scale import STEPS, Material, Spread, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
 from windlass.runfile import RunFile, read
@@ -44,16 +44,8 @@ STAGES = tuple(name for name, _, _ in stages.STAGES)
 pytestmark = pytest.mark.timeout(600)  # a whole rehearsal on a machine that does other things as well
 
 
-class Nobody(Screen):
-    """A screen that is not there."""
-
-    def begin(self, name: str) -> None: ...
-    def tick(self, doing: str) -> None: ...
-    def end(self, phase: Phase) -> None: ...
-
-
 def rehearsed(run: Path, *overrides: str, keep: Path | None = None) -> Record:
-    return rehearse(run, overrides=overrides, keep=keep, environ=os.environ, screen=Nobody())
+    return rehearse(run, overrides=overrides, keep=keep, environ=os.environ, say=lambda _: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -433,7 +425,7 @@ def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
     record = Record("run.yaml", ranks={"here": 1, "nodes": 1})
     environ = {"PATH": "/usr/bin:/bin"}
     with contextlib.ExitStack() as processes:
-        yield Rehearsal(tmp_path / "run.yaml", [], tmp_path, environ, record, Nobody(), processes)
+        yield Rehearsal(tmp_path / "run.yaml", [], tmp_path, environ, record, lambda _: None, processes)
 
 
 def test_a_command_that_fails_is_quoted_from_its_error_on(rehearsal: Rehearsal) -> None:

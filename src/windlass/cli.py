@@ -329,7 +329,7 @@ def rehearse(
 
     require(TRAINING, "rehearse")
     record = rehearsing.rehearse(
-        run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, screen=rehearsing.Screen()
+        run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, say=say
     )
     write_result(record, as_json, rehearsing.show)
     raise typer.Exit(record.exit_code)

@@ -6,17 +6,17 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from windlass.errors import UserError
 from windlass.rehearse.process import exit_on_sigterm, make_environment
-from windlass.rehearse.record import RECORD, Failed, Record, Screen, show
+from windlass.rehearse.record import RECORD, Failed, Record, show
 from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
 from windlass.run_folder import is_finished
 from windlass.runfile import kind, read_any
 
-__all__ = ["Record", "Screen", "rehearse", "show"]
+__all__ = ["Record", "rehearse", "show"]
 
 # All that a rehearsal leaves in its folder.
 OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
@@ -29,7 +29,7 @@ def rehearse(
     accelerate: Path | None = None,
     keep: Path | None = None,
     environ: Mapping[str, str],
-    screen: Screen,
+    say: Callable[[str], None],
 ) -> Record:
     """Rehearse a run file on this machine's CPU. Faults of the run are in the record, not raised."""
     options = [word for one in overrides for word in ("--override", one)]
@@ -45,7 +45,7 @@ def rehearse(
         ):
             (folder / "logs").mkdir()
             environment = make_environment(environ, Path(scratch))
-            rehearsal = Rehearsal(run, options, folder, environment, record, screen, processes)
+            rehearsal = Rehearsal(run, options, folder, environment, record, say, processes)
             script = kind(run, overrides) == "script"
             for name, doing, prove in STAGES:
                 if name in SCRIPT_STAGES or not script:
@@ -93,12 +93,10 @@ def unproved(rehearsal: Rehearsal) -> list[dict[str, str]]:
     plan, run = rehearsal.plan, rehearsal.load().run
     memory, estimate, nodes = plan["memory"], plan["estimate"], plan["layout"]["nodes"]
     gpu_gib, host_gib, speed = memory["gpu_gib"], memory["host_gib"], estimate["tokens_per_second"]
-    of_gpus = {
-        "NCCL and GPUs": "the ranks talk over gloo, between processes of one machine",
-        "kernels": "flash attention, grouped matrix products and FP8 arithmetic of the GPU do not run on a CPU",
-    }
-    gpus = run.cluster.gpu != "cpu"
-    found: dict[str, str] = of_gpus if gpus else {}
+    found: dict[str, str] = {}
+    if gpus := run.cluster.gpu != "cpu":
+        found["NCCL and GPUs"] = "the ranks talk over gloo, between processes of one machine"
+        found["kernels"] = "flash attention, grouped matrix products and FP8 arithmetic of the GPU don't run on a CPU"
     found["GPU memory" if gpus else "memory"] = (
         f"the plan estimates {gpu_gib:.1f} of {memory['gpu_memory_gib']:.1f} GiB for each rank, "
         f"{host_gib:.1f} GiB of each host"

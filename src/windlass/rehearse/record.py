@@ -1,4 +1,4 @@
-"""What a rehearsal found, stage by stage, and how it is shown: each stage as it goes on, then the whole.
+"""What a rehearsal found, stage by stage, and how it is shown.
 
 The keys of rehearsal.json are an interface: add, never rename.
 """
@@ -6,8 +6,6 @@ The keys of rehearsal.json are an interface: add, never rename.
 from __future__ import annotations
 
 import json
-import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RECORD = "rehearsal.json"
-SLOW_SECONDS = 10.0  # between lines of one stage where nobody watches a terminal
-NAME = 8
 
 
 class Failed(Exception):  # noqa: N818  (it is no error of the rehearsal)
@@ -69,37 +65,6 @@ class Record:
 
     def write(self, folder: Path) -> None:
         write_json(folder / RECORD, self.as_dict())
-
-
-class Screen:
-    """Says on stderr what is being done: a spinner where somebody watches, plain lines in a log."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.status import Status
-
-        self.console = Console(stderr=True, highlight=False, emoji=False, markup=False, soft_wrap=True)
-        self.status = Status("", console=self.console)
-        self.name, self.began, self.printed = "", 0.0, 0.0
-
-    def begin(self, name: str) -> None:
-        self.name, self.began, self.printed = name, time.monotonic(), time.monotonic()
-        if sys.stderr.isatty():
-            self.status.start()
-
-    def tick(self, doing: str) -> None:
-        now = time.monotonic()
-        line = f"{self.name:{NAME}} {now - self.began:5.0f} s  {doing} …"
-        self.status.update(line)
-        if now - self.printed > SLOW_SECONDS and not sys.stderr.isatty():
-            self.printed = now
-            self.console.print(line)
-
-    def end(self, phase: Phase) -> None:
-        self.status.stop()
-        verdict, style = ("passed", "green") if phase.passed else ("failed", "bold red")
-        self.console.print(f"{phase.name:{NAME}} {phase.seconds:5.1f} s  ", end="")
-        self.console.print(verdict, style=style)
 
 
 def show(record: Record) -> None:

@@ -21,11 +21,13 @@ from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.hardware import this_machine
 from windlass.rehearse.process import ERROR, Command, node_variables
-from windlass.rehearse.record import Failed, Phase, Record, Screen
+from windlass.rehearse.record import Failed, Phase, Record
 from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, Spread, micro_batches, scale_ranks, scale_run
 from windlass.run_folder import DATA, EVENTS, LOAD, MANIFEST, is_finished
 from windlass.run_folder import STEPS as STEP_FILE
 from windlass.runfile import Loaded, LoadedScript, read_any
+
+SLOW_SECONDS = 10.0  # between lines of one stage
 
 
 @dataclass
@@ -37,9 +39,12 @@ class Rehearsal:
     folder: Path
     environ: dict[str, str]
     record: Record
-    screen: Screen
+    say: Callable[[str], None]
     processes: contextlib.ExitStack
+    name: str = ""  # of the stage
     doing: str = ""
+    began: float = 0.0
+    reported: float = 0.0  # what it does
     plan: dict[str, Any] = field(default_factory=dict)
     spread: Spread = field(default_factory=lambda: Spread(1, 1, 1))
     job: Command | None = None  # that several stages watch: the material's, then the launch script
@@ -58,9 +63,9 @@ class Rehearsal:
 
     def stage(self, name: str, doing: str, prove: Callable[[Rehearsal], Iterator[str]]) -> None:
         """Timed, shown, recorded; a fault ends the rehearsal."""
-        phase, began, self.doing = Phase(name), time.monotonic(), doing
+        phase, self.name, self.doing, self.began = Phase(name), name, doing, time.monotonic()
         self.record.phases.append(phase)
-        self.screen.begin(name)
+        self.reported = self.began
         try:
             for sentence in prove(self):
                 phase.proved.append(sentence)
@@ -70,16 +75,22 @@ class Rehearsal:
             self.record.failure = {"phase": name, "exit_code": error.code, "text": error.text, "log": log}
             raise
         finally:
-            phase.seconds = round(time.monotonic() - began, 2)
-            self.screen.end(phase)
+            phase.seconds = round(time.monotonic() - self.began, 2)
+            self.say(f"{name:8} {phase.seconds:5.1f} s  {'passed' if phase.passed else 'failed'}")
+
+    def tick(self) -> None:
+        """While a command goes on: what it does, once in a while."""
+        now = time.monotonic()
+        if now - self.reported > SLOW_SECONDS:
+            self.reported = now
+            self.say(f"{self.name:8} {now - self.began:5.1f} s  {self.doing} …")
 
     def start(
         self, name: str, command: Sequence[str], nodes: Sequence[Mapping[str, str]] = ({},), ranks: int = 1
     ) -> Command:
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         environ = {"OMP_NUM_THREADS": str(threads), **self.environ}
-        tick = lambda: self.screen.tick(self.doing)  # noqa: E731
-        started = Command(name, command, self.folder / "logs", environ, nodes, tick)
+        started = Command(name, command, self.folder / "logs", environ, nodes, self.tick)
         self.processes.callback(started.stop)
         return started
 
