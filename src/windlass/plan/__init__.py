@@ -25,7 +25,7 @@ from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
 from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, read_shape
-from windlass.plan.layout import AUTO, Layout, LayoutRequest, needs_weights, read_request
+from windlass.plan.layout import AUTO, Layout, needs_weights, read_request
 from windlass.runfile import Cluster, Loaded, Train, accumulation
 from windlass.runfile.machines import admission
 
@@ -202,9 +202,22 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     why_not_fp8 = needs_weights(run.lora)
     if not in_fp8(base):
         why_not_fp8 = f"{base.name} is not published in FP8, and windlass does not quantise"
-    _refuse(request, machine, accelerate, why_not_fp8, where)
-    if machine.gpu.name == "cpu":
-        request = replace(request, offload=False)
+    wishes, on_cpu = accelerate.wishes if accelerate else {}, machine.gpu.name == "cpu"
+    cpu, offload = wishes.get("cpu"), wishes.get("offload")
+    if request.precision == "fp16":
+        what = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
+        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
+        raise UserError(what, where("train.fp16"), hint)
+    if cpu and cpu.value and not on_cpu:
+        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
+        raise UserError(f"use_cpu: true, but the run is planned for {machine.gpu.name}", cpu.where, hint)
+    if on_cpu and request.offload:
+        what = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
+        raise UserError(what, offload.where if offload else where("layout.offload"), "leave it out, or write false")
+    if request.base_dtype == "fp8" and why_not_fp8:
+        what = f"base_dtype: fp8, but {why_not_fp8}"
+        raise UserError(what, where("layout.base_dtype"), "leave it out, or write bf16")
+    request = replace(request, offload=False) if on_cpu else request
 
     # 2. How many sequences the rows make, and the ways to cut them into micro-batches.
     rows = sources.count_rows(run.data, run.data.train_split, where)
@@ -268,39 +281,12 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     return replace(plan, notes=tuple(notes))
 
 
-def _refuse(
-    request: LayoutRequest,
-    machine: Machine,
-    accelerate: AccelerateFile | None,
-    why_not_fp8: str,
-    where: Where,
-) -> None:
-    """What this base, or only a GPU, or only a CPU can do."""
-    wishes = accelerate.wishes if accelerate else {}
-    on_cpu, cpu, offload = machine.gpu.name == "cpu", wishes.get("cpu"), wishes.get("offload")
-    if request.precision == "fp16":
-        what = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
-        hint = "set train.fp16: false and train.bf16: true (mixed_precision: bf16), which has float32's range"
-        raise UserError(what, where("train.fp16"), hint)
-    if cpu and cpu.value and not on_cpu:
-        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
-        raise UserError(f"use_cpu: true, but the run is planned for {machine.gpu.name}", cpu.where, hint)
-    if on_cpu and request.offload:
-        what = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
-        raise UserError(what, offload.where if offload else where("layout.offload"), "leave it out, or write false")
-    if request.base_dtype == "fp8" and why_not_fp8:
-        what = f"base_dtype: fp8, but {why_not_fp8}"
-        raise UserError(what, where("layout.base_dtype"), "leave it out, or write bf16")
-
-
 def _own_notes(plan: Plan, ways: int) -> list[str]:
     notes = []
     if plan.adapter.target_parameters:
-        tokens = f"{plan.batch.tokens:,} tokens a micro-batch"
-        how = {
-            adapters.SPLIT: "separately from their weights: two narrow products for each token's experts",
-            adapters.MERGED: f"in their weights, W + BA: for {tokens} that is less work",
-        }[plan.expert_path]
+        how = "separately from their weights: two narrow products for each token's experts"
+        if plan.expert_path == adapters.MERGED:
+            how = f"in their weights, W + BA: for {plan.batch.tokens:,} tokens a micro-batch that is less work"
         notes.append(f"adapters of routed experts are computed {how}")
     steps, sequences = plan.schedule.steps, plan.schedule.global_sequences
     if steps is not None and steps < FEW_STEPS and plan.loaded.run.train.max_steps <= 0:

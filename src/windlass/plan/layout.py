@@ -227,47 +227,32 @@ def resolve(request: LayoutRequest, experts: int) -> Layout:
     why = why_not_expert_parallel(experts, parallel, shard) if name == "expert-parallel" else ""
     fitting = [n for n in divisors(shard) if not why_not_expert_parallel(experts, n, shard)]
     possible = f"expert_parallel may be {', '.join(map(str, fitting))}" if fitting else "take another layout"
-    rules: list[tuple[object, str, str]] = [
-        (
-            name in request.barred,
-            request.barred.get(name, ""),
-            f"layout may be {', '.join(one for one in LAYOUTS if one not in request.barred)}",
-        ),
-        (
-            equal,
-            f"layout {name} with reshard_after_forward {str(reshard).lower()}",
-            f"leave reshard_after_forward out, or take {equal}",
-        ),
-        (
-            shard * replicate != ranks,
-            f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {ranks} ranks",
-            "leave one of the two out: it is derived",
-        ),
-        (
-            name in ("full-shard", "no-reshard") and shard == 1 < ranks,
-            f"{name} with shard 1: that is resident",
-            "write layout: resident",
-        ),
-        (
-            name == "hybrid" and 1 in (shard, replicate),
-            f"hybrid on {request.nodes} x {request.gpus_per_node} GPUs would shard over {shard} and replicate "
-            f"{replicate} times: that is {same}",
-            f"write layout: {same}, or give layout.shard and layout.replicate",
-        ),
-        (name == "resident" and shard != 1, f"resident with shard {shard}", "leave layout.shard out"),
-        (
-            name == "resident" and request.offload,
-            "resident with offload: nothing would be resident",
-            "write layout: full-shard",
-        ),
-        (
-            name != "expert-parallel" and (request.expert_parallel or 1) > 1,
-            f"expert_parallel {request.expert_parallel} with layout {name}",
-            "write layout: {name: expert-parallel, …}",
-        ),
-        (why, why, possible),
-    ]
-    raise_all([Problem(text, request.where, hint) for is_wrong, text, hint in rules if is_wrong])
+    problems: list[Problem] = []
+
+    def refuse(is_wrong: object, text: str, hint: str) -> None:
+        problems.extend([Problem(text, request.where, hint)] if is_wrong else [])
+
+    others = [one for one in LAYOUTS if one not in request.barred]
+    refuse(name in request.barred, request.barred.get(name, ""), f"layout may be {', '.join(others)}")
+    text = f"layout {name} with reshard_after_forward {str(reshard).lower()}"
+    refuse(equal, text, f"leave reshard_after_forward out, or take {equal}")
+    text = f"shard {shard} x replicate {replicate} = {shard * replicate}, but there are {ranks} ranks"
+    refuse(shard * replicate != ranks, text, "leave one of the two out: it is derived")
+    is_resident = name in ("full-shard", "no-reshard") and shard == 1 < ranks
+    refuse(is_resident, f"{name} with shard 1: that is resident", "write layout: resident")
+    text = (
+        f"hybrid on {request.nodes} x {request.gpus_per_node} GPUs would shard over {shard} and replicate {replicate}"
+    )
+    hint = f"write layout: {same}, or give layout.shard and layout.replicate"
+    refuse(name == "hybrid" and 1 in (shard, replicate), f"{text} times: that is {same}", hint)
+    refuse(name == "resident" and shard != 1, f"resident with shard {shard}", "leave layout.shard out")
+    text = "resident with offload: nothing would be resident"
+    refuse(name == "resident" and request.offload, text, "write layout: full-shard")
+    is_split = name != "expert-parallel" and (request.expert_parallel or 1) > 1
+    text = f"expert_parallel {request.expert_parallel} with layout {name}"
+    refuse(is_split, text, "write layout: {name: expert-parallel, …}")
+    refuse(why, why, possible)
+    raise_all(problems)
     return Layout(
         name=name,
         reason=f"set by {request.where}",

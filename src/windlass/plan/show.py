@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -13,14 +14,14 @@ from rich.text import Text
 from windlass.hardware import GIB, Machine
 from windlass.plan import Plan
 from windlass.plan.choose import Contender, same, undominated
-from windlass.plan.cost import HEADROOM
+from windlass.plan.cost import HEADROOM, Cost
 from windlass.plan.layout import Layout
 from windlass.plan.script import AnyPlan, ScriptPlan, Spread
 
 WIDE = 100  # columns of a terminal from which on every column of the comparison is shown
 
 
-Rows = Iterable[tuple[Sequence[str], bool]]  # cells, and whether they are bold
+Row = tuple[list[str], bool]  # cells, and whether they are bold
 
 
 def show(plan: AnyPlan, *, formulas: bool = False, compare: bool = False) -> None:
@@ -43,79 +44,68 @@ def show(plan: AnyPlan, *, formulas: bool = False, compare: bool = False) -> Non
 
 
 def _tables(plan: Plan, formulas: bool, compare: bool, width: int) -> Iterator[Table | Text]:
-    cost, how = plan.cost, ["formula"] if formulas else []
+    hide = () if formulas else ("formula",)
+    rows: list[Row]
     if plan.advice:  # by the same arithmetic as the rest: what is gained is what this table says, if the rest is right
-        title = "What would make it faster (useful tokens, estimate)"
         rows = [([a.change, f"{a.tokens_per_second:,.0f}", f"{a.gain:,.1f} x", a.remark], False) for a in plan.advice]
-        table = _table(title, ["change", ">tok/s", ">gain", "how"], rows)
+        table = _table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
         table.columns[0].no_wrap = True
         yield table
     if compare:
         yield from _comparison(plan, width)
     if plan.tried:
-        yield _table(
-            "Micro-batches, by memory and time",
-            [">sequences x micro-batches", "fits", ">GiB", ">s/step", ">tok/s"],
-            [
-                (
-                    [
-                        f"{tried.batch.micro} x {tried.batch.accumulation}",
-                        "yes" if tried.has_headroom else "no",
-                        f"{tried.gpu_gib:,.1f}",
-                        f"{tried.step_seconds:,.2f}",
-                        f"{tried.tokens_per_second:,.0f}",
-                    ],
-                    tried.batch == plan.batch,
-                )
-                for tried in plan.tried
-            ],
-        )
-    title = "Memory" if formulas else "Memory at the peak (--explain for the rest)"
-    yield _table(title, ["phase", "where", "what", ">GiB", *how], _memory(plan, formulas))
-    yield _table("Time (estimate)", ["what", ">value", *(["how"] if formulas else [])], _time(plan, formulas))
-    if cost.flows:
-        columns = ["what", "over", ">each", ">times", ">a step", ">s a step", *how]
         rows = [
             (
-                [
-                    flow.kind,
-                    flow.fabric,
-                    size(flow.bytes),
-                    f"{flow.per_step:,}",
-                    size(flow.bytes * flow.per_step),
-                    f"{flow.seconds * flow.per_step:,.3f}",
-                    *([flow.formula] if formulas else []),
-                ],
-                False,
+                [f"{c.batch.micro}x{c.batch.accumulation}", "yes" if c.has_headroom else "no", *_figures(c)],
+                c.batch == plan.batch,
             )
-            for flow in cost.flows
+            for c in plan.tried
         ]
-        yield _table("Network traffic of each GPU in a step", columns, rows)
+        yield _table("Micro-batches, by memory and time", ">batch fits >GiB/GPU >GB/step >s/step >tok/s", rows)
+    title = "Memory" if formulas else "Memory at the peak (--explain for the rest)"
+    yield _table(title, "phase where what >GiB formula", _memory(plan, formulas), hide)
+    yield _table("Time (estimate)", "what >value formula", _time(plan), hide)
+    if plan.cost.flows:
+        rows = [
+            ([f.kind, f.fabric, size(f.bytes), f"{f.per_step:,}", size(f.bytes * f.per_step)], False)
+            for f in plan.cost.flows
+        ]
+        for (cells, _), f in zip(rows, plan.cost.flows, strict=True):
+            cells += [f"{f.seconds * f.per_step:,.3f}", f.formula]
+        columns = "what over >each >times >total >s/step formula"
+        yield _table("Network traffic of each GPU in a step", columns, rows, hide)
     rows = [
         ([t.pattern, ", ".join(t.names), t.part, f"{len(t.modules):,}", f"{t.parameters:,}"], False)
         for t in plan.adapter.targets
     ]
     share = f"{plan.adapter.trainable / plan.total:.3%} of the model"
     rows.append((["total", share, "", "", f"{plan.adapter.trainable:,}"], True))
-    yield _table("Adapter", ["pattern", "matches", "part", ">modules", ">trainable"], rows)
+    yield _table("Adapter", "pattern matches part >modules >trainable", rows)
     parts = sorted(plan.by_part.items(), key=lambda item: -item[1])
     rows = [([part, f"{count:,}", f"{count / plan.total:.2%}"], False) for part, count in parts]
     disk = "" if plan.disk_bytes is None else f"{size(plan.disk_bytes)} on disk"
     rows.append((["total", f"{plan.total:,}", disk], True))
-    yield _table("Parameters", ["part", ">parameters", ">share"], rows)
+    yield _table("Parameters", "part >parameters >share", rows)
 
 
-def _table(title: str, columns: Sequence[str], rows: Rows) -> Table:
+def _table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] = ()) -> Table:
     """Column names that begin with `>` are right-aligned and never wrapped: no digit is lost."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     table.padding = (0, 1, 0, 0)
-    for column in columns:
-        number = column.startswith(">")
-        justify = "right" if number else "left"
-        table.add_column(column.lstrip(">"), justify=justify, no_wrap=number, overflow="fold")  # type: ignore[arg-type]
+    names = columns.split()
+    for column in names:
+        if column not in hide:
+            side: Literal["right", "left"] = "right" if column.startswith(">") else "left"
+            table.add_column(column.lstrip(">"), justify=side, no_wrap=side == "right", overflow="fold")
     for cells, is_bold in rows:
-        table.add_row(*cells, style="bold" if is_bold else "")
+        shown = [cell for name, cell in zip(names, cells, strict=True) if name not in hide]
+        table.add_row(*shown, style="bold" if is_bold else "")
     return table
+
+
+def _figures(cost: Cost) -> list[str]:
+    figures = f"{cost.gpu_gib:,.1f} {cost.wire_gb_per_step:,.1f} {cost.step_seconds:,.2f} {cost.tokens_per_second:,.0f}"
+    return figures.split()
 
 
 def _verdict(plan: Plan) -> Text:
@@ -150,15 +140,15 @@ def _header_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _batch_reason(plan: Plan) -> str:
     """Why this micro-batch, if the plan chose it."""
-    tried, last, gpu_gib = plan.tried, plan.tried[-1], plan.machine.gpu.memory_gib * (1 - HEADROOM)
-    if not tried[0].has_headroom:
-        return f"even micro-batches of 1 leave less than {HEADROOM:.0%} of the GPU free"
-    sizes = ", ".join(str(each.batch.micro) for each in tried)
+    last, free = plan.tried[-1], f"{HEADROOM:.0%} of the GPU free"
+    if not plan.tried[0].has_headroom:
+        return f"even micro-batches of 1 leave less than {free}"
+    sizes = ", ".join(str(each.batch.micro) for each in plan.tried)
     text = f"micro-batches of {plan.batch.micro} chosen: the fastest of {sizes}"
     if last.has_headroom:
-        return f"{text}, which all leave {HEADROOM:.0%} of the GPU free"
-    need = f"{last.batch.micro} would need {last.gpu_gib:,.1f} of {gpu_gib:,.1f} GiB"
-    return f"{text} that leave {HEADROOM:.0%} of the GPU free; {need}"
+        return f"{text}, which all leave {free}"
+    limit = plan.machine.gpu.memory_gib * (1 - HEADROOM)
+    return f"{text} that leave {free}; {last.batch.micro} would need {last.gpu_gib:,.1f} of {limit:,.1f} GiB"
 
 
 def _length(plan: Plan) -> str:
@@ -196,61 +186,52 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     reasons = {why: name for name, why in reversed(plan.impossible.items())}
     reasons |= {c.why_not: c.name for c in reversed(plan.contenders) if c.why_not}
     if reasons:
-        yield _table("Not possible", ["layout", "why"], [([name, why], False) for why, name in reasons.items()])
+        yield _table("Not possible", "layout why", [([name, why], False) for why, name in reasons.items()])
 
 
 def _contenders(plan: Plan, title: str, shown: Sequence[Contender], width: int) -> Table:
-    columns = ["layout", ">batch", "fits", ">GiB/GPU", ">GB/step", ">s/step", ">tok/s", ">GPU-h"]
-    rows = []
+    rows: list[Row] = []
     for c in shown:
-        hours = plan.gpu_hours_of(c)
+        name = c.name if c.here else f"{_count(c.layout.nodes, 'node')}: {c.name.rpartition(', on ')[0]}"
+        batch, hours = f"{c.cost.batch.micro}x{c.cost.batch.accumulation}", plan.gpu_hours_of(c)
         cells = [
-            c.name,
-            f"{c.cost.batch.micro}x{c.cost.batch.accumulation}",
+            name,
+            batch,
             "yes" if c.cost.fits else "no",
-            f"{c.cost.gpu_gib:,.1f}",
-            f"{c.cost.wire_gb_per_step:,.1f}",
-            f"{c.cost.step_seconds:,.2f}",
-            f"{c.cost.tokens_per_second:,.0f}",
+            *_figures(c.cost),
             "" if hours is None else f"{hours:,.1f}",
         ]
         rows.append((cells, same(c.layout, plan.layout)))
-    if width < WIDE:  # `--json` has it
-        wire = columns.index(">GB/step")
-        columns.pop(wire)
-        for cells, _ in rows:
-            cells.pop(wire)
-    return _table(title, columns, rows)
+    columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s >GPU-h"
+    return _table(title, columns, rows, (">GB/step",) if width < WIDE else ())  # `--json` has it
 
 
-def _memory(plan: Plan, formulas: bool) -> Rows:
+def _memory(plan: Plan, formulas: bool) -> Iterator[Row]:
     """The GPU's fullest phase row by row; of the others the totals alone, unless formulas are asked for."""
     for place in ("gpu", "host"):
         for phase in ("load", "step", "save"):
             rows = [row for row in plan.cost.rows if (row.place, row.phase) == (place, phase)]
-            total = f"{sum(row.bytes for row in rows) / GIB:,.2f}"
             if rows:
-                yield [phase, place, "total", total, *([""] if formulas else [])], True
+                yield [phase, place, "total", f"{sum(row.bytes for row in rows) / GIB:,.2f}", ""], True
             for row in rows if formulas or (place, phase) == ("gpu", "step") else ():
-                yield ["", "", row.item, f"{row.bytes / GIB:,.2f}", *([row.formula] if formulas else [])], False
+                yield ["", "", row.item, f"{row.bytes / GIB:,.2f}", row.formula], False
 
 
-def _time(plan: Plan, formulas: bool) -> Rows:
+def _time(plan: Plan) -> Iterator[Row]:
     cost, gpu = plan.cost, plan.machine.gpu
     flops = f"{cost.flops_per_token / 1e9:,.2f} G + {cost.recompute_flops_per_token / 1e9:,.2f} G recomputed"
+    how = "forward + activation gradients of active parameters, attention, adapter"
+    yield ["FLOPs a token", flops, how], False
+    how = f"{plan.batch.tokens:,} tokens at {gpu.achieved_tflops:,.0f} TFLOP/s sustained"
+    yield ["compute a micro-batch", f"{cost.compute_seconds:,.3f} s", how], False
     step = f"{cost.step_seconds:,.2f} s (to {cost.step_seconds_serial:,.2f} s if nothing overlaps)"
-    tokens = f"{plan.batch.tokens:,} tokens at {gpu.achieved_tflops:,.0f} TFLOP/s sustained"
+    how = "the slowest of compute, memory, network and host link; in brackets their sum"
+    yield ["optimizer step", step, how], False
     rate = f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.2%}"
-    rows = [
-        ("FLOPs a token", flops, "forward + activation gradients of active parameters, attention, adapter"),
-        ("compute a micro-batch", f"{cost.compute_seconds:,.3f} s", tokens),
-        ("optimizer step", step, "the slowest of compute, memory, network and host link; in brackets their sum"),
-        ("throughput", rate, f"of {gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU"),
-    ]
+    yield ["throughput", rate, f"of {gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU"], False
     if plan.hours is not None:
-        run = f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours"
-        rows.append(("the run", run, "steps x seconds a step; without loading, evaluation and saving"))
-    return [(row if formulas else row[:2], False) for row in rows]
+        run, how = f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours", "without loading, evaluation and saving"
+        yield ["the run", run, f"steps x seconds a step; {how}"], False
 
 
 def _script_lines(plan: ScriptPlan) -> Iterator[tuple[str, str]]:
