@@ -236,17 +236,12 @@ def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
         cluster.submit()
     # kubectl logs each of its tries before it prints what is wrong.
     logged = 'E1121 16:29:24.069138 28924 memcache.go:265] "Unhandled Error" err="no API group list"\n'
-    for text, hint in (
-        ("The connection to the server localhost:8080 was refused", "kubectl config get-contexts"),
-        ("error: You must be logged in to the server (Unauthorized)", "log in to the cluster"),
-        ("Error from server (Forbidden): jobs is forbidden", "request that right"),
-    ):
-        cluster.has(words=f"{logged}{text}\n")
-        program(cluster.folder / "bin", "kubectl", f"cat {cluster.folder}/words >&2; exit 1")
-        with pytest.raises(RunError) as caught:
-            cluster.submit()
-        assert caught.value.problems[0].problem == text
-        assert hint in caught.value.problems[0].hint
+    text = "The connection to the server localhost:8080 was refused"
+    cluster.has(words=f"{logged}{text}\n")
+    program(cluster.folder / "bin", "kubectl", f"cat {cluster.folder}/words >&2; exit 1")
+    with pytest.raises(RunError, match="kubectl config get-contexts") as caught:
+        cluster.submit()
+    assert caught.value.problems[0].problem == text
     assert cluster.applied is None
     monkeypatch.setenv("PATH", str(cluster.folder / "empty"))
     assert cluster.submit() == 0

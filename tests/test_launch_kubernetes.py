@@ -59,16 +59,30 @@ def test_golden_manifests(run: str, engine: str) -> None:
 @pytest.mark.parametrize("site", [SITE, FULL], ids=["site", "full"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kubernetes_and_the_operators_take_all_of_it(engine: str, site: tuple[str, ...]) -> None:
+    """And what no schema knows: names of mounted files, of the Service, of containers in rules."""
     documents = manifests(engine, site)
+    workload = documents[-1]
+    assert len({(one["kind"], one["metadata"]["name"]) for one in documents}) == len(documents)
+    assert {one["metadata"]["namespace"] for one in documents} == {"ml"}
+    assert f'"configMap": {{"name": "{documents[0]["metadata"]["name"]}"}}' in json.dumps(workload)
     for document in documents:
         if document["apiVersion"] in ("v1", "batch/v1"):
             kubernetes_validate.validate(document, SCHEMA, strict=True)
-        for template in pod_templates(document):  # inside a custom resource nobody validates it: wrapped as a Job
-            pod = copy.deepcopy(template)
-            pod["spec"].setdefault("restartPolicy", "Never")
-            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": {"template": pod}}
-            kubernetes_validate.validate(job, SCHEMA, strict=True)
-    workload = documents[-1]
+    for template in pod_templates(workload):  # inside a custom resource nobody validates it: wrapped as a Job
+        pod = copy.deepcopy(template)
+        pod["spec"].setdefault("restartPolicy", "Never")
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": {"template": pod}}
+        kubernetes_validate.validate(job, SCHEMA, strict=True)
+        (container,) = template["spec"]["containers"]
+        assert container["name"] == ("pytorch" if engine == "pytorchjob" else "node")
+        mounts = [mount["name"] for mount in container["volumeMounts"]]
+        assert sorted(mounts) == sorted(volume["name"] for volume in template["spec"]["volumes"])
+        limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+        assert {k: v for k, v in limits.items() if "/" in k} == {k: v for k, v in requests.items() if "/" in k}
+    if engine == "job":
+        service = documents[1]
+        assert workload["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+        assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": workload["metadata"]["name"]}
     if engine in MODELS:
         again = MODELS[engine].from_dict(copy.deepcopy(workload)).to_dict()
         assert lost(workload, json.loads(json.dumps(again, default=str))) == []
@@ -91,28 +105,6 @@ def test_the_validators_would_object() -> None:
     document["spec"]["podSpecOverrides"] = [{"targetJobs": [{"name": "node"}]}]
     again = TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(document)).to_dict()
     assert any("podSpecOverrides" in one for one in lost(document, again))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_objects_refer_to_each_other(engine: str) -> None:
-    """What no schema knows: names of mounted files, of the Service, of containers in rules."""
-    documents = manifests(engine)
-    assert len({(one["kind"], one["metadata"]["name"]) for one in documents}) == len(documents)
-    assert {one["metadata"]["namespace"] for one in documents} == {"ml"}
-    text = json.dumps(documents[-1])
-    assert f'"configMap": {{"name": "{documents[0]["metadata"]["name"]}"}}' in text
-    if engine == "job":
-        service, job = documents[1:]
-        pod = job["spec"]["template"]["spec"]
-        assert pod["subdomain"] == service["metadata"]["name"]
-        assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-    for template in pod_templates(documents[-1]):
-        (container,) = template["spec"]["containers"]
-        assert container["name"] == ("pytorch" if engine == "pytorchjob" else "node")
-        mounts = [mount["name"] for mount in container["volumeMounts"]]
-        assert sorted(mounts) == sorted(volume["name"] for volume in template["spec"]["volumes"])
-        limits, requests = container["resources"]["limits"], container["resources"]["requests"]
-        assert {k: v for k, v in limits.items() if "/" in k} == {k: v for k, v in requests.items() if "/" in k}
 
 
 def test_exit_codes_and_restarts() -> None:
@@ -149,9 +141,6 @@ def test_openshift_admits_it_unless_the_run_file_sets_more() -> None:
         locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert spec["containers"][0]["securityContext"] == locked
         assert not {"hostNetwork", "hostIPC", "hostPID"} & set(spec)
-
-
-# --- refused, with the place in the run file
 
 
 def test_what_pods_cannot_have_is_refused_with_its_place() -> None:
@@ -199,9 +188,6 @@ def test_values_that_kubernetes_refuses_are_refused_by_their_type(more: str, wha
     assert more.partition("=")[0] in str(caught.value)
 
 
-# --- the ConfigMap
-
-
 def test_other_files_are_another_config_map(tmp_path: Any) -> None:
     """The first save changes the time to save: an immutable ConfigMap would refuse it."""
 
@@ -215,16 +201,6 @@ def test_other_files_are_another_config_map(tmp_path: Any) -> None:
     run_folder.log_event(tmp_path, "save", 10, seconds=95.0, ok=True)
     assert before != name() == name()
     assert fingerprint == job_of(plan).fingerprint, "nodes of both may join"
-
-
-# --- as text
-
-
-def test_the_text_has_its_reasons_and_files_that_can_be_read() -> None:
-    plan, overrides, _ = example("train", FULL)
-    text = kubernetes.job_yaml(job_of(plan, overrides=overrides), "job")
-    assert "# ranks of one node exchange data here" in text
-    assert "launch.sh: |" in text
 
 
 _TEXT = st.one_of(st.text(max_size=30), st.sampled_from(["no", "1e3", "~", "a\n b\n\n", "\n\n", "\x85", "a: b # c"]))

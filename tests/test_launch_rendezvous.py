@@ -245,14 +245,11 @@ def meet(world: int, work: Callable[[Rendezvous], Any], seconds: float = 20, wit
     return results
 
 
-def test_every_node_gets_what_all_sent() -> None:
+def test_every_node_gets_what_all_sent_and_none_for_one_that_is_missing_silent_or_gone() -> None:
     def work(made: Rendezvous) -> Any:
         return [made.gather(f"{made.node.rank}"), made.gather({"n": made.node.rank}), made.address]
 
     assert meet(3, work) == [[["0", "1", "2"], [{"n": 0}, {"n": 1}, {"n": 2}], "127.0.0.1"]] * 3
-
-
-def test_a_node_that_is_missing_silent_or_gone_is_none_and_the_rest_go_on() -> None:
     assert meet(3, lambda made: made.gather(made.node.rank, 5), seconds=0.5, without=[2])[:2] == [[0, 1, None]] * 2
 
     def falls_silent(made: Rendezvous) -> Any:
@@ -289,6 +286,7 @@ PET = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "p", "PET_MAS
         ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "m-0", "MASTER_PORT": "23456"}, Node(1, 3, "m-0", 23456)),
         ({"RANK": "1", "WORLD_SIZE": "24", "MASTER_ADDR": "m", **PET}, Node(1, 3, "p", 1)),  # nodes count, not ranks
         ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "m", "MASTER_PORT": "7"}, Node(1, 2, "m", 7)),
+        ({"PET_NNODES": "2", "RANK": "1"}, Node(0, 2, "localhost", 29500)),  # a rank is no node
         ({"PET_NNODES": "1:3"}, None),
         ({"WORLD_SIZE": "2", "RANK": "2"}, None),
         ({"WORLD_SIZE": "2", "MASTER_PORT": "http"}, None),

@@ -16,6 +16,7 @@ from typing import Any
 from windlass import __version__, run_folder
 from windlass.errors import Problem, UserError
 from windlass.files import read_json_lines, write_atomic
+from windlass.hardware import GIB
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.runfile import ScriptRun
@@ -27,7 +28,6 @@ DISK_BYTES_PER_SECOND = 100e6  # a slow shared volume; an adapter is small
 SHM_GIB_PER_WORKER = 0.5  # batches of images that a loading process holds ready
 SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
 NAME_LETTERS = 45  # of a name of our own: a JobSet's pods append `-node-0-9999-abcde`
-GIB = 1024**3
 UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)}
 
@@ -190,9 +190,6 @@ def one_line(text: str) -> str:
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
-# --- what was submitted -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """A job that was submitted."""
@@ -227,9 +224,6 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
     except OSError as error:
         hint = "set output_dir to a folder that can be created, or give another --out DIR"
         raise UserError(f"can't be written: {error.strerror}", str(folder), hint) from None
-
-
-# --- pods -------------------------------------------------------------------------------------------------------------
 
 
 def pod_problems(job: Job) -> Iterator[Problem]:

@@ -30,14 +30,8 @@ REFERENCES = {  # a key of `cluster` that names an object: its kind
     "priority_class": "priorityclass",
 }
 LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each of its tries before it prints what is wrong
-HINTS = {
-    r"refused|no such host|unable to connect|timeout|timed out|context .* does not exist|no configuration": (
-        "kubectl config get-contexts shows which cluster is used; --dry-run writes the files without one"
-    ),
-    r"unauthorized|logged in|provide credentials": "log in to the cluster again, or --dry-run",
-    r"forbidden": "request that right in the namespace, or name another cluster.namespace",
-    r"unknown field": "the cluster has another version of that operator: cluster.engine names another one",
-}
+HINT = "is it the right cluster (kubectl config get-contexts), are you logged in, may you do that? --dry-run needs none"
+OTHER_VERSION = "the cluster has another version of that operator: cluster.engine names another one"
 SUCCEEDED = ("Complete", "Completed", "Succeeded")
 ENDED = (*SUCCEEDED, "Failed", "FailureTarget")
 PHASES = "jsonpath={.items[*].status.phase}"
@@ -64,8 +58,7 @@ def run(
         raise UserError(what, "PATH", "install it; submit --dry-run needs none") from None
     if check and done.returncode:
         text = LOG.sub("", done.stderr).strip() or done.stderr.strip() or f"ended with {done.returncode}"
-        hint = next((hint for words, hint in HINTS.items() if re.search(words, text, re.IGNORECASE)), "")
-        raise RunError(text, " ".join(command[:6]), hint)
+        raise RunError(text, " ".join(command[:6]), OTHER_VERSION if "unknown field" in text else HINT)
     return done
 
 
@@ -158,8 +151,7 @@ class KubernetesJob:
 
     def follow(self, nodes: int, say: Callable[[str], None]) -> int:
         """Logs of all nodes until the job has ended, over its restarts too; how it ended is the exit code."""
-        since: tuple[str, ...] = ()
-        last = ""
+        since, last = list[str](), ""
         while True:
             how, phases = self.state(), self.pods(PHASES).stdout.split()
             if how == "running" and (len(phases) < nodes or "Pending" in phases):
@@ -174,7 +166,7 @@ class KubernetesJob:
                     say(f"{self.name}: {how or 'it no longer exists'}")
                     return 0 if how in SUCCEEDED else 1
                 # All of them have ended, or the connection broke: what is new is read, and nothing twice.
-                since = (f"--since-time={time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}",)
+                since = [f"--since-time={time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"]
                 last = ""
             time.sleep(PAUSE_SECONDS)
 

@@ -112,9 +112,6 @@ def escape_variables(value: str) -> str:
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
-# --- the platform -----------------------------------------------------------------------------------------------------
-
-
 def review(job: Job) -> Iterator[Problem | str]:
     cluster = job.cluster
     yield from pod_problems(job)

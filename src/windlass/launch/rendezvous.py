@@ -56,9 +56,14 @@ def this_node(environ: Mapping[str, str]) -> Node:
     names = next((names for names in VARIABLES if names[1] in environ), None)
     if names is None:
         return Node(0, 1, "localhost", PORT)
-    rank, world, host, port = (environ.get(name) or environ.get(VARIABLES[1][i]) for i, name in enumerate(names))
+    rank, world, host, port = names
     try:
-        node = Node(int(rank or 0), int(world or 1), host or "localhost", int(port or PORT))
+        node = Node(
+            int(environ.get(rank, "0")),
+            int(environ[world]),
+            environ.get(host) or environ.get("MASTER_ADDR") or "localhost",
+            int(environ.get(port) or environ.get("MASTER_PORT") or PORT),
+        )
         if 0 <= node.rank < node.world:
             return node
         wrong = "nodes are counted from 0"

@@ -179,9 +179,6 @@ def payload(job: Job) -> dict[str, Any]:
     return {"name": job.name, "projectId": "PROJECT_ID", "clusterId": "CLUSTER_ID", **master, "spec": spec}
 
 
-# --- the platform -----------------------------------------------------------------------------------------------------
-
-
 def review(job: Job) -> Iterator[Problem | str]:
     cluster = job.cluster
     yield from pod_problems(job)

@@ -101,9 +101,6 @@ def launch_sh(job: Job, *, exports: bool) -> str:
     return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
 
 
-# --- the platform -----------------------------------------------------------------------------------------------------
-
-
 def review(_: Job) -> Iterator[Problem | str]:
     yield from ()
 
