@@ -122,6 +122,7 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
             yield variable.reason, "env-secret", text, {"environmentVariables": [body]}
         else:
             body = {"name": name, "value": content}
+            # -e: in old and new clients
             yield variable.reason, "e", f"{name}={content}", {"environmentVariables": [body]}
 
 
