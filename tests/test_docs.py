@@ -24,10 +24,7 @@ def pages() -> dict[Path, str]:
 def test_generated_pages_are_up_to_date(pages: dict[Path, str]) -> None:
     stale = [str(path) for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     assert not stale, f"run `make docs`: {', '.join(stale)} differ from what the program says"
-
-
-def test_no_page_is_left_of_a_command_that_is_gone(pages: dict[Path, str]) -> None:
-    assert set(generate.COMMANDS.glob("*.md")) <= set(pages)
+    assert set(generate.COMMANDS.glob("*.md")) <= set(pages), "a command's page is left, the command is gone"
 
 
 def test_every_command_teaches_by_example(pages: dict[Path, str]) -> None:
@@ -35,16 +32,6 @@ def test_every_command_teaches_by_example(pages: dict[Path, str]) -> None:
     assert not without
     for name in generate.commands():
         assert f"windlass {name}" in pages[generate.COMMANDS / f"{name}.md"].split("```")[1], name
-
-
-def test_a_mark_takes_what_it_names_out_of_the_output() -> None:
-    shown = "model    tiny\nbatch    1\nLength\n\n what\n ────\n 7\n\nnote: one\nnote: two\n\nfits: yes"
-    assert generate.table(shown, "model …") == "model    tiny\nbatch    1"
-    assert generate.table(shown, "Length") == "Length\n\n what\n ────\n 7"
-    assert generate.table(shown, "note: one") == "note: one"
-    assert generate.table(shown, "fits:") == "fits: yes"
-    with pytest.raises(StopIteration):
-        generate.table(shown, "nowhere")
 
 
 def test_every_kind_of_mark_is_used_and_closed() -> None:

@@ -58,10 +58,7 @@ def test_names_of_the_run_file() -> None:
         row = explain.topic(name)[0]
         assert row.verdict == verdict
         assert text in row.text
-
-
-def test_offloading_is_explained_as_it_is() -> None:
-    """The published recipe claims that the optimizer's states are offloaded."""
+    # The published recipe claims that the optimizer's states are offloaded.
     (row,) = [row for row in explain.topic("fsdp_offload_params") if row.value == "true"]
     assert row.verdict == "honoured"
     assert row.text.startswith("the frozen base is stored in host memory")
