@@ -122,7 +122,8 @@ def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
         difference = means[name] - means[order[0]]
         # Rows differ in length: a row's share in the error is what its difference lacks to its tokens' share.
         residuals = losses[name][:, 0] - lowest[:, 0] - difference * tokens
-        half = NOISE * np.sqrt(np.square(residuals).sum()) / tokens.sum()
+        few = len(tokens) / max(len(tokens) - 3, 1)  # of few rows as wide as Student's t would have it, within 2 %
+        half = NOISE * np.sqrt(np.square(residuals).sum() * few) / tokens.sum()
         low, high = float(difference - half), float(difference + half)
         ranked.append(Candidate(name, float(means[name]), float(difference), low, high, low > 0))
     return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped)
