@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,7 +247,10 @@ def fingerprint(data: Data, selection: Selection, kind: Format, tokenizer: Any) 
     parts = (*selection.train, *selection.validation)
     facts = {
         "version": CACHE_VERSION,
-        "files": identify_files(path for part in parts for path in part.files),
+        "files": [
+            [path.name, stat.st_size, hash_file(path) if stat.st_size <= HASHED_BYTES else stat.st_mtime_ns]
+            for path, stat in {path: path.stat() for part in parts for path in part.files}.items()
+        ],
         "parts": [(part.source.format, part.split, part.start, part.stop) for part in parts],
         "held_out": [len(selection.validation), selection.fraction],
         "format": [kind.name, kind.identity],
@@ -258,15 +261,6 @@ def fingerprint(data: Data, selection: Selection, kind: Format, tokenizer: Any) 
         "streaming": data.streaming,
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
-
-
-def identify_files(paths: Iterable[Path]) -> list[tuple[str, int, str]]:
-    """Name, size and content of each file."""
-    stats = {path: path.stat() for path in paths}
-    return [
-        (path.name, stat.st_size, hash_file(path) if stat.st_size <= HASHED_BYTES else str(stat.st_mtime_ns))
-        for path, stat in stats.items()
-    ]
 
 
 def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None]) -> None:

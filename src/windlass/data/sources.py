@@ -290,7 +290,7 @@ def count_rows(data: Data, split: str, where: Where = str) -> Rows:
         source = replace(source, published=published_rows(cards.get(Path(name).name, {}), data.dataset_config_name))
         if not source.published:
             return Rows(None, unknown)
-    total, size, blank, found = 0, 0, 0.0, []
+    total = size = blank = 0.0
     for part in parse_split(split, source, where("data.train_split")):
         known = source.published.get(part.split, Rows(None, ""))
         rows = count_files(source.format, part.files) if source.splits else known
@@ -299,11 +299,8 @@ def count_rows(data: Data, split: str, where: Where = str) -> Rows:
             return rows
         start, stop = part.bounds(rows.count)
         share = (stop - start) / max(rows.count, 1)
-        total += stop - start
-        size += round((rows.text_bytes or 0) * share)
-        blank += rows.blank * share
-        found.append(rows)
-    return Rows(total, "; ".join({rows.how: 0 for rows in found}), size or None, round(blank), found[-1].blank_how)
+        total, blank, size = total + stop - start, blank + rows.blank * share, size + (rows.text_bytes or 0) * share
+    return Rows(round(total), rows.how, round(size) or None, round(blank), rows.blank_how)
 
 
 def count_files(kind: str, paths: Sequence[Path]) -> Rows:

@@ -111,8 +111,8 @@ def claim_folder(source: Source, base: Path | None, to: Path, kind: str, size: i
     if there and (earlier.get("kind") != kind or (kind == MERGED and "deviations" in earlier)):
         what = f"a {earlier['kind']} model" if "kind" in earlier else f"{len(there)} other files ({there[0]} …)"
         raise UserError(f"the folder holds {what}", f"--to {to}", "name a new folder, or empty this one")
-    for left in to.glob("model*.safetensors*") if kind == MERGED else ():
-        left.unlink()
+    for left in (to / "config.json", *to.glob("model*.safetensors*")) if kind == MERGED else ():
+        left.unlink(missing_ok=True)
     free, needed = shutil.disk_usage(to).free, size + RESERVE
     if free < needed:
         problem = f"the export needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free there"

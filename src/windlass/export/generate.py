@@ -44,8 +44,11 @@ def generate(
         source = choose_adapter(folder)
         model_base = base_of(source, base)
         read_deltas(source, model_base)  # an adapter of another model is refused here, by name
-    folders = [folder, *([source.folder] if source else []), *([model_base.path] if model_base.path else [])]
-    tokenizer = _tokenizer(folders)
+    folders = [one for one in (folder, source and source.folder, model_base.path) if one]
+    named = [one for one in folders if any((one / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))]
+    if not named:
+        raise UserError("the model folder has no tokenizer", str(folder), "copy the base model's tokenizer there")
+    tokenizer = AutoTokenizer.from_pretrained(named[0])
     if chat:
         if not tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template", str(folder), "leave --chat out")
@@ -59,14 +62,12 @@ def generate(
     model = load_model(model_base, source, base_dtype)
     encoded = encoded.to(next(model.parameters()).device)
     torch.manual_seed(seed)
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    )
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         output = model.generate(
             **encoded,
-            **sampling,
+            **{"do_sample": False, **sampling},
             max_new_tokens=tokens,
             use_cache=True,
             streamer=_Streamer(tokenizer, write) if write else None,
@@ -85,13 +86,6 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
         self.write(f"{text}\n" if stream_end else text)
 
 
-def _tokenizer(folders: list[Path]) -> Any:
-    for folder in folders:
-        if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-            return AutoTokenizer.from_pretrained(folder)
-    raise UserError("the model folder has no tokenizer", str(folders[0]), "copy the base model's tokenizer there")
-
-
 def choose_base_dtype(base: Base, folder: Path) -> str:
     """layout.base_dtype: 16 bits if that fits, which is the fastest; else FP8 as stored, if that fits."""
     free = free_memory()
@@ -99,12 +93,9 @@ def choose_base_dtype(base: Base, folder: Path) -> str:
     for dtype, needed in (("bf16", 2 * base.total), ("fp8", stored)):
         if needed <= SHARE_OF_MEMORY * free:
             return dtype
-    place = "on the GPU" if torch.cuda.is_available() else "here"
-    raise UserError(
-        f"the model needs {min(stored, 2 * base.total) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free {place}",
-        str(folder),
-        "serve it where it fits: windlass export --serve-check prints the command line",
-    )
+    problem = f"the model needs {min(stored, 2 * base.total) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
+    hint = "serve it where it fits: windlass export --serve-check prints the command line"
+    raise UserError(problem, str(folder), hint)
 
 
 def load_model(base: Base, source: Source | None, base_dtype: str) -> Any:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from threading import Lock
 
 from rich.console import Console
@@ -52,7 +53,7 @@ def show_hints(hints: ServeHints) -> None:
     for heading in ("server", "target", "adapters", "unmerged", "source"):
         table.add_column(heading, overflow="fold")
     for row in hints.rows:
-        table.add_row(row.server, row.target, str(row.adapters), row.unmerged, row.source)
+        table.add_row(*map(str, astuple(row)))
     console = Console()
     console.print(table)
     console.print(hints.advice, soft_wrap=True)

@@ -154,7 +154,7 @@ def _batch_reason(plan: Plan) -> str:
 def _length(plan: Plan) -> str:
     s = plan.schedule
     if s.steps is None:
-        return f"unknown: {s.rows_reason}"
+        return f"unknown ({s.rows_reason}): train.max_steps sets it"
     rows = f"{s.rows:,} rows ({s.rows_reason}), " if s.rows is not None else ""
     text = f"{rows}{_count(s.steps, 'step')}, {s.warmup_steps:,} of warm-up, {_count(s.evaluations, 'evaluation')}"
     if s.checkpoints:
