@@ -28,7 +28,11 @@ class Run:
         self.machines, self.folder = machines, folder
         file = demo.make(folder / "a demo")
         words = (
-            *(f"cluster.nodes={machines.count}", "cluster.gpus_per_node=1", "cluster.network=ethernet-25"),
+            *(
+                f"cluster.nodes={machines.count}",
+                "cluster.gpus_per_node=1",
+                "cluster.network={name: bridge, gb_per_second: 0.2}",
+            ),
             *("train.max_steps=4", "train.eval_steps=4", "train.save_steps=4", "train.ddp_timeout=60", *overrides),
         )
         self.out = folder / "a demo" / "run"
