@@ -270,8 +270,8 @@ def resolve(request: LayoutRequest, experts: int) -> Layout:
 
 
 def divisors(number: int) -> list[int]:
-    """Smallest first. A run file may have any number, so beyond 2**40 those without a small partner are left out."""
-    small = [n for n in range(1, min(isqrt(number), 2**20) + 1) if number % n == 0]
+    """Smallest first. A run file may have any number, so beyond 2**32 those without a small partner are left out."""
+    small = [n for n in range(1, min(isqrt(number), 2**16) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
