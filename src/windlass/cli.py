@@ -382,12 +382,14 @@ def train(
             loaded = read_any(run, [*overrides, *found])
         return make_any(loaded, file)
 
-    more: dict[str, Any] = {"environ": os.environ, "resume": resume, "say": print_error}
     if is_script:
-        raise typer.Exit(script.train(planned, **more))
+        raise typer.Exit(script.train(planned, environ=os.environ, resume=resume, say=print_error))
     arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
     arguments += words("--accelerate", accelerate) + words("--debug-freq", debug_freq) + ["--resume"] * resume
-    raise typer.Exit(training.train(planned, arguments=arguments, debug_freq=debug_freq, **more))
+    code = training.train(
+        planned, arguments=arguments, environ=os.environ, resume=resume, debug_freq=debug_freq, say=print_error
+    )
+    raise typer.Exit(code)
 
 
 @command(DURING, "demo --dir demo-run", "report demo-run/run")
@@ -429,8 +431,17 @@ def submit(
         raise UserError(f"there is no platform {to!r}", "--to", hint)
     plan = make_plan(run, override, accelerate)
     to = to or plan.loaded.run.cluster.platform
-    more: dict[str, Any] = {"out": out, "dry_run": dry_run, "follow": follow, "say": say}
-    raise typer.Exit(submitting.submit(plan, to, overrides=override or (), accelerate=accelerate, **more))
+    code = submitting.submit(
+        plan,
+        to,
+        overrides=override or (),
+        accelerate=accelerate,
+        out=out,
+        dry_run=dry_run,
+        follow=follow,
+        say=say,
+    )
+    raise typer.Exit(code)
 
 
 def submitted(run: Path, override: list[str] | None, out: Path | None) -> tuple[Platform, Record]:
@@ -543,8 +554,17 @@ def export(
     from windlass import export as exporting
     from windlass.export import screen
 
-    how: dict[str, Any] = {"merge": merge, "dtype": dtype, "base": base, "called": base_name, "workers": workers}
-    made = exporting.export(source, to, say=screen.say, progress=screen.progress, **how)
+    made = exporting.export(
+        source,
+        to,
+        merge=merge,
+        dtype=dtype,
+        base=base,
+        called=base_name,
+        workers=workers,
+        say=screen.say,
+        progress=screen.progress,
+    )
     served = exporting.hints(source, made, base) if serve_check else None
     if served and not as_json:
         screen.show_hints(served)
@@ -569,5 +589,14 @@ def generate(
     from windlass.export import screen
     from windlass.export.generate import generate as generating
 
-    how: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed, "chat": chat, "base": base}
-    generating(folder, prompt, say=screen.say, write=lambda text: print(text, end="", flush=True), **how)
+    generating(
+        folder,
+        prompt,
+        base=base,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        chat=chat,
+        say=screen.say,
+        write=lambda text: print(text, end="", flush=True),
+    )

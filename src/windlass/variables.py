@@ -39,7 +39,7 @@ class Variable:
     """A row of the table, whose head says what its columns mean."""
 
     about: str
-    windlass: str = "never"
+    windlass: str
     published: str = ""
     verdict: str = ""
     status: str = ""
@@ -48,7 +48,7 @@ class Variable:
 @cache
 def variables() -> dict[str, Variable]:
     rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {
-        name: Variable(**{**row, "windlass": WINDLASS.get(text := row.get("windlass", "never"), text)})
-        for name, row in rows.items()
-    }
+    for row in rows.values():
+        word = row.get("windlass", "never")
+        row["windlass"] = WINDLASS.get(word, word)
+    return {name: Variable(**row) for name, row in rows.items()}
