@@ -462,7 +462,13 @@ def test_tokens_come_from_the_cache_and_are_made_again_if_damaged(text: Path, to
         assert "damaged" in said[0]
 
 
-def test_the_fingerprint_follows_what_the_tokens_depend_on(text: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_fingerprint_follows_what_the_tokens_depend_on(
+    text: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, sampled: bool
+) -> None:
+    if sampled:  # as of a file over 1 GiB
+        monkeypatch.setattr("windlass.data.cache.BLOCK_BYTES", 16)
+        monkeypatch.setattr("windlass.data.prepare.HASHED_BYTES", 64)
     seen = {prepare(run_file(text), tokenizer).fingerprint}
     os.utime(text, (0, 0))
     assert prepare(run_file(text), tokenizer).fingerprint in seen  # a copy with another date is the same data
@@ -472,7 +478,9 @@ def test_the_fingerprint_follows_what_the_tokens_depend_on(text: Path, tokenizer
     sections += [{"train_split": "train[:50%]"}, {"prompt_template": "{text}!"}]
     found = [prepare(run_file(text, **section), tokenizer).fingerprint for section in sections]
     found.append(prepare(run_file(text), other).fingerprint)
-    text.write_text(text.read_text().replace("the", "thy", 1))
+    text.write_text("~" + text.read_text()[1:])
+    found.append(prepare(run_file(text), tokenizer).fingerprint)
+    text.write_text(text.read_text()[:-2] + "~\n")
     found.append(prepare(run_file(text), tokenizer).fingerprint)
     assert len({*seen, *found}) == 1 + len(found)
 

@@ -94,7 +94,7 @@ def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeyp
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
-@pytest.mark.parametrize(("version", "refused"), [("2.11.0", True), ("2.13.0+cpu", False), ("2.14.0", False)])
+@pytest.mark.parametrize(("version", "refused"), [("2.12.0", True), ("2.13.0+cpu", False), ("2.14.0", False)])
 def test_bytes_are_sharded_by_a_torch_that_can(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     monkeypatch.setattr(group, "world", lambda: 2)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CACHE_VERSION = 3  # raise it when what is written into the cached folder changes
 # Rows whose keys together make the columns: JSON lines need not all have the same.
 HEAD_ROWS = 100
-# Files up to this size are known by their content, larger ones by size and time of change.
+# Larger files are known by a sample of their content: the same on every node, whatever their copies' times of change.
 HASHED_BYTES = 1 << 30
 STREAM_AUDIT_ROWS = 10_000  # of a stream, so many rows are audited beforehand
 
@@ -248,8 +248,8 @@ def fingerprint(data: Data, selection: Selection, kind: Format, tokenizer: Any) 
     facts = {
         "version": CACHE_VERSION,
         "files": [
-            [path.name, stat.st_size, hash_file(path) if stat.st_size <= HASHED_BYTES else stat.st_mtime_ns]
-            for path, stat in {path: path.stat() for part in parts for path in part.files}.items()
+            [path.name, path.stat().st_size, hash_file(path, HASHED_BYTES)]
+            for path in dict.fromkeys(path for part in parts for path in part.files)
         ],
         "parts": [(part.source.format, part.split, part.start, part.stop) for part in parts],
         "held_out": [len(selection.validation), selection.fraction],

@@ -50,7 +50,7 @@ def build(
             "layout",
             "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
         )
-    # Tried: 2.11 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
+    # Tried: 2.12 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
     if is_sharded(layout) and layout.base_dtype == "fp8" and torch.__version__ < "2.13":
         what = f"torch {torch.__version__} can't shard a base that is stored in FP8: 2.13 can"
         raise UserError(what, fp8.WHERE, f"{fp8.HINT}, set layout.name: resident, or install a newer torch")

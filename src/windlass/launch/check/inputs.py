@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 # Each library's supported range, which is pyproject's (a test compares them), and the version that the tests ran with.
 TESTED: dict[str, tuple[str, str]] = {
-    "torch": (">=2.11,<3", "2.13.0"),
+    "torch": (">=2.12,<2.16", "2.13.0"),
     "transformers": (">=5.23,<5.24", "5.23.0"),
-    "peft": (">=0.21,<0.22", "0.21.2"),
+    "peft": (">=0.20,<0.22", "0.21.2"),
     "accelerate": (">=1.15,<2", "1.15.0"),
     "datasets": (">=5,<6", "5.2.0"),
     "safetensors": (">=0.7,<1", "0.8.0"),
