@@ -156,6 +156,7 @@ def import_libraries() -> None:
     import peft  # noqa: F401
 
     import windlass.cli
+    import windlass.observe.report
     import windlass.train.run  # noqa: F401
 
 

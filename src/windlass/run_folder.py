@@ -101,11 +101,11 @@ def versions(libraries: Iterable[str]) -> dict[str, str]:
 
 def git_state() -> dict[str, Any] | None:
     """Commit of the directory the run was started in, and whether it was changed; None outside of a repository."""
+    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        commit, changes = (
-            subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
+        status = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit, "changed": bool(changes)}
+    commit = re.search(r"^# branch\.oid ([0-9a-f]+)$", status, re.MULTILINE)
+    changed = any(not line.startswith("#") for line in status.splitlines())
+    return {"commit": commit[1], "changed": changed} if commit else None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
 from windlass import run_folder
 
 FINISH_SECONDS: Final = 120  # that the end of a run waits for its report
+LEAST_SECONDS: Final = 15  # from one report to the next: tiny runs save several times a second
 STREAMS: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
 
 
@@ -21,12 +24,15 @@ class BackgroundReport:
         self.folder = folder
         self.command = [sys.executable, "-m", "windlass", "report", str(folder)]
         self.process: subprocess.Popen[bytes] | None = None
+        self.started = -math.inf
         if at_exit:
             atexit.register(self.finish)
 
     def start(self) -> None:
-        """At a save: without waiting, and not while the last one is still being written."""
-        if self.process is None or self.process.poll() is not None:
+        """At a save: without waiting, and not while the last one is still being written, or was just started."""
+        writing = self.process is not None and self.process.poll() is None
+        if not writing and time.monotonic() - self.started >= LEAST_SECONDS:
+            self.started = time.monotonic()
             try:
                 self.process = subprocess.Popen(self.command, **STREAMS)
             except OSError as error:
