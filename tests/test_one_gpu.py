@@ -94,7 +94,7 @@ def test_what_cannot_be_imported_fails_or_runs_out_of_time_is_named(tmp_path: Pa
     assert own[1]["skipped"].startswith("every part. Needed: pydantic (ImportError: no such thing here)")
     (tmp_path / "pydantic.py").unlink()
     (tmp_path / "peft.py").touch()
-    (row,), done = ended(tmp_path, "--part", "peft", PYTHONPATH=str(tmp_path))  # an empty one before PEFT's
+    (*_, row), done = ended(tmp_path, "--part", "peft", PYTHONPATH=str(tmp_path))  # an empty one before PEFT's
     assert (done.returncode, row["part"]) == (1, "peft")
     assert "Error: " in row["skipped"]
     assert "Traceback" in done.stderr

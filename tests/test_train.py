@@ -56,6 +56,7 @@ train:
   bf16: false
   gradient_checkpointing: false
   logging_steps: 5
+  max_grad_norm: 0.25
   eval_strategy: "no"
   save_strategy: "no"
   report_to: none
