@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +18,13 @@ from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Re
 from windlass.launch.interfaces import choices, matching
 from windlass.plan import Plan, make
 from windlass.runfile import read
+from windlass.variables import unread, variables
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
 H200 = GpuReading(0, "NVIDIA H200", 143771 / 1024, 143000 / 1024, nvlinks=18, nvlinks_up=18)
+TORCH = importlib.util.find_spec("torch")
+TORCH_HEADER = Path((TORCH and TORCH.origin) or "").parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 MANY = LocalMachine((), 64, 4000, None)
 
 
@@ -181,6 +186,24 @@ def test_the_chosen_interface_exists_is_up_and_has_an_address(plans: dict[str, P
     assert (absent[0], "it has lo, net1" in absent[1]) == (down[0], "is down" in down[1]) == (FAIL, True)
     plant(tmp_path, {"sys/class/net/net1/operstate": "up"})
     assert "has no IP address" in seen(tmp_path, GLOO_SOCKET_IFNAME="net1")[0][1]
+
+
+def test_variables_that_nothing_reads(plans: dict[str, Plan]) -> None:
+    """The table has every name that the libraries read, or a right one would be called wrong."""
+    c = context(
+        plans["cpu"],
+        **dict.fromkeys(("NCCL_IB_HCAS", "TORCH_NCCL_BLOCKING_WAITS", "NCCL_TIMEOUT", "NCCL_ZZ", "NCCL_DEBUG"), "1"),
+        **dict.fromkeys(("NCCL_VERSION", "NCCL_CROSS_NIC", "NCCL_OFI_NEW", "TORCH_NCCL_NAN_CHECK", "NCCLX"), "1"),
+    )
+    results = machine.check_variables(c)
+    assert {result.name: (result.verdict, result.seen) for result in results} == {
+        "variable NCCL_IB_HCAS": (WARN, "nothing reads it; did you mean NCCL_IB_HCA?"),
+        "variable NCCL_ZZ": (WARN, "nothing reads it: remove it"),
+        "variable NCCL_TIMEOUT": (WARN, f"NCCL has no such variable; {variables()['NCCL_TIMEOUT'].windlass}"),
+        "variable TORCH_NCCL_BLOCKING_WAITS": (WARN, "nothing reads it; did you mean TORCH_NCCL_BLOCKING_WAIT?"),
+    }
+    of_torch = unread(re.findall(r'"((?:TORCH_)?NCCL_[A-Z_]+)"', TORCH_HEADER.read_text()))
+    assert all("the old name of" in problem for problem in of_torch.values())
 
 
 # --- GPUs

@@ -26,6 +26,7 @@ FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "conf
 SHARD, ONES = "model-00001-of-00003.safetensors", torch.ones
 NORM = "language_model.model.norm.weight"
 DOWN = "language_model.model.layers.1.mlp.experts.down_proj"
+ROWS = "language_model.model.layers.1.self_attn.o_proj.weight_scale_inv"
 W = "model.layers.0.block_sparse_moe.experts"
 Damage = Callable[[Path], Any]
 
@@ -170,6 +171,10 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "header beyond the file": (length(10**9), r"model\.safetensors: its header is not a safetensors header"),
     "header cut short": (length(40), "its header is not a safetensors header: JSONDecodeError"),
     "a pointer": (write(FILE, b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
+    "header says it twice": (
+        write(FILE, struct.pack("<Q", 16) + b'{"a": 1, "a": 2}'),
+        "not a safetensors header: ValueError: the key 'a' is there twice",
+    ),
     "not a table": (write(FILE, struct.pack("<Q", 3) + b"[1]"), "its header is not a safetensors header: TypeError"),
     "truncated": (cut, r"model\.safetensors: it is truncated: \d+ of \d+ bytes, \d+ tensors lost from '"),
     "longer": (lambda f: write(FILE, (f / FILE).read_bytes() + b"abc")(f), "the last 3 bytes belong to no tensor"),
@@ -194,6 +199,10 @@ SINGLE: dict[str, tuple[Damage, str]] = {
         put(f"{DOWN}_scale_inv", ONES(7, 1, 1)),
         r"scales that do not fit .* \(1\): .*down_proj_scale_inv is F32 \[7, 1, 1\] for F8_E4M3 \[8, 64, 32\]",
     ),
+    "a scale for each row": (
+        put(ROWS, ONES(64, 1)),
+        r"scales that do not fit .* \(1\): .*o_proj\.weight_scale_inv is BF16 \[64, 1\] for F8_E4M3 \[64, 64\]",
+    ),
     "scale of whole numbers": (put(f"{DOWN}_scale_inv", ONES(8, 1, 1, dtype=torch.int32)), "scale_inv is I32"),
     "scale of 16-bit weights": (put(DOWN, ONES(8, 64, 32)), r"down_proj_scale_inv is BF16 \[8, 1, 1\] for F32"),
     "whole numbers": (put(NORM, ONES(64, dtype=torch.int8)), r"unknown dtype \(1\): .*norm\.weight is I8"),
@@ -210,6 +219,7 @@ SHARDED: dict[str, tuple[Damage, str]] = {
         lambda f: save_file(load_file(f / SHARD) | {NORM: ONES(64)}, f / SHARD),
         rf"disagree .* \(1\): {NORM} in {SHARD}",
     ),
+    "index says it twice": (write(INDEX, b'{"weight_map": {"a": "b", "a": "c"}}'), "JSON: the key 'a' is there twice"),
     "no map": (edit_json(INDEX, lambda index: index.pop("weight_map")), "it has no weight_map"),
 }  # fmt: skip
 MIXTRAL: dict[str, tuple[Damage, str]] = {

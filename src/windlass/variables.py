@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 WINDLASS = {
     "never": "windlass doesn't set it",
@@ -13,6 +16,9 @@ WINDLASS = {
     "platform": "the platform or the launcher sets it, and windlass reads it",
     "writable": "windlass sets a writable path on OpenShift, whose HOME is not; elsewhere only if cluster.env does",
 }
+CHECKED = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # beginnings of names that are all in the table, under `names` or as rows
+# Their plugins' own, which are many and change.
+PLUGINS = ("NCCL_OFI_", "NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_INSPECTOR_", "NCCL_PROFILE_", "NCCL_RESHARD_")
 DOES_NOT_EXIST, NO_EFFECT = "does not exist", "no effect"
 
 # What every job gets. What depends on the platform or the site is added by the launchers.
@@ -46,9 +52,29 @@ class Variable:
 
 
 @cache
+def _table() -> dict[str, Any]:
+    found = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return {**found, "names": found["names"].split()}
+
+
+@cache
 def variables() -> dict[str, Variable]:
-    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    rows = {name: dict(row) for name, row in _table().items() if name != "names"}
     for row in rows.values():
         word = row.get("windlass", "never")
         row["windlass"] = WINDLASS.get(word, word)
     return {name: Variable(**row) for name, row in rows.items()}
+
+
+def unread(names: Iterable[str]) -> dict[str, str]:
+    """Those that look like variables of NCCL, of gloo or of torch for them, and are none; with what to do instead."""
+    table, found = variables(), {}
+    known = [name for name in (*table, *_table()["names"]) if name.startswith(CHECKED)]
+    for name in sorted(names):
+        if name.startswith(CHECKED) and not name.startswith(PLUGINS) and name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.7)
+            found[name] = f"nothing reads it; did you mean {near[0]}?" if near else "nothing reads it: remove it"
+        elif name in table and table[name].status == DOES_NOT_EXIST:
+            row = table[name]
+            found[name] = f"{row.about}; {row.verdict if row.windlass == WINDLASS['never'] else row.windlass}"
+    return found

@@ -161,10 +161,10 @@ def _stored_parts(
 
 
 def _scale_fits(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
-    """One scale for all, or per dimension: one, one an element, or (in the last two) one a block."""
+    """One scale for all, or per dimension: one, or one a block; a block is one element, but in the last two."""
     if prod(scale) == 1:
         return True
     if len(scale) != len(shape):
         return False
     sides = (*(1,) * (len(shape) - 2), *block)[-len(shape) :]
-    return all(count in (1, size, ceil(size / side)) for count, size, side in zip(scale, shape, sides, strict=True))
+    return all(count in (1, ceil(size / side)) for count, size, side in zip(scale, shape, sides, strict=True))

@@ -116,7 +116,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise UserError("it is a Git LFS pointer, not the weights", where, "run: git lfs pull")
     begin = LENGTH + len(text)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         stored = {}
         for key, entry in header.items():

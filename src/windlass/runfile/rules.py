@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 
 from windlass.errors import Problem, UserError
 from windlass.runfile import names
 from windlass.runfile.fields import Run, RunFile, ScriptRun, Train, Watch
-from windlass.variables import started, variables
+from windlass.variables import started, unread
 
 Where = Callable[[str], str]
 Clash = tuple[str, str, str]  # keys, separated by spaces; what is wrong; a hint
@@ -186,11 +185,7 @@ def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
     def given(key: str) -> bool:
         return not where(key).startswith("default: ")
 
-    notes = []
-    for name in (name for name in run.cluster.env if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))):
-        near = difflib.get_close_matches(name, variables(), 1, cutoff=0.9)  # our table doesn't have all variables
-        if near and name not in variables():
-            notes.append(f"{where(f'cluster.env.{name}')}: nothing reads it; did you mean {near[0]}?")
+    notes = [f"{where(f'cluster.env.{name}')}: {problem}" for name, problem in unread(run.cluster.env).items()]
     if isinstance(run, ScriptRun):
         ignored = ("watch.min_supervised_fraction", "watch.dead_experts")
         return [*notes, *(f"{where(key)}: no effect on a script" for key in ignored if given(key))]

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -22,6 +22,7 @@ from windlass.observe.steps import clock
 from windlass.run_folder import versions
 from windlass.train.rank import Rank
 from windlass.train.resume import LIBRARIES
+from windlass.variables import unread
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -50,7 +51,7 @@ def quiet(here: Rank) -> Console:
     return Console(stderr=True, width=width, highlight=False, emoji=False, markup=False, quiet=here.rank != 0)
 
 
-def header(console: Console, plan: Plan) -> None:
+def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
     """Model, adapter, layout, batch, machine: what this run is, in seven lines."""
     layout, adapter, batch, found = plan.layout, plan.adapter, plan.batch, machine_facts()
     total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)
@@ -73,6 +74,8 @@ def header(console: Console, plan: Plan) -> None:
     }
     for name, value in rows.items():
         console.print(Text(f"{name:9}", style="bold") + Text(value))
+    for name, problem in unread(environ).items():
+        console.print(Text(f"warning: {name} in the environment: {problem}", style="yellow"))
 
 
 class Progress:

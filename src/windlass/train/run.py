@@ -67,7 +67,7 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
     # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
     resume = resume or job.train.resume == "auto"
     from_checkpoint = group.on_rank_0(lambda: claim(folder, plan, identity, resume=resume))
-    header(console, plan)
+    header(console, plan, os.environ)
 
     # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
     here.phase("preparing the data")

@@ -24,6 +24,7 @@ from windlass.launch.check.inputs import check_cuda, size
 from windlass.launch.check.results import NO_PLAN, Context, Result, failed, not_here, passed, skipped, warned
 from windlass.launch.interfaces import choices
 from windlass.plan.script import AnyPlan, ScriptPlan
+from windlass.variables import unread
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -63,6 +64,7 @@ def check_machine(c: Context) -> list[Result]:
         *check_limits(c, hardware.this_machine()),
         check_account(c, os.getuid()),
         *check_caches(c),
+        *check_variables(c),
         *check_interfaces(c),
         check_cuda(c, gpus),
     ]
@@ -134,6 +136,12 @@ def check_account(c: Context, uid: int) -> Result:
 
 def wants_rdma(plan: AnyPlan) -> bool:
     return plan.layout.nodes > 1 and plan.machine.network.name.startswith(RDMA)
+
+
+def check_variables(c: Context) -> list[Result]:
+    """Variables for NCCL that nothing reads: a misspelt one sets nothing, and nobody says so."""
+    hint = "correct it where it is set: the image, the pod or the shell"
+    return [warned(f"variable {name}", problem, hint) for name, problem in unread(c.environ).items()]
 
 
 def check_interfaces(c: Context) -> list[Result]:
