@@ -32,6 +32,7 @@ from windlass.runfile import Watch, names
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
+VOCABULARY = 300
 Fault = Callable[[int, int, Record], None]
 
 
@@ -85,7 +86,7 @@ def write_evaluations(folder: Path, losses: list[float]) -> None:
 def found(folder: Path, max_steps: int = 2000, ranks: int = 4, **settings: Any) -> list[Alarm]:
     raised: list[Alarm] = []
     patrol = Patrol(folder, Watch(**settings), ranks, network="infiniband-400", raised=raised.append)
-    patrol.history.max_steps = max_steps
+    patrol.history.max_steps, patrol.history.vocabulary = max_steps, VOCABULARY
     patrol.round()
     return raised
 
@@ -141,6 +142,27 @@ def spiking(step: int, _rank: int, line: Record) -> None:
         line["grad_norm"] = 40.0
 
 
+def without_gradient(step: int, _rank: int, line: Record) -> None:
+    if step > 150:
+        line["grad_norm"] = 0.0
+
+
+def saturated(step: int, _rank: int, line: Record) -> None:
+    line["loss"] = 5.0 + step / 1e4
+    if step > 3:
+        line["grad_norm"] /= 5000
+
+
+def guessing(step: int, _rank: int, line: Record) -> None:
+    if step > 150:
+        line["loss"] = math.log(VOCABULARY) * (1.005 if step % 2 else 0.995)
+
+
+def unchanging(step: int, _rank: int, line: Record) -> None:
+    if step > 290:
+        line["loss"] = 2.1 + step / 1e9
+
+
 def poisoned(step: int, _rank: int, line: Record) -> None:
     if step == 77:
         line |= {"grad_norm": None, "non_finite": ["grad_norm"], "skipped": True}
@@ -161,6 +183,10 @@ FAULTS: dict[str, tuple[Fault, str, int | None, str]] = {
     "hot": (hot, "throttling", 1, "hardware thermal slowdown"),
     "dead experts": (dying, "dead_experts", None, "layers 1: up to 3 experts"),
     "spike": (spiking, "gradient_spike", None, "rank 0, rows 960, 961; rank 1, rows 960, 961"),
+    "no gradient": (without_gradient, "dead_adapter", None, "exactly zero in 5 steps in a row"),
+    "saturated": (saturated, "dead_adapter", None, "in the first, and the loss has not fallen"),
+    "guessing": (guessing, "dead_adapter", None, "of the last 10 steps is 5.704, ln(vocabulary): the model guesses"),
+    "unchanging": (unchanging, "dead_adapter", None, "the loss is 2.1 in 10 steps in a row"),
     "broken": (broken, "non_finite", None, "loss; rank 0, rows 616, 617"),
     "non-finite": (poisoned, "non_finite", None, "grad_norm, update skipped; rank 0, rows 616, 617"),
 }
@@ -178,7 +204,8 @@ TOLERANT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_raises_its_alarm_and_no_other(tmp_path: Path, name: str) -> None:
     fault, kind, rank, message = FAULTS[name]
-    raised = found(write(tmp_path, fault=fault))
+    both = {"loss_divergence": "off"} if name == "guessing" else {}
+    raised = found(write(tmp_path, fault=fault), **both)
     if name in TOLERANT:
         assert found(tmp_path, **TOLERANT[name]) == [], "thresholds decide"
     assert {(alarm.kind, alarm.rank) for alarm in raised} == {(kind, rank)}

@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "rising": {"faults": ["rising"], "set": ["train.max_steps=100", "watch.loss_divergence=stop"]},
     "leak": {"faults": ["leak"], "set": ["train.max_steps=100000", "watch.memory_growth=stop"]},
+    "dead": {"faults": [], "set": ["train.learning_rate=1000", "train.weight_decay=0", "lora.target_modules=[o_proj]"]},
     "nan": {"faults": ["nan"], "set": []},
     "nan skipped": {"faults": ["nan"], "set": ["watch.non_finite=skip", "train.max_steps=7"]},
     "grip": {"faults": ["grip"], "set": ["train.max_steps=6", "watch.stall_seconds=2"]},
@@ -189,6 +190,17 @@ def test_divergence_and_a_leak_stop_the_run(runs: Outcomes) -> None:
     assert leak["rank"] == 1
     assert "GiB would be used at step" in leak["message"]
     assert "memory growth" in runs["leak"]["error"]
+
+
+def test_an_adapter_that_dies_after_the_first_steps_stops_the_run(runs: Outcomes) -> None:
+    """Also one whose steps are so fast that the watch sees it only after the last."""
+    alarm = runs.alarm("dead", "dead_adapter")
+    assert (alarm["step"] <= 26, alarm["level"]) == (True, "stop")
+    assert "and the loss has not fallen" in alarm["message"]
+    assert "dead adapter" in runs["dead"]["error"]
+    assert [outcome["dead"] for outcome in runs.by_rank] == [runs["dead"]] * 2
+    assert not (runs.folder / "dead" / "final").exists()
+    assert (runs.folder / "clean" / "final").exists()
 
 
 def test_what_is_not_finite_is_an_alarm_too(runs: Outcomes) -> None:

@@ -290,6 +290,9 @@ class Watch(Section):
     """The median loss of 5 steps is `deviations` above the lowest median of 50, and 10 % above it."""
     gradient_spike: Action = "warn"
     """A gradient norm is `gradient_factor` times the median of 50 steps, and `deviations` above it; names the rows."""
+    dead_adapter: Action = "stop"
+    """The gradient is exactly zero in 5 steps; or in 10 below 1 % of the first while the loss has not fallen, or the
+    loss is that of guessing, or the same to 6 digits."""
     straggler: Action = "warn"
     """In one phase a rank takes longer than the others, by `straggler_share` of the step; median of 20 steps."""
     memory_growth: Action = "warn"

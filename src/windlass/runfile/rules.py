@@ -187,7 +187,7 @@ def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
 
     notes = [f"{where(f'cluster.env.{name}')}: {problem}" for name, problem in unread(run.cluster.env).items()]
     if isinstance(run, ScriptRun):
-        ignored = ("watch.min_supervised_fraction", "watch.dead_experts")
+        ignored = ("watch.min_supervised_fraction", "watch.dead_experts", "watch.dead_adapter")
         return [*notes, *(f"{where(key)}: no effect on a script" for key in ignored if given(key))]
     train = run.train
     constant = train.lr_scheduler_type == "constant" and bool(train.warmup_ratio or train.warmup_steps)

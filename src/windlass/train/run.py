@@ -97,6 +97,8 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
         for part in (loop.saver, loop.progress, loop.trackers, loop.recorder):
             stack.callback(part.close)
         loop.run(from_checkpoint)
+        if not loop.stopped:
+            loop.watch.finish()
     if loop.stopped:
         if here.rank == 0:
             update_manifest(folder, state=STOPPED)
@@ -297,6 +299,7 @@ def make_loop(
         recorder,
         name=job.name or folder.resolve().name,
         network=str(job.cluster.network),
+        vocabulary=plan.base.dims["vocab"],
         stall_seconds=job.watch.stall_seconds or train.ddp_timeout / 2,
         say=console.print,
         on_stall=on_stall,

@@ -5,6 +5,7 @@ A rule yields the message of an alarm and the rank it is about; None is the whol
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,13 @@ MIN_IMBALANCE: Final = 0.05  # share of the memory by which a rank has to exceed
 MIN_DELAY: Final = 0.02  # seconds: what a rank loses to its operating system is no fault of the rank
 MIN_CHOICES: Final = 64  # per expert at an even share: with fewer, texts on one subject leave some experts out
 BALANCES: Final = 3  # expert balances in a row
+NO_GRADIENT: Final = 5  # steps in a row: the first steps' own proof has shown that gradients reach the adapter
+NO_CHANGE: Final = 10  # steps in a row with the same loss, or that of guessing, or with next to no gradient
+FIRST: Final = 3  # steps whose median gradient norm is that of a living adapter: far too high a rate kills within a few
+COLLAPSED: Final = 0.01  # share of it below which next to nothing is left; a run that converges lowers the loss too
+NOT_FALLEN: Final = 0.9  # share of the first loss above which it has not fallen
+GUESSING: Final = 0.01  # share of ln(vocabulary) within which a loss is that of guessing
+CLEARLY_BELOW: Final = 0.8  # share of ln(vocabulary) below which a loss is clearly not
 ROWS_SHOWN: Final = 64
 # A power cap is how a busy GPU of these wattages normally runs; the others are faults of cooling or supply.
 HARMLESS_THROTTLING: Final = ("software power cap", "sync boost")
@@ -87,9 +95,13 @@ class History:
 
     limits: Watch
     max_steps: int | None = None
+    vocabulary: int | None = None  # of the model whose adapter trains; None: a script's run, or not known
     joined: deque[Records] = field(default_factory=lambda: deque(maxlen=WINDOW + RECENT))
     memory: dict[int, Memory] = field(default_factory=dict)
     balances: deque[Records] = field(default_factory=lambda: deque(maxlen=BALANCES))
+    least_loss: float = math.inf  # of a single step
+    first_loss: float = math.inf
+    first_norms: list[float] = field(default_factory=list)
     lowest_loss: tuple[float, float] | None = None  # median and deviation where the median was lowest
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     evaluations: list[tuple[int, float]] = field(default_factory=list)
@@ -105,6 +117,11 @@ class History:
                 self.memory[rank].add(step, used)
         if any("experts" in record for record in records.values()):
             self.balances.append(records)
+        for loss in self.values("loss", 1):
+            self.least_loss = min(self.least_loss, loss)
+            self.first_loss = loss if self.first_loss == math.inf else self.first_loss
+        if len(self.first_norms) < FIRST:
+            self.first_norms += self.values("grad_norm", 1)
         before = self.values("loss", WINDOW + RECENT)[:-RECENT]
         if len(before) >= MIN_STEPS:
             now = center(before)
@@ -178,6 +195,31 @@ def non_finite(history: History) -> Findings:
     if names or skipped:
         what = f"{', '.join(names) or 'gradient'}{', update skipped' if skipped else ''}"
         yield f"{what}; {dataset_rows(records)}", None
+
+
+def dead_adapter(history: History) -> Findings:
+    """Nothing that the adapter does reaches the loss any more."""
+    if history.vocabulary is None:
+        return
+    norms, losses = history.values("grad_norm", NO_CHANGE), history.values("loss", NO_CHANGE)
+    rates, guessing = history.values("learning_rate", NO_CHANGE), math.log(history.vocabulary)
+    last = history.values("grad_norm", NO_GRADIENT)
+    if len(last) == NO_GRADIENT and not any(last):
+        yield f"the gradient is exactly zero in {NO_GRADIENT} steps in a row, so nothing it does reaches the loss", None
+    elif len(losses) < NO_CHANGE:
+        return
+    elif history.least_loss < CLEARLY_BELOW * guessing and all(
+        abs(x - guessing) <= GUESSING * guessing for x in losses
+    ):
+        message = f"the loss of the last {NO_CHANGE} steps is {guessing:.4g}, ln(vocabulary): the model guesses;"
+        yield f"{message} its lowest was {history.least_loss:.4g}", None
+    elif max(norms, default=math.inf) < COLLAPSED * median(history.first_norms or [0]) and (
+        median(losses) > NOT_FALLEN * history.first_loss
+    ):
+        message = f"the gradient norm of the last {NO_CHANGE} steps is {median(norms):.2g}"
+        yield f"{message}, {median(history.first_norms):.2g} in the first, and the loss has not fallen", None
+    elif min(rates, default=0) > 0 and len({f"{loss:.6g}" for loss in losses}) == 1:
+        yield f"the loss is {losses[0]:.6g} in {NO_CHANGE} steps in a row, though the learning rate is not 0", None
 
 
 def straggler(history: History) -> Findings:
@@ -310,6 +352,11 @@ DETECTORS: Final = (
         "gradient_spike", "look at these rows; lower train.learning_rate if it repeats", gradient_spike, STEPS, True
     ),
     Detector("non_finite", "look at these rows; lower train.learning_rate", non_finite, STEPS, True),
+    Detector(
+        "dead_adapter",
+        "lower train.learning_rate, and start again in a new train.output_dir: what was saved since is of no use",
+        dead_adapter,
+    ),
     Detector("straggler", "look for other processes or slow storage on this rank's node: windlass check", straggler),
     Detector("memory_growth", "something keeps tensors from step to step; save before memory ends", memory_growth),
     Detector("memory_imbalance", "look for other processes on this GPU and for uneven sequences", memory_imbalance),

@@ -51,6 +51,7 @@ class RunWatch:
         *,
         name: str,
         network: str = "",
+        vocabulary: int | None = None,
         stall_seconds: float,
         say: Callable[[str], None],
         on_stall: Callable[[Problem], None] = lambda _: None,
@@ -61,6 +62,7 @@ class RunWatch:
         self.request = 0  # what rank 0 asks of all; 0 on the others
         self.stopped_by = ""
         self.patrol = Patrol(folder, limits, ranks, network=network, raised=self._raised)
+        self.patrol.history.vocabulary = vocabulary
         stall = None if limits.stall == OFF else stall_seconds
         leave = self._leave if limits.stall == STOP else None
         self.heartbeat = Heartbeat(folder, rank, ranks, stall, recorder.position, self._stalled, leave, flight_recorder)
@@ -88,6 +90,17 @@ class RunWatch:
         if total and self.request < REQUESTS[STOP]:
             self.request = 0
         return total > 0
+
+    def finish(self) -> None:
+        """After the last step, on all ranks: a last look. Raises AlarmError if the run must not end as finished."""
+        if self.ranks > 1:
+            dist.barrier()  # all have written their last step
+        if self.rank == 0:
+            self.patrol.close()
+        requests = [self.request]
+        if self.ranks > 1:
+            dist.broadcast_object_list(requests, src=0)
+        self.act(requests[0])
 
     def __exit__(self, _kind: type | None, error: BaseException | None, *_: Any) -> None:
         self.heartbeat.close()
