@@ -25,6 +25,7 @@ from windlass.observe import report, steps
 from windlass.observe.report.charts import smooth
 from windlass.observe.report.read import edges, thin
 from windlass.observe.report.show import show
+from windlass.observe.watch import live
 
 ROOT = Path(__file__).parent.parent
 
@@ -167,14 +168,44 @@ def test_the_verdict_sees_what_went_wrong(tmp_path: Path) -> None:
         (slice(0, 30), {"data_seconds": 1.0}, "good", ""),
         (slice(0, 30), {"grad_norm": 0.7}, "warn", "100% of the gradients were clipped to max_grad_norm 0.5"),
     ]
+    experts = {"experts": 8, "idlest": [0.1] * 2, "unused": [0] * 2}
+    changes += [
+        (slice(0, 30), {"step_seconds": 4.7}, "warn", "a step takes 4.7 s, 1.5 times the planned 3.1 s"),
+        (slice(0, 30), {"step_seconds": 4.5}, "good", ""),
+        (slice(29, 30), {"gpu_peak_gib": 120.0}, "warn", "the peak memory is 120.0 GiB, the plan has 104.2 GiB"),
+        (slice(29, 30), {"gpu_peak_gib": 112.0}, "good", ""),
+    ]
+    changes += [
+        (
+            slice(0, 30),
+            {"experts": lambda step, most=most: {**experts, "busiest": [1.5, 1.4 if step < 20 else most]}},
+            level,
+            message,
+        )
+        for most, level, message in (
+            (
+                3.1,
+                "warn",
+                "the busiest expert of layer 1 takes 3.1 times an even share of the tokens, 1.4 times at the",
+            ),
+            (2.7, "good", ""),
+        )
+    ]
     for where, change, level, message in changes:
         lines = [json.loads(line) for line in sound.splitlines()]
         for line in lines[where]:
-            line |= change
+            line |= {name: value(line["step"]) if callable(value) else value for name, value in change.items()}
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         verdict = only(folder)["verdict"]
         assert verdict["level"] == level, message
         assert message in " ".join(verdict["against"])
+        view = live.View(folder)
+        view.round()
+        in_both = [reason for reason in verdict["against"] if "clipped" in reason or "the plan" in reason]
+        assert [reason for reason in view.concerns() if "busiest" not in reason] == in_both, (
+            "windlass watch judges alike"
+        )
+        assert ("busiest" in message) == any("busiest" in reason for reason in view.concerns())
     path.write_text(sound)
     failed = {"step": 30, "kind": "save", "seconds": 9.0, "ok": False, "error": "disk full"}
     append(folder / "events.jsonl", failed, {"step": 30, "kind": "eval", "eval_loss": 2.0})

@@ -204,8 +204,8 @@ TOLERANT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_raises_its_alarm_and_no_other(tmp_path: Path, name: str) -> None:
     fault, kind, rank, message = FAULTS[name]
-    both = {"loss_divergence": "off"} if name == "guessing" else {}
-    raised = found(write(tmp_path, fault=fault), **both)
+    settings: dict[str, Any] = {"loss_divergence": "off"} if name == "guessing" else {}
+    raised = found(write(tmp_path, fault=fault), **settings)
     if name in TOLERANT:
         assert found(tmp_path, **TOLERANT[name]) == [], "thresholds decide"
     assert {(alarm.kind, alarm.rank) for alarm in raised} == {(kind, rank)}

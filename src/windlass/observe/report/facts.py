@@ -16,6 +16,7 @@ from windlass.observe import steps
 from windlass.observe.reader import NAN, ask, known, listed, mean, median, number
 from windlass.observe.report.format import count_of, duration
 from windlass.observe.report.read import Run, every
+from windlass.observe.verdict import concerns
 
 Facts = dict[str, Any]
 PLAN: Final = run_folder.PLAN
@@ -24,7 +25,6 @@ SILENT_SECONDS: Final = 120  # without a heartbeat of any rank: the run is dead,
 STOPPED_BY_ALARM, KILLED = "stopped by an alarm", "killed"
 BAD_STATES: Final = (run_folder.FAILED, KILLED, STOPPED_BY_ALARM)
 DATA_SHARE: Final = 0.25  # of the step time, from which waiting for data is reported
-CLIPPED_SHARE: Final = 0.9  # of the steps, from which clipping is reported
 CERTIFICATE: Final = ("checkpoint", "layout", "parameters", "loaded", "unread", "checked")
 MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
@@ -254,7 +254,7 @@ def peak_gib(made: Facts) -> float:
 def verdict(run: Run, made: Facts) -> Facts:
     """good, warn or bad; a sentence; and what speaks against the run."""
     head, saved, throttled = made["headline"], made["saves"], made["gpu"]["throttled_samples"]
-    first, last, clipped = head["first_loss"], head["final_loss"], head["clipped_share"]
+    first, last = head["first_loss"], head["final_loss"]
     least, final = head["least_eval_loss"], head["final_eval_loss"]
     waiting = made["step_time"]["shares"].get("data", 0.0)
     odd = [int(run.first["step"][row]) for row in run.first.objects["non_finite"]]
@@ -271,17 +271,23 @@ def verdict(run: Run, made: Facts) -> Facts:
         (head["skipped_steps"], f"{skipped}: the gradients were not finite"),
         (last > first * 1.02 and head["steps"] >= 20, "the loss is higher at the end than at the start"),
         (final > least * 1.05, f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting"),
-        (
-            clipped >= CLIPPED_SHARE and head["steps"] >= 20,
-            f"{clipped:.0%} of the gradients were clipped to max_grad_norm {limit:g}",
-        ),
         (run.alarms, f"{count_of(len(run.alarms), 'alarm')}: {', '.join(kinds)}"),
         (saved["failed"], f"{saved['failed']} of {saved['count']} saves failed: {saved['error']}"),
         (waiting > DATA_SHARE, f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck"),
         (throttled, f"GPU clocks were held down: {', '.join(throttled)}"),
         (lost > 0, f"{lost} of {head['ranks']} ranks left no step file"),
     ]
-    reasons = [reason for applies, reason in against if applies]
+    balances = [each for each in run.first.objects["experts"].values() if isinstance(each, dict)]
+    on_gpu = made["memory"]["place"] == "gpu"  # of a CPU the plan's figures are rough
+    odd_figures = concerns(
+        head["steps"],
+        head["clipped_share"],
+        limit,
+        [list(map(number, listed(ask(each, "busiest")))) for each in balances],
+        step_seconds=(number(run.ask(PLAN, "estimate", "step_seconds")) if on_gpu else NAN, head["step_seconds"]),
+        peak_gib=(made["memory"]["planned_gib"] if on_gpu else NAN, peak_gib(made)),
+    )
+    reasons = [reason for applies, reason in against if applies] + odd_figures
     bad = odd or stopped or made["state"] in BAD_STATES
     return {"level": "bad" if bad else "warn" if reasons else "good", "text": _sentence(made), "against": reasons}
 
