@@ -6,9 +6,9 @@
 
 Time is that of one layer's experts under gradient checkpointing: forward, recomputation, backward. All ways take
 turns in one process, and the medians of their rounds are compared: the ratio stands a busy machine, the times do not.
-"chosen" is the way that a run takes by itself at so many tokens. Memory is what a process needs at its peak above
-weights, adapters and the adapters' gradients, of several layers under checkpointing, each way in a process of its own
-(the system's count of resident memory, the allocator told to give freed memory back).
+Memory is what a process needs at its peak above weights, adapters and the adapters' gradients, of several layers under
+checkpointing, each way in a process of its own (the system's count of resident memory, the allocator told to give freed
+memory back).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Mistral4Config
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Experts
 
-from windlass.model.targets import MERGED, SPLIT, expert_path
 from windlass.train import experts as beside
 from windlass.train.load import peak_rss, reset_peak_rss
 
@@ -42,8 +41,8 @@ EXPERTS, TOP_K, RANK = 32, 4, 16
 TIMED = (512, 256)  # hidden size, width of an expert
 WEIGHED, LAYERS, WEIGHED_TOKENS = (1024, 512), 4, 16
 SWEEP = (2, 8, 16, 32, 128, 512, 1024)
-GOALS = {"extra memory": 0.15, "time at 8 to 32 tokens per expert": 0.35, "time of the chosen way": 1.05}
-MERGED_WAY, SPLIT_WAY, NONE = "PEFT", "beside", "no adapter"
+GOALS = {"extra memory": 0.15, "time at 8 to 32 tokens per expert": 0.35}
+PEFT, BESIDE, NONE = "PEFT", "beside", "no adapter"
 Step = Callable[[], None]
 
 
@@ -77,7 +76,7 @@ def layers(way: str, count: int, sizes: tuple[int, int], dtype: torch.dtype) -> 
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     nn.init.normal_(parameter, std=0.02)
-            if way == SPLIT_WAY:
+            if way == BESIDE:
                 beside.patch_experts(model)
         made.append(layer)
     return made
@@ -114,21 +113,16 @@ def timed(steps: dict[str, Step], rounds: int) -> dict[str, float]:
 
 
 def sweep(tokens_per_expert: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
-    hidden, width = TIMED
-    shapes = [(EXPERTS, 2 * width, hidden), (EXPERTS, hidden, width)]
+    hidden, _ = TIMED
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        made = {way: layers(way, 1, TIMED, dtype) for way in (NONE, MERGED_WAY, SPLIT_WAY)}
+        made = {way: layers(way, 1, TIMED, dtype) for way in (NONE, PEFT, BESIDE)}
         for each in tokens_per_expert:
             steps = {way: step_of(made[way], each, hidden, dtype) for way in made}
             seconds = timed(steps, max(3, rounds if each < 512 else rounds // 3))
-            path = expert_path(shapes, TOP_K, each * EXPERTS // TOP_K, mergeable=True)
-            ratio = seconds[SPLIT_WAY] / seconds[MERGED_WAY]
-            chosen = {SPLIT: ratio, MERGED: 1.0}[path]  # the merged way is PEFT's own forward, not like it
-            rows.append(
-                {"dtype": str(dtype)[6:], "tokens_per_expert": each, "seconds": seconds, "path": path,
-                 "beside_to_peft": ratio, "chosen_to_peft": chosen}
-            )  # fmt: skip
+            ratio = seconds[BESIDE] / seconds[PEFT]
+            row = {"dtype": str(dtype)[6:], "tokens_per_expert": each, "seconds": seconds, "beside_to_peft": ratio}
+            rows.append(row)
     return rows
 
 
@@ -147,11 +141,11 @@ def weighed() -> list[dict[str, Any]]:
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     for dtype in ("float32", "bfloat16"):
         found = {}
-        for way in (NONE, MERGED_WAY, SPLIT_WAY):
+        for way in (NONE, PEFT, BESIDE):
             command = [sys.executable, __file__, "--weigh", way, dtype]
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=600)
             found[way] = int(done.stdout.split()[-1])
-        rows.append({"dtype": dtype, "bytes": found, "beside_to_peft": found[SPLIT_WAY] / found[MERGED_WAY]})
+        rows.append({"dtype": dtype, "bytes": found, "beside_to_peft": found[BESIDE] / found[PEFT]})
     return rows
 
 
@@ -159,14 +153,9 @@ def verdicts(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[
     """The worst figure of each goal and dtype; for time also what no adapter at all would reach."""
     found = []
     for weight in memory:
-        own = [row for row in times if row["dtype"] == weight["dtype"]]
-        few = [row for row in own if 8 <= row["tokens_per_expert"] <= 32]
-        least = max(row["seconds"][NONE] / row["seconds"][MERGED_WAY] for row in few)
-        worst = (
-            (weight["beside_to_peft"], None),
-            (max(row["beside_to_peft"] for row in few), least),
-            (max(row["chosen_to_peft"] for row in own), None),
-        )
+        few = [row for row in times if row["dtype"] == weight["dtype"] and 8 <= row["tokens_per_expert"] <= 32]
+        least = max(row["seconds"][NONE] / row["seconds"][PEFT] for row in few)
+        worst = (weight["beside_to_peft"], None), (max(row["beside_to_peft"] for row in few), least)
         for goal, (figure, floor) in zip(GOALS, worst, strict=True):
             found.append({"goal": goal, "dtype": weight["dtype"], "worst": figure, "without adapter": floor})
     return found
@@ -175,19 +164,16 @@ def verdicts(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[
 def show(found: dict[str, Any]) -> None:
     print(f"{found['date']}  {found['machine']}  {found['versions']}")
     print(f"{EXPERTS} experts, top {TOP_K}, rank {RANK}; time of one layer {TIMED}, checkpointed; milliseconds")
-    print(f"{'':10}{'tokens/expert':>14}{NONE:>12}{MERGED_WAY:>10}{SPLIT_WAY:>10}{'beside/PEFT':>13}  chosen")
+    print(f"{'':10}{'tokens/expert':>14}{NONE:>12}{PEFT:>10}{BESIDE:>10}{'beside/PEFT':>13}")
     for row in found["time"]:
         times = "".join(
-            f"{1e3 * row['seconds'][way]:{size}.1f}" for way, size in ((NONE, 12), (MERGED_WAY, 10), (SPLIT_WAY, 10))
+            f"{1e3 * row['seconds'][way]:{size}.1f}" for way, size in ((NONE, 12), (PEFT, 10), (BESIDE, 10))
         )
-        print(
-            f"{row['dtype']:10}{row['tokens_per_expert']:14}{times}{row['beside_to_peft']:13.2f}  "
-            f"{row['path']} ({row['chosen_to_peft']:.2f})"
-        )
+        print(f"{row['dtype']:10}{row['tokens_per_expert']:14}{times}{row['beside_to_peft']:13.2f}")
     print(f"\nMB at the peak above weights, adapters and their gradients: {LAYERS} layers {WEIGHED},", end=" ")
     print(f"{WEIGHED_TOKENS} tokens/expert")
     for row in found["memory"]:
-        widths = ((NONE, 26), (MERGED_WAY, 10), (SPLIT_WAY, 10))
+        widths = ((NONE, 26), (PEFT, 10), (BESIDE, 10))
         sizes = "".join(f"{row['bytes'][way] / 1e6:{size}.0f}" for way, size in widths)
         print(f"{row['dtype']:10}{sizes}{row['beside_to_peft']:13.2f}")
     print()

@@ -105,7 +105,6 @@ class Case:
     checkpointing: bool = False
     reshard: bool = True
     targets: str = "all"  # all, attention
-    experts: bool = False  # PEFT's expert adapters
     packed: bool = False  # rows of several documents, which a mask keeps apart
     adapter_bytes: int = 4
     evaluated: int = 0  # sequences of an evaluation's pass, which is then what is measured
@@ -115,7 +114,7 @@ class Case:
     def __str__(self) -> str:
         words = [f"{self.family:9} {self.ranks} ranks {self.micro}x{self.length}"]
         words += ["no reshard"] * (not self.reshard) + ["checkpointing"] * self.checkpointing
-        words += ["attention only"] * (self.targets == "attention") + ["expert adapters (PEFT)"] * self.experts
+        words += ["attention only"] * (self.targets == "attention")
         words += ["packed"] * self.packed + [f"evaluation of {self.evaluated}"] * bool(self.evaluated)
         words += ["bf16 adapter"] * (self.adapter_bytes == 2) + [f"{k}={v}" for k, v in self.sizes.items()]
         return ", ".join(words)
@@ -151,8 +150,6 @@ CASES = [
     Case("mistral4", checkpointing=True, sizes=FULL_WIDTH, quick=True),
     Case("mistral4", checkpointing=True, micro=16, sizes=FULL_WIDTH),
     Case("mistral4", micro=4, sizes=FULL_WIDTH),
-    Case("mistral4", ranks=2, experts=True, checkpointing=True),
-    Case("mistral4", ranks=2, experts=True),
     Case("mixtral", ranks=2, micro=4),
     Case("mixtral", ranks=8, micro=4, checkpointing=True),
     Case("mixtral", ranks=3, micro=2, reshard=False),
@@ -216,8 +213,7 @@ def adapt(case: Case, model: Any) -> tuple[Any, Adapter]:
     modules = tuple(
         name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name.split(".")[-1] in wanted
     )
-    stacks = tuple(name for name, p in model.named_parameters() if case.experts and p.ndim == 3)
-    config = LoraConfig(r=RANK, target_modules=list(modules), target_parameters=list(stacks) or None)
+    config = LoraConfig(r=RANK, target_modules=list(modules))
     with next(model.parameters()).device:
         peft = get_peft_model(model, config, autocast_adapter_dtype=False)
     dtype = torch.float32 if case.adapter_bytes == 4 else torch.bfloat16
@@ -225,7 +221,7 @@ def adapt(case: Case, model: Any) -> tuple[Any, Adapter]:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     trainable = sum(p.numel() for p in peft.parameters() if p.requires_grad)
-    return peft, Adapter(RANK, RANK, (), modules, stacks, trainable, case.adapter_bytes)
+    return peft, Adapter(RANK, RANK, (), modules, (), trainable, case.adapter_bytes)
 
 
 @contextmanager
@@ -341,7 +337,6 @@ def work(case: Case, found: Base, adapter: Adapter) -> Work:
         machine,
         "adamw_torch",
         2,
-        expert_path="merged",
         masked=case.packed,
         evaluated=case.evaluated,
     )

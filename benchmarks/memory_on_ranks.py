@@ -1,5 +1,5 @@
-"""Predicted against measured peaks of real ranks: what the tracker's fake tensors can't express, expert parallelism and
-a base in FP8.
+"""Predicted against measured peaks of real ranks: what the tracker's fake tensors can't express, expert parallelism,
+adapters of experts and a base in FP8.
 
     python benchmarks/memory_on_ranks.py [--json] [--only WORDS]
 
@@ -89,9 +89,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     layout = layout_of(name)
     processor = Machine(gpu("cpu"), fabric("loopback"), fabric("loopback"), fabric("memory"), 1, None)
     work = Work(read_shape(found, adapter), layout, Batch(MICRO, 2, LENGTH), processor, "adamw_torch", 2)
-    work = work.under(layout)
     model, _ = load(found, layout, dtype=torch.bfloat16)
-    peft = attach(model, lora, adapter, 0, work.expert_path)
+    peft = attach(model, lora, adapter, 0)
     patch_forward(model)
     if layout.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -8,10 +8,9 @@
 Each part runs in a process of its own, has a share of the time (and what earlier parts left of theirs), and writes
 each row to --out the moment it is there: what ends early loses nothing that was measured. Weights are random and made
 on the GPU: no files, no copy on the host. Everything else is what a run uses: the model as parallel.py builds it, the
-FP8 base, the adapters and their experts' path, checkpointing, autocast, the loss, AdamW. Rows of tokens are
-full, so none is padding; where "masked" stands they are documents that a mask keeps apart. "plan" is what the plan
-says of the same work, without what only a device has (the driver's context, fragmentation); "peak" is what torch has
-allocated.
+FP8 base, the adapters, checkpointing, autocast, the loss, AdamW. Rows of tokens are full, so none is padding; where
+"masked" stands they are documents that a mask keeps apart. "plan" is what the plan says of the same work, without what
+only a device has (the driver's context, fragmentation); "peak" is what torch has allocated.
 
 Needs the `train` extra of pyproject.toml, but runs from a checkout that is not installed. For a machine whose image has
 torch with CUDA and Triton but an older transformers, and that reaches no package index, carry in a folder that
@@ -194,7 +193,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {  # part -> (heading, key, for
     "peft": [
         ("tokens/expert", "per_expert", ",d"), ("PEFT ms", "peft_ms", ".2f"), ("beside ms", "beside_ms", ".2f"),
         ("no adapter ms", "none_ms", ".2f"), ("beside/PEFT", "time_ratio", ".2f"), ("PEFT GiB", "peft_gib", ".2f"),
-        ("beside GiB", "beside_gib", ".2f"), ("memory ratio", "memory_ratio", ".2f"), ("a run takes", "chosen", ""),
+        ("beside GiB", "beside_gib", ".2f"), ("memory ratio", "memory_ratio", ".2f"),
     ],
     "profile": [("operation", "name", ""), ("calls", "calls", ",d"), ("ms", "ms", ".2f"), ("share", "share", ".1%")],
 }  # fmt: skip

@@ -17,7 +17,6 @@ from windlass import hardware
 from windlass.model import Base, Parameter, config, published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
-from windlass.model.targets import SPLIT
 from windlass.plan.cost import Batch, Work, in_fp8, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
@@ -146,7 +145,7 @@ class Built:
     words: str
 
 
-def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT) -> Built:
+def build(sizes: Sizes, layers: int, base: str, routed: bool) -> Built:
     """The model with its adapter, ready to train, on the GPU if there is one."""
     found, layout, lora = headers(sizes, layers), layout_of(base), lora_of(sizes, routed)
     adapter = adapters.resolve(lora, found, str)
@@ -155,7 +154,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT)
     torch.manual_seed(0)
     fill(model)
     model.requires_grad_(False)
-    peft = attach(model, lora, adapter, 0, path)
+    peft = attach(model, lora, adapter, 0)
     causal_lm = peft.get_base_model()
     patch_forward(causal_lm)
     causal_lm.activation_checkpointing_enable()
@@ -164,7 +163,7 @@ def build(sizes: Sizes, layers: int, base: str, routed: bool, path: str = SPLIT)
     fabrics = (hardware.fabric(gpu.link), hardware.fabric(gpu.link), hardware.fabric(gpu.host_link))
     machine = hardware.Machine(gpu, *fabrics, 1, None)
     batch = Batch(1, 1, sizes.length)
-    work = Work(read_shape(found, adapter), layout, batch, machine, "adamw_torch", 2, expert_path=path)
+    work = Work(read_shape(found, adapter), layout, batch, machine, "adamw_torch", 2)
     words = f"r={sizes.r} attention, shared" + (f"; r={sizes.expert_r} routed" if routed else "")
     return Built(peft, work, f"{words}: {adapter.trainable / 1e6:.1f} M")
 

@@ -7,10 +7,11 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from one_gpu_model import (
@@ -40,10 +41,12 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from windlass.model import Base
 from windlass.model import targets as adapters
-from windlass.model.targets import MERGED, SPLIT, expert_path
 from windlass.plan.cost import Batch, Cost, cost
+from windlass.train import experts as unmerged
 from windlass.train import fp8, parallel
 from windlass.train.lora import attach
+
+OURS, PEFTS = "ours", "PEFT's"  # ways to compute the adapters of experts
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -229,28 +232,26 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: fp8.Fp8Format, words: str) -
 def beside_is_right(sizes: Sizes) -> Iterator[Row]:
     """Outputs and gradients of experts with adapters: ours against PEFT's, on the same values."""
     found = {}
-    for path in (MERGED, SPLIT):
-        experts, trained, x, route = one_layer(sizes, path, 4)
+    for way in (OURS, PEFTS):
+        experts, trained, x, route = one_layer(sizes, way, 4)
         for index, parameter in enumerate(trained):
             dice = torch.Generator().manual_seed(index)
             parameter.data = (torch.randn(parameter.shape, generator=dice) * SPREAD).to(parameter.device)
         y = experts(x, *route)
         y.float().square().mean().backward()
-        found[path] = [y.detach(), x.grad, *(parameter.grad for parameter in trained)]
+        found[way] = [y.detach(), x.grad, *(parameter.grad for parameter in trained)]
         del experts, trained, x, route, y
         free()
-    errors = [error(ours, theirs) for ours, theirs in zip(found[SPLIT], found[MERGED], strict=True)]
+    errors = [error(ours, theirs) for ours, theirs in zip(found[OURS], found[PEFTS], strict=True)]
     for what, worst in (("output", errors[0]), ("gradient of x", errors[1]), ("adapters' gradients", max(errors[2:]))):
         yield {"what": f"adapters beside experts against PEFT's: {what}", "value": worst, "unit": "relative",
                "expected": "below 0.03 (BF16)"}  # fmt: skip
 
 
-# --- PEFT's expert path beside ours ---
+# --- PEFT's way of experts' adapters beside ours ---
 
 
-def one_layer(
-    sizes: Sizes, path: str, per_expert: int
-) -> tuple[nn.Module, list[Tensor], Tensor, tuple[Tensor, Tensor]]:
+def one_layer(sizes: Sizes, way: str, per_expert: int) -> tuple[nn.Module, list[Tensor], Tensor, tuple[Tensor, Tensor]]:
     """One layer's experts in BF16 with their adapters, and tokens that choose them by chance."""
     found, layout = headers(sizes, 1), layout_of("bf16")
     lora = lora_of(sizes, routed=True)
@@ -259,7 +260,8 @@ def one_layer(
     torch.manual_seed(0)
     fill(model)
     model.requires_grad_(False)
-    peft = attach(model, lora, adapters.resolve(lora, found, str), 0, path)
+    with mock.patch.object(unmerged, "patch_experts") if way == PEFTS else nullcontext():
+        peft = attach(model, lora, adapters.resolve(lora, found, str), 0)
     experts = peft.get_base_model().model.layers[0].mlp.experts
     trained = [p for p in experts.parameters() if p.requires_grad]
     return experts, trained, *tokens_of(found, per_expert)
@@ -279,27 +281,24 @@ def peft(sizes: Sizes, until: float) -> Iterator[Row]:
     yield from unmeasured()
     found = headers(sizes, 1)
     table: dict[int, dict[str, tuple[float, float]]] = {each: {} for each in sizes.per_expert}
-    for path in (SPLIT, MERGED):
-        experts, _, _, _ = one_layer(sizes, path, 1)
+    for way in (OURS, PEFTS):
+        experts, _, _, _ = one_layer(sizes, way, 1)
         for per_expert, ways in table.items():
             if time.time() > until - 5:
-                yield {"skipped": f"{path}, {per_expert} tokens per expert: no time left"}
+                yield {"skipped": f"{way}, {per_expert} tokens per expert: no time left"}
                 continue
-            ways[path] = timed(experts, *tokens_of(found, per_expert))
-            if path == SPLIT:
+            ways[way] = timed(experts, *tokens_of(found, per_expert))
+            if way == OURS:
                 with bare(experts):
                     ways["none"] = timed(experts, *tokens_of(found, per_expert))
         del experts
         free()
-    shapes = [p.shape for p in found.parameters if p.part == "experts"]
     for per_expert, ways in table.items():
         if len(ways) < 3:
             continue
-        tokens = per_expert * found.dims["experts"] // found.dims["top_k"]
-        (ours, ours_gib), (theirs, theirs_gib) = ways[SPLIT], ways[MERGED]
+        (ours, ours_gib), (theirs, theirs_gib) = ways[OURS], ways[PEFTS]
         row = {"per_expert": per_expert, "peft_ms": 1e3 * theirs, "beside_ms": 1e3 * ours,
-               "none_ms": 1e3 * ways["none"][0], "time_ratio": ours / theirs,
-               "chosen": expert_path(shapes, found.dims["top_k"], tokens, mergeable=True)}  # fmt: skip
+               "none_ms": 1e3 * ways["none"][0], "time_ratio": ours / theirs}  # fmt: skip
         if GPU:
             row |= {"peft_gib": theirs_gib, "beside_gib": ours_gib, "memory_ratio": ours_gib / theirs_gib}
         yield row

@@ -85,7 +85,7 @@ class Bench:
         self.tokenizer = tokenizer_of(self.plan)
         self.data = prepare(job, self.tokenizer)
         model, _ = load(self.plan.base, self.plan.layout, dtype=torch.float32)
-        self.model = attach(model, job.lora, self.plan.adapter, job.train.seed, self.plan.expert_path)
+        self.model = attach(model, job.lora, self.plan.adapter, job.train.seed)
         self.forward = self.model.get_base_model().forward
 
     def engine(self, kind: str) -> tuple[Callable[[], None], Any, str]:

@@ -15,7 +15,7 @@ from test_experts import BOTH, E, R, base, batch, live, plan_of, section, stacks
 from torch import Tensor, nn
 
 from windlass.errors import RunError, UserError
-from windlass.model.targets import MERGED, ExpertShard
+from windlass.model.targets import ExpertShard
 from windlass.train import checkpoint, lora, sync
 from windlass.train.liveness import Liveness
 from windlass.train.sync import Replicas, fingerprints
@@ -91,9 +91,10 @@ def test_what_peft_cannot_do_here_is_refused_before_it_fails(monkeypatch: pytest
         patched.setattr(lora, "part_of", lambda _: ExpertShard(0, 3, 6))
         with pytest.raises(UserError, match=r"lora\.bias: .* split over ranks"):
             lora.attach(model, section(experts=True, bias="all"), with_experts, 1)
-    # What the plan never asks for: an adapter that is merged, with dropout.
-    with pytest.raises(AssertionError, match="with dropout"):
-        lora.attach(model, section(experts=True, lora_dropout=0.1), with_experts, 1, MERGED)
+    with monkeypatch.context() as patched:  # which the plan refuses
+        patched.setattr(lora, "fp8_formats", lambda _: {"weight": None})
+        with pytest.raises(AssertionError, match="DoRA"):
+            lora.attach(model, section(use_dora=True), plan, 1)
 
 
 def test_dora_works_where_weights_are_unsharded() -> None:

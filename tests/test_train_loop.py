@@ -68,7 +68,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         tokenizer = run.tokenizer_of(plan)
         data = run.prepare_data(plan, tokenizer, console)
         model, _ = load(plan.base, plan.layout, **run.precision(job.model))
-        adapted = attach(model, job.lora, plan.adapter, job.train.seed, plan.expert_path)
+        adapted = attach(model, job.lora, plan.adapter, job.train.seed)
         report = BackgroundReport(folder)
         return run.make_loop(plan, Rank(), adapted, data, tokenizer, console, StopSignal(), report, {}, None)
 

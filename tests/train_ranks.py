@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +27,7 @@ from windlass.data.audit import PACKED
 from windlass.data.prepare import prepare
 from windlass.errors import RunError, UserError
 from windlass.model import find_base
-from windlass.model.targets import MERGED
-from windlass.train import run
+from windlass.train import experts, run
 from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
@@ -295,7 +295,8 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     plan = planning.make(runfile.read(file, case["overrides"]))
     job = plan.loaded.run
     model, _ = load(plan.base, replace(plan.layout, base_dtype="bf16"), dtype=torch.float32)
-    model = attach(model, job.lora, plan.adapter, job.train.seed, MERGED)  # PEFT's own forward of experts' adapters
+    with mock.patch.object(experts, "patch_experts"):  # PEFT's own forward of experts' adapters
+        model = attach(model, job.lora, plan.adapter, job.train.seed)
     tokenizer = run.tokenizer_of(plan)
     data = prepare(job, tokenizer)
     arguments = sft_config(plan, data)

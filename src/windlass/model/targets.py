@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from windlass.runfile import Lora
 
 ALL, ALL_LINEAR, EXPERTS = "all", "all-linear", "lora.experts"
-SPLIT, MERGED = "split", "merged"  # an expert's adapter computed next to its weight, or added to it before the product
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 LINEAR_PARTS: Final = ("attention", "mlp", "shared_experts", "head")
 Where = Callable[[str], str]  # a key of the run file -> its place: run.yaml:12: lora.r
@@ -200,20 +199,6 @@ def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) 
         )
     if biases:
         yield f"bias: {lora.bias} trains {biases} biases of the base too: without them the adapter is another model"
-
-
-def expert_path(shapes: Sequence[Sequence[int]], top_k: int, tokens: int, *, mergeable: bool) -> str:
-    """How the adapters of these stacks [E, m, n] are computed if a micro-batch has so many tokens: SPLIT or MERGED.
-
-    Merged first, W + s B A costs r m n for each expert; split, (x A) B costs r (m + n) for each of its tokens. They
-    meet at E m n / (top_k (m + n)) tokens, whatever the rank: 44,000 to 66,000 for Mistral Small 4.
-    `mergeable`: there is no dropout, and a rank has all experts with their true values, not some, not in FP8.
-    """
-    if not mergeable or not shapes:
-        return SPLIT
-    merged = sum(experts * m * n for experts, m, n in shapes)
-    split = sum(m + n for _, m, n in shapes) * top_k * tokens
-    return MERGED if split > merged else SPLIT
 
 
 @dataclass(frozen=True, slots=True)

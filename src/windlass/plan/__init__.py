@@ -66,7 +66,6 @@ class Plan:
     layout: Layout
     schedule: Schedule
     cost: Cost
-    expert_path: str  # how adapters of experts are computed: split or merged
     contenders: tuple[Contender, ...]
     impossible: dict[str, str]  # layouts that are, and why
     tried: tuple[Cost, ...]  # micro-batches, if the plan chooses one
@@ -260,7 +259,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         by_plan = layout.base_dtype == "fp8" and request.base_dtype is None
         reason = f"set by {request.where}" + "; the plan keeps the base in FP8 as published" * by_plan
         layout = replace(layout, reason=reason)
-    work = replace(work, batch=best.cost.batch).under(layout)
+    work = replace(work, batch=best.cost.batch, layout=layout)
     plan = Plan(
         loaded=loaded,
         base=base,
@@ -269,7 +268,6 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         layout=layout,
         schedule=schedule(run.train, work.batch, layout.ranks, adapter, sequences, rows.how),
         cost=cost(work, length),
-        expert_path=work.expert_path,
         contenders=contenders,
         impossible=impossible,
         tried=best.tried if len(ways) > 1 else (),
@@ -283,11 +281,6 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
 
 def _own_notes(plan: Plan, ways: int) -> list[str]:
     notes = []
-    if plan.adapter.target_parameters:
-        how = "separately from their weights: two narrow products for each token's experts"
-        if plan.expert_path == adapters.MERGED:
-            how = f"in their weights, W + BA: for {plan.batch.tokens:,} tokens a micro-batch that is less work"
-        notes.append(f"adapters of routed experts are computed {how}")
     steps, sequences = plan.schedule.steps, plan.schedule.global_sequences
     if steps is not None and steps < FEW_STEPS and plan.loaded.run.train.max_steps <= 0:
         notes.append(

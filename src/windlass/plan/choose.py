@@ -144,7 +144,7 @@ def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]
     And all that were tried, up to the first that does not fit: none after it would."""
     tried: list[Cost] = []
     for batch in batches:
-        tried.append(cost(replace(work, batch=batch).under(layout), usual, advise=False))
+        tried.append(cost(replace(work, batch=batch, layout=layout), usual, advise=False))
         if not tried[-1].has_headroom:
             break
     fitting = [each for each in tried if each.has_headroom]

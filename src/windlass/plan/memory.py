@@ -313,7 +313,6 @@ class Tokens:
     top_k: int
     routed: int  # bytes of a weighted value on its way from the experts
     surplus: float  # of tokens at the fullest rank's experts
-    merged: bool  # expert adapters are merged into a copy of the weights
     masked: int  # tokens that each one's mask is over; 0: there is no mask
 
     @classmethod
@@ -327,7 +326,6 @@ class Tokens:
             top_k=work.shape.top_k,
             routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
-            merged=work.expert_path == "merged",
             masked=work.batch.length if work.masked else 0,
         )
 
@@ -343,17 +341,16 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
     per_token = norms + _attention_bytes(layer, t) + 3 * layer.mlp * t.width
     # Inputs of the adapted modules, and their low-rank results.
     per_token += _adapter_inputs(layer.plain_lora, t) + sum(lora.r * t.width for lora in layer.plain_lora)
-    per_token += sum(_expert_adapter_bytes(lora, t) for lora in layer.expert_lora)
+    # Of experts' adapters the low-rank rows, and the input rows that dropout made; other input rows are made again, of
+    # gate and up (kept anyway) or of each token's hidden state.
+    for lora in layer.expert_lora:
+        states = lora.inputs * t.width if lora.leaf == "gate_up_proj" else 0
+        per_token += t.rows * lora.r * t.width + (t.rows * (t.width + t.mask) * lora.inputs if t.mask else states)
     if layer.expert:  # router's scores, indices, and for each chosen expert gate, up, activated gate and result
         hidden = next(p.shape[1] for p in layer.parameters if p.part == "experts" and "down_proj" in p.name)
         per_token += layer.experts * FLOAT + t.top_k * 5 * INDEX + t.rows * (3 * layer.expert + hidden) * t.width
-    copies = 0.0
-    if t.cast:  # of the adapters in the width of compute; those computed separately from experts are cast anew
-        copies += (
-            sum(lora.parameters for lora in (*layer.plain_lora, *(layer.expert_lora if t.merged else ()))) * t.width
-        )
-    if t.merged:  # W + s B A of every expert
-        copies += sum(_merged_sizes(layer)) * t.width
+    # Copies of the adapters in the width of compute; those of experts are cast anew.
+    copies = sum(lora.parameters for lora in layer.plain_lora) * t.width if t.cast else 0
     return t.count * per_token + copies
 
 
@@ -382,10 +379,6 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
         shared = [lora for lora in layer.plain_lora if lora.part == "shared_experts"]
         freed = t.count * (3 * layer.mlp * t.width + _adapter_inputs(shared, t))
         options.append(t.count * t.rows * hidden * 3 * t.routed - freed)
-    if t.merged:
-        # The merged path's backward forms each stack's full gradient; the smaller stacks' copies are gone by then.
-        sizes = _merged_sizes(layer)
-        options.append((2 * max(sizes, default=0) - sum(sizes)) * t.width)
     return stream + max(options)
 
 
@@ -417,19 +410,6 @@ def _adapter_inputs(adapted: Sequence[Lora], t: Tokens) -> float:
     if t.cast or t.mask:
         return sum((t.width + t.mask) * lora.inputs for lora in adapted)
     return sum(width * t.width for _, width in {(lora.part, lora.inputs) for lora in adapted if lora.leaf != "o_proj"})
-
-
-def _expert_adapter_bytes(lora: Lora, t: Tokens) -> float:
-    """Merged, the weight needs its input rows in expert order. Separate from it the low-rank rows are kept, and those
-    that dropout made; other input rows are made again, of gate and up (kept anyway) or of each token's hidden state."""
-    if t.merged:
-        return t.rows * lora.inputs * t.width
-    hidden = lora.inputs * t.width if lora.leaf == "gate_up_proj" else 0
-    return t.rows * lora.r * t.width + (t.rows * (t.width + t.mask) * lora.inputs if t.mask else hidden)
-
-
-def _merged_sizes(layer: Layer) -> list[int]:
-    return [lora.inputs * lora.outputs * lora.experts for lora in layer.expert_lora]
 
 
 # --- the host ------------------

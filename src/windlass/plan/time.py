@@ -45,9 +45,9 @@ class Time:
 def estimate_time(work: Work) -> Time:
     shape, gpu, accumulation = work.shape, work.machine.gpu, work.batch.accumulation
     gathers, dispatch, reduces, transfers = _gathers(work), _dispatch(work), _reduces(work), _offload(work)
-    flops, recomputed, fixed = count_flops(work)
+    flops, recomputed = count_flops(work)
     rate = (gpu.achieved_tflops if shape.routed.all else gpu.bf16_tflops * DENSE_SHARE) * 1e12
-    compute = (work.batch.tokens * (flops + recomputed) + fixed) / rate
+    compute = work.batch.tokens * (flops + recomputed) / rate
     reads, decoding, copies = _memory_seconds(work)
     wire = sum(f.seconds * f.per_step for f in (*gathers, *dispatch)) / accumulation
     host = sum(f.seconds * f.per_step for f in transfers) / accumulation
@@ -80,31 +80,23 @@ def estimate_time(work: Work) -> Time:
 # --- operations ------------------
 
 
-def count_flops(work: Work) -> tuple[float, float, float]:
-    """Per token: forward and backward, and recomputed; then a micro-batch's fixed part, however many tokens it has.
+def count_flops(work: Work) -> tuple[float, float]:
+    """Per token: forward and backward, and recomputed.
 
     A frozen weight is multiplied forward and for the gradient of its input only: 4 per active frozen parameter, 6 per
     active adapter parameter.
     """
-    shape, merged = work.shape, work.expert_path == "merged"
-    adapter = fixed = 0.0
+    shape, adapter = work.shape, 0.0
     for layer, times in shape.kinds:
         adapter += times * sum(lora.parameters for lora in layer.plain_lora)
-        for lora in layer.expert_lora:
-            if not merged:
-                adapter += times * lora.parameters * shape.top_k / lora.experts
-                continue
-            # forward: B A for all experts; backward: the weight's full gradient, then its two projections
-            fixed += times * 3 * 2.0 * lora.experts * lora.r * lora.inputs * lora.outputs
-            fixed += times * 2.0 * work.batch.tokens * shape.top_k * lora.inputs * lora.outputs
+        adapter += times * sum(lora.parameters * shape.top_k / lora.experts for lora in layer.expert_lora)
     attention = causal_attention(shape, work.document or work.batch.length)
     if work.masked:  # kernels pass over the upper half of the square only if told that it is all there is to mask
         attention *= 2
     recomputed = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:
         recomputed += 2 * (shape.active - shape.head) + 2 * adapter + attention
-        fixed *= 4 / 3
-    return 4 * shape.active + 6 * adapter + 3 * attention, recomputed, fixed
+    return 4 * shape.active + 6 * adapter + 3 * attention, recomputed
 
 
 def causal_attention(shape: Shape, length: int) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, prod
 
 from windlass.hardware import Machine
 from windlass.model import Base, Parameter
-from windlass.model.targets import SPLIT, Adapter, expert_path
+from windlass.model.targets import Adapter
 from windlass.plan.layout import Layout
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
@@ -44,7 +44,6 @@ class Work:
     optim: str  # transformers' name: adamw_torch
     base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
     dropout: float = 0.0  # lora.lora_dropout
-    expert_path: str = SPLIT  # experts' adapters: computed separately from the experts, or merged into them first
     masked: bool = False  # packed rows whose documents a mask separates
     document: int | None = None  # usual tokens of what packed rows are made of, if attention is within each
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
@@ -58,13 +57,6 @@ class Work:
     def width(self) -> int:
         """Bytes of a value in compute."""
         return 2 if self.layout.precision == "bf16" else max(self.base_bytes, 2)
-
-    def under(self, layout: Layout) -> Work:
-        """The same run under another layout, which also decides how adapters of experts can be computed."""
-        mergeable = not self.dropout and layout.expert_parallel == 1 and layout.base_dtype != "fp8"
-        stacks = [(lora.experts, lora.outputs, lora.inputs) for each in self.shape.layers for lora in each.expert_lora]
-        path = expert_path(stacks, self.shape.top_k, self.batch.tokens, mergeable=mergeable)
-        return replace(self, layout=layout, expert_path=path)
 
 
 @dataclass(frozen=True, slots=True)

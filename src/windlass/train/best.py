@@ -79,7 +79,7 @@ def best(plan: Plan, here: Rank, run_folder: Path, show: Callable[[Ranking], Non
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
     here.phase("loading the model")
     model, _ = load(plan.base, plan.layout, **precision(job.model))
-    model = attach(model, job.lora, plan.adapter, job.train.seed, plan.expert_path).eval()
+    model = attach(model, job.lora, plan.adapter, job.train.seed).eval()
     patch_forward(model.get_base_model())
     size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))
     collate = Collate(data.collator(tokenizer.pad_token_id))

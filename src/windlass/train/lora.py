@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.model.targets import MERGED, SPLIT, Adapter, ExpertShards
+from windlass.model.targets import Adapter, ExpertShards
 from windlass.train import experts
 from windlass.train.fp8 import fp8_formats, part_of
 from windlass.train.parallel import device_of_this_rank
@@ -28,19 +28,16 @@ NAME = "default"  # PEFT's name of the one adapter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_path: str = SPLIT) -> PeftModel:
+def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftModel:
     """Wrap `model` in its adapter: the same values on every rank, only the adapter trainable, as the plan says.
 
     Where experts are split over ranks, each has its own experts' part of their adapter, all else is on every rank.
     """
-    stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    split = any(part_of(stack) for stack in stacks)
-    in_fp8 = any(fp8_formats(module) for module in model.modules())
-    merged = expert_path == MERGED and bool(adapter.target_parameters)
-    if (merged and (split or in_fp8 or lora.lora_dropout)) or (lora.use_dora and (sharded or in_fp8)):
-        raise AssertionError("planned with base weights that this rank has only in part, or in FP8, or with dropout")
-    if adapter.target_parameters and split and lora.bias != "none":
+    if lora.use_dora and (sharded or any(fp8_formats(module) for module in model.modules())):
+        raise AssertionError("DoRA was planned with base weights that this rank has only in part, or in FP8")
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
+    if adapter.target_parameters and lora.bias != "none" and any(part_of(stack) for stack in stacks):
         problem = "biases of the base can't be trained with adapters of experts that are split over ranks"
         raise UserError(problem, "lora.bias", "set lora.bias: none, or layout: {name: full-shard}")
     if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
@@ -69,7 +66,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int, expert_pat
                 "lora.adapter",
                 "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
             )
-    if adapter.target_parameters and not merged:
+    if adapter.target_parameters:
         experts.patch_experts(peft_model)
         if lora.lora_dropout:  # PEFT refuses it beside experts. The saved configuration keeps 0, so that PEFT opens it
             for module in peft_model.modules():

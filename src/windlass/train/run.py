@@ -83,7 +83,7 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
     here.phase("attaching the adapter")
-    model = attach(model, job.lora, plan.adapter, job.train.seed, plan.expert_path)
+    model = attach(model, job.lora, plan.adapter, job.train.seed)
     assert_sharded(model, plan.layout)
 
     # 6. The loop, and what it calls by name.
@@ -197,7 +197,6 @@ def require_same_plan(plan: Plan, identity: str) -> None:
         **{f"layout.{name}": value for name, value in asdict(replace(plan.layout, reason="")).items()},
         "train.per_device_train_batch_size": plan.batch.micro,
         "train.gradient_accumulation_steps": plan.batch.accumulation,
-        "the path of experts' adapters": plan.expert_path,
     }
     of_files = {f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train") for key in run[name]}
     plans = group.gather({**of_files, **of_node, "the base model's files": identity})
