@@ -437,11 +437,18 @@ def test_loss_and_gradients_of_a_micro_batch_are_trls(tmp_path: Path, monkeypatc
     ours.get_output_embeddings().requires_grad_(False)
     batch = Collate(PaddedCollator(0), mark_tokens=True)(rows)
     assert batch.supervised == 5 + 4
+    # Where neither config.json nor the run file asks for it, nothing is added.
+    assert router_loss_weight(ours) == 0
+    ours.config.output_router_logits = True
+    assert (router_loss_weight(ours), router_loss_weight(ours, 0.0)) == (0.5, 0)
     for chunk in (2, 256):
         monkeypatch.setattr("windlass.train.loss.chunk_tokens", lambda *_, chunk=chunk: chunk)
         ours.zero_grad()
-        share = torch.tensor(router_loss_weight(ours) * tokens / 2)  # of two micro-batches
-        loss = ours.train()(**batch.inputs, balance_share=share) / tokens
+        share = torch.tensor(router_loss_weight(ours, 0.5) * tokens / 2)  # of two micro-batches
+        summed, balance = ours.train()(**batch.inputs, balance_share=share)
+        loss = summed / tokens
+        without = ours(**batch.inputs) / tokens
+        assert loss.item() - without.item() == pytest.approx(0.5 * balance.item() / 2, rel=1e-4)
         loss.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         for (name, one), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.errors import UserError
-from windlass.files import read_json
+from windlass.files import read_json, read_json_lines
 from windlass.observe.background import BackgroundReport
 from windlass.train import checkpoint, resume, run
 from windlass.train.checkpoint import Snapshot
@@ -165,6 +165,31 @@ def test_an_evaluation_that_was_left_out_is_not_made_up_for_if_it_is_switched_of
     resumed.run(folder)
     assert resumed.step == 4
     assert not checkpoint.read_manifest(folder.with_name("step-2"))["evaluation_due"]
+
+
+def test_a_balancing_loss_is_trained_on_if_asked_for_and_is_no_part_of_the_evaluation(
+    make: Make, tmp_path: Path
+) -> None:
+    """The mean over tokens of rows of different lengths: the same in every batch size."""
+    lines = [json.dumps({"text": " ".join(WORDS.split()[:count])}) + "\n" for count in (3, 5, 8)]
+    (tmp_path / "data" / "validation.jsonl").write_text("".join(lines))
+    losses: list[float] = []
+    without = 0.0
+    for size, weight in ((1, "null"), (2, "null"), (3, "0.5")):
+        (tmp_path / "run" / "steps-rank0.jsonl").unlink(missing_ok=True)
+        loop = make(
+            per_device_eval_batch_size=str(size), router_aux_loss_coef=weight, save_strategy="no", max_steps="1"
+        )
+        loop.run()
+        (event,) = [e for e in read_json_lines(tmp_path / "run" / "events.jsonl") if e["kind"] == "eval"][-1:]
+        losses.append(event["eval_loss"])
+        (line,) = read_json_lines(tmp_path / "run" / "steps-rank0.jsonl")
+        assert ("router_aux_loss" in line) == (weight != "null")
+        if weight != "null":
+            assert line["router_aux_loss"] > 0.9
+            assert line["loss"] == pytest.approx(without + 0.5 * line["router_aux_loss"], rel=1e-5)
+        without = line["loss"]
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
 
 def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planned_for(

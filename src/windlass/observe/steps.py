@@ -17,7 +17,11 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
     "step": ("", "optimizer step, counted from 1"),
     "time": ("s", "end of the step, seconds since 1970"),
     "epoch": ("", "epochs trained so far, with the fraction"),
-    "loss": ("nats", "mean loss per supervised token of the step"),
+    "loss": ("nats", "mean loss per supervised token of the step, with the router's weighted balancing loss"),
+    "router_aux_loss": (
+        "",
+        "the router's balancing loss before its weight, mean of the micro-batches, if it is trained on",
+    ),
     "grad_norm": ("", "norm of the gradient before clipping"),
     "learning_rate": ("", "rate that this step's update used, of the first parameter group"),
     "skipped": ("", "true: the gradients were not finite and the update was skipped"),

@@ -196,6 +196,9 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     base = weights.find_base(run.model.model_name_or_path, where("model.model_name_or_path"))
     adapter = adapters.resolve(run.lora, base, where)
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
+    if run.train.router_aux_loss_coef and "experts" not in base.dims:
+        what = f"{base.name} has no routed experts, and so no balancing loss to weight"
+        raise UserError(what, where("train.router_aux_loss_coef"), "leave it out")
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
     machine = machine_of(run.cluster.model_copy(update=sizes), where)
     why_not_fp8 = needs_weights(run.lora)

@@ -205,6 +205,9 @@ class Train(Section):
     """Adam's term that prevents division by zero."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Clip gradients to this norm; 0: never."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the router's balancing loss in a mixture of experts, 0: none. null: as the model's config.json has it,
+    if that sets output_router_logits, else none."""
     bf16: bool = True
     """Compute in bfloat16."""
     fp16: bool = False

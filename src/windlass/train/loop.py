@@ -81,7 +81,7 @@ class Loop:
         self.total = self.train.max_steps if self.train.max_steps > 0 else epochs
         self.device = device_of_this_rank()
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.bf16)
-        self.router_weight = router_loss_weight(self.causal_lm)
+        self.router_weight = router_loss_weight(self.causal_lm, self.train.router_aux_loss_coef)
         # Weights stay gathered from a step's first micro-batch to its last. Found once: a walk over thousands of
         # modules takes milliseconds.
         gather_once = is_sharded(layout) and not layout.reshard_after_forward
@@ -147,7 +147,7 @@ class Loop:
         self._schedule_free("train")
         rows: list[int] = []
         tokens = supervised = 0
-        loss = torch.zeros((), device=self.device)
+        loss, balance = torch.zeros(2, device=self.device)
         of_step: Iterator[Batch] = islice(micro_batches, self.accumulation)
         balance_share = None
         if self.router_weight:  # a mean per micro-batch: how it compares with the tokens' sum has to be known before
@@ -163,20 +163,23 @@ class Loop:
                 keep_gathered(self.kept_gathered, keep=number < self.accumulation)
             self.waits.on = number == 1
             with self.autocast:
-                of_batch = self.causal_lm(**batch.inputs, balance_share=balance_share)
+                outcome = self.causal_lm(**batch.inputs, balance_share=balance_share)
+            of_batch, of_router = outcome if self.router_weight else (outcome, None)
             self.waits.on = False
             self.recorder.mark("forward")
             of_batch.backward()
             self.recorder.mark("backward")
             loss += of_batch.detach()
+            if of_router is not None:
+                balance += of_router
             rows, tokens, supervised = rows + batch.rows, tokens + batch.tokens, supervised + batch.supervised
 
         # One collective: the gradients, and with them loss, tokens, faults, signals, and what the watch requests.
-        sums = self.replicas.average(self._own_sums(loss, supervised, tokens))
+        sums = self.replicas.average(self._own_sums(loss, balance, supervised, tokens))
         self.recorder.mark("communication")
 
         # Gradients are of the tokens' sum, averaged over ranks: made those of the mean, and clipped, in one pass.
-        scale = self.replicas.world / sums[1].clamp(min=1)
+        scale = self.replicas.world / sums[2].clamp(min=1)
         norm = self.replicas.norm() * scale
         if self.train.max_grad_norm:
             scale = scale * (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1)
@@ -184,7 +187,8 @@ class Loop:
             torch._foreach_mul_(gradients, scale)
 
         # The one wait for the device, and the checks.
-        total, counted, job_tokens, interrupted, requested, *faults, grad_norm = torch.cat([sums, norm[None]]).tolist()
+        figures: list[float] = torch.cat([sums, norm[None]]).tolist()
+        total, balanced, counted, job_tokens, interrupted, requested, *faults, grad_norm = figures
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         step = Step(self.step + 1, total / max(counted, 1), grad_norm, learning_rate, int(job_tokens))
         if any(faults) or not math.isfinite(grad_norm):
@@ -212,6 +216,7 @@ class Loop:
             epoch=self.epoch,
             loss=step.loss,
             grad_norm=step.grad_norm,
+            router_aux_loss=balanced / (self.accumulation * self.replicas.world) if self.router_weight else None,
             learning_rate=learning_rate,
             job_tokens=step.job_tokens,
             rows=rows,
@@ -220,15 +225,15 @@ class Loop:
         )
         return step, round(requested), interrupted > 0
 
-    def _own_sums(self, loss: Tensor, supervised: int, tokens: int) -> Tensor:
-        """What is added up over the ranks: five numbers, and for every rank whether it saw something non-finite."""
+    def _own_sums(self, loss: Tensor, balance: Tensor, supervised: int, tokens: int) -> Tensor:
+        """What is added up over the ranks: six numbers, and for every rank whether it saw something non-finite."""
         gradients = self.replicas.gradients()
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
         finite = torch.isfinite(loss) & torch.isfinite(largest).all()
         own = [supervised, tokens, self.stop_signal.received, self.watch.request, *[0] * self.replicas.world]
         counts = torch.tensor(own, dtype=torch.float32, pin_memory=self.device.type == "cuda")
-        sums = torch.cat([loss.reshape(1), counts.to(self.device, non_blocking=True)])
-        sums[5 + group.rank()] = (~finite).float()
+        sums = torch.cat([torch.stack([loss, balance]), counts.to(self.device, non_blocking=True)])
+        sums[6 + group.rank()] = (~finite).float()
         return torch.nan_to_num(sums)
 
     def _balance_share(self, batches: list[Batch]) -> Tensor:

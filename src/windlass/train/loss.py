@@ -42,10 +42,11 @@ def patch_forward(model: PreTrainedModel) -> None:
         balance_share: Tensor | None = None,
         per_token: bool = False,
         **inputs: Any,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """supervised: positions, of the flattened batch, whose next token counts; targets: those tokens.
 
-        balance_share: what the router's balancing loss is multiplied by before it is added. tokens: for that loss, 1
+        balance_share: what the router's balancing loss is multiplied by before it is added; that loss is returned
+        too, by itself. tokens: for that loss, 1
         for every token that is not padding. No layer needs it: padding stands behind a row's tokens, and none of
         these looks ahead.
         """
@@ -64,17 +65,24 @@ def patch_forward(model: PreTrainedModel) -> None:
 
             experts = getattr(config, "num_experts", None) or config.num_local_experts
             router_logits, top_k = outputs.router_logits, config.num_experts_per_tok
-            loss = loss + balance_share * load_balancing_loss_func(router_logits, experts, top_k, tokens)
+            balance = load_balancing_loss_func(router_logits, experts, top_k, tokens)
+            return loss + balance_share * balance, balance.detach()
         return loss
 
     model.forward = types.MethodType(forward, model)
 
 
-def router_loss_weight(model: PreTrainedModel) -> float:
-    """What a mixture's own config gives its balancing loss in training; 0: it has none. As TRL's SFTTrainer does."""
+def router_loss_weight(model: PreTrainedModel, coefficient: float | None = None) -> float:
+    """Of a mixture's balancing loss: the run file's, else that of config.json if it asks for this loss; 0: none.
+
+    TRL's SFTTrainer adds it to every mixture, whatever config.json says.
+    """
     config = model.config.get_text_config()
-    if not hasattr(config, "output_router_logits"):
-        return 0.0
+    if coefficient and not hasattr(config, "output_router_logits"):
+        problem = f"{type(model).__name__} has no balancing loss of its router to weight"
+        raise UserError(problem, "train.router_aux_loss_coef", "leave it out")
+    if coefficient is not None or not getattr(config, "output_router_logits", False):
+        return coefficient or 0.0
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
 

@@ -309,7 +309,9 @@ def make_loop(
     # By seed and epoch alone: the same rows on any number of ranks. A stream has its own order.
     order = None if data.lengths is None else lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
     collator = data.collator(tokenizer.pad_token_id)
-    collate = Collate(collator, mark_tokens=bool(router_loss_weight(model.get_base_model())))
+    collate = Collate(
+        collator, mark_tokens=bool(router_loss_weight(model.get_base_model(), train.router_aux_loss_coef))
+    )
     batches = Batches(data.train, collate, plan.batch.micro, order=order, round_rows=sequences, **options)
     validation = None
     if train.eval_strategy != "no" and data.validation is not None:
