@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from windlass import tiny
 from windlass.data.collate import PaddedCollator
 from windlass.errors import SAVED
+from windlass.files import read_json
 from windlass.train import checkpoint
 from windlass.train.batches import Collate
 from windlass.train.loss import patch_forward, router_loss_weight
@@ -587,3 +589,72 @@ def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
         assert "rank 1 plan different runs: layout.expert_parallel 2 and 4" in outcome["unlike nodes"]["error"]
         assert "experts" in outcome["experts not averaged"]["error"]
         assert "differ between ranks after a step" in outcome["experts not averaged"]["error"]
+
+
+# A run on a small file system of its own, which is full from the fifth step on, for good or until a later step.
+FULL_DISK = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+from windlass import cli
+from windlass.train.loop import Loop
+
+disk, emptied_at = Path(sys.argv[1]), int(sys.argv[2])
+plainly, filler = Loop.train_step, disk / "filler"
+
+
+def train_step(loop, batches):
+    if loop.step + 1 == 5:
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(512)):
+                pass
+    if loop.step + 1 == emptied_at:
+        filler.unlink()
+    return plainly(loop, batches)
+
+
+Loop.train_step = train_step
+cli.main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize("emptied_at", [0, 14])
+def test_a_disk_that_is_full_costs_no_training(material: Path, tmp_path: Path, emptied_at: int) -> None:
+    """Steps, events, heartbeat, checkpoint, final: each is reported once, and what was saved stays."""
+    disk, run, copied = tmp_path / "disk", tmp_path / "disk" / "run", tmp_path / "copy"
+    disk.mkdir()
+    values = {"output_dir": run, "max_steps": 24, "save_strategy": "steps", "save_steps": 4}
+    words = ["train", str(material / "run.yaml"), "--override", "layout.name=resident"]
+    words += [word for key, value in values.items() for word in ("--override", f"train.{key}={value}")]
+    script = 'mount -t tmpfs -o size=16m none "$0" || exit 99; "$@"; code=$?; cp -r "$0/run" "$COPY"; exit $code'
+    command = [sys.executable, "-c", FULL_DISK, str(disk), str(emptied_at), *words]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, str(disk), *command],
+        env={**os.environ, **rank, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COPY": str(copied)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    if done.returncode == 99 or "unshare" in done.stderr.split(":")[0]:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = (copied / "steps-rank0.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+    manifest, final = read_json(copied / "manifest.json"), copied / "final" / "adapter_model.safetensors"
+    for name in ("checkpoints", "heartbeat-rank0.json"):
+        assert done.stderr.count(f"/{name} can't be written: No space left on device (0 bytes are free there)") == 1
+    if emptied_at:
+        assert (done.returncode, manifest["state"], final.is_file()) == (0, "finished", True), done.stderr
+        assert steps == sorted({*steps, *range(1, 5), *range(14, 25)}), "a line is there in full or not at all"
+        return
+    assert (done.returncode, manifest["state"], final.exists()) == (1, "failed", False), done.stderr
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 4
+    assert [path.name for path in (copied / "checkpoints").iterdir()] == ["step-4"]
+    assert checkpoint.damage(copied / "checkpoints" / "step-4") == ""
+    assert "/final/adapter_model.safetensors can't be written: No space left on device" in done.stderr
+    assert "hint: make room, then run again with --resume: it continues from step-4" in done.stderr

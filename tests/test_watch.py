@@ -285,7 +285,7 @@ def test_every_detector_is_a_setting_and_documented(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
     for kind in BY_KIND:
         assert f"`{kind}`" in text, kind
-        assert kind == "failed" or kind in Watch.model_fields
+        assert kind in ("disk", "failed") or kind in Watch.model_fields
     assert all(f"`{field}`" in text for field in Watch.model_fields if field != "min_supervised_fraction")
     (tmp_path / "run.yaml").write_text("watch: {stall_seconds: 400}\ntrain: {ddp_timeout: 600}\n")
     with pytest.raises(UserError, match=r"watch\.stall_seconds.*400"):  # a stall must end before the collectives do

@@ -7,12 +7,44 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
 # Storage that offers no locks at all: some NFS and FUSE mounts.
 NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def unwritable(path: Path, error: OSError) -> str:
+    """Which file, why, and how much room there is."""
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    free = f"{shutil.disk_usage(there).free:,} bytes are free there"
+    return f"{path} can't be written: {error.strerror or error} ({free})"
+
+
+class Unwritten:
+    """Around what a run writes while it trains: a file that can't be written is reported once, and left out.
+
+    `with unwritten(path): …`. say: what to do with the report; whoever raises alarms replaces it.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say, self.names = say, set[str]()
+
+    @contextmanager
+    def __call__(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.report(path, error)
+
+    def report(self, path: Path, error: OSError) -> None:
+        if path.name not in self.names:
+            self.names.add(path.name)
+            self.say(f"{unwritable(path, error)}; training continues without it")
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -21,8 +53,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
+        error.filename = str(path)  # a failing write doesn't name its file
         raise
 
 
@@ -41,8 +74,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def append_json_line(path: Path, value: dict[str, Any]) -> None:
     """One write per line: lines of several threads or processes don't mix."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value, default=str) + "\n")
+    line = json.dumps(value, default=str) + "\n"
+    with path.open("a+b") as file:
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            line = f"\n{line}"  # a full disk, or a kill, has cut the last one short
+        file.write(line.encode())
 
 
 def read_json_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:

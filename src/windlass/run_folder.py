@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -43,7 +44,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def update_manifest(folder: Path, **values: Any) -> None:
-    write_json(folder / MANIFEST, {**read_manifest(folder), **values})
+    """Its state is true on a full disk too: in its own place a file that doesn't grow needs no room."""
+    path, manifest = folder / MANIFEST, {**read_manifest(folder), **values}
+    try:
+        write_json(path, manifest)
+    except OSError:
+        text = json.dumps(manifest, default=str).encode()
+        if len(text) > path.stat().st_size:
+            raise
+        with path.open("r+b") as file:
+            file.write(text)
+            file.truncate()
 
 
 def is_finished(folder: Path) -> bool:

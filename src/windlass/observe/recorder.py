@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass import run_folder
-from windlass.errors import RunError, UserError
-from windlass.files import write_json
+from windlass.errors import UserError
+from windlass.files import Unwritten, write_json
 from windlass.observe import steps
 from windlass.observe.counters import Counters, machine_facts
 from windlass.observe.experts import ExpertBalance
@@ -78,6 +79,7 @@ class Recorder:
     ) -> None:
         self.folder, self.rank, self.device, self.unit = folder, rank, torch.device(device), unit
         self.sample_every = sample_every
+        self.unwritten = Unwritten(lambda text: print(f"rank {rank}: {text}", file=sys.stderr, flush=True))
         self.latest: dict[str, Any] = {}  # the last record written
         self.sampled = False  # whether the running step is
         self.step = 0  # steps done
@@ -113,7 +115,8 @@ class Recorder:
         self._file = (self.folder / run_folder.STEPS.format(rank=self.rank)).open("a", buffering=1, encoding="utf-8")
         self.step = step
         if self.rank == 0:
-            run_folder.log_event(self.folder, "start", step)
+            with self.unwritten(self.folder / run_folder.EVENTS):
+                run_folder.log_event(self.folder, "start", step)
         self._began = time.perf_counter()
         self._marks = [("start", self.now())]
         self._sample_next(bool(self.sample_every))
@@ -189,7 +192,8 @@ class Recorder:
         """Rank 0 logs an evaluation, a save or another event; the time since the last mark was a pause."""
         self._require_running()
         if self.rank == 0:
-            run_folder.log_event(self.folder, kind, step, **numbers)
+            with self.unwritten(self.folder / run_folder.EVENTS):
+                run_folder.log_event(self.folder, kind, step, **numbers)
         self.mark(PAUSE)
 
     @property
@@ -278,12 +282,10 @@ class Recorder:
         if non_finite:  # JSON has no NaN
             self.latest |= {"non_finite": non_finite, **dict.fromkeys(non_finite)}
         assert self._file is not None
-        try:
+        # What a full disk did not take stays in the file's buffer, up to 8 KiB in whole lines, and is written first
+        # once there is room again.
+        with self.unwritten(Path(self._file.name)):
             self._file.write(json.dumps(self.latest, separators=(",", ":")) + "\n")
-        except OSError as error:
-            problem = f"step {record['step']} can't be written: {error.strerror}"
-            hint = "make room on this storage, then continue from the last checkpoint with --resume"
-            raise RunError(problem, self._file.name, hint) from error
 
 
 def token_counts(batch: Mapping[str, Any]) -> Tensor | None:

@@ -14,8 +14,8 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import torch
 
 from windlass import run_folder
-from windlass.errors import Problem, UserError, raise_all
-from windlass.files import read_json_lines, write_atomic, write_json
+from windlass.errors import Problem, RunError, UserError, raise_all
+from windlass.files import FULL, read_json_lines, unwritable, write_atomic, write_json
 from windlass.train import checkpoint, group
 
 if TYPE_CHECKING:
@@ -175,7 +175,15 @@ def recorded_failure(folder: Path) -> Iterator[None]:
     """The manifest of a run that an error ends would otherwise go on calling it running."""
     try:
         yield
-    except Exception:
+    except Exception as error:
         if group.rank() == 0:
-            run_folder.update_manifest(folder, state=run_folder.FAILED)
-        raise
+            try:
+                run_folder.update_manifest(folder, state=run_folder.FAILED)
+            except OSError as other:
+                print(unwritable(folder / run_folder.MANIFEST, other), file=sys.stderr, flush=True)
+        if not isinstance(error, OSError) or error.errno not in FULL:
+            raise
+        kept = checkpoint.saved(folder / run_folder.CHECKPOINTS)
+        newest = f"it continues from {kept[-1].name}" if kept else "no checkpoint was saved"
+        hint = f"make room, then run again with --resume: {newest}"
+        raise RunError(unwritable(Path(error.filename or folder), error), str(folder), hint) from error

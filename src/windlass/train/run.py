@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Mapping
@@ -108,20 +109,38 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
+    with recorded_failure(folder):
+        save_final(plan, model, tokenizer, console)
+    if here.rank == 0:
+        update_manifest(folder, state=FINISHED, steps=loop.step)
+    console.print(f"adapter written to {folder / FINAL}")
+    return 0
+
+
+def save_final(plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    """Into a folder that is there in full or not at all. A collective; rank 0 writes."""
+    job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
     wanted = job.train.load_best_model_at_end
     if wanted and (best := group.on_rank_0(lambda: checkpoint.intact_best(folder / CHECKPOINTS))):
         checkpoint.load_adapter(model, best)
         console.print(f"the adapter is that of {best.name}, which evaluated best")
     final, partial = folder / FINAL, folder / f".{FINAL}.partial"
-    if here.rank == 0:
+    try:
+        if group.rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        checkpoint.save_adapter(model, partial)
+        if group.rank() == 0:
+            try:
+                tokenizer.save_pretrained(partial)
+            except Exception as error:  # of a full disk, the library's own
+                if number := re.search(r"os error (\d+)", str(error)):
+                    raise OSError(int(number[1]), os.strerror(int(number[1])), str(final / "tokenizer.json")) from None
+                raise
+            commit_dir(partial, final)
+    except OSError as error:
+        error.filename = str(error.filename or final).replace(str(partial), str(final))
         shutil.rmtree(partial, ignore_errors=True)
-    checkpoint.save_adapter(model, partial)
-    if here.rank == 0:
-        tokenizer.save_pretrained(partial)
-        commit_dir(partial, final)
-        update_manifest(folder, state=FINISHED, steps=loop.step)
-    console.print(f"adapter written to {final}")
-    return 0
+        raise
 
 
 # --- 1. connect, agree ---
@@ -303,6 +322,7 @@ def make_loop(
         say=console.print,
         on_stall=on_stall,
         report=report.finish,
+        unwritten=recorder.unwritten,
     )
     options: dict[str, Any] = {"workers": train.dataloader_num_workers, "pin": train.dataloader_pin_memory}
     seed, sequences = train.order_seed, plan.schedule.global_sequences
@@ -329,7 +349,14 @@ def make_loop(
         stop_signal=stop_signal,
         recorder=recorder,
         watch=watch,
-        saver=Saver(folder, train.save_total_limit, run_facts, say=console.print, saved=report.start),
+        saver=Saver(
+            folder,
+            train.save_total_limit,
+            run_facts,
+            say=console.print,
+            saved=report.start,
+            unwritten=recorder.unwritten,
+        ),
         progress=Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib),
-        trackers=Trackers(report_to, folder, train.run_name, resolved(plan)),
+        trackers=Trackers(report_to, folder, train.run_name, resolved(plan), recorder.unwritten),
     )

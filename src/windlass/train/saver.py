@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from windlass.errors import RunError
-from windlass.files import commit_dir
+from windlass.files import Unwritten, commit_dir
 from windlass.run_folder import CHECKPOINTS, log_event
 from windlass.train import checkpoint, group
 
@@ -32,7 +32,9 @@ class Saver:
         facts: dict[str, Any],
         say: Callable[[str], None],
         saved: Callable[[], None] = lambda: None,
+        unwritten: Unwritten | None = None,
     ) -> None:
+        self.unwritten = unwritten or Unwritten(lambda _: None)
         self.folder, self.checkpoints, self.limit = folder, folder / CHECKPOINTS, limit
         self.facts = facts  # for the manifest of every checkpoint
         self.say = say
@@ -109,6 +111,7 @@ class Saver:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             failure = error.strerror or str(error)
+            self.unwritten.report(self.checkpoints, error)
         seconds = time.monotonic() - began
         if failure:
             self.say(f"step {taken.step:>5}  NOT saved: {failure} ({folder}); older checkpoints are unharmed")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import run_folder
+from windlass.files import Unwritten
 from windlass.observe.reader import Tail
 
 Values = Mapping[str, float]
@@ -80,15 +81,27 @@ OPEN = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "trackio":
 class Trackers:
     """Opened on rank 0. `log` sends what the loop logs; `log_steps` every line of rank 0's step file."""
 
-    def __init__(self, names: str | list[str], folder: Path, run_name: str | None, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        names: str | list[str],
+        folder: Path,
+        run_name: str | None,
+        config: dict[str, Any],
+        unwritten: Unwritten | None = None,
+    ) -> None:
         listed = [names] if isinstance(names, str) else names
-        self.opened = [OPEN[name](folder, run_name, config) for name in listed if name != "none"]
+        self.folder, self.unwritten = folder, unwritten or Unwritten(lambda _: None)
+        self.opened = {name: OPEN[name](folder, run_name, config) for name in listed if name != "none"}
         self.lines = Tail(folder / run_folder.STEPS.format(rank=0))
         self.lines.skip()  # of before a resume: they were sent then
 
     def log(self, values: Values, step: int) -> None:
-        for log, _ in self.opened:
-            log(values, step)
+        for name, (log, _) in list(self.opened.items()):
+            try:
+                log(values, step)
+            except OSError as error:  # a full disk: this tracker has lost lines, and would lose others
+                self.unwritten.report(self.folder / name, error)
+                del self.opened[name]
 
     def log_steps(self) -> None:
         for record in self.lines.objects() if self.opened else ():
@@ -100,6 +113,7 @@ class Trackers:
             self.log(numbers, record["step"])
 
     def close(self) -> None:
-        for _, close in self.opened:
-            close()
-        self.opened = []
+        for name, (_, close) in self.opened.items():
+            with self.unwritten(self.folder / name):
+                close()
+        self.opened = {}

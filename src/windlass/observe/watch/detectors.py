@@ -337,7 +337,7 @@ STEPS, EVALUATIONS, NCCL_LOG, RUN = "steps", "evaluations", "NCCL's log", "the r
 
 
 class Detector(NamedTuple):
-    """Each kind but `failed` is a key of the run file's `watch` section: off, warn, checkpoint or stop."""
+    """Each kind but `disk` and `failed` is a key of the run file's `watch` section: off, warn, checkpoint or stop."""
 
     kind: str
     hint: str
@@ -366,6 +366,7 @@ DETECTORS: Final = (
     Detector("eval_loss", "the adapter overfits: take the best checkpoint, windlass best", eval_loss, EVALUATIONS),
     Detector("sockets", "see windlass check --in-pod, NCCL_IB_HCA and the pod's RDMA resource", None, NCCL_LOG),
     Detector("stall", "the stacks of all ranks are in the run folder", None, RUN, True),
+    Detector("disk", "make room on this storage; `windlass best` and --resume need the checkpoints", None, RUN, True),
     Detector("failed", "", None, RUN, True),
 )
 BY_KIND: Final = {detector.kind: detector for detector in DETECTORS}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from windlass.files import write_atomic
+from windlass.files import Unwritten, write_atomic
 from windlass.observe.watch.detectors import Alarm
 
 BEAT: Final = "heartbeat-rank{rank}.json"
@@ -54,10 +54,12 @@ class Heartbeat(threading.Thread):
         stalled: Callable[[Alarm], None],
         leave: Callable[[str], None] | None,
         flight_recorder: Callable[[], Mapping[str, Any]] = dict,
+        unwritten: Unwritten | None = None,
     ) -> None:
         super().__init__(name="windlass heartbeat", daemon=True)
         self.folder, self.rank, self.ranks, self.stall_seconds = folder, rank, ranks, stall_seconds
         self.position, self.stalled, self.leave, self.flight_recorder = position, stalled, leave, flight_recorder
+        self.unwritten = unwritten or Unwritten(lambda _: None)
         self.period = min(SLOWEST_BEAT, (stall_seconds or 60.0) / 4)
         self.over = threading.Event()
         self.stacks = (folder / STACKS.format(rank=rank)).open("w")
@@ -76,8 +78,9 @@ class Heartbeat(threading.Thread):
             if self.stall_seconds and quiet >= self.stall_seconds and not self.stalled_since:
                 self.stalled_since = time.strftime("%H:%M:%S", time.localtime(time.time() - quiet))
                 faulthandler.cancel_dump_traceback_later()
-                self.stacks.write(f"rank {self.rank}, no progress since {self.stalled_since}\n")
-                self.stacks.flush()
+                with self.unwritten(Path(self.stacks.name)):
+                    self.stacks.write(f"rank {self.rank}, no progress since {self.stalled_since}\n")
+                    self.stacks.flush()
                 faulthandler.dump_traceback(self.stacks, all_threads=True)
                 self._beat(now, quiet, self.flight_recorder())
                 self.over.wait(2 * self.period)  # for the others to notice and to write
@@ -91,16 +94,18 @@ class Heartbeat(threading.Thread):
         if self.is_alive():
             self.join(10)
         faulthandler.cancel_dump_traceback_later()
-        empty = self.stacks.tell() == 0
-        self.stacks.close()
-        if empty:
-            Path(self.stacks.name).unlink(missing_ok=True)
+        with self.unwritten(Path(self.stacks.name)):
+            empty = self.stacks.tell() == 0
+            self.stacks.close()
+            if empty:
+                Path(self.stacks.name).unlink(missing_ok=True)
 
     def _beat(self, now: Position, quiet: float, collectives: Mapping[str, Any]) -> None:
         beat = {**self.about, "time": round(time.time(), 3), "step": now.step, "phase": now.phase}
         beat |= {"quiet_seconds": round(quiet, 1), "stalled": bool(self.stalled_since), "collectives": collectives}
-        with suppress(OSError):  # a disk that is full must not end the run
-            write_atomic(self.folder / BEAT.format(rank=self.rank), json.dumps(beat))
+        path = self.folder / BEAT.format(rank=self.rank)
+        with self.unwritten(path):
+            write_atomic(path, json.dumps(beat))
 
     def _report(self, now: Position, quiet: float) -> None:
         """One rank reports; with action `stop` every rank then ends itself, before the process group's timeout does."""

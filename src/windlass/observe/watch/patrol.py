@@ -149,9 +149,12 @@ def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
 
 def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None:
     """Log and print it."""
-    append_json_line(folder / run_folder.ALARMS, dataclasses.asdict(alarm))
-    hint = BY_KIND[alarm.kind].hint
-    say(f"alarm: {alarm}" + (f"\nhint: {hint}" if hint else ""))
+    hint, unwritten = BY_KIND[alarm.kind].hint, ""
+    try:
+        append_json_line(folder / run_folder.ALARMS, dataclasses.asdict(alarm))
+    except OSError as error:
+        unwritten = f"; not in {run_folder.ALARMS}: {error.strerror}"
+    say(f"alarm: {alarm}{unwritten}" + (f"\nhint: {hint}" if hint else ""))
 
 
 class ScriptWatch:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from windlass import run_folder
 from windlass.errors import Problem, RunError
-from windlass.files import read_json
+from windlass.files import Unwritten, read_json
 from windlass.observe.watch.detectors import Alarm, AlarmError
 from windlass.observe.watch.heartbeat import Heartbeat, Position, recent_calls
 from windlass.observe.watch.patrol import CHECKPOINT, OFF, STOP, Patrol, report_alarm
@@ -56,6 +56,7 @@ class RunWatch:
         say: Callable[[str], None],
         on_stall: Callable[[Problem], None] = lambda _: None,
         report: Callable[[], None] = lambda: None,
+        unwritten: Unwritten | None = None,
     ) -> None:
         self.folder, self.rank, self.ranks, self.limits, self.recorder = folder, rank, ranks, limits, recorder
         self.name, self.say, self.on_stall, self.report = name, say, on_stall, report
@@ -65,7 +66,11 @@ class RunWatch:
         self.patrol.history.vocabulary = vocabulary
         stall = None if limits.stall == OFF else stall_seconds
         leave = self._leave if limits.stall == STOP else None
-        self.heartbeat = Heartbeat(folder, rank, ranks, stall, recorder.position, self._stalled, leave, flight_recorder)
+        if unwritten is not None:
+            unwritten.say = self._unwritten
+        self.heartbeat = Heartbeat(
+            folder, rank, ranks, stall, recorder.position, self._stalled, leave, flight_recorder, unwritten
+        )
 
     def __enter__(self) -> Self:
         if self.rank == 0:
@@ -118,6 +123,12 @@ class RunWatch:
             self.stopped_by = self.stopped_by if self.request >= REQUESTS[STOP] else str(alarm)
             self.request = max(self.request, REQUESTS[alarm.level])
 
+    def _unwritten(self, message: str) -> None:
+        """On the rank that it is about, whose console may be quiet."""
+        alarm = Alarm("disk", self.recorder.position().step, message, self.rank)
+        self.patrol.counts[alarm.kind] += 1
+        report_alarm(self.folder, alarm, self.say if self.rank == 0 else _print)
+
     def _stalled(self, alarm: Alarm) -> None:
         """On the lowest rank that lives, which need not be rank 0."""
         self.patrol.tell(alarm)
@@ -131,6 +142,10 @@ class RunWatch:
         os._exit(1)
 
 
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def script_heartbeat(folder: Path, rank: int, ranks: int, position: Callable[[], Position]) -> Heartbeat | None:
     """The heartbeat of a script's rank, as set by the run file that started it; None if none did."""
     try:
@@ -138,14 +153,11 @@ def script_heartbeat(folder: Path, rank: int, ranks: int, position: Callable[[],
     except (ValueError, KeyError):
         return None
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     def stalled(alarm: Alarm) -> None:
-        report_alarm(folder, replace(alarm, level=limits.stall), say)
+        report_alarm(folder, replace(alarm, level=limits.stall), _print)
 
     def leave(message: str) -> None:
-        say(f"rank {rank} exits: {message}")
+        _print(f"rank {rank} exits: {message}")
         os._exit(1)
 
     seconds = None if limits.stall == OFF else float(limits.stall_seconds or SCRIPT_STALL_SECONDS)
