@@ -645,8 +645,9 @@ def test_a_disk_that_is_full_costs_no_training(material: Path, tmp_path: Path, e
     lines = (copied / "steps-rank0.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
     manifest, final = read_json(copied / "manifest.json"), copied / "final" / "adapter_model.safetensors"
-    for name in ("checkpoints", "heartbeat-rank0.json"):
-        assert done.stderr.count(f"/{name} can't be written: No space left on device (0 bytes are free there)") == 1
+    # (A heartbeat comes every five seconds: there need not be one while the disk is full.)
+    assert done.stderr.count("/checkpoints can't be written: No space left on device (0 bytes are free there)") == 1
+    assert done.stderr.count("/heartbeat-rank0.json can't be written: ") <= 1
     if emptied_at:
         assert (done.returncode, manifest["state"], final.is_file()) == (0, "finished", True), done.stderr
         assert steps == sorted({*steps, *range(1, 5), *range(14, 25)}), "a line is there in full or not at all"
