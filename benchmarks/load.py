@@ -130,7 +130,7 @@ def broadcast(path: Path, layout: Layout) -> tuple[int, int]:
         whole = {
             parameter.name: torch.empty(parameter.shape, dtype=torch.bfloat16) for parameter in checkpoint.parameters
         }
-        problems, read = read_all(whole, checkpoint)
+        problems, read, _ = read_all(whole, checkpoint)
         if problems:
             raise RuntimeError(problems[0])
     for parameter in checkpoint.parameters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -33,6 +34,7 @@ from windlass.train.group import gather, raise_together
 from windlass.train.liveness import Liveness
 from windlass.train.load import load, own_part, unique_tensors
 from windlass.train.lora import attach
+from windlass.train.same_base import digest_files
 from windlass.train.sync import Replicas, local
 
 PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
@@ -152,6 +154,7 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
     assert not any(tensor.requires_grad for tensor in mine.values())
     assert {isinstance(tensor, DTensor) for tensor in mine.values()} == {layout.name != "resident"}
     assert made["checked"]["slices"] >= dist.get_world_size() * made["checked"]["parameters"] / 2
+    assert made["base_digest"] == digest_files(base)
     assert (len(in_fp8) > 10) == (layout.base_dtype == "fp8")
     pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
     stored = sum(each.end - each.start for piece in pieces for each in (piece.stored, piece.scale) if each)
@@ -235,6 +238,26 @@ def refused(act: Callable[[], Any]) -> str:
     except UserError as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+def other_copy(root: Path) -> None:
+    """Nodes whose copies of the base differ by one bit: each is what its own files hold."""
+    if dist.get_rank() == 0:
+        shutil.copytree(root / "published", root / "copy")
+        with (root / "copy" / "model.safetensors").open("r+b") as file:
+            last = max(
+                (p.stored for each in read_base(root / "copy").parameters for p in each.pieces),
+                key=lambda stored: stored.end,
+            )
+            file.seek(last.start)
+            (byte,) = file.read(1)
+            file.seek(last.start)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+    base = read_base(root / ("copy" if dist.get_rank() else "published"))
+    found = refused(partial(load, base, layouts()["resident"]))
+    assert "rank 0 and rank 1 have read different values of " in found
+    assert "give all nodes the same copy" in found
 
 
 def unsharded(root: Path) -> None:
@@ -345,7 +368,7 @@ def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         ("one rank's scales", "fp8", "full-shard", f"{VICTIM} is not what"),
     ):
         yield f"{what} {base_dtype} {split}", partial(spoilt, root, what, base_dtype, split, named)
-    for fault in (unsharded, other_ranks, kept_gathered):
+    for fault in (other_copy, unsharded, other_ranks, kept_gathered):
         yield fault.__name__, partial(fault, root)
     for name, how in (
         ("published", {"layout": "resident", "count": 20}),

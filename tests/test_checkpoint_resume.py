@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 
 from windlass import tiny
 from windlass.errors import SAVED
+from windlass.files import read_json
+from windlass.observe import report
 from windlass.train import checkpoint
 
 pytestmark = pytest.mark.xdist_group("checkpoint resume")
@@ -70,6 +73,8 @@ SAME: Case = {"lora__lora_dropout": 0}
 SPLIT: Case = {"layout__name": "expert-parallel", "layout__expert_parallel": 2}
 EXPERTS: Case = {**SAME, "lora__experts": {"r": 2, "lora_alpha": 4}}
 
+ALTERED = {"{model}/model.safetensors": "flip"}  # one bit, where no sample of the files is taken
+
 TWO: dict[str, Case] = {
     "plain": case("plain"),
     "plain, cut at the end of an epoch": case("plain parts", "signal at 6"),
@@ -102,6 +107,12 @@ TWO: dict[str, Case] = {
     "experts, best": case(
         "experts best", "spoilt 0", "spoilt 1", train__load_best_model_at_end=True, **EXPERTS, **SPLIT
     ),
+    "base, cut": case("base parts", "signal at 7"),
+    "base, altered": case("base parts", resume=True, damage=ALTERED),
+    "adapter, altered": case("adapter", lora__adapter="{out}/plain/final"),
+    "best, altered": case("plain") | {"best": True},
+    "base, accepted": case("base parts", resume=True) | {"allow_other_base": True},
+    "base, put back": case("adapter", damage=ALTERED, lora__adapter="{out}/plain/final", train__max_steps=2),
 }  # fmt: skip
 # Proven as well, but not in every run of the tests.
 MORE: dict[str, Case] = {
@@ -140,7 +151,9 @@ def launched(material: Path, world: int, cases: dict[str, Case]) -> Two:
     """All cases one after the other in the same processes; by name each rank's outcome, and what rank 0 said."""
     out = material / "runs"
     out.mkdir(exist_ok=True)
-    (material / "cases.json").write_text(json.dumps(cases).replace("{out}", str(out)))
+    (material / "cases.json").write_text(
+        json.dumps(cases).replace("{out}", str(out)).replace("{model}", f"{material}/model")
+    )
     script = Path(__file__).with_name("checkpoint_ranks.py")
     found = material / f"outcome of {world}"
     command = [warm.python(), str(script), str(material / "run.yaml"), str(material / "cases.json"), str(found)]
@@ -295,6 +308,38 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_said(two: Two, material:
     assert_same_bits(run / "final", material / "runs" / "plain" / "final")
     assert steps(run) == steps(material / "runs" / "plain")
     assert evaluations(run) == evaluations(material / "runs" / "plain")
+
+
+def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Two, material: Path) -> None:
+    outcomes, said = two
+    for name, adapter in (
+        ("base, altered", "checkpoints/step-7"),
+        ("adapter, altered", "plain/final"),
+        ("best, altered", "checkpoints/step-"),
+    ):
+        for outcome in outcomes[name]:
+            assert re.search(
+                rf"the weights of model \(digest \w+\) are not those that {adapter}\d* was trained on: "
+                r"model \(digest \w+\)",
+                outcome["error"],
+            ), outcome
+            assert "add --allow-other-base" in outcome["error"]
+            assert "model.model_name_or_path" in outcome["where"]
+    assert [outcome.get("code") for outcome in outcomes["base, accepted"]] == [0, 0], outcomes["base, accepted"]
+    assert [outcome.get("code") for outcome in outcomes["base, put back"]] == [0, 0], outcomes["base, put back"]
+    assert "accepted with --allow-other-base" in said["base, accepted"]
+    runs = material / "runs"
+    records = {name: read_json(runs / name / "final" / "base_model.json") for name in ("plain", "base parts")}
+    loads = {name: read_json(runs / name / "load.json")["base_digest"] for name in records}
+    assert records["plain"] == {"base_name": "model", "base_digest": loads["plain"]}
+    assert records["base parts"]["base_digest"] == loads["base parts"] != loads["plain"]
+    assert "are not those that checkpoints/step-7" in records["base parts"]["other_base"]
+    for name, record in records.items():
+        for manifest in (runs / name, runs / name / "checkpoints" / "step-12"):
+            found = checkpoint.read_manifest(manifest)
+            assert {key: found[key] for key in record} == record
+    (facts,) = report.make([runs / "base parts"]).runs
+    assert [why for why in facts["verdict"]["against"] if "trained on another base model than before" in why]
 
 
 def test_the_best_is_pointed_at_and_loaded_at_the_end(two: Two, material: Path) -> None:

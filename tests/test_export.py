@@ -35,6 +35,7 @@ from windlass.plan.layout import Layout
 from windlass.train import checkpoint
 from windlass.train.checkpoint import seal
 from windlass.train.load import load
+from windlass.train.same_base import RECORD, describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
 # expert parameters when it warns, only when it applies it.
@@ -518,6 +519,49 @@ def test_a_block_of_zeros_stays_one(tmp_path: Path) -> None:
     assert merged.isfinite().all()
     assert not merged[:side, :128].any()
     assert tensor(root / "merged", f"{key}_scale_inv")[0, 0] == 0
+
+
+def test_an_adapter_on_another_base_of_the_same_shapes(
+    cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of its weights is another. An adapter without a digest is taken, and that is printed."""
+    said: list[str] = []
+    adapter, other, base = tmp_path / "adapter", tmp_path / "other", read_base(cases["tied"].base)
+    export(cases["tied"].adapter, tmp_path / "unproven", merge=True, say=said.append)
+    assert [line for line in said if "that it was trained on base is unproven" in line]
+    shutil.copytree(cases["tied"].adapter, adapter)
+    (adapter / RECORD).write_text(json.dumps(describe_base(base, digest_files(base))))
+    shutil.copytree(cases["tied"].base, other)
+    last = max((piece.stored for each in read_base(other).parameters for piece in each.pieces), key=lambda s: s.end)
+    content = bytearray(last.file.read_bytes())
+    content[last.start] ^= 1
+    last.file.write_bytes(content)
+
+    record = export(adapter, tmp_path / "same", merge=True, say=silent).record
+    assert (record["base_digest"], record["other_base"]) == (digest_files(base), "")
+    named = (
+        rf"weights of other \(digest {digest_files(read_base(other))}\) are not those that .*/adapter was trained on: "
+        rf"base \(digest {digest_files(base)}\)"
+    )
+    with pytest.raises(UserError, match=named) as caught:
+        export(adapter, tmp_path / "none", merge=True, base=str(other), say=silent)
+    assert caught.value.problems[0].where == "--base"
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match=named):
+        generate(adapter, "import", base=str(other), tokens=1, say=silent)
+
+    options = ["--base", str(other), "--allow-other-base"]
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["export", str(adapter), "--to", str(tmp_path / "accepted"), "--merge", *options, "--json"])
+    assert "are not those" in json.loads(capsys.readouterr().out)["other_base"]
+    assert "another one than the adapter was trained on" in (tmp_path / "accepted" / "README.md").read_text()
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["generate", str(adapter), "--prompt", "import", "--tokens", "1", *options])
+    assert "accepted with --allow-other-base" in capsys.readouterr().err
+    # The adapter alone keeps its record.
+    export(adapter, tmp_path / "alone", say=silent)
+    with pytest.raises(UserError, match="are not those"):
+        export(tmp_path / "alone", tmp_path / "none", merge=True, base=str(other), say=silent)
 
 
 @pytest.mark.parametrize("merging", [False, True])

@@ -23,12 +23,14 @@ from torch import Tensor
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model import Base, Piece, read_base
+from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train import certificate, parallel
+from windlass.train.digest import MODULUS, digest_box
 from windlass.train.fp8 import fp8_weights
 from windlass.train.load import load, read_all, unique_tensors
 from windlass.train.reading import chunks, decode, intersection, runs
+from windlass.train.same_base import digest_files
 
 load_ranks = importlib.import_module("load_ranks")  # beside this file; also run by every rank
 pytestmark = pytest.mark.xdist_group("load")
@@ -97,8 +99,9 @@ def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, T
         (odd("layers.0.mlp.experts.down_proj", (3, 5, 1), math.nan), "down_proj' holds values that are not finite"),
         (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), -1e-3), "down_proj_scale_inv' is a scale below"),
         (odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.nan), "o_proj.weight_scale_inv' is a scale below"),
+        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), 0), "down_proj' holds FP8 weights that are not"),
     ],
-    ids=["NaN", "infinite", "NaN code", "negative scale", "NaN scale"],
+    ids=["NaN", "infinite", "NaN code", "negative scale", "NaN scale", "zero scale"],
 )
 def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
     root: Path, tmp_path: Path, layout: Layout, change: Callable[[dict[str, Tensor]], None], named: str
@@ -106,6 +109,49 @@ def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
     """In rows, too, that the certificate does not sample and no token may ever look up."""
     with pytest.raises(UserError, match=named):
         load(read_base(damaged(root, tmp_path, change)), layout)
+
+
+def test_the_digest_of_a_base_is_of_every_byte_at_its_place(root: Path, tmp_path: Path) -> None:
+    """The same from files alone, in 16 bits and in FP8; another one for any change. Layouts: load_ranks.py."""
+    base = read_base(damaged(root, tmp_path, lambda _: None))
+    expected = digest_files(base)
+    assert {load(base, layout)[1]["base_digest"] for layout in (ALONE, FP8)} == {expected}
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
+    found = {expected}
+    for one in [one for piece in pieces for one in (piece.stored, piece.scale) if one]:
+        for place in {one.start, (one.start + one.end) // 2, one.end - 1}:
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            assert digest_files(base) not in found, one.key
+            found.add(digest_files(base))
+
+    def exchange(stored: dict[str, Tensor]) -> None:
+        scale = stored["language_model.model.layers.0.mlp.experts.down_proj_scale_inv"]
+        assert not torch.equal(scale[2], scale[5])
+        scale[[2, 5]] = scale[[5, 2]]
+
+    damaged(root, tmp_path, exchange)
+    assert digest_files(base) not in found
+
+
+def test_signs_and_places_of_rows_count_in_the_digest() -> None:
+    """Highest bits of words are what sums lose first."""
+    for dtype, name in ((torch.float32, "F32"), (torch.float64, "F64"), (torch.bfloat16, "BF16")):
+        values = torch.randn(6, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
+        stored, box = Stored("w", name, (6, 24), Path("f"), 0, values.nbytes), ((0, 6), (0, 24))
+
+        def digest(changed: Tensor, stored: Stored = stored, box: Any = box) -> int:
+            return digest_box(stored, box, changed)
+
+        swapped, turned, few = values[[1, 0, 2, 3, 4, 5]], values.clone(), values.clone()
+        turned[2] *= -1
+        few[3, 3] *= -1
+        few[3, 7] *= -1
+        others = [digest(each) for each in (values, swapped, turned, few, values.flip(1))]
+        assert len(set(others)) == 5
+        halves = [digest(values[a:b].contiguous(), box=((a, b), (0, 24))) for a, b in ((0, 2), (2, 6))]
+        assert sum(halves) % MODULUS == others[0]
 
 
 @IN_BOTH

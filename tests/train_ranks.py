@@ -29,6 +29,7 @@ from windlass.errors import RunError, UserError
 from windlass.model import find_base
 from windlass.observe.background import BackgroundReport
 from windlass.train import experts, run
+from windlass.train.best import best as evaluate_all
 from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
@@ -223,7 +224,12 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         plan = planning.make(runfile.read(file, [*case["overrides"], *case.get("on_rank_1", []) * here.rank]))
         if here.rank == 1 and "model_of_rank_1" in case:  # another node's files under the same name
             plan = replace(plan, base=find_base(case["model_of_rank_1"], "model"))
-        seen["code"] = run.run(plan, here, resume=case.get("resume", False))
+        allowed = {"allow_other_base": case.get("allow_other_base", False)}
+        if case.get("best"):
+            folder_of_run = Path(plan.loaded.run.train.output_dir)
+            seen["code"] = evaluate_all(plan, here, folder_of_run, lambda _: None, **allowed)
+        else:
+            seen["code"] = run.run(plan, here, resume=case.get("resume", False), **allowed)
     except UserError as error:
         seen["error"] = str(error)
         seen["kind"] = type(error).__name__

@@ -101,6 +101,10 @@ Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arr
 Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
 Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 
+OtherBase = Annotated[
+    bool, flag("--allow-other-base", "Accept a base model whose weights are not those the adapter was trained on.")
+]
+
 
 def print_error(error: UserError) -> None:
     """All problems of an error, on stderr."""
@@ -346,6 +350,7 @@ def train(
     ranks: Ranks = None,
     resume: Annotated[bool, flag("--resume", "Resume the unfinished run in the run folder.")] = False,
     debug_freq: Annotated[int | None, opt("--debug-freq", "N", "Measure GPUs every N steps; 0: never.", min=0)] = None,
+    allow_other_base: OtherBase = False,
 ) -> None:
     """Start training. Under torchrun or accelerate, runs as one worker.
 
@@ -386,8 +391,15 @@ def train(
         raise typer.Exit(script.train(planned, environ=os.environ, resume=resume, say=print_error))
     arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
     arguments += words("--accelerate", accelerate) + words("--debug-freq", debug_freq) + ["--resume"] * resume
+    arguments += ["--allow-other-base"] * allow_other_base
     code = training.train(
-        planned, arguments=arguments, environ=os.environ, resume=resume, debug_freq=debug_freq, say=print_error
+        planned,
+        arguments=arguments,
+        environ=os.environ,
+        resume=resume,
+        debug_freq=debug_freq,
+        allow_other_base=allow_other_base,
+        say=print_error,
     )
     raise typer.Exit(code)
 
@@ -508,6 +520,7 @@ def best(
     folder: RunDir,
     eval_data: Annotated[Path | None, opt("--eval-data", "PATH", "Rows to evaluate on, instead of the run's.")] = None,
     ranks: Ranks = None,
+    allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate all saved adapters on the same rows and rank them.
@@ -529,9 +542,17 @@ def best(
         write_result(ranking, as_json, show_table)
 
     arguments = ["best", str(folder), *words("--eval-data", eval_data), *words("--ranks", ranks), *["--json"] * as_json]
-    raise typer.Exit(
-        training.best(planned, folder, arguments=arguments, environ=os.environ, show=show, say=print_error)
+    arguments += ["--allow-other-base"] * allow_other_base
+    code = training.best(
+        planned,
+        folder,
+        arguments=arguments,
+        environ=os.environ,
+        allow_other_base=allow_other_base,
+        show=show,
+        say=print_error,
     )
+    raise typer.Exit(code)
 
 
 @command(AFTER, "export run --to my-adapter --serve-check", "export run --to my-model --merge --dtype bf16")
@@ -545,6 +566,7 @@ def export(
     workers: Annotated[int | None, opt("--workers", "N", "Write N files at a time.", min=1)] = None,
     serve_check: Annotated[bool, flag("--serve-check", "Print which servers load it, and how to start one.")] = False,
     push: Annotated[str | None, opt("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
+    allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
     """Write the best adapter, alone or merged, and verify the files.
@@ -562,6 +584,7 @@ def export(
         base=base,
         called=base_name,
         workers=workers,
+        allow_other_base=allow_other_base,
         say=screen.say,
         progress=screen.progress,
     )
@@ -584,6 +607,7 @@ def generate(
     seed: Annotated[int, opt("--seed", "N", "Seed for sampling.")] = 0,
     chat: Annotated[bool, flag("--chat", "Apply the model's chat template to the prompt.")] = False,
     base: Base = None,
+    allow_other_base: OtherBase = False,
 ) -> None:
     """Generate text with a model on this machine, as a quick check."""
     from windlass.export import screen
@@ -597,6 +621,7 @@ def generate(
         temperature=temperature,
         seed=seed,
         chat=chat,
+        allow_other_base=allow_other_base,
         say=screen.say,
         write=lambda text: print(text, end="", flush=True),
     )

@@ -24,6 +24,8 @@ from windlass.export.serve import ServeHints, push, serve_hints
 from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
 from windlass.files import read_json, write_json
 from windlass.train.checkpoint import save_tensors
+from windlass.train.same_base import RECORD as RECORD_OF_BASE
+from windlass.train.same_base import digest_files, digest_size, recorded_base, require_same_base
 
 __all__ = ["Exported", "export", "hints", "push"]
 
@@ -62,6 +64,7 @@ def export(
     base: str | None = None,
     called: str | None = None,
     workers: int | None = None,
+    allow_other_base: bool = False,
     say: Say = print,
     progress: Progress = no_progress,
 ) -> Exported:
@@ -82,7 +85,7 @@ def export(
     }
     try:
         if merge:
-            record |= _merge(source, base, to, name, dtype, workers, say, progress)
+            record |= _merge(source, base, to, name, dtype, workers, say, progress, allow_other_base=allow_other_base)
         else:
             record |= _export_adapter(source, base, to, name, dtype, say)
         write_json(to / RECORD, record)
@@ -151,7 +154,10 @@ def _export_adapter(
             for companion in companions:
                 shutil.copyfile(companion, to / companion.name)
             break
-    write_card(source, to, name, merged=False, dtype=dtype)
+    recorded = recorded_base(source.folder)
+    if recorded:
+        write_json(to / RECORD_OF_BASE, recorded)
+    write_card(source, to, name, merged=False, dtype=dtype, other_base=recorded.get("other_base", ""))
 
     # 3. Open it again: the same tensors, each the one that was saved.
     after = load_file(to / WEIGHTS)
@@ -164,7 +170,8 @@ def _export_adapter(
             deviations.append(f"{key} is not finite")
     if not deviations:
         say(f"proven    opened again: every tensor present, {'rounded once' if dtype else 'byte-equal'}")
-    return {"dtype": dtype, "deviations": deviations}
+    digests = {"base_digest": recorded.get("base_digest"), "other_base": recorded.get("other_base", "")}
+    return {"dtype": dtype, **digests, "deviations": deviations}
 
 
 def _merge(
@@ -176,6 +183,8 @@ def _merge(
     workers: int | None,
     say: Say,
     progress: Progress,
+    *,
+    allow_other_base: bool,
 ) -> dict[str, Any]:
     # 1. The adapter checked against the base, and every file of the result planned from headers.
     base = base_of(source, base_folder)
@@ -191,11 +200,18 @@ def _merge(
     if plan.left_out:
         say(f"left out  {', '.join(plan.left_out)}: they hold, or point to, weights without the adapter")
 
+    digest = ""
+    if recorded_base(source.folder):
+        with progress("comparing", digest_size(base)) as advance:
+            digest = digest_files(base, advance)
+    where = "--base" if base_folder else str(source.folder / CONFIG)
+    other_base = require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
+
     # 2. Write.
     claim_folder(source, base.path, to, MERGED, plan.size)
     with progress("merging", plan.size) as advance:
         write_merge(plan, base, deltas, to, advance, workers)
-    write_card(source, to, name, merged=True, dtype=None if plan.dtype == OWN else plan.dtype)
+    write_card(source, to, name, merged=True, dtype=None if plan.dtype == OWN else plan.dtype, other_base=other_base)
 
     # 3. Open it again and compare it with base and adapter.
     copied = sum(entry.out.end - entry.out.start for entry in plan.entries if entry.how == COPIED)
@@ -222,7 +238,7 @@ def _merge(
             f"          difference at most {logits['max_difference']:.3g}, of the median token "
             f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
         )
-    return {"dtype": plan.dtype, **asdict(proof)}
+    return {"dtype": plan.dtype, "base_digest": digest or None, "other_base": other_base, **asdict(proof)}
 
 
 def hints(path: Path, made: Exported, base: str | None) -> ServeHints:

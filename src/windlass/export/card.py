@@ -21,7 +21,7 @@ SETTINGS: Final = {
 }
 
 
-def write_card(source: Source, to: Path, base: str, *, merged: bool, dtype: str | None) -> None:
+def write_card(source: Source, to: Path, base: str, *, merged: bool, dtype: str | None, other_base: str = "") -> None:
     events = source.run_folder / EVENTS if source.run_folder else None
     lines = list(read_json_lines(events)) if events and events.is_file() else []
     evaluations = {line["step"]: line["eval_loss"] for line in lines if isinstance(line.get("eval_loss"), float)}
@@ -36,6 +36,7 @@ def write_card(source: Source, to: Path, base: str, *, merged: bool, dtype: str 
         base=base,
         merged=merged,
         dtype=dtype,
+        other_base=other_base,
         data=data,
         name=run.get("name") or source.folder.name,
         why=source.why,

@@ -20,6 +20,7 @@ from windlass.plan.layout import Layout
 from windlass.train import experts
 from windlass.train.load import load
 from windlass.train.logits import open_adapter
+from windlass.train.same_base import require_same_base
 
 SHARE_OF_MEMORY: Final = 0.9
 
@@ -33,6 +34,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     chat: bool = False,
+    allow_other_base: bool = False,
     say: Callable[[str], None] = print,
     write: Callable[[str], None] | None = None,
 ) -> str:
@@ -59,7 +61,8 @@ def generate(
         raise UserError("the prompt is empty", "--prompt", "give a text to continue")
     base_dtype = choose_base_dtype(model_base, folder)
     say(f"loading {model_base.name}" + (f" with {source.folder}" if source else ""))
-    model = load_model(model_base, source, base_dtype)
+    where = "--base" if base else str(source.folder / CONFIG) if source else ""
+    model = load_model(model_base, source, base_dtype, where, allow_other_base=allow_other_base, say=say)
     encoded = encoded.to(next(model.parameters()).device)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
@@ -98,14 +101,26 @@ def choose_base_dtype(base: Base, folder: Path) -> str:
     raise UserError(problem, str(folder), hint)
 
 
-def load_model(base: Base, source: Source | None, base_dtype: str) -> Any:
+def load_model(
+    base: Base,
+    source: Source | None,
+    base_dtype: str,
+    where: str = "",
+    *,
+    allow_other_base: bool = False,
+    say: Callable[[str], None] = print,
+) -> Any:
     if base_dtype == "fp8" and source and source.config.get("use_dora"):
         hint = "merge it first: windlass export FOLDER --to MERGED --merge, then generate from MERGED"
         raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(source.folder), hint)
     layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=base_dtype)
-    model: Any = load(base, layout)[0].eval()
+    model: Any
+    model, certificate = load(base, layout)
+    model.eval()
     if source is None:
         return model
+    digest = certificate["base_digest"]
+    require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
     adapted = open_adapter(model, source.folder)
     experts.patch_experts(adapted)  # PEFT's own way adds to the experts' weights, which FP8 has none of
     return adapted

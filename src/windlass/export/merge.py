@@ -28,7 +28,7 @@ from windlass.hardware import usable_cpus
 from windlass.model import Base, Piece, Stored
 from windlass.model.family import ACTIVATIONS
 from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
-from windlass.train.reading import DTYPES, NEEDS_SCALE, Files, TruncatedError
+from windlass.train.reading import DTYPES, NEEDS_SCALE, DamagedError, Files
 
 OWN, BF16, FP8 = "own", "bf16", "fp8"
 COPIED, MERGED, CONVERTED, SCALE = "copied", "merged", "converted", "rescaled"
@@ -205,7 +205,7 @@ def write_merge(
         try:
             for _ in pool.map(write_file, plan.headers):
                 pass
-        except TruncatedError as error:
+        except DamagedError as error:
             raise UserError(str(error), str(to), "fetch the base model again, then repeat the command") from None
         finally:
             stop.set()  # after an error or a signal the others end at their next block

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from windlass.export.deltas import Factors
 from windlass.model import Piece
-from windlass.train.reading import DTYPES, Box, Files, block_side, decode, read_box, spread, whole
+from windlass.train.reading import DTYPES, Box, Files, block_side, decode, read_box, spread, whole_scale
 
 AT_ONCE: Final = 2**20  # elements: 4 MiB in float32, a few of them alive per worker
 
@@ -52,7 +52,7 @@ class MergedTensor:
 
     def __init__(self, piece: Piece, factors: Factors | None, files: Files, block: Sequence[int]) -> None:
         self.piece, self.factors, self.files, self.block = piece, factors, files, block
-        self.scale = None if piece.scale is None else whole(piece.scale, files).float()
+        self.scale = None if piece.scale is None else whole_scale(piece.scale, files)[0]
 
     def blocks(self) -> Iterator[Box]:
         return row_blocks(self.piece.stored.shape, self.block[0])

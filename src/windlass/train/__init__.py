@@ -47,6 +47,7 @@ def train(
     environ: Mapping[str, str],
     resume: bool,
     debug_freq: int | None = None,
+    allow_other_base: bool = False,
     say: Callable[[UserError], None],
 ) -> int:
     """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or be one. Returns the exit code."""
@@ -64,7 +65,7 @@ def train(
         from windlass.train.run import run
 
         here.phase("planning")
-        return run(checked(), here, resume=resume, debug_freq=debug_freq)
+        return run(checked(), here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
 
     return in_ranks(checked, work, arguments=arguments, environ=environ, say=say)
 
@@ -75,6 +76,7 @@ def best(
     *,
     arguments: Sequence[str],
     environ: Mapping[str, str],
+    allow_other_base: bool = False,
     show: Callable[[Ranking], None],
     say: Callable[[UserError], None],
 ) -> int:
@@ -83,7 +85,7 @@ def best(
     def work(here: Rank) -> int:
         from windlass.train.best import best as evaluate
 
-        return evaluate(make_plan(), here, run_folder, show)
+        return evaluate(make_plan(), here, run_folder, show, allow_other_base=allow_other_base)
 
     return in_ranks(make_plan, work, arguments=arguments, environ=environ, say=say)
 

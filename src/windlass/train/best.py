@@ -27,6 +27,7 @@ from windlass.train.loss import patch_forward
 from windlass.train.parallel import device_of_this_rank
 from windlass.train.rank import Rank
 from windlass.train.run import join, precision, tokenizer_of
+from windlass.train.same_base import recorded_base, require_same_base
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -63,7 +64,9 @@ class Ranking:
         return {"best": ranked, "rows": self.rows, "tokens": self.tokens, "passed_over": self.skipped}
 
 
-def best(plan: Plan, here: Rank, run_folder: Path, show: Callable[[Ranking], None]) -> int:
+def best(
+    plan: Plan, here: Rank, run_folder: Path, show: Callable[[Ranking], None], *, allow_other_base: bool = False
+) -> int:
     """One rank's part; rank 0 shows the ranking."""
     job, console = plan.loaded.run, quiet(here)
     join(here, job.train.ddp_timeout)
@@ -78,7 +81,16 @@ def best(plan: Plan, here: Rank, run_folder: Path, show: Callable[[Ranking], Non
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
     here.phase("loading the model")
-    model, _ = load(plan.base, plan.layout, **precision(job.model))
+    model, certificate = load(plan.base, plan.layout, **precision(job.model))
+    for folder in {recorded_base(folder).get("base_digest"): folder for folder in intact}.values():
+        require_same_base(
+            folder,
+            plan.base,
+            certificate["base_digest"],
+            plan.loaded.where("model.model_name_or_path"),
+            allow_other=allow_other_base,
+            say=console.print,
+        )
     model = attach(model, job.lora, plan.adapter, job.train.seed).eval()
     patch_forward(model.get_base_model())
     size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))

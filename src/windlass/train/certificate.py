@@ -27,7 +27,12 @@ ROWS = 8  # rows sampled of a matrix
 
 
 def certify(
-    base: Base, layout: str, dtypes: Mapping[str, torch.dtype], checked: dict[str, int], measured: dict[str, Any]
+    base: Base,
+    layout: str,
+    dtypes: Mapping[str, torch.dtype],
+    digest: str,
+    checked: dict[str, int],
+    measured: dict[str, Any],
 ) -> dict[str, Any]:
     """load.json: the whole run's, the same on every rank, from what each has `checked` and `measured`. A collective."""
     ranks: list[tuple[dict[str, Any], dict[str, int]]] = gather((measured, checked))
@@ -47,6 +52,7 @@ def certify(
         parameters.append({**own, "sources": sources})
     return {
         "checkpoint": str(base.path or base.name),
+        "base_digest": digest,
         "layout": layout,
         "parameters": parameters,
         "loaded": min(own["parameters"] for own, _ in ranks),  # that every rank has read its part of

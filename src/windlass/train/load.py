@@ -37,12 +37,14 @@ from windlass.plan.memory import THREADS
 from windlass.train import parallel
 from windlass.train.certificate import certify, check
 from windlass.train.fp8 import Fp8Weight, fp8_weights
-from windlass.train.group import raise_together, rank
+from windlass.train.group import gather, raise_together, rank
 from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill, fill_scale
+from windlass.train.same_base import Part, combine
 
 NO_FP8: Mapping[str, Fp8Weight] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
 ANOTHER = "nothing was trained; config.json and the weights must be of the same model: fetch the folder again"
+UNEQUAL = "nothing was trained; give all nodes the same copy of the base model"
 FAULTY = "nothing was trained; the files changed while they were read, or a node's memory or storage is at fault"
 
 
@@ -68,8 +70,10 @@ def load(
         elif tuple(targets[name].shape) != tuple(parameter.shape):
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
     raise_together(unlike, where, ANOTHER)
-    problems, bytes_read = read_all(targets, base, in_fp8)
+    problems, bytes_read, parts = read_all(targets, base, in_fp8)
     raise_together(problems, where, DAMAGED)
+    digest, problems = combine(gather(parts))
+    raise_together(problems, where, UNEQUAL)
     wrong, checked = check(targets, base, rank(), in_fp8)
     raise_together(wrong, where, FAULTY, RunError)
     model.requires_grad_(False)
@@ -82,7 +86,7 @@ def load(
         "seconds": round(time.perf_counter() - started, 3),
     }
     dtypes = {name: in_fp8[name].format.codes if name in in_fp8 else each.dtype for name, each in targets.items()}
-    return model, certify(base, layout.name, dtypes, checked, measured)
+    return model, certify(base, layout.name, dtypes, digest, checked, measured)
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -107,14 +111,14 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 @torch.no_grad()
 def read_all(
     targets: Mapping[str, Tensor], base: Base, in_fp8: Mapping[str, Fp8Weight] = NO_FP8
-) -> tuple[list[str], int]:
-    """Fill this rank's part of every parameter. Returns what went wrong, and the bytes asked of files.
+) -> tuple[list[str], int, dict[str, Part]]:
+    """Fill this rank's part of every parameter. Returns what went wrong, the bytes asked of files, and each digest.
 
     Those in FP8 get their codes as stored, and their scales: all of a matrix's, of a stack those of own experts.
     Whatever the headers promised: memory that nothing was read into would train as random numbers.
     """
     problems: list[str] = []
-    unread = dict.fromkeys(targets)
+    unread, parts = dict.fromkeys(targets), dict[str, Part]()
     with Files() as files, ThreadPoolExecutor(THREADS) as pool:
         for parameter in base.parameters:
             part, offset = own_part(targets[parameter.name])
@@ -125,13 +129,15 @@ def read_all(
                 if weight:
                     fill_scale(weight.scale, weight.first, parameter, files, base.block, weight.format.block)
                     part = part.view(weight.format.codes)
-                filled = fill(part, offset, parameter.pieces, files, base.block, pool, codes=weight is not None)
+                codes = weight is not None
+                filled, digest = fill(part, offset, parameter.pieces, files, base.block, pool, codes=codes)
                 if filled != part.numel():
                     continue
+                parts[parameter.name] = offset, tuple(part.shape), digest
             except (OSError, DamagedError) as error:
                 problems.append(f"{parameter.name}: {error}")
             del unread[parameter.name]
-        return [*problems, *(f"{name} was not read" for name in unread)], files.bytes_read
+        return [*problems, *(f"{name} was not read" for name in unread)], files.bytes_read, parts
 
 
 def reset_peak_rss() -> int:

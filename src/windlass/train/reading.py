@@ -20,6 +20,7 @@ from torch import Tensor
 
 from windlass.model import Parameter, Piece, Stored
 from windlass.plan.memory import AT_ONCE
+from windlass.train.digest import MODULUS, digest_box
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
 
@@ -90,12 +91,23 @@ def whole(stored: Stored, files: Files) -> Tensor:
     return values
 
 
-def whole_scale(stored: Stored, files: Files) -> Tensor:
-    """The scale of an FP8 weight, in float32. One below zero would turn the weight over."""
-    scale = whole(stored, files).float()
+def require_scale(scale: Tensor, key: str) -> None:
+    """One below zero would turn the weight over."""
     if not bool((scale >= 0).all()):
-        raise DamagedError(f"{stored.key!r} is a scale below zero, or not a number")
-    return scale
+        raise DamagedError(f"{key!r} is a scale below zero, or not a number")
+
+
+def require_no_erased(codes: Tensor, scale: Tensor, key: str) -> None:
+    """Zero is the scale of a block of zeros alone: any other would be erased."""
+    if bool(((scale == 0) & (codes.view(torch.uint8) & 127 != 0)).any()):
+        raise DamagedError(f"{key!r} holds FP8 weights that are not zero, and their scale is")
+
+
+def whole_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
+    """The scale of an FP8 weight in float32, and its digest."""
+    scale = whole(stored, files)
+    require_scale(scale.float(), stored.key)
+    return scale.float(), digest_box(stored, tuple((0, size) for size in stored.shape), scale)
 
 
 def require_finite(values: Tensor, key: str) -> None:
@@ -119,44 +131,53 @@ def fill(
     pool: ThreadPoolExecutor,
     *,
     codes: bool = False,
-) -> int:
+) -> tuple[int, int]:
     """Fill `target`, the part of a parameter that begins at `offset`, with what its pieces hold of it.
 
     Values are scaled in float32 and rounded once to the target's dtype; `codes` are left as they are. Returns how
-    many elements were filled.
+    many elements were filled, and the digest of what was read: a piece's scale counts where the piece begins.
     """
     own = tuple((start, start + size) for start, size in zip(offset, target.shape, strict=True))
 
-    def fill_box(piece: Piece, box: Box, scale: Tensor | None) -> None:
-        """One chunk; `box` is in the parameter's coordinates."""
+    def fill_box(piece: Piece, box: Box, scale: Tensor | None, zeros: Tensor | None) -> int:
+        """One chunk; `box` is in the parameter's coordinates; `zeros`: its scale, if any are. Returns its digest."""
         region = target[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, own, strict=True))]
         there = stored_box(piece, box)
         dtype = DTYPES[piece.stored.dtype]
         if scale is None and region.dtype == dtype and region.device.type == "cpu" and region.is_contiguous():
             read_box(piece.stored, there, region, files)
             require_finite(region, piece.stored.key)
-            return
+            if zeros is not None:
+                require_no_erased(region, spread(zeros, piece.stored.shape, there, block), piece.stored.key)
+            return digest_box(piece.stored, there, region)
         values = torch.empty(region.shape, dtype=dtype)
         read_box(piece.stored, there, values, files)
         require_finite(values, piece.stored.key)
+        if zeros is not None:
+            require_no_erased(values, spread(zeros, piece.stored.shape, there, block), piece.stored.key)
+        digest = digest_box(piece.stored, there, values)
         values = values.to(region.device)
         if scale is not None:
             values = decode(values)
             values *= spread(scale, piece.stored.shape, there, block)
         region.copy_(values)
+        return digest
 
-    jobs, filled = [], 0
+    jobs, filled, digest = [], 0, 0
     for piece in pieces:
         if shared := intersection(own, piece_box(piece)):
-            scaled_by = None if codes else piece.scale
-            scale = whole_scale(scaled_by, files).to(target.device) if scaled_by else None
+            scale = zeros = None
+            if piece.scale:
+                scale, of_scale = whole_scale(piece.scale, files)
+                zeros = scale if bool((scale == 0).any()) else None
+                scale = None if codes else scale.to(target.device)
+                if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
+                    digest += of_scale
             as_stored = scale is None and target.dtype == DTYPES[piece.stored.dtype]
             limit = AT_ONCE * UNCONVERTED if as_stored else AT_ONCE
-            jobs += [pool.submit(fill_box, piece, box, scale) for box in chunks(shared, limit)]
+            jobs += [pool.submit(fill_box, piece, box, scale, zeros) for box in chunks(shared, limit)]
             filled += math.prod(stop - start for start, stop in shared)
-    for job in jobs:
-        job.result()
-    return filled
+    return filled, (digest + sum(job.result() for job in jobs)) % MODULUS
 
 
 def fill_scale(
@@ -173,7 +194,7 @@ def fill_scale(
         if shared is None or piece.scale is None:
             continue
         there = stored_box(piece, shared)
-        scale = spread(whole_scale(piece.scale, files), piece.stored.shape, there, block, every)
+        scale = spread(whole_scale(piece.scale, files)[0], piece.stored.shape, there, block, every)
         experts = slice(shared[0][0] - first, shared[0][1] - first) if len(shared) == 3 else slice(None)
         rows, columns = (slice(a // side, -(-b // side)) for (a, b), side in zip(shared[-2:], every, strict=True))
         stack[experts, rows, columns] = scale.to(stack.device)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ from windlass import run_folder
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.files import FULL, read_json_lines, unwritable, write_atomic, write_json
 from windlass.train import checkpoint, group
+from windlass.train.same_base import FLAG, require_same_base
 
 if TYPE_CHECKING:
     from windlass.model import Base
@@ -39,7 +40,7 @@ SAMPLES, SAMPLE_BYTES = 9, 4096  # of each file of the base model
 _lock: IO[str] | None = None  # for the life of rank 0's process: the system releases it when the process ends
 
 
-def claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | None:
+def claim(folder: Path, plan: Plan, identity: str, *, resume: bool, allow_other_base: bool = False) -> Path | None:
     """Claim the folder for this run, on rank 0. Returns the checkpoint to continue from, if any."""
     global _lock
     where, checkpoints = plan.loaded.where("train.output_dir"), folder / run_folder.CHECKPOINTS
@@ -62,7 +63,8 @@ def claim(folder: Path, plan: Plan, identity: str, *, resume: bool) -> Path | No
     usable = newest_intact(checkpoints, where) if begun else None
     now = facts(plan, identity)
     if begun:  # a run that failed before its first step left nothing to be equal to
-        _require_same_run(checkpoint.read_manifest(usable) if usable else before, now, plan, folder)
+        then = checkpoint.read_manifest(usable) if usable else before
+        _require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
     write_json(folder / run_folder.PLAN, plan.as_dict())
     run_folder.begin_manifest(folder, now)
     forget_after(folder, checkpoint.step_of(usable) if usable else 0)
@@ -99,7 +101,9 @@ def forget_after(folder: Path, step: int) -> None:
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, folder: Path) -> None:
+def _require_same_run(
+    before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan, folder: Path, *, allow_other_base: bool
+) -> None:
     then, back = before.get("run", {}), f"put it back, or train into another folder than {folder}"
     problems = [
         Problem(
@@ -116,9 +120,9 @@ def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], plan: P
         what = f"an optimizer step had {was} sequences when this run began, and would have {sequences} now"
         hint = f"set train.global_batch_size: {was}, which holds on any number of ranks"
         problems.append(Problem(what, plan.loaded.where("train.global_batch_size"), hint))
-    if before.get("base", now["base"]) != now["base"]:
+    if before.get("base", now["base"]) != now["base"] and not allow_other_base:
         what = "the base model's files are not those that this run began with"
-        problems.append(Problem(what, plan.loaded.where("model.model_name_or_path"), back))
+        problems.append(Problem(what, plan.loaded.where("model.model_name_or_path"), f"{back}, or add {FLAG}"))
     raise_all(problems)
 
 
@@ -132,8 +136,22 @@ def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> Non
         )
 
 
+def require_base_of(
+    resumed: Path | None, plan: Plan, digest: str, *, allow_other: bool, say: Callable[[str], None]
+) -> str:
+    """Refuse another base than the adapter that is trained on had; returns what was accepted instead, if anything."""
+    given, key = plan.loaded.run.lora.adapter, "model.model_name_or_path"
+    adapter = resumed or (Path(given) if given else None)
+    if adapter is None:
+        return ""
+    return require_same_base(adapter, plan.base, digest, plan.loaded.where(key), allow_other=allow_other, say=say)
+
+
 def base_identity(base: Base) -> str:
-    """Of the base model's files: names, sizes, headers, and samples of their weights. The same on every rank."""
+    """Of the base model's files: names, sizes, headers, and samples of their weights. The same on every rank.
+
+    What can be known before loading; all weights are compared after it, by their digest.
+    """
     digest = hashlib.blake2b(digest_size=16)
     stored = (one for parameter in base.parameters for piece in parameter.pieces for one in (piece.stored, piece.scale))
     for path in sorted({one.file for one in stored if one is not None}, key=lambda path: path.name):

@@ -42,7 +42,16 @@ from windlass.train.loss import router_loss_weight
 from windlass.train.parallel import assert_sharded, device_of_this_rank
 from windlass.train.rank import Rank, StopSignal
 from windlass.train.ranks import clear_accelerate
-from windlass.train.resume import base_identity, claim, facts, recorded_failure, require_same_data, resolved
+from windlass.train.resume import (
+    base_identity,
+    claim,
+    facts,
+    recorded_failure,
+    require_base_of,
+    require_same_data,
+    resolved,
+)
+from windlass.train.same_base import RECORD, describe_base
 from windlass.train.saver import Saver
 from windlass.train.sync import Replicas
 from windlass.train.trackers import Trackers
@@ -54,7 +63,9 @@ if TYPE_CHECKING:
     from windlass.runfile import Model
 
 
-def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None) -> int:
+def run(
+    plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
+) -> int:
     """One rank's part of the run. Returns the exit code: 0, or 75 if a signal stopped it and everything is saved."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
 
@@ -67,7 +78,9 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
 
     # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
     resume = resume or job.train.resume == "auto"
-    from_checkpoint = group.on_rank_0(lambda: claim(folder, plan, identity, resume=resume))
+    from_checkpoint = group.on_rank_0(
+        lambda: claim(folder, plan, identity, resume=resume, allow_other_base=allow_other_base)
+    )
     header(console, plan, os.environ)
 
     # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
@@ -76,11 +89,17 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
     data = prepare_data(plan, tokenizer, console)
     require_same_data(from_checkpoint, data.fingerprint, plan)
 
-    # 4. The base model: each rank reads its own shard, and proves it against the files.
+    # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is trained on
+    # must have been trained on the same weights.
     here.phase("loading the model")
     model, certificate = load(plan.base, plan.layout, **precision(job.model))
     if here.rank == 0:
         write_json(folder / LOAD, certificate)
+    digest = certificate["base_digest"]
+    other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
+    base = describe_base(plan.base, digest, other)
+    if here.rank == 0:
+        update_manifest(folder, **base)
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
     here.phase("attaching the adapter")
@@ -90,7 +109,7 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
     # 6. The loop, and what it calls by name.
     here.phase("setting up the loop")
     report = BackgroundReport(folder)  # report.html, written again after every checkpoint
-    run_facts = {**facts(plan, identity), "data": data.fingerprint}
+    run_facts = {**facts(plan, identity), **base, "data": data.fingerprint}
     loop = make_loop(plan, here, model, data, tokenizer, console, stop_signal, report, run_facts, debug_freq)
 
     # 7. Train. The first steps prove that gradients reach every part of the adapter.
@@ -110,14 +129,16 @@ def run(plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
     here.phase("saving the adapter")
     with recorded_failure(folder):
-        save_final(plan, model, tokenizer, console)
+        save_final(plan, model, tokenizer, base, console)
     if here.rank == 0:
         update_manifest(folder, state=FINISHED, steps=loop.step)
     console.print(f"adapter written to {folder / FINAL}")
     return 0
 
 
-def save_final(plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+def save_final(
+    plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase, base: dict[str, str], console: Console
+) -> None:
     """Into a folder that is there in full or not at all. A collective; rank 0 writes."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
     wanted = job.train.load_best_model_at_end
@@ -136,6 +157,7 @@ def save_final(plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase,
                 if number := re.search(r"os error (\d+)", str(error)):
                     raise OSError(int(number[1]), os.strerror(int(number[1])), str(final / "tokenizer.json")) from None
                 raise
+            write_json(partial / RECORD, base)
             commit_dir(partial, final)
     except OSError as error:
         error.filename = str(error.filename or final).replace(str(partial), str(final))

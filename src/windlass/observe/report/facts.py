@@ -25,7 +25,7 @@ SILENT_SECONDS: Final = 120  # without a heartbeat of any rank: the run is dead,
 STOPPED_BY_ALARM, KILLED = "stopped by an alarm", "killed"
 BAD_STATES: Final = (run_folder.FAILED, KILLED, STOPPED_BY_ALARM)
 DATA_SHARE: Final = 0.25  # of the step time, from which waiting for data is reported
-CERTIFICATE: Final = ("checkpoint", "layout", "parameters", "loaded", "unread", "checked")
+CERTIFICATE: Final = ("checkpoint", "base_digest", "layout", "parameters", "loaded", "unread", "checked")
 MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
 
@@ -265,12 +265,14 @@ def verdict(run: Run, made: Facts) -> Facts:
     silence = f"no sign of life from any rank for {duration(run.silent_seconds)}, and no end recorded"
     lost = head["ranks"] - len(run.ranks)
     # A comparison with an unknown number is false.
+    other_base = run.ask(MANIFEST, "other_base")
     against = [
         (made["state"] == KILLED, silence),
         (odd, f"loss or gradient is not a finite number at step {odd[0] if odd else 0}"),
         (head["skipped_steps"], f"{skipped}: the gradients were not finite"),
         (last > first * 1.02 and head["steps"] >= 20, "the loss is higher at the end than at the start"),
         (final > least * 1.05, f"the evaluation loss has risen from {least:.3f} to {final:.3f}: overfitting"),
+        (other_base, f"trained on another base model than before: {other_base}"),
         (run.alarms, f"{count_of(len(run.alarms), 'alarm')}: {', '.join(kinds)}"),
         (saved["failed"], f"{saved['failed']} of {saved['count']} saves failed: {saved['error']}"),
         (waiting > DATA_SHARE, f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck"),
