@@ -84,7 +84,7 @@ def ours(case: dict[str, Any], file: Path, here: Any) -> dict[str, Any]:
     """First damage what the case names, then run it."""
     for path, how in case.get("damage", {}).items() if here.rank == 0 else ():
         content = bytearray(Path(path).read_bytes())
-        content[int(len(content) * (0.72 if "model/" in path else 0.5))] ^= 1
+        content[int(len(content) * (0.4 if "model/" in path else 0.5))] ^= 1
         Path(path).write_bytes(content if how == "flip" else content[: len(content) // 2])
     outcome: dict[str, Any] = plainly(case, file, here)
     return outcome
