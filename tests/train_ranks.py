@@ -30,8 +30,6 @@ from windlass.model import find_base
 from windlass.observe.background import BackgroundReport
 from windlass.train import experts, run
 from windlass.train.best import best as evaluate_all
-from windlass.train import experts, run
-from windlass.train.best import best as evaluate_all
 from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
