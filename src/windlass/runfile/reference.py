@@ -28,7 +28,10 @@ SECTIONS = ("model", "lora", "data", "train", "script", "layout", "cluster", "wa
 # The class whose argument a key becomes, and the keys of the section that are windlass's own.
 UPSTREAM = {
     "lora": ("PEFT's LoraConfig", {"adapter", "dtype", "experts"}),
-    "train": ("transformers' TrainingArguments", {"global_batch_size", "resume", "warmup_ratio"}),
+    "train": (
+        "transformers' TrainingArguments",
+        {"global_batch_size", "resume", "router_aux_loss_coef", "warmup_ratio"},
+    ),
 }
 
 
