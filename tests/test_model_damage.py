@@ -201,7 +201,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     ),
     "a scale for each row": (
         put(ROWS, ONES(64, 1)),
-        r"scales that do not fit .* \(1\): .*o_proj\.weight_scale_inv is \w+ \[64, 1\] for F8_E4M3 \[64, 64\]",
+        r"scales that do not fit .* \(1\): .*o_proj\.weight_scale_inv is F32 \[64, 1\] for F8_E4M3 \[64, 64\]",
     ),
     "scale of whole numbers": (put(f"{DOWN}_scale_inv", ONES(8, 1, 1, dtype=torch.int32)), "scale_inv is I32"),
     "scale of 16-bit weights": (put(DOWN, ONES(8, 64, 32)), r"down_proj_scale_inv is BF16 \[8, 1, 1\] for F32"),

@@ -255,6 +255,14 @@ def test_what_is_for_gpus_is_refused_on_a_cpu_and_the_other_way_round(tmp_path: 
         planning.make(read(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
 
 
+def test_a_dense_models_balancing_loss_is_refused(tmp_path: Path) -> None:
+    run = "model: {model_name_or_path: Mistral-7B-v0.1}\ntrain: {router_aux_loss_coef: 0.01}\ncluster: {gpu: h200}\n"
+    (tmp_path / "run.yaml").write_text(run)
+    with pytest.raises(UserError, match="has no routed experts") as caught:
+        planning.make(read(tmp_path / "run.yaml", ON_CPU[-1:]))
+    assert caught.value.problems[0].where.endswith("run.yaml:2: train.router_aux_loss_coef")
+
+
 def test_a_base_in_float32_is_sent_in_the_dtype_of_compute() -> None:
     asked = ("layout=full-shard", "layout.base_dtype=bf16")
     wide, narrow = (of_train(*asked, f"model.torch_dtype={dtype}") for dtype in ("float32", "bfloat16"))

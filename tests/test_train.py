@@ -523,8 +523,9 @@ def test_every_rank_has_its_own_experts_adapter_and_files_hold_the_whole(two: Ou
 @pytest.mark.parametrize("name", ["experts one rank's twice", "experts averaged over all"])
 def test_what_is_wrong_with_parts_shows_against_plain_peft(alone: Outcomes, two: Outcomes, name: str) -> None:
     """No rank can know: what it stores nobody else stores."""
-    first, expected = two.steps(name)[0], alone.steps("plain experts")[0]
-    assert first["grad_norm"] != pytest.approx(expected["grad_norm"], rel=3 * TOLERANCE)
+    # Of two steps: the first one's learning rate is 0, so that both begin with the same adapter.
+    pairs = zip(two.steps(name)[:2], alone.steps("plain experts")[:2], strict=True)
+    assert max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in pairs) > 10 * TOLERANCE
 
 
 def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None:

@@ -33,6 +33,15 @@ def crew(tmp_path: Path, body: str, world: int = 2, **options: float) -> int:
     return ranks.start([warm.python(), str(script)], world, {**os.environ}, **options)
 
 
+def test_a_full_disk_before_the_first_step_is_named(tmp_path: Path) -> None:
+    body = """
+    def work():
+        raise OSError(28, "No space left on device", "/tmp/load.json")
+    """
+    with pytest.raises(RunError, match=r"^/tmp/load\.json can't be written: No space left .*\n\nhint: make room"):
+        crew(tmp_path, body, 1)
+
+
 # --- which rank this is, and how many there are ---
 
 

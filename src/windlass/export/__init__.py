@@ -194,12 +194,6 @@ def _merge(
     if deltas.all_zero():
         say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
     say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
-    say(f"writing   {plan.size / GIB:.2f} GiB in {len(plan.headers)} files: {counts}")
-    if plan.dropped:
-        say(f"dropped   {len(plan.dropped)} scales: the weights are 16-bit now, and scales mean nothing")
-    if plan.left_out:
-        say(f"left out  {', '.join(plan.left_out)}: they hold, or point to, weights without the adapter")
-
     digest = ""
     if recorded_base(source.folder):
         with progress("comparing", digest_size(base)) as advance:
@@ -209,6 +203,11 @@ def _merge(
 
     # 2. Write.
     claim_folder(source, base.path, to, MERGED, plan.size)
+    say(f"writing   {plan.size / GIB:.2f} GiB in {len(plan.headers)} files: {counts}")
+    if plan.dropped:
+        say(f"dropped   {len(plan.dropped)} scales: the weights are 16-bit now, and scales mean nothing")
+    if plan.left_out:
+        say(f"left out  {', '.join(plan.left_out)}: they hold, or point to, weights without the adapter")
     with progress("merging", plan.size) as advance:
         write_merge(plan, base, deltas, to, advance, workers)
     write_card(source, to, name, merged=True, dtype=None if plan.dtype == OWN else plan.dtype, other_base=other_base)

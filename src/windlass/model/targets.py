@@ -219,13 +219,13 @@ class ExpertShards:
 
     def __init__(self, model: Any) -> None:
         modules = model.named_modules()
-        self.held: dict[str, ExpertShard] = {
+        self.by_module: dict[str, ExpertShard] = {
             name: module.part for name, module in modules if getattr(module, "part", None)
         }
 
     def of(self, name: str) -> ExpertShard | None:
         """`name` is a parameter's, or its tensor's in a file: the container's name comes before `.lora_` in both."""
-        return self.held.get(name.partition(".lora_")[0])
+        return self.by_module.get(name.partition(".lora_")[0])
 
     def own(self, name: str, matrix: Any) -> Any:
         """This rank's part of a saved tensor."""

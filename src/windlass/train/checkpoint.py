@@ -211,7 +211,7 @@ class WholeExperts:
     def __init__(self, model: PeftModel) -> None:
         self.parts = ExpertShards(model)
         self.numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        firsts = gather(next(iter(self.parts.held.values())).first) if self.parts.held else []
+        firsts = gather(next(iter(self.parts.by_module.values())).first) if self.parts.by_module else []
         self.rank_of = {first: firsts.index(first) for first in sorted(set(firsts))}  # by a part's first expert
 
     def part(self, name: str, value: Any, key: str = "") -> ExpertShard | None:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Final
 
 from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
-from windlass.files import write_atomic
+from windlass.files import FULL, unwritable, write_atomic
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STATUS_DIR: Final = "WINDLASS_STATUS_DIR"  # on this machine; ranks write their phase, error and exit code there
@@ -90,7 +90,13 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # `StopSignal` takes them over
             signal.signal(number, lambda *_: sys.exit(SAVED))
-        code = work()
+        try:
+            code = work()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            path = Path(error.filename or ".")
+            raise RunError(unwritable(path, error), hint="make room, then start again") from error
     except UserError as error:
         code = 1 if isinstance(error, RunError) else RANK_USER_INPUT
         problems = [problem.as_dict() for problem in error.problems]

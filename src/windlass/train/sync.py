@@ -46,7 +46,7 @@ class Replicas:
         self.alike: Groups = peers(model)
         self.holders: list[int] = []  # for each part of the experts the first rank that has it
         if split:
-            firsts = gather(next(iter(parts.held.values())).first)
+            firsts = gather(next(iter(parts.by_module.values())).first)
             self.holders = [firsts.index(first) for first in sorted(set(firsts))]
 
     def gradients(self) -> list[Tensor]:
