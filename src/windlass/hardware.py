@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
+from windlass.rates import KINDS, Collective, Points, Rates
 
 GIB = 2**30
 
@@ -24,7 +25,7 @@ class Gpu:
     name: str
     memory_gib: float  # what a process can use, not what the box says
     bf16_tflops: float  # dense peak
-    achieved_tflops: float  # what mixtures of experts sustain, for estimates
+    achieved_tflops: float  # what its largest products sustain, for estimates
     memory_gb_per_second: float  # achieved
     source: str
     link: str = "nvlink4"  # fabric between such GPUs of one node
@@ -48,22 +49,29 @@ class Machine:
     host_link: Fabric  # PCIe between GPU and host memory
     nics_per_node: int
     host_memory_gib: float | None
+    measured: Rates | None = None  # by `windlass calibrate`; None: what the data sheets imply
+
+    @property
+    def rates(self) -> Rates:
+        return self.measured or data_sheet_rates(self)
 
 
-# Mixtures of experts sustain 231-334 TFLOP/s on an H100 by what Megatron-Core and NeMo publish: a quarter of the peak.
-ACHIEVED_SHARE = 0.25
+# Large bfloat16 products: power holds Hopper's clocks down (grouped ones reach 474 TFLOP/s at 512 rows an expert on an
+# H100, which 0.7 of the peak and the reading of the weights explain); Ampere's come closer to the peak.
+ACHIEVED_SHARE, AMPERE_SHARE = 0.7, 0.8
 # STREAM-like kernels reach about nine tenths of the data sheet's memory rate.
 MEMORY_SHARE = 0.9
 
 
 def _gpu(name: str, mib: int, tflops: float, tb_per_second: float, link: str, host_link: str, sheet: str) -> Gpu:
     """One row. `mib` is what nvidia-smi (or rocm-smi) reports as total, which is what a process can hope for."""
+    share = AMPERE_SHARE if name.startswith("a1") else ACHIEVED_SHARE
     source = (
         f"memory: {mib} MiB as the driver reports it; peak and memory rate: {sheet}; "
-        f"sustained: {ACHIEVED_SHARE:.0%} of the dense peak, {MEMORY_SHARE:.0%} of the memory rate"
+        f"sustained: {share:.0%} of the dense peak, {MEMORY_SHARE:.0%} of the memory rate"
     )
     rate = tb_per_second * 1000 * MEMORY_SHARE
-    return Gpu(name, mib / 1024, tflops, tflops * ACHIEVED_SHARE, rate, source, link, host_link)
+    return Gpu(name, mib / 1024, tflops, tflops * share, rate, source, link, host_link)
 
 
 GPUS: dict[str, Gpu] = {
@@ -134,6 +142,53 @@ FABRIC_ALIASES = _by_alias(
         "ethernet-25": "ethernet",
     }
 )
+# Host time: a launch takes about 5 us, and autograd and the dispatcher as much again; a module's call in Python, with
+# hooks and adapters, several times that. Collectives: 20-40 us through PyTorch for small ones (NCCL on NVLink 10-16).
+OPERATOR, MODULE, SYNC, LATENCY = 7e-6, 20e-6, 50e-6, 25e-6
+STORAGE = 2.0  # GB/s a node from a shared volume, an assumption
+UNTRIED = (0.8, 1.5)  # measured / planned step time, where nothing was measured
+
+
+def data_sheet_rates(machine: Machine) -> Rates:
+    """What data sheets imply. A product takes its operations at the sustained rate, and its matrices' way through
+    memory: narrow ones and those of few rows are slower."""
+    gpu, cpu = machine.gpu, machine.gpu.name == "cpu"
+
+    def products(size: int, tflops: float) -> Points:
+        found = []
+        for width in (2**i for i in range(6, 15)):
+            for rows in (2**i for i in range(18)):
+                flops, moved = 2 * rows * width**2, size * (width**2 + 2 * rows * width)
+                seconds = flops / tflops / 1e12 + moved / gpu.memory_gb_per_second / 1e9
+                found.append((float(rows), float(width), flops / seconds / 1e12))
+        return tuple(found)
+
+    narrow, wide = products(2, gpu.achieved_tflops), products(4, gpu.achieved_tflops / (1 if cpu else 8))
+    lengths = [2.0**i for i in range(6, 18)]
+    inside, outside = machine.link.gb_per_second, machine.nics_per_node * machine.network.gb_per_second
+    return Rates(
+        basis="data sheet",
+        products={"bfloat16": narrow, "float32": wide},
+        grouped=narrow,
+        attention=tuple((n, 128.0, gpu.achieved_tflops * 0.7 * n / (n + 512)) for n in lengths),
+        memory_gb_per_second=gpu.memory_gb_per_second,
+        decode_gb_per_second=gpu.memory_gb_per_second / 4,
+        operator_seconds=OPERATOR,
+        module_seconds=MODULE,
+        sync_seconds=SYNC,
+        collectives=tuple(
+            Collective(kind, fabric, ranks, LATENCY + ranks * hop, rate)
+            for fabric, rate, hop in (("link", inside, 1e-6), ("network", outside, 5e-6))
+            for kind in KINDS
+            for ranks in (2, 4, 8, 16, 32, 64)
+        ),
+        host_link_gb_per_second=machine.host_link.gb_per_second,
+        storage_gb_per_second=STORAGE,
+        low=UNTRIED[0],
+        high=UNTRIED[1],
+    )
+
+
 FIGURES = ("name", "memory_gib", "bf16_tflops", "memory_gb_per_second")
 SUSTAINED = "achieved_tflops"  # may be given besides
 

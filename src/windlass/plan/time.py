@@ -46,7 +46,7 @@ def estimate_time(work: Work) -> Time:
     shape, gpu, accumulation = work.shape, work.machine.gpu, work.batch.accumulation
     gathers, dispatch, reduces, transfers = _gathers(work), _dispatch(work), _reduces(work), _offload(work)
     flops, recomputed = count_flops(work)
-    rate = (gpu.achieved_tflops if shape.routed.all else gpu.bf16_tflops * DENSE_SHARE) * 1e12
+    rate = (gpu.achieved_tflops / 2.8 if shape.routed.all else gpu.bf16_tflops * DENSE_SHARE) * 1e12
     compute = work.batch.tokens * (flops + recomputed) / rate
     reads, decoding, copies = _memory_seconds(work)
     wire = sum(f.seconds * f.per_step for f in (*gathers, *dispatch)) / accumulation

@@ -82,7 +82,7 @@ class GpuFigures(Section):
     memory_gb_per_second: Positive
     """Memory bandwidth, in GB/s."""
     achieved_tflops: Positive | None = None
-    """TFLOP/s that training really sustains; null: a third of the peak."""
+    """TFLOP/s that its largest products sustain; null: 70 % of the peak."""
 
 
 class FabricFigures(Section):
