@@ -38,6 +38,8 @@ FULL = (
     "cluster.node_selector={gpu: h200}",
     "cluster.tolerations=[{key: nvidia.com/gpu}, {key: team, value: research, effect: NoSchedule}]",
     "cluster.topology_key=topology.kubernetes.io/zone",
+    "cluster.affinity={nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: "
+    "[{matchExpressions: [{key: gpu, operator: In, values: [h200, b200]}]}]}}}",
     "cluster.user={uid: 2000, gid: 2000}",
     "cluster.deadline_seconds=86400",
     "cluster.grace_seconds=300",

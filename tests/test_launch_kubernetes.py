@@ -20,7 +20,7 @@ from launch_jobs import EXAMPLES, FULL, SITE, compared, example, lost, plan_of
 
 from windlass import run_folder
 from windlass.errors import UserError
-from windlass.launch import kubernetes
+from windlass.launch import kubernetes, runai
 from windlass.launch.job import Variable, job_of
 from windlass.launch.submit import render
 from windlass.runfile.machines import Volume
@@ -125,22 +125,44 @@ def test_exit_codes_and_restarts() -> None:
     for restarts in (0, 1, 3):  # the operator's own sum: over pods, and a limit that is reached is past
         spec = manifests("pytorchjob", (*SITE, f"cluster.max_restarts={restarts}"))[-1]["spec"]
         assert sum(one["replicas"] for one in spec["pytorchReplicaSpecs"].values()) == 3
-        assert spec["runPolicy"]["backoffLimit"] == (3 * restarts + 1 if restarts else 0)
+        limit = 3 * restarts + 1 if restarts else 0
+        assert spec["runPolicy"]["backoffLimit"] == limit
+        job = job_of(example("train", (*SITE, f"cluster.max_restarts={restarts}"))[0])
+        words = runai.command(job)
+        assert words[words.index("--backoff-limit") + 1] == str(limit)
+        assert runai.payload(job)["spec"]["backoffLimit"] == limit
 
 
 def test_openshift_admits_it_unless_the_run_file_sets_more() -> None:
     """restricted-v2: no user of our own, no privilege, all capabilities dropped, the default seccomp profile."""
     default = {"seccompProfile": {"type": "RuntimeDefault"}}
-    for more, context in (
-        ((), {**default, "runAsNonRoot": True}),  # the Pod Security level `restricted` refuses pods without it
-        (("cluster.user={uid: 0}",), {**default, "runAsUser": 0}),
-        (("cluster.user={uid: 7, gid: 8}",), {**default, "runAsNonRoot": True, "runAsUser": 7, "runAsGroup": 8}),
+    locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    for more, context, nonroot in (
+        ((), {}, {"runAsNonRoot": True}),  # the Pod Security level `restricted` refuses pods without it
+        (("cluster.user={uid: 0}",), {"runAsUser": 0}, {}),
+        (("cluster.user={uid: 7, gid: 8}",), {"runAsUser": 7, "runAsGroup": 8}, {"runAsNonRoot": True}),
     ):
-        spec = manifests("job", (*SITE, *more))[-1]["spec"]["template"]["spec"]
-        assert spec["securityContext"] == context
-        locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert spec["containers"][0]["securityContext"] == locked
-        assert not {"hostNetwork", "hostIPC", "hostPID"} & set(spec)
+        # Not of the whole pod: the Training Operator adds a container to workers that runs as root.
+        for engine in ("job", "jobset", "pytorchjob"):
+            for template in pod_templates(manifests(engine, (*SITE, *more))[-1]):
+                spec = template["spec"]
+                assert spec["securityContext"] == {**default, **context}
+                assert spec["containers"][0]["securityContext"] == {**locked, **nonroot}
+                assert not {"hostNetwork", "hostIPC", "hostPID"} & set(spec)
+
+
+def test_kueue_places_all_pods_of_a_run_in_one_domain() -> None:
+    """It finds a domain for each set of pods of its own, unless they form a group, which has exactly two."""
+    one_node = ("cluster.nodes=1", "cluster.network=null", "cluster.gpus_per_node=3")
+    for site, engine, groups in (
+        (FULL, "pytorchjob", ["nodes", "nodes"]),
+        ((*FULL, *one_node), "pytorchjob", [None]),
+        (FULL, "jobset", [None]),
+    ):
+        annotations = [one["metadata"]["annotations"] for one in pod_templates(manifests(engine, site)[-1])]
+        assert [one.get("kueue.x-k8s.io/podset-group-name") for one in annotations] == groups
+        topology = {one["kueue.x-k8s.io/podset-required-topology"] for one in annotations}
+        assert topology == {"topology.kubernetes.io/zone"}
 
 
 def test_what_pods_cannot_have_is_refused_with_its_place() -> None:

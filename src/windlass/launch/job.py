@@ -77,6 +77,13 @@ class Job:
         text = "\0".join((*self.files.values(), *self.overrides, __version__))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    @property
+    def pod_restarts(self) -> int:
+        """`cluster.max_restarts` for operators that add up the restarts of all pods and fail where the sum reaches the
+        limit; 0 allows none."""
+        restarts = self.cluster.max_restarts
+        return restarts * self.nodes + 1 if restarts else 0
+
     def where(self, key: str) -> str:
         return self.plan.loaded.where(key)
 

@@ -108,8 +108,10 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
             yield "", "run-as-gid", str(gid), {"security.runAsGid": gid}
     why, seconds = f"to end a step and save after a stop signal; {job.grace_reason}", job.grace_seconds
     yield why, "termination-grace-period", f"{seconds}s", {"terminationGracePeriodSeconds": seconds}
-    why, restarts = "a run that was lost is started again, and resumes from its newest checkpoint", cluster.max_restarts
-    yield why, "backoff-limit", str(restarts), {"backoffLimit": restarts}
+    why, limit = "a run that was lost is started again, and resumes from its newest checkpoint", cluster.max_restarts
+    if workers:
+        why, limit = f"{limit} restarts of the run are {limit * job.nodes} of pods, which are counted", job.pod_restarts
+    yield why, "backoff-limit", str(limit), {"backoffLimit": limit}
     yield "", "restart-policy", "OnFailure", {"restartPolicy": "OnFailure"}
     if cluster.preemptible is not None:
         kind = "preemptible" if cluster.preemptible else "non-preemptible"

@@ -219,6 +219,8 @@ def admission(cluster: Cluster, where: Callable[[str], str]) -> tuple[str, ...]:
     """What OpenShift's default policy would refuse, and the one that allows it."""
     if cluster.user is None:
         return ()
-    scc = "anyuid" if cluster.user.uid == 0 else "nonroot-v2"
+    remedy = "give the service account the SCC nonroot-v2"
+    if cluster.user.uid == 0:  # `anyuid` refuses every pod with a seccomp profile, which `restricted` demands
+        remedy = "give the service account a copy of the SCC anyuid with seccompProfiles: [runtime/default]"
     what = f"OpenShift's restricted-v2 policy refuses user {cluster.user.uid} unless it is in the namespace's range"
-    return (f"{where('cluster.user')}: {what}: give the service account the SCC {scc}, or remove cluster.user",)
+    return (f"{where('cluster.user')}: {what}: {remedy}, or remove cluster.user",)

@@ -30,8 +30,8 @@ options=(
   --extended-resource openshift.io/mellanoxnics=1 --master-extended-resource openshift.io/mellanoxnics=1
   # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
   --termination-grace-period 120s
-  # a run that was lost is started again, and resumes from its newest checkpoint
-  --backoff-limit 3
+  # 3 restarts of the run are 9 of pods, which are counted
+  --backoff-limit 10
   --restart-policy OnFailure --master-restart-policy OnFailure
   # how much NCCL prints: VERSION, WARN, INFO, TRACE
   -e NCCL_DEBUG=WARN
