@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from windlass.errors import UserError
+from windlass.runfile.rules import accumulation
 from windlass.train import load_finished_run
 from windlass.train.best import BASE, rank
 
@@ -56,3 +57,13 @@ def test_what_is_no_finished_run_is_reported(tmp_path: Path) -> None:
         load_finished_run(tmp_path, eval_data=tmp_path / "nope", ranks=1)
     with pytest.raises(UserError, match="the run in it can't be read"):
         load_finished_run(tmp_path, eval_data=None, ranks=1)
+
+
+def test_a_run_is_evaluated_on_fewer_ranks_than_its_batch_was_spread_over(tmp_path: Path) -> None:
+    cluster, batch = {"gpus_per_node": 2}, {"global_batch_size": 8, "gradient_accumulation_steps": 2}
+    train = {**batch, "per_device_train_batch_size": 2, "output_dir": str(tmp_path)}
+    run = {"model": {"model_name_or_path": "m"}, "data": {"dataset_name_or_path": "d"}}
+    (tmp_path / "manifest.json").write_text(json.dumps({"run": {**run, "cluster": cluster, "train": train}}))
+    for ranks in (1, 2, 3, None):
+        loaded = load_finished_run(tmp_path, eval_data=None, ranks=ranks)
+        assert accumulation(loaded.run.train, ranks or 2, loaded.where) == 2

@@ -140,6 +140,7 @@ def load_finished_run(run_folder: Path, *, eval_data: Path | None, ranks: int | 
     if ranks is not None:
         tree["cluster"] |= {"nodes": 1, "gpus_per_node": ranks}
         tree["layout"] = {"name": "auto", "base_dtype": (tree.get("layout") or {}).get("base_dtype")}
+        tree.get("train", {}).pop("global_batch_size", None)  # of the run's ranks; here nothing is trained
     try:
         run = RunFile.model_validate(tree)
     except ValueError as error:
