@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -110,18 +111,36 @@ def test_the_validators_would_object() -> None:
 def test_exit_codes_and_restarts() -> None:
     """13 is not retried, 75 and a lost node are not counted, and a JobSet whose time is over is not restarted."""
     jobset = manifests("jobset")[-1]["spec"]
-    for spec in (manifests("job")[-1]["spec"], jobset["replicatedJobs"][0]["template"]["spec"]):
+    alone, child = manifests("job")[-1]["spec"], jobset["replicatedJobs"][0]["template"]["spec"]
+    for spec, not_counted in ((alone, "Ignore"), (child, "FailJob")):
         node = spec["template"]["spec"]["containers"][0]["name"]
         assert spec["podFailurePolicy"]["rules"] == [
             {"action": "FailJob", "onExitCodes": {"containerName": node, "operator": "In", "values": [13]}},
-            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {"action": "Ignore", "onExitCodes": {"containerName": node, "operator": "In", "values": [75]}},
+            {"action": not_counted, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": not_counted, "onExitCodes": {"containerName": node, "operator": "In", "values": [75]}},
         ]
         assert spec["template"]["spec"]["restartPolicy"] == "Never"
-    for site, reasons in ((FULL, {"PodFailurePolicy", "DeadlineExceeded"}), (SITE, {"PodFailurePolicy"})):
+    # A Job whose limit is for all pods delays each of them by 10 s, doubled for every pod that ended.
+    assert (alone["backoffLimitPerIndex"], alone["maxFailedIndexes"], "backoffLimit" in alone) == (3, 0, False)
+    assert (child["backoffLimit"], "backoffLimitPerIndex" in child) == (0, False)
+    for site, exceptions in ((FULL, {"DeadlineExceeded": "FailJobSet"}), (SITE, {})):
         rules = manifests("jobset", site)[-1]["spec"]["failurePolicy"]["rules"]
-        assert {rule["action"] for rule in rules} == {"FailJobSet"}
-        assert {reason for rule in rules for reason in rule["onJobFailureReasons"]} == reasons
+
+        def action(reason: str, message: str, rules: list[dict[str, Any]] = rules) -> str:
+            """JobSet's choice: the first rule of which both match."""
+            for rule in rules:
+                patterns = rule.get("onJobFailureMessagePatterns", [""])
+                if reason in rule["onJobFailureReasons"] and any(re.search(one, message) for one in patterns):
+                    return str(rule["action"])
+            return "RestartJobSet"
+
+        ended = "Container node for pod ml/x-0 failed with exit code {} matching FailJob rule at index {}"
+        evicted = "Pod ml/x-0 has condition DisruptionTarget matching FailJob rule at index 1"
+        resumed = "RestartJobSetAndIgnoreMaxRestarts"
+        assert action("PodFailurePolicy", ended.format(13, 0)) == "FailJobSet"
+        assert [action("PodFailurePolicy", one) for one in (ended.format(75, 2), evicted)] == [resumed, resumed]
+        assert action("BackoffLimitExceeded", "Job has reached the specified backoff limit") == "RestartJobSet"
+        assert action("DeadlineExceeded", "") == exceptions.get("DeadlineExceeded", "RestartJobSet")
     for restarts in (0, 1, 3):  # the operator's own sum: over pods, and a limit that is reached is past
         spec = manifests("pytorchjob", (*SITE, f"cluster.max_restarts={restarts}"))[-1]["spec"]
         assert sum(one["replicas"] for one in spec["pytorchReplicaSpecs"].values()) == 3
