@@ -70,7 +70,7 @@ def test_the_published_recipe_is_planned_without_weights(windlass: Windlass, tmp
     assert plan["adapter"]["trainable"] == 1_084_428_288
     assert plan["memory"]["fits"] is False
     assert "gradient_checkpointing" in plan["memory"]["remedy"]
-    assert windlass("plan", TRAIN, "--compare", "--explain").startswith("fits: ")
+    assert "formula" in windlass("plan", TRAIN, "--compare", "--explain")
 
 
 def test_all_problems_at_once_with_places_and_hints(windlass: Windlass, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from windlass.data.sources import Rows
 from windlass.errors import UserError
 from windlass.plan import Plan, rows_as_sequences, schedule
 from windlass.plan.accelerate import read_accelerate
-from windlass.plan.choose import EQUAL, Contender, same, undominated
+from windlass.plan.choose import EQUAL, same, undominated
 from windlass.plan.cost import HEADROOM, Batch
 from windlass.plan.show import show
 from windlass.runfile import Train, read
@@ -297,25 +298,22 @@ def test_packed_rows_are_masked_except_for_attention_within_documents() -> None:
 # --- what is printed ------------------
 
 
-def keys_of(row: Contender) -> tuple[str, ...]:
-    """The run-file keys of one row of the comparison."""
-    layout = row.layout
-    keys = {"name": layout.name, "base_dtype": layout.base_dtype, "offload": str(layout.offload).lower()}
-    if layout.name != "resident":
-        keys |= {"shard": str(layout.shard), "replicate": str(layout.replicate)}
-    if layout.name == "expert-parallel":
-        keys["expert_parallel"] = str(layout.expert_parallel)
-    if layout.name in ("hybrid", "expert-parallel"):
-        keys["reshard_after_forward"] = str(layout.reshard_after_forward).lower()
-    return f"cluster.nodes={layout.nodes}", *(f"layout.{key}={value}" for key, value in keys.items())
+def pasted(text: str) -> dict[str, list[str]]:
+    """What `plan --compare` prints to paste for each row, as a shell reads it."""
+    block = text.partition("plan a row:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^ (\S.*)\n((?:   .*\n?)+)", block, re.MULTILINE)
+    return {
+        name: [word.removeprefix("--override=") for word in shlex.split(words.replace("\\\n", ""))]
+        for name, words in found
+    }
 
 
 @pytest.mark.parametrize(
     ("batch", "overrides"),
     [("  #", ()), ("  global_batch_size: 48 #", ()), ("  gradient_accumulation_steps:", TWO_BY_EIGHT)],
 )
-def test_every_row_that_is_shown_is_what_plan_says_with_its_keys(
-    batch: str, overrides: tuple[str, ...], tmp_path: Path
+def test_every_row_that_is_shown_is_what_plan_says_with_its_overrides(
+    batch: str, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (EXAMPLES / "train.yaml").read_text()
     (tmp_path / "run.yaml").write_text(text.replace("  gradient_accumulation_steps:", batch))
@@ -323,12 +321,20 @@ def test_every_row_that_is_shown_is_what_plan_says_with_its_keys(
     rows = undominated(made.contenders, made.layout)
     assert [c for c in rows if same(c.layout, made.layout)]
     assert len({c.layout.nodes for c in rows}) > 2
+    show(made, compare=True)
+    changes = pasted(capsys.readouterr().out)
+    assert len(changes) == len(rows)
     for row in rows[::3] if overrides else rows:
-        again = planning.make(read(tmp_path / "run.yaml", (*overrides, *keys_of(row))))
+        nodes = f"{row.layout.nodes} node{'s' * (row.layout.nodes > 1)}: "
+        name = row.name if row.here else nodes + row.name.rpartition(", on ")[0]
+        again = planning.make(read(tmp_path / "run.yaml", (*overrides, *changes[name])))
+        assert same(again.layout, row.layout)
         assert again.batch == row.cost.batch
         assert again.cost.step_seconds == pytest.approx(row.seconds), row.name
         assert again.cost.gpu_gib == pytest.approx(row.cost.gpu_gib)
         assert again.gpu_hours == pytest.approx(made.gpu_hours_of(row))
+        # Other numbers of nodes take the nearest global batch that their ranks can share.
+        assert abs(again.schedule.global_sequences - made.schedule.global_sequences) <= row.layout.ranks / 2
     for c in made.contenders:
         if c.here and not c.why_not and c not in rows:
             better = [o.cost for o in rows if o.layout.name == c.layout.name]
@@ -369,30 +375,76 @@ def test_what_is_said_to_fit_does_when_it_is_pasted(key: str) -> None:
     assert again.cost.fits, made.cost.remedy
 
 
-@pytest.mark.parametrize("case", ["train", "2x8", "too small"])
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_verdict_is_first_and_no_digit_is_cut(
-    case: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("case", [*CASES, "too small"])
+def test_fifteen_lines_with_the_verdict_first(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = of_train("cluster.gpu=l4", "cluster.nodes=1") if case == "too small" else planned(case)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    show(made, compare=True)
+    small = ("cluster.gpu=l4", "lora.experts=true", "lora.lora_dropout=0", AUTO[0])
+    made = of_train(*small) if case == "too small" else planned(case)
+    monkeypatch.setenv("COLUMNS", "80")
+    show(made)
     lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 15
+    assert max(map(len, lines)) <= 80
     assert lines[0].startswith("fits: " if made.cost.fits else "does not fit: ")
     assert f"{made.cost.gpu_gib:,.1f} GiB of {made.machine.gpu.memory_gib:,.1f} GiB a GPU" in lines[0]
     assert made.cost.fits or lines[1].startswith("hint: ")
-    assert f"{made.cost.step_seconds:,.2f} s a step" in "\n".join(lines[:12])
-    assert max(map(len, lines)) <= columns
-    shown = "\n".join(lines)
+    assert f"{made.cost.tokens_per_second:,.0f} tokens/s" in "\n".join(lines)
+    shown = [line.split()[0] for line in lines]
+    assert {"speed", "time", "layout", "limit", "batch", "more"} <= set(shown)
+    rest = re.search(r"(\d+) more warning", lines[-1])
+    assert shown.count("warning") + int(rest[1] if rest else 0) == len(made.warnings)
+
+
+@pytest.mark.parametrize("case", ["train", "2x8"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_in_tables_no_digit_is_cut(
+    case: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = planned(case)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    show(made, details=True, compare=True)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= columns
+    rates = []
     for row in undominated(made.contenders, made.layout):
         rate, seconds = f"{row.cost.tokens_per_second:,.0f}", f"{row.cost.step_seconds:,.2f}"
-        gpu_hours = made.gpu_hours_of(row)
-        hours = "" if gpu_hours is None else rf" +{gpu_hours:,.1f}\b"
-        assert re.search(rf" {row.cost.gpu_gib:,.1f} .* {seconds} +{rate}{hours}", shown), row.name
+        if row.here:
+            assert re.search(rf" {row.cost.gpu_gib:,.1f} .* {seconds} +{rate}\b", shown), row.name
+            rates.append((not row.cost.fits, -row.cost.tokens_per_second, rate))
+        else:
+            hours = rf"{made.gpu_hours_of(row):,.1f}" if made.gpu_hours_of(row) is not None else ""
+            assert re.search(rf" {row.layout.nodes} .* {row.cost.gpu_gib:,.1f} +{rate} +{hours}", shown), row.name
+    table = shown.partition("Layouts of this run")[2].partition("The best layout")[0]
+    places = [table.index(f" {rate} ") for *_, rate in sorted(rates)]
+    assert places == sorted(places)  # what fits first, by tokens/s
     assert all(f"\n {advice.change} " in shown for advice in made.advice)
     for memory in made.cost.rows:
         if (memory.place, memory.phase) == ("gpu", "step"):
             assert re.search(rf"{memory.item} +{memory.bytes / hardware.GIB:,.2f}", shown)
+
+
+def test_what_is_hardly_meant_so_is_warned_of() -> None:
+    def texts(*overrides: str) -> dict[str, str]:
+        return {warning.text: warning.override for warning in of_train(*overrides).warnings}
+
+    # What the run is, the warning, and what the override that it prints makes of it: no such warning.
+    cases: dict[tuple[str, ...], str] = {
+        ("data.packing=true", "train.gradient_accumulation_steps=100"): "optimizer step",
+        (): "of data.max_length",
+        ("data.max_length=64",): "are cut at data.max_length 64",
+        ("lora.r=3000",): "is larger than its",
+        ("lora.r=16", "lora.experts=true", "lora.lora_dropout=0"): "trained parameters for",
+        ("data.packing=true", "layout=full-shard", "cluster.gpus_per_node=8"): "too small for the GPU",
+    }
+    for overrides, expected in cases.items():
+        found = {text: key for text, key in texts(*overrides).items() if expected in text}
+        assert len(found) == 1, (overrides, texts(*overrides))
+        ((text, key),) = found.items()
+        assert key, text
+        assert not [again for again in texts(*overrides, key) if expected in again], key
+    # A short run that max_steps asks for, and rows that fill their sequences, are meant so.
+    assert texts("data.packing=true", "train.max_steps=5", AUTO[0]) == {}
 
 
 # --- the run's length ------------------
@@ -417,12 +469,6 @@ def test_steps_of_an_epoch(rows: int, ranks: int, micro: int, accumulation: int,
     assert made.warmup_steps == math.ceil(3 * steps * 0.05)
     assert schedule(Train(), batch, ranks, adapter, None, "a stream").steps is None
     assert schedule(Train(max_steps=7, save_steps=2), batch, ranks, adapter, None, "a stream").checkpoints == 3
-
-
-def test_few_steps_are_noted() -> None:
-    few, many = of_train("data.packing=true", "train.gradient_accumulation_steps=1000"), of_train()
-    assert any(note.startswith(f"only {few.schedule.steps} optimizer step") for note in few.notes)
-    assert not any(note.startswith("only") for note in many.notes)
 
 
 def test_rows_as_sequences() -> None:

@@ -204,8 +204,9 @@ def plan(
     run: Run,
     override: Overrides = None,
     accelerate: Accelerate = None,
-    compare: Annotated[bool, flag("--compare", "Show the same run under every other layout too.")] = False,
-    explain: Annotated[bool, flag("--explain", "Show every row, with the formula behind it.")] = False,
+    compare: Annotated[bool, flag("--compare", "Show the same run under other layouts and numbers of nodes.")] = False,
+    details: Annotated[bool, flag("--details", "Show the tables and notes behind it.")] = False,
+    explain: Annotated[bool, flag("--explain", "Show every row of the tables, with its formula.")] = False,
     out: Annotated[Path | None, opt("--out", "DIR", "Write plan.json to this folder.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -219,7 +220,7 @@ def plan(
 
     made = make_plan(run, override, accelerate)
     written = write(made, out)
-    write_result(made, as_json, lambda made: show(made, formulas=explain, compare=compare))
+    write_result(made, as_json, lambda made: show(made, details=details, formulas=explain, compare=compare))
     if written:
         say(f"plan written to {written}")
 

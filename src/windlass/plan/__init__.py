@@ -26,15 +26,13 @@ from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
 from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, read_shape
 from windlass.plan.layout import AUTO, Layout, needs_weights, read_request
+from windlass.plan.warn import BYTES_PER_TOKEN, Warning, find_warnings, row_tokens
 from windlass.runfile import Cluster, Loaded, Train, accumulation
 from windlass.runfile.machines import admission
 
 Where = Callable[[str], str]
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.
-BYTES_PER_TOKEN = 4.15
 OPTIMIZER_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
-FEW_STEPS = 10  # an adapter hardly moves in so few
 LEAST_PRIME = 3  # next to smaller numbers a step would be quite another one
 
 
@@ -70,6 +68,7 @@ class Plan:
     impossible: dict[str, str]  # layouts that are, and why
     tried: tuple[Cost, ...]  # micro-batches, if the plan chooses one
     advice: tuple[Advice, ...]  # what would make the run faster
+    warnings: tuple[Warning, ...]  # what most probably is not meant so
     notes: tuple[str, ...]
 
     @property
@@ -165,6 +164,7 @@ class Plan:
                 **_pick(self, "hours gpu_hours"),
             },
             "advice": [asdict(advice) for advice in self.advice],
+            "warnings": [asdict(warning) for warning in self.warnings],
             "notes": list(self.notes),
         }
 
@@ -225,14 +225,11 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     rows = sources.count_rows(run.data, run.data.train_split, where)
     sequences, length, row_notes = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)
 
+    count = accumulation(run.train, request.ranks, where)
+
     def batches(ranks: int) -> tuple[Batch, ...]:
-        """None for a number of ranks that cannot share the configured global batch."""
-        try:
-            return micro_batches(run.train, accumulation(run.train, ranks, where), run.data.max_length)
-        except UserError:
-            if ranks == request.ranks:
-                raise
-            return ()
+        """On another number of ranks, of the nearest global batch that they can share."""
+        return micro_batches(run.train, max(1, round(count * request.ranks / ranks)), run.data.max_length)
 
     ways = batches(request.ranks)
     work = Work(
@@ -252,6 +249,8 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     experts, fp8, is_set = base.dims.get("experts", 0), not why_not_fp8, request.name != AUTO
     set_layouts = named(request, experts, fp8) if is_set else []
     layouts, impossible = candidates(request, experts, fp8)
+    if run.cluster.network is None:  # more nodes would need one
+        layouts = [row for row in layouts if row[1].nodes <= request.nodes]
     contenders = compare(work, length, layouts, batches, request.barred)
     best = choose(compare(work, length, set_layouts, batches) if is_set else contenders)
     if best is None:
@@ -275,21 +274,16 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         impossible=impossible,
         tried=best.tried if len(ways) > 1 else (),
         advice=advise(work, length, contenders, run, batch_is_set=len(ways) == 1, layout_is_set=is_set),
+        warnings=(),
         notes=(),
     )
     notes = [*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes]
     notes += [*_own_notes(plan, len(ways)), *row_notes, *admission(run.cluster, where)]
-    return replace(plan, notes=tuple(notes))
+    return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=tuple(notes))
 
 
 def _own_notes(plan: Plan, ways: int) -> list[str]:
     notes = []
-    steps, sequences = plan.schedule.steps, plan.schedule.global_sequences
-    if steps is not None and steps < FEW_STEPS and plan.loaded.run.train.max_steps <= 0:
-        notes.append(
-            f"only {steps} optimizer step{'s' * (steps != 1)}, each on {sequences} sequences: for more, "
-            "lower train.global_batch_size or train.gradient_accumulation_steps"
-        )
     count = plan.batch.micro * plan.batch.accumulation
     if ways == 2 and count > LEAST_PRIME:
         notes.append(
@@ -310,18 +304,16 @@ def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | N
         packed = math.ceil(filled * mean / limit)
         notes.append(f"packing: {filled:,} rows of about {mean} tokens make {packed:,} full sequences")
         return packed, limit, tuple(notes)
-    if mean <= limit // 2:
+    if mean < limit:
         how = f"{rows.how}, {BYTES_PER_TOKEN} bytes a token"
-        share = f"a sequence of {limit} is {mean / limit:.0%} full and time is estimated for that"
-        notes.append(f"rows have about {mean} tokens ({how}), so {share}")
+        notes.append(f"time is estimated for rows of {mean} tokens ({how}), memory for {limit}")
     return filled, mean, tuple(notes)
 
 
 def _usual_tokens(rows: Rows, limit: int) -> int | None:
     """Tokens of a row as the data have it, cut at `limit`; None if nobody knows."""
-    if not rows.count or not rows.text_bytes:
-        return None
-    return min(limit, math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN))
+    tokens = row_tokens(rows)
+    return None if tokens is None else min(limit, tokens)
 
 
 def machine_of(cluster: Cluster, where: Where) -> Machine:

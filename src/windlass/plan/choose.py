@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from windlass.plan.cost import HEADROOM, Batch, Cost, Work, cost
 from windlass.plan.layout import AUTO, Layout, LayoutRequest, divisors, resolve, why_not_expert_parallel
-from windlass.runfile import RunFile, Train
+from windlass.runfile import Loaded, RunFile, Train
 
 # Layouts whose best cases are this close are equal; of those the one with least to hide behind computing is taken.
 EQUAL = 1.02
@@ -19,6 +19,7 @@ WORTH = 1.05  # below this a gain is within what the estimate can tell
 
 Named = tuple[str, Layout]  # full-shard, parameters offloaded; its layout
 BatchesOf = Callable[[int], tuple[Batch, ...]]  # the ways to cut an optimizer step on so many ranks
+OF_ALL = "all of these"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +161,12 @@ def compare(
 ) -> tuple[Contender, ...]:
     """Every layout with its best micro-batch, best on top. `usual`: the tokens that most rows have. `barred`: names
     of layouts that training cannot run over several ranks, and why.
-
-    Other numbers of nodes whose ranks cannot share the configured global batch are left out: `plan` would refuse them.
     """
     found = []
     for name, layout in layouts:
         here, why_not = layout.nodes == work.layout.nodes, (barred or {}).get(layout.name, "") * (layout.ranks > 1)
-        if (ways := batches(layout.ranks)) and (here or not why_not):
-            best, tried = try_batches(work, layout, usual, ways)
+        if here or not why_not:
+            best, tried = try_batches(work, layout, usual, batches(layout.ranks))
             found.append(Contender(name, layout, best, tried, here, why_not))
 
     def rank(c: Contender) -> tuple[bool, bool, float]:
@@ -227,6 +226,31 @@ def undominated(contenders: Sequence[Contender], planned: Layout) -> list[Conten
     return rows
 
 
+def overrides(c: Contender, loaded: Loaded, fp8: bool) -> list[str]:
+    """What makes `windlass plan RUN` plan this row. `fp8`: the checkpoint is published in FP8."""
+    layout, train, cluster = c.layout, loaded.run.train, loaded.run.cluster
+    keys: dict[str, object] = {}
+    if layout.name == "expert-parallel":
+        keys["expert_parallel"] = layout.expert_parallel
+        keys |= {"shard": layout.shard, "replicate": layout.replicate} if layout.replicate > 1 else {}
+    if layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward:
+        keys["reshard_after_forward"] = "false"
+    keys |= {"base_dtype": layout.base_dtype} if fp8 else {}
+    keys |= {"offload": "true"} if layout.offload else {}
+    keys |= {"activation_checkpointing": "true"} if loaded.run.layout.activation_checkpointing else {}
+    # A name alone replaces the whole section.
+    found = [f"layout={layout.name}", *(f"layout.{key}={value}" for key, value in keys.items())]
+    sizes = ("nodes", layout.nodes), ("gpus_per_node", layout.gpus_per_node)  # an Accelerate file may set them too
+    found += [f"cluster.{key}={size}" for key, size in sizes if size != getattr(cluster, key)]
+    accumulation = c.cost.batch.micro * c.cost.batch.accumulation // train.least_batch
+    if not c.here and train.global_batch_size is not None:
+        found.append(f"train.global_batch_size={accumulation * train.least_batch * layout.ranks}")
+    is_set = train.global_batch_size is None or loaded.given("train.gradient_accumulation_steps")
+    if is_set and accumulation != train.gradient_accumulation_steps:
+        found.append(f"train.gradient_accumulation_steps={accumulation}")
+    return found
+
+
 # --- what would make it faster ------------------
 
 
@@ -263,7 +287,7 @@ def advise(
         if other := choose(compare(packed, full, here, lambda _: ways)):
             recompute = "checkpointing" if other.layout.activation_checkpointing else "no checkpointing"
             remark = f"{other.name}, micro-batches of {other.cost.batch.micro}, {recompute}"
-            found.append(("all of these", other.cost, remark))
+            found.append((OF_ALL, other.cost, remark))
     now = cost(work, usual, advise=False).tokens_per_second
     made = [
         Advice(change, best.tokens_per_second, best.tokens_per_second / now, remark)

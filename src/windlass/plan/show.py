@@ -1,9 +1,10 @@
-"""The plan as text and tables, for people: the verdict first, details after."""
+"""The plan as text for people: fifteen lines, and on request the tables behind them."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Container, Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Container, Iterable, Iterator
 from typing import Literal
 
 from rich import box
@@ -12,38 +13,218 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.hardware import GIB, Machine
+from windlass.observe.report.format import count, duration, percent
 from windlass.plan import Plan
-from windlass.plan.choose import Contender, same, undominated
-from windlass.plan.cost import HEADROOM, Cost
+from windlass.plan.choose import OF_ALL, Contender, overrides, same, undominated
+from windlass.plan.cost import HEADROOM, Cost, in_fp8
 from windlass.plan.layout import Layout
 from windlass.plan.script import AnyPlan, ScriptPlan, Spread
 
-WIDE = 100  # columns of a terminal from which on every column of the comparison is shown
-
+LINES = 15  # of the plan without options, at 80 columns
+LABEL = 9  # columns of the names on the left
 
 Row = tuple[list[str], bool]  # cells, and whether they are bold
+Named = tuple[str, str]  # what a paragraph is about, and its text
 
 
-def show(plan: AnyPlan, *, formulas: bool = False, compare: bool = False) -> None:
-    """Print it to stdout. `formulas`: every row of every table, with the formula behind it."""
+def show(plan: AnyPlan, *, details: bool = False, formulas: bool = False, compare: bool = False) -> None:
+    """Print it to stdout. `details`: the tables; `formulas`: every row, with the formula; `compare`: other layouts."""
     console = Console(highlight=False, emoji=False, markup=False)
-    if isinstance(plan, Plan):
-        console.print(_verdict(plan))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column()
-    grid.add_column(overflow="fold")
-    for name, value in _header_lines(plan) if isinstance(plan, Plan) else _script_lines(plan):
-        grid.add_row(Text(name, style="bold"), value)
-    console.print(grid)
-    if isinstance(plan, Plan):
+    if not isinstance(plan, Plan):
+        for line in _paragraphs([*_script_lines(plan), *(("note", note) for note in plan.notes)], console.width):
+            console.print(line)
+        return
+    details = details or formulas
+    for line in _summary(plan, console.width, LINES):
+        console.print(line)
+    if compare or details:
         console.print()
-        for table in _tables(plan, formulas, compare, console.width):
-            console.print(table)
-    for note in plan.notes:
-        console.print(Text("note: ", style="cyan") + Text(note))
+    for part in (*(_comparison(plan, console.width) if compare else ()), *(_tables(plan, formulas) if details else ())):
+        console.print(part)
+    for line in _paragraphs([("note", note) for note in plan.notes], console.width) if details else ():
+        console.print(line)
 
 
-def _tables(plan: Plan, formulas: bool, compare: bool, width: int) -> Iterator[Table | Text]:
+# --- fifteen lines ------------------
+
+
+def _summary(plan: Plan, width: int, most: int) -> list[Text]:
+    """The verdict first; of the warnings as many as there are lines for, each with what changes it."""
+    lines = [*_paragraphs([_verdict(plan), *_lines(plan)], width)]
+    texts = [w.text + (f": --override {w.override}" if w.override else "") for w in plan.warnings]
+    named = [*(("warning", text) for text in texts), *(("faster", _faster(plan)) for _ in plan.advice[:1])]
+    left = len(texts)
+    for name, text in named:
+        more = [*_paragraphs([(name, text)], width)]
+        if len(lines) + len(more) < most:
+            lines += more
+            left -= name == "warning"
+    rest = [_count(left, "more warning")] * bool(left) + [_count(len(plan.notes), "note"), "tables"]
+    return [*lines, *_paragraphs([("more", f"--details: {', '.join(rest)}; --compare: other layouts")], width)]
+
+
+def _faster(plan: Plan) -> str:
+    best = plan.advice[0]
+    return f"{best.gain:,.1f} x with " + (best.remark if best.change == OF_ALL else best.change.replace(": ", "="))
+
+
+def _paragraphs(named: Iterable[Named], width: int) -> Iterator[Text]:
+    """Each with its name on the left, as many lines as it takes; no word is split."""
+    for name, text in named:
+        first = f"{name:{LABEL}}"
+        for line in textwrap.wrap(
+            text,
+            width,
+            initial_indent=first,
+            subsequent_indent=" " * LABEL,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [first]:
+            shown = Text(line)
+            if line.startswith(name):
+                shown.stylize(STYLES.get(name, "bold"), 0, len(name))
+            yield shown
+
+
+STYLES = {"fits:": "bold green", "does not fit:": "bold red", "warning": "yellow", "hint:": "cyan", "note": "cyan"}
+
+
+def _verdict(plan: Plan) -> Named:
+    cost, each = plan.cost, "rank" if plan.machine.gpu.name == "cpu" else "GPU"
+    need = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a {each}"
+    need += f", {cost.host_gib:,.1f} GiB of host memory a node"
+    return ("fits:", need) if cost.fits else ("does not fit:", f" {need}")
+
+
+def _lines(plan: Plan) -> Iterator[Named]:
+    cost, layout, batch, length, gpu = plan.cost, plan.layout, plan.batch, plan.schedule, plan.machine.gpu
+    if not cost.fits:
+        yield "hint:", cost.remedy
+    yield "speed", f"{duration(cost.step_seconds)} a step, {cost.tokens_per_second:,.0f} tokens/s (estimated)"
+    yield "time", _length(plan)
+    yield "layout", f"{layout.name}: {layout.reason}"
+    yield "limit", LIMITS[cost.bound]
+    yield "machine", machines(layout, plan.machine)
+    base = "" if plan.base.path else "; its weights are not here"
+    share = percent(plan.adapter.trainable / plan.total, 3)
+    parameters = f"{count(plan.total)} parameters, {plan.adapter.trainable:,} ({share}) trained"
+    yield "model", f"{plan.base.name}, {parameters}{base}"
+    text = (
+        f"{_count(length.global_sequences, 'sequence')} a step: micro-batches of {batch.micro} x {batch.accumulation}"
+    )
+    text += f" x {_count(layout.ranks, 'rank' if gpu.name == 'cpu' else 'GPU')}; up to {batch.length:,} tokens each"
+    yield "batch", f"{text}; {_batch_reason(plan)}" if plan.tried else text
+
+
+LIMITS = {
+    "compute": "compute: arithmetic",
+    "memory": "memory: reading, decoding and copying weights",
+    "wire": "wire: what the ranks send each other",
+    "host": "host link: weights that come from host memory",
+}
+
+
+def _batch_reason(plan: Plan) -> str:
+    """Why this micro-batch, if the plan chose it."""
+    last, free = plan.tried[-1], f"{HEADROOM:.0%} of the GPU free"
+    if not plan.tried[0].has_headroom:
+        return f"even micro-batches of 1 leave less than {free}"
+    text = f"{plan.batch.micro} chosen of {', '.join(str(each.batch.micro) for each in plan.tried)}"
+    if last.has_headroom:
+        return text
+    limit = plan.machine.gpu.memory_gib * (1 - HEADROOM)
+    return f"{text}; {last.batch.micro} would need {last.gpu_gib:,.1f} of {limit:,.1f} GiB"
+
+
+def _length(plan: Plan) -> str:
+    s = plan.schedule
+    if s.steps is None:
+        return f"unknown ({s.rows_reason}): train.max_steps sets it"
+    text = f"{duration((plan.hours or 0) * 3600)}: {_count(s.steps, 'step')}, {_count(s.evaluations, 'evaluation')}"
+    text += f", {_count(s.checkpoints, 'checkpoint')}"
+    return text + (f"; {plan.gpu_hours:,.2f} GPU-hours" if plan.machine.gpu.name != "cpu" else "")
+
+
+def _count(number: int | None, noun: str) -> str:
+    return f"an unknown number of {noun}s" if number is None else f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def machines(layout: Layout | Spread, machine: Machine) -> str:
+    """How many of what, and the links between the GPUs, if there are several."""
+    text = f"{_count(layout.nodes, 'node')} x {layout.gpus_per_node} {machine.gpu.name}"
+    text += f"; {machine.network.name} between nodes" if layout.nodes > 1 else ""
+    return f"{text}; {machine.link.name} inside" if layout.gpus_per_node > 1 else text
+
+
+def _script_lines(plan: ScriptPlan) -> Iterator[Named]:
+    script = plan.loaded.run.script
+    yield "script", script.path or f"module {script.module}"
+    yield "arguments", shlex.join(script.args) or "none"
+    yield "machine", machines(plan.layout, plan.machine)
+    yield "ranks", f"{plan.layout.ranks}, each with torchrun's environment"
+    yield "folder", plan.loaded.run.folder
+
+
+# --- the comparison ------------------
+
+TERMS = """\
+batch: rows of a micro-batch x micro-batches of a step, on each GPU
+rows/step: of all GPUs; GiB/GPU: its peak; GB/step: sent by each GPU
+tok/s: useful tokens of all GPUs, estimated; GPU-h: GPU-hours of the run
+FP8: the base stays as published, and is decoded as it is used
+gathered once: weights stay unsharded through all micro-batches of a step
+expert-parallel N: each of N GPUs stores its part of the experts"""
+
+
+def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
+    """The run's own nodes, then the best layout of each other number of nodes, then what is impossible."""
+    shown = sorted(undominated(plan.contenders, plan.layout), key=lambda c: -c.cost.tokens_per_second)
+    fitting = [c for c in shown if c.cost.fits]
+    here = f"{_count(plan.layout.nodes, 'node')}, {_count(plan.schedule.global_sequences, 'sequence')} a step"
+    rows = [c for c in (*fitting, *(c for c in shown if not c.cost.fits)) if c.here]
+    columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s"
+    yield _table(f"Layouts of this run ({here})", columns, [_cells(plan, c) for c in rows])
+    others = sorted((c for c in shown if not c.here), key=lambda c: c.layout.ranks)
+    if others:
+        columns = ">nodes layout >batch >rows/step fits >GiB/GPU >tok/s >GPU-h"
+        yield _table("The best layout on other numbers of nodes", columns, [_cells(plan, c) for c in others])
+    if hidden := sum(not c.why_not for c in plan.contenders) - len(shown):
+        yield Text(f"{hidden} more are slower and no smaller: --json has them all\n")
+    yield Text(f"{TERMS}\n")
+    yield Text("What makes `windlass plan` plan a row:", style="bold")
+    for c in (*rows, *others):
+        words = " ".join(
+            f"--override {shlex.quote(word)}" for word in overrides(c, plan.loaded, bool(in_fp8(plan.base)))
+        )
+        lines = textwrap.wrap(words.replace("--override ", "--override="), width - 6, break_on_hyphens=False)
+        name = c.name if c.here else f"{_count(c.layout.nodes, 'node')}: {c.name.rpartition(', on ')[0]}"
+        yield Text(f" {name}\n   " + " \\\n   ".join(lines))
+    yield Text()
+    reasons = {why: name for name, why in reversed(plan.impossible.items())}
+    reasons |= {c.why_not: c.name for c in reversed(plan.contenders) if c.why_not}
+    if reasons:
+        yield _table("Not possible", "layout why", [([name, why], False) for why, name in reasons.items()])
+
+
+def _cells(plan: Plan, c: Contender) -> Row:
+    batch, (gib, wire, seconds, rate) = c.cost.batch, _figures(c.cost)
+    ways, fits = f"{batch.micro}x{batch.accumulation}", "yes" if c.cost.fits else "no"
+    if c.here:
+        return [c.name, ways, fits, gib, wire, seconds, rate], same(c.layout, plan.layout)
+    hours, rows = plan.gpu_hours_of(c), batch.micro * batch.accumulation * c.layout.ranks
+    gpu_hours = "" if hours is None else f"{hours:,.1f}"
+    return [str(c.layout.nodes), c.name.rpartition(", on ")[0], ways, f"{rows:,}", fits, gib, rate, gpu_hours], False
+
+
+def _figures(cost: Cost) -> list[str]:
+    figures = f"{cost.gpu_gib:,.1f} {cost.wire_gb_per_step:,.1f} {cost.step_seconds:,.2f} {cost.tokens_per_second:,.0f}"
+    return figures.split()
+
+
+# --- the tables ------------------
+
+
+def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
     hide = () if formulas else ("formula",)
     rows: list[Row]
     if plan.advice:  # by the same arithmetic as the rest: what is gained is what this table says, if the rest is right
@@ -51,8 +232,6 @@ def _tables(plan: Plan, formulas: bool, compare: bool, width: int) -> Iterator[T
         table = _table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
         table.columns[0].no_wrap = True
         yield table
-    if compare:
-        yield from _comparison(plan, width)
     if plan.tried:
         rows = [
             (
@@ -103,109 +282,6 @@ def _table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] =
     return table
 
 
-def _figures(cost: Cost) -> list[str]:
-    figures = f"{cost.gpu_gib:,.1f} {cost.wire_gb_per_step:,.1f} {cost.step_seconds:,.2f} {cost.tokens_per_second:,.0f}"
-    return figures.split()
-
-
-def _verdict(plan: Plan) -> Text:
-    cost, each = plan.cost, "rank" if plan.machine.gpu.name == "cpu" else "GPU"
-    need = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a {each}"
-    need += f", {cost.host_gib:,.1f} GiB of host memory a node"
-    if cost.fits:
-        return Text("fits: ", style="bold green") + Text(need)
-    return Text("does not fit: ", style="bold red") + Text(f"{need}\nhint: {cost.remedy}")
-
-
-def _header_lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    cost, layout, batch, length = plan.cost, plan.layout, plan.batch, plan.schedule
-    speed = f"{cost.step_seconds:,.2f} s a step, {cost.tokens_per_second:,.0f} tokens/s"
-    if plan.hours is not None:
-        speed += f"; {length.steps:,} steps in {plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours"
-    yield "speed", f"{speed} (estimate)"
-    yield "layout", f"{layout.name}: {layout.reason}"
-    yield "machine", machines(layout, plan.machine)
-    yield "model", f"{plan.base.name}: {plan.base.family.causal_lm}, {plan.total:,} parameters"
-    share = plan.adapter.trainable / plan.total
-    yield "adapter", f"{plan.adapter.trainable:,} trainable parameters, {share:.3%} of the model"
-    yield (
-        "batch",
-        f"{batch.micro} x {layout.ranks} rank{'s' * (layout.ranks > 1)} x {batch.accumulation} accumulated = "
-        f"{length.global_sequences:,} sequences, {length.tokens_per_step:,} tokens a step when rows are full",
-    )
-    if plan.tried:
-        yield "", _batch_reason(plan)
-    yield "length", _length(plan)
-
-
-def _batch_reason(plan: Plan) -> str:
-    """Why this micro-batch, if the plan chose it."""
-    last, free = plan.tried[-1], f"{HEADROOM:.0%} of the GPU free"
-    if not plan.tried[0].has_headroom:
-        return f"even micro-batches of 1 leave less than {free}"
-    sizes = ", ".join(str(each.batch.micro) for each in plan.tried)
-    text = f"micro-batches of {plan.batch.micro} chosen: the fastest of {sizes}"
-    if last.has_headroom:
-        return f"{text}, which all leave {free}"
-    limit = plan.machine.gpu.memory_gib * (1 - HEADROOM)
-    return f"{text} that leave {free}; {last.batch.micro} would need {last.gpu_gib:,.1f} of {limit:,.1f} GiB"
-
-
-def _length(plan: Plan) -> str:
-    s = plan.schedule
-    if s.steps is None:
-        return f"unknown ({s.rows_reason}): train.max_steps sets it"
-    rows = f"{s.rows:,} rows ({s.rows_reason}), " if s.rows is not None else ""
-    text = f"{rows}{_count(s.steps, 'step')}, {s.warmup_steps:,} of warm-up, {_count(s.evaluations, 'evaluation')}"
-    if s.checkpoints:
-        text += f", {_count(s.checkpoints, 'checkpoint')} of {size(s.checkpoint_bytes)}"
-    return text + (f" ({s.checkpoints_kept} kept)" if s.checkpoints_kept != s.checkpoints else "")
-
-
-def _count(number: int | None, noun: str) -> str:
-    return f"an unknown number of {noun}s" if number is None else f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def machines(layout: Layout | Spread, machine: Machine) -> str:
-    """How many of what, and the links between the GPUs, if there are several."""
-    text = f"{_count(layout.nodes, 'node')} x {layout.gpus_per_node} {machine.gpu.name}"
-    text += f"; {machine.network.name} between nodes" if layout.nodes > 1 else ""
-    return f"{text}; {machine.link.name} inside" if layout.gpus_per_node > 1 else text
-
-
-def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
-    """The run's own nodes, then the best layout of each other number of nodes, then what is impossible."""
-    shown = undominated(plan.contenders, plan.layout)
-    here = [c for c in shown if c.here]
-    nodes = _count(plan.layout.nodes, "node")
-    yield _contenders(plan, f"The same run under other layouts, best on top ({nodes})", here, width)
-    if others := sorted((c for c in shown if not c.here), key=lambda c: c.layout.ranks):
-        yield _contenders(plan, "The best layout on other numbers of nodes", others, width)
-    if hidden := sum(not c.why_not for c in plan.contenders) - len(shown):
-        yield Text(f"{hidden} more are slower and no smaller: --json has them all\n")
-    reasons = {why: name for name, why in reversed(plan.impossible.items())}
-    reasons |= {c.why_not: c.name for c in reversed(plan.contenders) if c.why_not}
-    if reasons:
-        yield _table("Not possible", "layout why", [([name, why], False) for why, name in reasons.items()])
-
-
-def _contenders(plan: Plan, title: str, shown: Sequence[Contender], width: int) -> Table:
-    rows: list[Row] = []
-    for c in shown:
-        name = c.name if c.here else f"{_count(c.layout.nodes, 'node')}: {c.name.rpartition(', on ')[0]}"
-        batch, hours = f"{c.cost.batch.micro}x{c.cost.batch.accumulation}", plan.gpu_hours_of(c)
-        cells = [
-            name,
-            batch,
-            "yes" if c.cost.fits else "no",
-            *_figures(c.cost),
-            "" if hours is None else f"{hours:,.1f}",
-        ]
-        rows.append((cells, same(c.layout, plan.layout)))
-    columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s >GPU-h"
-    return _table(title, columns, rows, (">GB/step",) if width < WIDE else ())  # `--json` has it
-
-
 def _memory(plan: Plan, formulas: bool) -> Iterator[Row]:
     """The GPU's fullest phase row by row; of the others the totals alone, unless formulas are asked for."""
     for place in ("gpu", "host"):
@@ -232,15 +308,6 @@ def _time(plan: Plan) -> Iterator[Row]:
     if plan.hours is not None:
         run, how = f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours", "without loading, evaluation and saving"
         yield ["the run", run, f"steps x seconds a step; {how}"], False
-
-
-def _script_lines(plan: ScriptPlan) -> Iterator[tuple[str, str]]:
-    script = plan.loaded.run.script
-    yield "script", script.path or f"module {script.module}"
-    yield "arguments", shlex.join(script.args) or "none"
-    yield "machine", machines(plan.layout, plan.machine)
-    yield "ranks", f"{plan.layout.ranks}, each with torchrun's environment"
-    yield "folder", plan.loaded.run.folder
 
 
 def size(count: float) -> str:
