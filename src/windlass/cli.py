@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from windlass import __version__
-from windlass.errors import FAILED, RANK_USER_INPUT, USER_INPUT, RunError, UserError
+from windlass.errors import FAILED, RANK_USER_INPUT, USER_INPUT, RunError, UserError, raise_all
 
 if TYPE_CHECKING:
     from windlass.launch.job import Record
@@ -74,9 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def command(group: str, *examples: str) -> Callable[[Command], Command]:
-    """Register a command, with examples below its help."""
+    """Register a command, with examples below its help; their first word is its name."""
     lines = "".join(f"  windlass {example}\n" for example in examples)
-    return app.command(rich_help_panel=group, epilog=f"Example{'s' * (len(examples) > 1)}:\n\n\b\n{lines}")
+    return app.command(
+        examples[0].split()[0], rich_help_panel=group, epilog=f"Example{'s' * (len(examples) > 1)}:\n\n\b\n{lines}"
+    )
 
 
 def arg(metavar: str, help: str) -> Any:
@@ -184,6 +186,28 @@ def init(
             print(f"{name:24} {text.splitlines()[0].removeprefix('# ')}")
     else:
         print(runfile.init(preset), end="")
+
+
+@command(BEFORE, "import axolotl.yml > run.yaml", "import sft.sh --from swift > run.yaml")
+def import_(
+    file: Annotated[Path, arg("FILE", "Configuration (YAML, JSON), or shell script that starts the tool.")],
+    tool: Annotated[
+        str | None, opt("--from", "TOOL", "axolotl, llamafactory, trl or swift. Default: recognised.")
+    ] = None,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object instead of a run file.")] = False,
+) -> None:
+    """Print a run file made from another tool's configuration.
+
+    Every key is carried over, translated, or listed on stderr with the reason why it has no effect.
+    A key that changes training and has no counterpart is an error.
+    """
+    from windlass.runfile import importing
+
+    made = importing.import_file(file, tool or "")
+    write_json(made.as_dict()) if as_json else print(importing.run_file(made), end="", flush=True)
+    if not as_json:
+        say(importing.list_no_effect(made))
+    raise_all(made.problems)
 
 
 @command(BEFORE, "schema > windlass.schema.json")

@@ -8,20 +8,31 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-_TABLES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_TABLES, IMPORTING = (
+    tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    for name in ("names.toml", "importing.toml")
+)
+TOOLS = {"axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL", "swift": "ms-swift"}
 
 
-def _by_name(table: dict[str, str]) -> dict[str, str]:
+def by_name(table: dict[str, str]) -> dict[str, str]:
     return {name: key for key, names in table.items() for name in names.split()}
 
 
 RENAMED: dict[str, str] = _TABLES["renamed"]  # accepted spelling -> key
-OTHER_NAMES = _by_name(_TABLES["other_names"])  # name in other tools -> key
-NOT_TAKEN: dict[str, str] = _TABLES["not_taken"]  # key of other tools -> what to do instead
+# Name in other tools -> our key, and key of other tools -> what to do instead: what `windlass import` goes by too.
+OTHER_NAMES = {
+    name: key for tool in TOOLS for name, key in IMPORTING[tool]["keys"].items() if name != key.rpartition(".")[2]
+} | by_name(_TABLES["other_names"])
+NOT_TAKEN: dict[str, str] = {
+    **{name: f"remove it: {why}" for name, why in by_name(IMPORTING["common"]["no_effect"]).items()},
+    **{name: f"remove it: {why}" for name, why in by_name(IMPORTING["common"]["refused"]).items()},
+    **_TABLES["not_taken"],
+}
 NOT_VALUES = {(key, value): hint for key, hints in _TABLES["not_values"].items() for value, hint in hints.items()}
-OPTIMIZERS = _by_name(_TABLES["optimizers"])  # name -> package it needs
-OPTIMIZERS_REFUSED = _by_name(_TABLES["optimizers_refused"])  # name -> why
-SCHEDULES = {name: tuple(needs.split()) for name, needs in _by_name(_TABLES["schedules"]).items()}
+OPTIMIZERS = by_name(_TABLES["optimizers"])  # name -> package it needs
+OPTIMIZERS_REFUSED = by_name(_TABLES["optimizers_refused"])  # name -> why
+SCHEDULES = {name: tuple(needs.split()) for name, needs in by_name(_TABLES["schedules"]).items()}
 EVALUATED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # that go by the evaluation loss
 TRACKERS = {name: tuple(modules.split()) for name, modules in _TABLES["trackers"].items()}
 

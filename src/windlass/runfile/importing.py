@@ -1,0 +1,482 @@
+"""Run files made from the configurations of Axolotl, LLaMA-Factory, TRL and ms-swift.
+
+Each key of the other tool is carried over, translated, or listed with the reason why it has no effect; one that changes
+training and has no counterpart is an error. What the tool does by default is written out, since our defaults differ.
+The tables are in importing.toml; the functions here translate what depends on several keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from windlass.errors import Problem, UserError, raise_all
+from windlass.runfile.document import load, scalar
+from windlass.runfile.fields import RunFile, Train
+from windlass.runfile.names import IMPORTING as TABLES
+from windlass.runfile.names import TOOLS, by_name
+from windlass.runfile.read import read
+from windlass.runfile.reference import keys
+
+# What starts each tool on a command line; the options follow.
+COMMANDS: Final = {
+    "swift": r"swift (?:sft|pt)\b|swift/cli/(?:sft|pt)\.py",
+    "llamafactory": r"llamafactory-cli train\b|lmf train\b|src/train\.py",
+    "trl": r"trl sft\b|sft\w*\.py",
+    "axolotl": r"axolotl train\b|axolotl\.cli\.train",
+}
+OFF: Final = (None, False, 0, "", [], {}, "none", "no", "false", "null")
+OWN: Final = ("warmup_ratio", "global_batch_size", "resume")  # of `train`, and not transformers'
+
+
+@dataclass
+class Import:
+    """A run file in the making."""
+
+    tool: str
+    file: str
+    theirs: dict[str, Any]  # their keys that are not dealt with yet
+    lines: Mapping[str, int]  # of their keys
+    settings: dict[str, Any] = field(default_factory=dict)  # our key -> value
+    remarks: dict[str, str] = field(default_factory=dict)  # our key -> where it is from
+    no_effect: dict[str, str] = field(default_factory=dict)  # their key -> why
+    problems: list[Problem] = field(default_factory=list)
+
+    def take(self, key: str, otherwise: Any = None) -> Any:
+        """Their value, which is dealt with from here on."""
+        return self.theirs.pop(key, otherwise)
+
+    def set(self, key: str, value: Any, remark: str) -> None:
+        values = TABLES[self.tool].get("values", {}).get(key, {})
+        value = values.get(str(value).lower() if isinstance(value, bool) else str(value), value)
+        if value != "":
+            self.settings[key], self.remarks[key] = value, remark
+
+    def as_dict(self) -> dict[str, Any]:
+        problems = [problem.as_dict() for problem in self.problems]
+        return {"tool": self.tool, "settings": self.settings, "no_effect": self.no_effect, "problems": problems}
+
+    def refuse(self, key: str, why: str, hint: str) -> None:
+        line = f":{self.lines[key]}" if key in self.lines else ""
+        self.problems.append(Problem(why, f"{self.file}{line}: {key}", hint))
+
+
+def import_file(path: Path, tool: str = "") -> Import:
+    """Translate another tool's configuration, a YAML or JSON file or a shell script that starts the tool."""
+    if tool and tool not in TOOLS:
+        raise UserError(f"windlass imports from {', '.join(TOOLS)}, not from {tool!r}", "--from", "choose one of them")
+    named, theirs, lines = _read_theirs(path)
+    if not (tool := tool or named or _recognise(theirs)):
+        hint = f"name it: windlass import {path} --from {'|'.join(TOOLS)}"
+        raise UserError("is not clearly a configuration of one tool", str(path), hint)
+    made = Import(tool, str(path), dict(theirs), lines)
+    _translate_common(made)
+    SPECIAL[tool](made)
+    table, common = TABLES[tool], TABLES["common"]
+    no_effect, refused = (
+        {**by_name(common[kind]), **by_name(table.get(kind, {}))} for kind in ("no_effect", "refused")
+    )
+    for key, value in made.theirs.items():
+        ours = table["keys"].get(key) or (f"train.{key}" if key in Train.model_fields and key not in OWN else "")
+        if ours and value is not None:
+            made.set(ours, value, key)
+        elif key in no_effect:
+            made.no_effect[key] = no_effect[key]
+        elif value in OFF:
+            made.no_effect[key] = "it is switched off or empty"
+        elif key in refused:
+            made.refuse(key, refused[key], "remove it if you can train without it, then import again")
+        else:
+            hint = "remove it if it doesn't change what is trained, then import again"
+            made.refuse(key, f"windlass knows no such key of {TOOLS[tool]}", hint)
+    for key, value in table["defaults"].items():
+        if key not in made.settings:
+            made.settings[key], made.remarks[key] = (None if value == "null" else value), f"{TOOLS[tool]}'s default"
+    _settle(made)
+    _validate(made)
+    return made
+
+
+# --- reading ------------------
+
+
+def _read_theirs(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]:
+    """The tool if the file names it, its settings, and their lines."""
+    if path.suffix in (".sh", ".bash") and path.is_file():
+        return _read_script(path, path.read_text(encoding="utf-8", errors="replace"))
+    document = load(path)
+    if not isinstance(document.value, dict):
+        raise UserError("holds no `key: value` settings", str(path), "give another tool's YAML, JSON or shell script")
+    raise_all(document.problems)
+    return "", document.value, {str(steps[0]): line for steps, line in document.lines.items() if len(steps) == 1}
+
+
+def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, int]]:
+    """The options behind the command that starts a tool."""
+    joined = re.sub(r"\\\s*\n", " ", "\n".join(re.sub(r"^\s*#.*", "", line) for line in text.splitlines()))
+    for line in joined.splitlines():
+        for tool, pattern in COMMANDS.items():
+            if not (found := re.search(pattern, line)):
+                continue
+            options: dict[str, Any] = {}
+            key = ""
+            for word in shlex.split(line[found.end() :], comments=True):
+                if word.startswith("--"):
+                    key, equals, value = word[2:].partition("=")
+                    options[key] = scalar(value) if equals else True
+                elif not key:
+                    hint = f"import that file: windlass import {word} --from {tool}"
+                    raise UserError(f"takes its settings from {word}", str(path), hint)
+                else:
+                    before = options[key]
+                    options[key] = scalar(word) if before is True else [*_listed(before), scalar(word)]
+            lines = {key: _line_of(text, key) for key in options}
+            for key, value in options.items():
+                if any("$" in str(item) for item in _listed(value)):
+                    raise UserError("is a shell expression", f"{path}:{lines[key]}: {key}", "write its value instead")
+            return tool, options, lines
+    hint = "windlass reads `swift sft`, `llamafactory-cli train` and `trl sft` with their options"
+    raise UserError("starts no training tool that windlass knows", str(path), hint)
+
+
+def _line_of(text: str, key: str) -> int:
+    return next((n for n, line in enumerate(text.splitlines(), 1) if re.search(rf"--{key}\b", line)), 1)
+
+
+def _recognise(theirs: Mapping[str, Any]) -> str:
+    """The tool with the most keys that only it has."""
+    score = {tool: sum(key in theirs for key in TABLES[tool]["marks"].split()) for tool in TOOLS}
+    best = sorted(score, key=lambda tool: -score[tool])
+    return best[0] if score[best[0]] > score[best[1]] else ""
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+# --- what depends on several keys ------------------
+
+
+def _translate_common(made: Import) -> None:
+    for key in ("warmup_steps", "warmup_ratio"):
+        if (value := made.take(key)) is not None:
+            share = key == "warmup_ratio" or (isinstance(value, float) and value < 1)
+            made.set("train.warmup_ratio" if share else "train.warmup_steps", value, key)
+    for what in ("eval", "save"):
+        strategy, each = made.take(f"{what}_strategy"), made.take(f"{what}_steps")
+        if what == "eval":
+            strategy = strategy or made.take("evaluation_strategy")
+        count = made.take(f"{what}s_per_epoch")
+        if (isinstance(each, float) and each < 1) or count not in (None, 0, 1):
+            asked = f"{what}_steps: {each}" if count is None else f"{what}s_per_epoch: {count}"
+            made.set(f"train.{what}_strategy", "epoch", f"{asked}; for more, strategy steps and {what}_steps: N")
+            continue
+        if count is not None:
+            strategy = "epoch" if count else "no"
+        if strategy is not None or each:
+            made.set(f"train.{what}_strategy", strategy or "steps", f"{what}_strategy")
+        if each:
+            made.set(f"train.{what}_steps", int(each), f"{what}_steps")
+    bf16 = made.take("bf16", True)
+    bf16 = made.take("bfloat16", bf16)
+    made.set("train.bf16", bf16 in (True, "auto", "full"), "bf16")
+    if made.take("fp16"):
+        made.refuse("fp16", "float16 overflows, and windlass stops at a step that isn't finite", "write bf16: true")
+    if resume := made.take("auto_resume_from_checkpoints") or made.take("resume_from_checkpoint"):
+        made.set("train.resume", "auto", f"resume_from_checkpoint: {resume}")
+    for name in ("metric_for_best_model", "greater_is_better"):
+        if (value := made.take(name)) not in (None, False, "loss", "eval_loss"):
+            made.refuse(name, "the best checkpoint is the one with the lowest evaluation loss", "remove it")
+    reports = [name for name in ("wandb", "mlflow", "tensorboard", "trackio") if made.take(f"use_{name}")]
+    if project := made.take("wandb_project"):
+        reports.append("wandb")
+        made.no_effect["wandb_project"] = (
+            f"set it where the run starts: export WANDB_PROJECT={shlex.quote(str(project))}"
+        )
+    if reports:
+        made.set("train.report_to", list(dict.fromkeys(reports)), "its trackers")
+
+
+def _axolotl(made: Import) -> None:
+    if (adapter := made.take("adapter")) not in ("lora", "qlora"):
+        what = "trains all weights" if adapter is None else f"is {adapter}"
+        made.refuse("adapter", f"this configuration {what}; windlass trains LoRA adapters", "write adapter: lora")
+    if made.take("lora_target_linear"):
+        made.take("lora_target_modules")
+        made.set("lora.target_modules", "all-linear", "lora_target_linear")
+    if experts := made.take("lora_target_parameters"):
+        made.set(
+            "lora.experts",
+            {"targets": [name.rpartition(".")[2] for name in _listed(experts)]},
+            "lora_target_parameters",
+        )
+    for flag, name in (
+        ("flash_attention", "flash_attention_2"),
+        ("sdp_attention", "sdpa"),
+        ("flex_attention", "flex_attention"),
+        ("eager_attention", "eager"),
+    ):
+        if made.take(flag):
+            made.set("model.attn_implementation", name, flag)
+    if isinstance(ratio := made.take("cosine_min_lr_ratio"), float):
+        made.take("lr_scheduler")
+        made.set("train.lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler, cosine_min_lr_ratio")
+        made.set("train.lr_scheduler_kwargs", {"min_lr_rate": ratio}, "cosine_min_lr_ratio")
+    if batch := made.take("batch_size"):
+        made.set("train.global_batch_size", batch, "batch_size")
+    special = made.take("special_tokens") or {}
+    if others := [name for name in special if name != "pad_token"]:
+        hint = "if they differ from the tokenizer's own, change them in its files; then remove the key"
+        made.refuse("special_tokens", f"windlass changes no tokenizer: {', '.join(others)}", hint)
+    elif special:
+        made.no_effect["special_tokens"] = "padding never counts in the loss"
+    share = made.take("val_set_size") or 0
+    tests = made.take("test_datasets")
+    _held_out(made, share, "val_set_size", bool(tests))
+    if tests:
+        made.refuse("test_datasets", "windlass evaluates on a split of the same data set", "write val_set_size instead")
+    if made.take("chat_template") not in (None, "tokenizer_default"):
+        made.no_effect["chat_template"] = "the tokenizer's own is used; compare with `windlass data RUN --sample 3`"
+    on_prompt = made.take("train_on_inputs")
+    entries = made.take("datasets") or _listed(made.take("pretraining_dataset"))
+    for entry in entries:
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        if kind != "completion":
+            made.set("data.completion_only_loss", not on_prompt, "train_on_inputs")
+    _data_sets(made, "datasets", [_axolotl_data(made, entry) for entry in entries if isinstance(entry, dict)])
+
+
+def _axolotl_data(made: Import, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """One of its data sets as keys of our `data`."""
+    kind = entry.get("type", "completion")
+    found: dict[str, Any] = {
+        "dataset_name_or_path": entry.get("data_files") or entry.get("path"),
+        "dataset_config_name": entry.get("name"),
+        "train_split": entry.get("split", "train"),
+    }
+    if isinstance(kind, dict):
+        prompt = str(kind.get("format") or "{instruction} {input}")
+        for name, default in (("instruction", "instruction"), ("input", "input")):
+            prompt = prompt.replace(f"{{{name}}}", f"{{{kind.get(f'field_{name}') or default}}}")
+        return {**found, "prompt_template": f"{prompt}[[{{{kind.get('field_output') or 'output'}}}]]"}
+    if kind == "chat_template" or str(kind).startswith("sharegpt"):
+        return {**found, "messages_field": entry.get("field_messages") or "messages"}
+    if str(kind).startswith(("completion", "pretrain")):
+        return {**found, "text_field": entry.get("field") or entry.get("text_column") or "text"}
+    if str(kind) == "alpaca":
+        return found
+    made.refuse(
+        "datasets", f"windlass has no prompt style {kind!r}", "see data.prompt_template and data.messages_field"
+    )
+    return found
+
+
+def _llamafactory(made: Import) -> None:
+    if (stage := made.take("stage", "sft")) not in ("sft", "pt"):
+        made.refuse("stage", f"is {stage}: windlass trains supervised on text", "write stage: sft")
+    if (kind := made.take("finetuning_type", "lora")) != "lora":
+        made.refuse("finetuning_type", f"is {kind}: windlass trains LoRA adapters", "write finetuning_type: lora")
+    rank = made.theirs.get("lora_rank", 8)
+    if made.theirs.get("lora_alpha") is None and isinstance(rank, int):
+        made.take("lora_alpha")
+        made.set("lora.lora_alpha", 2 * rank, "LLaMA-Factory's default: 2 x lora_rank")
+    target = made.take("lora_target", "all")
+    names = [name.strip() for name in str(target).split(",")] if not isinstance(target, list) else target
+    made.set("lora.target_modules", "all-linear" if "all" in names else names, "lora_target")
+    if made.take("disable_gradient_checkpointing"):
+        made.set("train.gradient_checkpointing", False, "disable_gradient_checkpointing")
+    neat, packing = made.take("neat_packing"), made.take("packing")
+    if neat or packing or (packing is None and stage == "pt"):
+        remark = "neat_packing" if neat else "packing; here packed rows don't see each other"
+        made.set("data.packing", True, remark)
+    _held_out(made, made.take("val_size") or 0, "val_size", False)
+    if stage == "sft":
+        made.set("data.completion_only_loss", not made.take("train_on_prompt"), "train_on_prompt")
+    if made.take("mask_history"):
+        made.refuse("mask_history", "windlass computes the loss on every assistant turn", "write mask_history: false")
+    if evaluated := made.take("eval_dataset"):
+        made.refuse("eval_dataset", f"{evaluated} is another data set than the trained one", "write val_size instead")
+    folder, rows = Path(str(made.take("dataset_dir", "data"))), made.take("max_samples")
+    names = [name.strip() for name in str(made.take("dataset") or "").split(",") if name.strip()]
+    known = _llamafactory_names(Path(made.file).parent, folder)
+    entries = [_llamafactory_data(name, known.get(name), folder) for name in names]
+    split = f"train[:{rows}]" if rows else "train"
+    _data_sets(made, "dataset", [{"train_split": split, **entry} for entry in entries])
+
+
+def _llamafactory_names(beside: Path, folder: Path) -> dict[str, Any]:
+    for parent in (Path(), beside):
+        file = parent / folder / "dataset_info.json"
+        if file.is_file():
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+    return {}
+
+
+def _llamafactory_data(name: str, known: Any, folder: Path) -> dict[str, Any]:
+    if not isinstance(known, dict):
+        return {"dataset_name_or_path": name}
+    source = known.get("hf_hub_url") or known.get("script_url") or str(folder / str(known.get("file_name", name)))
+    found = {"dataset_name_or_path": source, "dataset_config_name": known.get("subset")}
+    columns = known.get("columns") or {}
+    if known.get("formatting") in ("sharegpt", "openai"):
+        found["messages_field"] = columns.get("messages", "conversations")
+    return found
+
+
+def _trl(made: Import) -> None:
+    if made.take("use_peft") is not True:
+        made.refuse(
+            "use_peft", "this configuration trains all weights; windlass trains LoRA adapters", "use_peft: true"
+        )
+    if experts := made.take("lora_target_parameters"):
+        made.set(
+            "lora.experts",
+            {"targets": [name.rpartition(".")[2] for name in _listed(experts)]},
+            "lora_target_parameters",
+        )
+    split = made.take("dataset_test_split")
+    if made.settings.get("train.eval_strategy", "no") != "no":
+        made.set("data.val_split", split or "test", "dataset_test_split")
+    if entries := made.take("datasets"):
+        found = [
+            {
+                "dataset_name_or_path": entry.get("data_files") or entry.get("path"),
+                "dataset_config_name": entry.get("name"),
+                "train_split": entry.get("split", "train"),
+            }
+            for entry in entries
+        ]
+        _data_sets(made, "datasets", found)
+
+
+def _swift(made: Import) -> None:
+    if (kind := made.take("tuner_type", made.take("train_type", "lora"))) != "lora":
+        made.refuse("tuner_type", f"is {kind}: windlass trains LoRA adapters", "write --tuner_type lora")
+    if (targets := made.take("target_modules")) is not None:
+        names = _listed(targets)
+        made.set("lora.target_modules", "all-linear" if "all-linear" in names else names, "target_modules")
+    if (trackers := made.take("report_to")) is not None:
+        made.set("train.report_to", trackers, "report_to")
+    if system := made.take("system"):
+        made.refuse("system", "windlass adds no system message to rows", f"put {str(system)!r:.40} into the data")
+    if made.theirs.get("gradient_accumulation_steps") is not None:
+        made.settings["train.global_batch_size"] = None
+    _held_out(made, made.take("split_dataset_ratio") or 0, "split_dataset_ratio", False)
+    if evaluated := made.take("val_dataset"):
+        made.refuse("val_dataset", f"{evaluated} is another data set", "write --split_dataset_ratio 0.01 instead")
+    entries = []
+    for name in _listed(made.take("dataset")):
+        path, _, rows = str(name).partition("#")
+        entries.append({"dataset_name_or_path": path, "train_split": f"train[:{rows}]" if rows else "train"})
+    made.set("data.completion_only_loss", True, "ms-swift's loss is on what the assistant says")
+    _data_sets(made, "dataset", entries)
+
+
+SPECIAL: Final[dict[str, Callable[[Import], None]]] = {
+    "axolotl": _axolotl,
+    "llamafactory": _llamafactory,
+    "trl": _trl,
+    "swift": _swift,
+}
+
+
+def _held_out(made: Import, share: Any, key: str, others: bool) -> None:
+    if not share:
+        made.set("data.val_split", None, f"{key}: 0")
+        if not others:
+            made.settings["train.eval_strategy"] = "no"
+            made.remarks["train.eval_strategy"] = "nothing is held out to evaluate on"
+    elif share < 1:
+        made.set("data.val_fraction", share, key)
+    else:
+        made.refuse(key, f"{share} rows: windlass holds out a share of the rows", f"write {key}: 0.01 or the like")
+
+
+def _data_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
+    if not found:
+        made.refuse(key, "names no data set", "set data.dataset_name_or_path in the run file")
+    for name, value in ({"dataset_config_name": None, **found[0]} if found else {}).items():
+        if value is not None or name == "dataset_config_name":
+            made.set(f"data.{name}", value, key)
+    if len(found) > 1:
+        others = ", ".join(str(entry["dataset_name_or_path"]) for entry in found[1:])
+        made.refuse(key, f"windlass trains on one data set; the run file lacks {others}", "join them in one file")
+
+
+def _settle(made: Import) -> None:
+    """Settings that rule each other out."""
+    if made.settings.get("train.global_batch_size"):
+        made.settings.pop("train.gradient_accumulation_steps", None)
+    else:
+        made.settings.pop("train.global_batch_size", None)
+    if made.settings.get("train.warmup_steps") is not None:
+        made.settings.pop("train.warmup_ratio", None)
+    if "data.val_fraction" in made.settings:
+        made.settings.pop("data.val_split", None)
+    for what in ("eval", "save"):
+        if made.settings.get(f"train.{what}_strategy", "steps") != "steps":
+            made.settings.pop(f"train.{what}_steps", None)
+    if made.settings.get("train.eval_strategy") == "no":
+        made.settings.pop("train.load_best_model_at_end", None)
+
+
+# --- writing ------------------
+
+
+def run_file(made: Import) -> str:
+    """The run file's text, each line with the key that it is from."""
+    lines = [f"# From {Path(made.file).name} of {TOOLS[made.tool]}. Next step: windlass plan run.yaml"]
+    order = [key for key in keys(RunFile) if key in made.settings]
+    section = ""
+    for key in order:
+        top, _, name = key.partition(".")
+        if top != section:
+            lines += ["", f"{top}:"]
+            section = top
+        text, remark = f"  {name}: {_yaml(made.settings[key])}", made.remarks.get(key, "")
+        lines.append(text if remark in ("", name) else f"{text}  # {remark}")
+    return "\n".join([*lines, "", "layout: auto  # the fastest that fits", ""])
+
+
+def list_no_effect(made: Import) -> str:
+    """Their keys that have no effect here, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for key, why in made.no_effect.items():
+        by_reason.setdefault(why, []).append(key)
+    width = {"width": 78, "initial_indent": "    ", "subsequent_indent": "    ", "break_on_hyphens": False}
+    paragraphs = [f"  {why}:\n{textwrap.fill(', '.join(names), **width)}" for why, names in by_reason.items()]
+    return "\n".join([f"{len(made.no_effect)} keys of {made.file} have no effect here:", *paragraphs])
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    plain = re.fullmatch(r"[A-Za-z0-9_./~][-A-Za-z0-9_./~+ ]*", value) and scalar(value) == value
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)
+
+
+def _validate(made: Import) -> None:
+    """What the run file's own rules say about the values."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(run_file(made), encoding="utf-8")
+        try:
+            read(path)
+        except UserError as error:
+            for problem in error.problems:
+                key = problem.where.rpartition(": ")[2]
+                theirs = made.remarks.get(key, "")
+                line = f":{made.lines[theirs]}" if theirs in made.lines else ""
+                where = f"{made.file}{line}: {theirs or key}"
+                made.problems.append(Problem(f"as {key}, it {problem.problem}", where, problem.hint))

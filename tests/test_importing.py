@@ -1,0 +1,348 @@
+"""Other tools' configurations become run files: every key is carried over, translated, listed or refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.errors import UserError
+from windlass.runfile import read
+from windlass.runfile.importing import import_file, run_file
+from windlass.runfile.names import IMPORTING, TOOLS, by_name
+from windlass.runfile.reference import keys
+
+AXOLOTL = """
+base_model: ./mistral
+adapter: lora
+sequence_len: 2048
+sample_packing: true
+datasets: [{path: chats.jsonl, type: chat_template}]
+val_set_size: 0.05
+output_dir: ./outputs/out
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: adamw_torch_fused
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+tf32: true
+gradient_checkpointing: true
+flash_attention: true
+warmup_steps: 10
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.1
+special_tokens: {pad_token: <pad>}
+wandb_project: llm
+wandb_name: first
+"""
+MISTRAL_4 = """
+base_model: mistralai/Mistral-Small-4-119B-2603
+plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]
+load_in_4bit: true
+quantize_moe_experts: true
+datasets: [{path: org/messages, type: chat_template, split: train}]
+dataset_prepared_path: prepared
+val_set_size: 0
+output_dir: ./out
+adapter: qlora
+sequence_len: 4096
+sample_packing: true
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_modules: 'model.language_model.layers.[\\d]+.(mlp|self_attn).(up|down|gate|o)_proj'
+micro_batch_size: 1
+gradient_accumulation_steps: 1
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+learning_rate: 0.0002
+bf16: true
+attn_implementation: flash_attention_2
+warmup_ratio: 0.1
+"""
+LLAMA_FACTORY = """
+model_name_or_path: ./qwen
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: rows.jsonl
+template: qwen3
+cutoff_len: 2048
+max_samples: 1000
+preprocessing_num_workers: 16
+output_dir: saves/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+"""
+TRL = """
+model_name_or_path: ./llama
+dtype: bfloat16
+use_peft: true
+lora_r: 64
+lora_alpha: 16
+dataset_name: org/chats
+output_dir: out
+max_length: 4096
+packing: true
+learning_rate: 2.0e-4
+gradient_checkpointing_kwargs: {use_reentrant: false}
+eval_strategy: steps
+eval_steps: 50
+"""
+SWIFT = """#!/bin/bash
+# 14 GiB
+CUDA_VISIBLE_DEVICES=0,1 \\
+NPROC_PER_NODE=2 \\
+swift sft \\
+    --model ./qwen \\
+    --tuner_type lora \\
+    --dataset 'rows.jsonl#500' \\
+    --torch_dtype bfloat16 \\
+    --num_train_epochs 1 \\
+    --learning_rate 1e-4 \\
+    --lora_rank 8 --lora_alpha=32 \\
+    --target_modules q_proj v_proj \\
+    --gradient_accumulation_steps 16 \\
+    --eval_strategy no --save_steps 50 \\
+    --max_length 2048 \\
+    --deepspeed zero3 \\
+    --attn_impl flash_attn
+"""
+
+
+def edited(text: str, **values: Any) -> str:
+    """The configuration with other values; None takes a key out."""
+    lines = [line for line in text.splitlines() if line.partition(":")[0] not in values]
+    return "\n".join([*lines, *(f"{key}: {json.dumps(value)}" for key, value in values.items() if value is not None)])
+
+
+# What a configuration becomes, and which of its keys are refused.
+CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    "axolotl": (
+        "a.yml",
+        AXOLOTL,
+        {
+            "model.model_name_or_path": "./mistral",
+            "model.attn_implementation": "flash_attention_2",
+            "lora.target_modules": "all-linear",
+            "lora.lora_dropout": 0.0,
+            "data.dataset_name_or_path": "chats.jsonl",
+            "data.dataset_config_name": None,
+            "data.messages_field": "messages",
+            "data.completion_only_loss": True,
+            "data.packing": True,
+            "data.val_fraction": 0.05,
+            "train.learning_rate": 2e-4,
+            "train.per_device_train_batch_size": 2,
+            "train.warmup_steps": 10,
+            "train.eval_strategy": "epoch",
+            "train.report_to": ["wandb"],
+            "train.run_name": "first",
+            "train.bf16": True,
+        },
+        [],
+    ),
+    "axolotl mistral 4 in 4 bits": (
+        "a.yml",
+        MISTRAL_4,
+        {"train.optim": "adamw_bnb_8bit", "data.val_split": None, "train.eval_strategy": "no", "lora.r": 16},
+        ["load_in_4bit"],
+    ),
+    "axolotl mistral 4 in 16 bits, experts": (
+        "a.yml",
+        edited(MISTRAL_4, load_in_4bit=False, adapter="lora", lora_target_parameters=["mlp.experts.gate_up_proj"]),
+        {"lora.experts": {"targets": ["gate_up_proj"]}},
+        [],
+    ),
+    "axolotl text": (
+        "a.yml",
+        edited(AXOLOTL, datasets=[{"path": "t", "type": "completion", "field": "body", "name": "en"}]),
+        {"data.text_field": "body", "data.dataset_config_name": "en"},
+        [],
+    ),
+    "axolotl own prompt": (
+        "a.yml",
+        edited(
+            AXOLOTL,
+            datasets=[
+                {"path": "t", "type": {"field_instruction": "q", "field_output": "a", "format": "{instruction}\n"}}
+            ],
+        ),
+        {"data.prompt_template": "{q}\n[[{a}]]"},
+        [],
+    ),
+    "axolotl lowest learning rate": (
+        "a.yml",
+        edited(AXOLOTL, cosine_min_lr_ratio=0.1),
+        {"train.lr_scheduler_type": "cosine_with_min_lr", "train.lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        [],
+    ),
+    "axolotl on prompts too": (
+        "a.yml",
+        edited(AXOLOTL, train_on_inputs=True, fsdp_version=2, deepspeed="zero3.json"),
+        {"data.completion_only_loss": False},
+        [],
+    ),
+    "axolotl all weights": ("a.yml", edited(AXOLOTL, adapter=None), {}, ["adapter"]),
+    "axolotl preferences": ("a.yml", edited(AXOLOTL, rl="dpo", rl_beta=0.1), {}, ["rl", "rl_beta"]),
+    "axolotl noise": ("a.yml", edited(AXOLOTL, neftune_noise_alpha=5), {}, ["neftune_noise_alpha"]),
+    "axolotl new tokens": ("a.yml", edited(AXOLOTL, lora_modules_to_save=["lm_head"]), {}, ["lora_modules_to_save"]),
+    "axolotl other end": ("a.yml", edited(AXOLOTL, special_tokens={"eos_token": "<e>"}), {}, ["special_tokens"]),
+    "axolotl misspelt": ("a.yml", edited(AXOLOTL, lora_aplha=3), {}, ["lora_aplha"]),
+    "axolotl float16": ("a.yml", edited(AXOLOTL, bf16=False, fp16=True), {}, ["fp16"]),
+    "llamafactory": (
+        "l.yaml",
+        LLAMA_FACTORY,
+        {
+            "lora.lora_alpha": 16,
+            "lora.lora_dropout": 0.0,
+            "lora.target_modules": "all-linear",
+            "data.train_split": "train[:1000]",
+            "data.max_length": 2048,
+            "data.val_split": None,
+            "train.gradient_checkpointing": True,
+            "train.eval_strategy": "no",
+            "train.weight_decay": 0.0,
+        },
+        [],
+    ),
+    "llamafactory names": (
+        "l.yaml",
+        edited(LLAMA_FACTORY, lora_target="q_proj, v_proj", val_size=0.1, eval_strategy="steps", eval_steps=500),
+        {"lora.target_modules": ["q_proj", "v_proj"], "data.val_fraction": 0.1, "train.eval_steps": 500},
+        [],
+    ),
+    "llamafactory neat packing": ("l.yaml", edited(LLAMA_FACTORY, neat_packing=True), {"data.packing": True}, []),
+    "llamafactory preferences": ("l.yaml", edited(LLAMA_FACTORY, stage="dpo"), {}, ["stage"]),
+    "llamafactory 4 bits": ("l.yaml", edited(LLAMA_FACTORY, quantization_bit=4), {}, ["quantization_bit"]),
+    "llamafactory last turn": ("l.yaml", edited(LLAMA_FACTORY, mask_history=True), {}, ["mask_history"]),
+    "trl": (
+        "t.yaml",
+        TRL,
+        {
+            "data.dataset_name_or_path": "org/chats",
+            "data.val_split": "test",
+            "lora.lora_dropout": 0.05,
+            "lora.target_modules": "all-linear",
+            "train.lr_scheduler_type": "linear",
+            "train.per_device_train_batch_size": 8,
+            "train.logging_steps": 10,
+        },
+        [],
+    ),
+    "trl all weights": ("t.yaml", edited(TRL, use_peft=False), {}, ["use_peft"]),
+    "swift": (
+        "s.sh",
+        SWIFT,
+        {
+            "model.attn_implementation": "flash_attention_2",
+            "lora.target_modules": ["q_proj", "v_proj"],
+            "lora.lora_alpha": 32,
+            "data.train_split": "train[:500]",
+            "train.gradient_accumulation_steps": 16,
+            "train.weight_decay": 0.1,
+            "train.adam_beta2": 0.95,
+        },
+        [],
+    ),
+    "swift without accumulation": (
+        "s.sh",
+        SWIFT.replace("    --gradient_accumulation_steps 16 \\\n", ""),
+        {"train.global_batch_size": 16},
+        [],
+    ),
+    "swift system": ("s.sh", SWIFT.replace("--deepspeed zero3", "--system 'Be kind.'"), {}, ["system"]),
+    "trl on a command line": (
+        "run.sh",
+        "accelerate launch --num_processes 2 trl/scripts/sft.py --model_name_or_path m --dataset_name d --use_peft\n",
+        {"model.model_name_or_path": "m", "data.val_split": None},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_configuration_becomes_a_run_file(case: str, tmp_path: Path) -> None:
+    name, text, expected, refused = CASES[case]
+    file = tmp_path / name
+    file.write_text(text)
+    made = import_file(file)
+    assert {problem.where.rpartition(": ")[2] for problem in made.problems} == set(refused)
+    assert {key: made.settings.get(key, "absent") for key in expected} == expected
+    (tmp_path / "run.yaml").write_text(run_file(made))
+    run = read(tmp_path / "run.yaml").run.model_dump()
+    for key, value in made.settings.items():  # what is written is what is read
+        section, _, field = key.partition(".")
+        assert run[section][field] == value or key == "lora.experts"
+
+
+def test_every_key_of_the_tables_is_known_once() -> None:
+    ours = set(keys())
+    for tool in TOOLS:
+        table = IMPORTING[tool]
+        named = [*table["keys"].values(), *table["defaults"], *table.get("values", {})]
+        assert not set(named) - ours
+        kinds = [set(table["keys"]), set(by_name(table["no_effect"]))]
+        assert not kinds[0] & kinds[1]
+    common = [set(by_name(IMPORTING["common"][kind])) for kind in ("no_effect", "refused")]
+    assert not common[0] & common[1]
+
+
+def test_a_shell_script_is_read_word_by_word(tmp_path: Path) -> None:
+    file = tmp_path / "s.sh"
+    file.write_text(SWIFT.replace("accumulation_steps 16", "accumulation_steps $(expr 16 / 2)"))
+    with pytest.raises(UserError, match=r"s\.sh:14: gradient_accumulation_steps: is a shell expression"):
+        import_file(file)
+    file.write_text("llamafactory-cli train examples/sft.yaml\n")
+    with pytest.raises(UserError, match=r"hint: import that file: windlass import examples/sft\.yaml --from llamaf"):
+        import_file(file)
+    file.write_text("python train.py --lr 3\n")
+    with pytest.raises(UserError, match="starts no training tool"):
+        import_file(file)
+
+
+def test_a_file_of_no_tool_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("learning_rate: 1e-4\n")
+    with pytest.raises(UserError, match=r"--from axolotl\|llamafactory\|trl\|swift"):
+        import_file(file)
+    assert import_file(file, "trl").settings["train.learning_rate"] == 1e-4
+    with pytest.raises(UserError, match="not from 'unsloth'"):
+        import_file(file, "unsloth")
+    file.write_text("- 1\n")
+    with pytest.raises(UserError, match="holds no `key: value` settings"):
+        import_file(file)
+
+
+def test_the_command_prints_a_run_file_and_what_has_no_effect(tmp_path: Path) -> None:
+    file = tmp_path / "a.yml"
+    file.write_text(MISTRAL_4)
+    command = [sys.executable, "-m", "windlass", "import", "a.yml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "  r: 16  # lora_r\n" in done.stdout
+    assert "layout: auto" in done.stdout
+    assert "a.yml:4: load_in_4bit: windlass has no" in done.stderr
+    assert "quantize_moe_experts" in done.stderr
+    file.write_text(edited(MISTRAL_4, load_in_4bit=False))
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0
