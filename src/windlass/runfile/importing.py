@@ -32,7 +32,7 @@ COMMANDS: Final = {
     "trl": r"trl sft\b|sft\w*\.py",
     "axolotl": r"axolotl train\b|axolotl\.cli\.train",
 }
-OFF: Final = (None, False, 0, "", [], {}, "none", "no", "false", "null")
+OFF: Final[tuple[Any, ...]] = (None, False, 0, "", [], {}, "none", "no", "false", "null")
 OWN: Final = ("warmup_ratio", "global_batch_size", "resume")  # of `train`, and not transformers'
 
 
@@ -450,8 +450,8 @@ def list_no_effect(made: Import) -> str:
     by_reason: dict[str, list[str]] = {}
     for key, why in made.no_effect.items():
         by_reason.setdefault(why, []).append(key)
-    width = {"width": 78, "initial_indent": "    ", "subsequent_indent": "    ", "break_on_hyphens": False}
-    paragraphs = [f"  {why}:\n{textwrap.fill(', '.join(names), **width)}" for why, names in by_reason.items()]
+    wrap = textwrap.TextWrapper(78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    paragraphs = [f"  {why}:\n{wrap.fill(', '.join(names))}" for why, names in by_reason.items()]
     return "\n".join([f"{len(made.no_effect)} keys of {made.file} have no effect here:", *paragraphs])
 
 
