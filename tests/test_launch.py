@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import warm
 import yaml
@@ -138,21 +139,34 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def volume(here: Path) -> tuple[str, ...]:
     """The pods' volume is mounted on this machine too."""
     words = [word for word in SITE if not word.startswith("cluster.volumes")]
-    return (*words, f"cluster.volumes=[{{claim: project-001, path: {here}}}]", f"train.output_dir={here}/run")
+    return (
+        *words,
+        "cluster.tolerations=[{key: team}]",
+        f"cluster.volumes=[{{claim: project-001, path: {here}}}]",
+        f"train.output_dir={here}/run",
+    )
 
 
 KUBECTL = r"""
 case " $* " in
   *" api-resources "*) printf '%s\n' $KINDS ;;
+  *" can-i create $DENIED "*) echo no; exit 1 ;;
+  *" explain "*"$DENIED"*) echo "error: field \"$DENIED\" does not exist" >&2; exit 1 ;;
+  *" get $DENIED "*|*" get "*" $DENIED "*) echo "Error from server (Forbidden): $DENIED is forbidden" >&2; exit 1 ;;
   *" get $MISSING "*) echo 'Error from server (NotFound): it was not found' >&2; exit 1 ;;
-  *" get jobs.batch "*" json "*|*" get trainjobs"*" json "*)
+  *" get clustertrainingruntime"*" json "*) echo "$RUNTIME" ;;
+  *" get events "*) cat events 2>/dev/null || echo '{"items": []}' ;;
+  *" get "*"jobs"*" json "*)
     if [[ -e "$APPLIED" ]]; then if [[ -e over ]]; then echo "$OVER"; else echo "$AFTER"; fi
     else cat "$STATE" 2>/dev/null || true; fi ;;
   *" logs "*) if [[ "$*" == *--since-time=* ]]; then touch over; fi; echo "[pod/x-0] step 1" ;;
+  *creationTimestamp*) echo 2026-11-22T10:00:00Z ;;
   *"jsonpath"*)
     if [[ -e "$PODS" ]]; then head -n 1 "$PODS"; (($(wc -l <"$PODS") == 1)) || sed -i 1d "$PODS"
     elif [[ -e "$APPLIED" ]]; then echo Running Running Running; fi ;;
   *" delete "*) rm -f "$STATE"; echo deleted ;;
+  *" create --dry-run=server "*)
+    cat >>pods-tried; if [[ -n "${REFUSES_POD:-}" ]]; then echo "$REFUSES_POD" >&2; exit 1; fi ;;
   *" --dry-run=server "*) if [[ -n "${REFUSES:-}" ]]; then echo "$REFUSES" >&2; exit 1; fi; cat >"$TRIED" ;;
   *" apply "*) cat >"$APPLIED"; echo "${WARNS:-}" >&2; echo "job.batch/x created" ;;
   *) echo ok ;;
@@ -173,7 +187,9 @@ class Cluster:
         self.said: list[str] = []
         program(folder / "bin", "kubectl", KUBECTL)
         files = {name: str(folder / name.lower()) for name in ("STATE", "APPLIED", "TRIED", "PODS")}
-        self.answer(KINDS="jobs.batch", MISSING="-", AFTER=ended("Complete"), OVER="", **files)
+        self.answer(
+            KINDS="jobs.batch", MISSING="-", DENIED="nobody", RUNTIME=STOCK, AFTER=ended("Complete"), OVER="", **files
+        )
 
     def answer(self, **variables: str) -> None:
         for name, value in variables.items():
@@ -252,6 +268,39 @@ def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
     assert kubectl.find() == "oc", "OpenShift's own"
 
 
+def test_what_a_pod_would_be_refused_for_is_found_before_anything_is_created(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers of JobSet, PyTorchJob and TrainJob take any pod template."""
+    invalid = 'The Pod "run-" is invalid: spec.tolerations[0].effect: Invalid value: "NoSchedule"'
+    forbidden = 'pods is forbidden: User "ann" cannot create resource "pods" in API group "" in the namespace "ml"'
+    quota = 'pods "run-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: 8, limited: 8'
+    limits = 'pods "run-x" is forbidden: failed quota: cpus: must specify limits.cpu for: node'
+    tried = cluster.folder / "pods-tried"
+    for engine in ("jobset", "pytorchjob", "trainer", "job"):
+        for text in (invalid, limits):
+            cluster.answer(REFUSES_POD=text)
+            with pytest.raises(RunError) as caught:
+                cluster.submit(f"cluster.engine={engine}")
+            assert (caught.value.problems[0].where, caught.value.problems[0].problem) == ("run: its pods", text)
+            assert cluster.applied is None
+            pod = json.loads(tried.read_text())
+            kubernetes_validate.validate({**pod, "metadata": {**pod["metadata"], "name": "x"}}, "1.36", strict=True)
+            assert pod["spec"]["tolerations"] == [{"key": "team", "operator": "Exists"}]
+            tried.unlink()
+    cluster.answer(REFUSES_POD=quota)
+    assert cluster.submit() == 0, "a queue may wait for it"
+    assert f"note: {quota}" in cluster.said
+    assert json.loads(tried.read_text())["kind"] == "Pod"
+    for path in (tried, cluster.folder / "applied"):
+        path.unlink()
+    cluster.answer(REFUSES_POD=forbidden)
+    assert cluster.submit() == 0, "the server can't be asked"
+    assert [line for line in cluster.said if forbidden in line]
+    job = tried.read_text().partition("}{")[2]
+    kubernetes_validate.validate({**json.loads("{" + job), "metadata": {"name": "x"}}, "1.36", strict=True)
+
+
 def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,20 +340,104 @@ def test_pods_of_the_job_before_are_waited_for(cluster: Cluster, monkeypatch: py
     assert cluster.applied is None, "nothing is started next to them"
 
 
-def test_the_engine_is_the_first_that_the_cluster_has(cluster: Cluster) -> None:
-    for kinds, engine in (
-        ("pods jobs.batch", "job"),
-        ("jobs.batch jobsets.jobset.x-k8s.io", "jobset"),
-        ("jobsets.jobset.x-k8s.io pytorchjobs.kubeflow.org", "pytorchjob"),
-        ("jobsets.jobset.x-k8s.io trainjobs.trainer.kubeflow.org", "trainer"),
+def runtime(policy: dict[str, Any] | None = None, **job: Any) -> str:
+    """A ClusterTrainingRuntime as the server reports it."""
+    spec: dict[str, Any] = {"replicatedJobs": [{"name": "node", "template": {"spec": job}}]}
+    return json.dumps({"spec": {"template": {"spec": {**spec, "failurePolicy": policy} if policy else spec}}})
+
+
+ON_75 = {"onExitCodes": {"operator": "In", "values": [75]}}
+ON_13 = {"onExitCodes": {"operator": "In", "values": [13]}, "action": "FailJob"}
+STOCK = runtime()  # what Kubeflow Trainer ships as torch-distributed
+
+
+def test_the_engine_is_the_first_that_serves_the_run(cluster: Cluster) -> None:
+    every = "pytorchjobs.kubeflow.org trainjobs.trainer.kubeflow.org jobs.batch jobsets.jobset.x-k8s.io"
+    several = every.replace(" jobsets.jobset.x-k8s.io", "")
+    fine = runtime(podFailurePolicy={"rules": [ON_13, {**ON_75, "action": "Ignore"}]})
+    again = runtime({"maxRestarts": 2}, podFailurePolicy={"rules": [{**ON_75, "action": "FailJob"}]})
+    free = runtime({"rules": [{"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": []}]})
+    over = runtime(
+        {"maxRestarts": 2, "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]},
+        podFailurePolicy={"rules": [ON_13, {**ON_75, "action": "FailJob"}]},
+    )
+    for kinds, denied, shipped, engine, why in (
+        ("pods jobs.batch", "", STOCK, "job", ""),
+        (every, "", STOCK, "jobset", ""),
+        (every, "onJobFailureMessagePatterns", STOCK, "job", "jobsets.jobset.x-k8s.io is installed and not used: it"),
+        (several, "", STOCK, "job", "its runtime torch-distributed counts each node that is stopped as one of 6"),
+        (several, "", over, "job", "starts no run again"),
+        (several, "", fine, "trainer", ""),
+        (several, "", again, "trainer", ""),
+        (several, "", free, "trainer", ""),
+        (several, "torch-distributed", fine, "job", "its runtime can't be read: Error from server (Forbidden)"),
+        (every, "jobsets.jobset.x-k8s.io", fine, "trainer", "you may not create it here"),
+        ("jobs.batch pytorchjobs.kubeflow.org", "", "", "job", ""),
+        ("jobs.batch pytorchjobs.kubeflow.org", "jobs.batch", "", "pytorchjob", "you may not create it here"),
     ):
-        cluster.answer(KINDS=kinds)
-        assert kubectl.installed_engine() == engine
+        cluster.answer(KINDS=kinds, DENIED=denied or "nobody", RUNTIME=shipped)
+        cluster.said.clear()
+        section = plan_of(EXAMPLES / "train.yaml", volume(cluster.folder)).loaded.run.cluster
+        assert kubectl.installed_engine(section, cluster.said.append) == engine, (kinds, denied, shipped)
+        assert why in "\n".join(cluster.said)
+        assert bool(why) == bool(cluster.said), cluster.said
+    cluster.answer(KINDS=every, DENIED="nobody", RUNTIME=STOCK)
     assert cluster.submit() == 0
-    assert "kind: TrainJob" in (cluster.applied or "")
+    assert "kind: JobSet" in (cluster.applied or "")
     assert "no cluster was asked" not in "\n".join(cluster.said)
+    (cluster.folder / "applied").unlink()
+    assert cluster.submit("cluster.engine=trainer") == 0, "it was asked for"
+    assert "counts each node that is stopped as one of 6 failures" in "\n".join(cluster.said)
     assert cluster.submit(dry_run=True) == 0
     assert "auto, and no cluster was asked: an indexed Job" in "\n".join(cluster.said)
+
+
+def test_events_say_why_there_is_no_pod(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of this run and this job alone, whatever else is in the namespace."""
+    quota = 'Error creating: pods "run-0-" is forbidden: failed quota: cpus: must specify limits.cpu'
+    rows = (
+        ("Job", "run", "FailedCreate", quota, "10:00:05"),
+        ("Job", "run", "FailedCreate", quota, "10:00:15"),
+        ("JobSet", "run", "JobCreationFailed", "admission webhook denied\n it", "10:00:01"),
+        ("Pod", "run-node-0-2-abcde", "FailedScheduling", "0/8 nodes are available", "10:00:20"),
+        ("Workload", "job-run-1a2b3", "Pending", "insufficient quota for nvidia.com/gpu", "10:00:20"),
+        ("Pod", "run-1-abcde", "Failed", "of the job before", "09:59:59"),
+        ("Pod", "run-2-0-abcde", "Failed", "of job run-2", "10:00:20"),
+        ("Job", "run-2", "Failed", "of job run-2", "10:00:20"),
+        ("Pod", "other-0-abcde", "Failed", "of another", "10:00:20"),
+    )
+    items = [
+        {
+            "involvedObject": {"kind": kind, "name": name},
+            "reason": reason,
+            "message": message,
+            "metadata": {"creationTimestamp": f"2026-11-22T{when}Z"},
+            # Newer kinds of events have a time of their own, with fractions of seconds.
+            **({"eventTime": f"2026-11-22T{when}.123456Z"} if kind == "Pod" else {"lastTimestamp": None}),
+        }
+        for kind, name, reason, message, when in rows
+    ]
+    cluster.has(events=json.dumps({"items": items}), pods="\n\nPending\nRunning Running Running\n")
+    cluster.answer(AFTER=ended("Suspended"), OVER=ended("Complete"))
+    assert cluster.submit(follow=True) == 0
+    complaints = [
+        f"job run: FailedCreate: {quota}",
+        "jobset run: JobCreationFailed: admission webhook denied it",
+        "pod run-node-0-2-abcde: FailedScheduling: 0/8 nodes are available",
+        "workload job-run-1a2b3: Pending: insufficient quota for nvidia.com/gpu",
+    ]
+    shown = [line for line in cluster.said if line.startswith("waiting") or line in complaints]
+    assert shown == ["waiting: no pod yet", *complaints, "waiting: Pending"], "each once"
+    assert "of " not in "".join(line for line in cluster.said if "Failed:" in line)
+    (cluster.folder / "over").unlink()
+    platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.said.append)
+    capfd.readouterr()
+    assert platform.status(record) == 0
+    said = capfd.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("warning: ")] == [f"warning: {c}" for c in complaints]
+    cluster.answer(DENIED="events")
+    assert platform.status(record) == 0
+    assert "events can't be read: Error from server (Forbidden)" in capfd.readouterr().out
 
 
 def test_what_the_run_file_shows_is_reported_before_a_cluster_is_asked(cluster: Cluster) -> None:
@@ -313,7 +446,8 @@ def test_what_the_run_file_shows_is_reported_before_a_cluster_is_asked(cluster: 
     with pytest.raises(UserError, match="does not fit"):
         cluster.submit("train.per_device_train_batch_size=4096")
     assert cluster.submit("train.per_device_train_batch_size=4096", dry_run=True) == 0
-    assert set(cluster.words) <= {"api-resources", "--output", "name"}
+    asked = {word for word in cluster.words if not word.startswith("-")}
+    assert asked == {"ml", "api-resources", "name", "auth", "can-i", "create", "jobs.batch"}
     assert not (cluster.folder / "run" / "submitted.json").exists()
 
 

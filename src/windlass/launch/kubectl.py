@@ -11,19 +11,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.errors import Problem, RunError, UserError, raise_all
-from windlass.launch.job import Job
+from windlass.errors import SAVED, Problem, RunError, UserError, raise_all
+from windlass.launch.job import NAME_LETTERS, Job
+from windlass.runfile.machines import Cluster
 
 RUN_LABEL, MANAGED_BY = "app.kubernetes.io/instance", "app.kubernetes.io/managed-by"
 SECONDS = 60  # for one answer
 PAUSE_SECONDS = 2.0  # between two questions for the same thing
 OVER_GRACE_SECONDS = 60  # pods that are stopping are gone by then
-RESOURCES = {  # by engine; `auto` takes the first that is installed
-    "trainer": "trainjobs.trainer.kubeflow.org",
-    "pytorchjob": "pytorchjobs.kubeflow.org",
+RESOURCES = {  # by engine; `auto` takes the first that serves the run
     "jobset": "jobsets.jobset.x-k8s.io",
+    "trainer": "trainjobs.trainer.kubeflow.org",
     "job": "jobs.batch",
+    "pytorchjob": "pytorchjobs.kubeflow.org",  # the only one that counts stops of the run as failures
 }
+RUNTIME = "clustertrainingruntime.trainer.kubeflow.org"
+JOBSET_FIELD = "jobsets.spec.failurePolicy.rules.onJobFailureMessagePatterns"  # since JobSet 0.10
 REFERENCES = {  # a key of `cluster` that names an object: its kind
     "queue": "localqueue.kueue.x-k8s.io",
     "service_account": "serviceaccount",
@@ -31,10 +34,15 @@ REFERENCES = {  # a key of `cluster` that names an object: its kind
 }
 LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each of its tries before it prints what is wrong
 HINT = "is it the right cluster (kubectl config get-contexts), are you logged in, may you do that? --dry-run needs none"
-OTHER_VERSION = "the cluster has another version of that operator: cluster.engine names another one"
+OTHER_VERSION = "that operator is older than JobSet 0.10 or Kubeflow Trainer 2.3: cluster.engine names another one"
+POD_HINT = "the values come from `cluster` in the run file: windlass explain cluster prints its keys"
 SUCCEEDED = ("Complete", "Completed", "Succeeded")
 ENDED = (*SUCCEEDED, "Failed", "FailureTarget")
 PHASES = "jsonpath={.items[*].status.phase}"
+EVENTS = {  # whose are a run's: names of its pods and of its Kueue workload; of anything else, the job's and its Job's
+    "Pod": r"{0}(-node-0|-master|-worker)?-\d+(-[a-z0-9]{{5}})?",
+    "Workload": r"[a-z]+-{0}-[a-z0-9]{{5}}",
+}
 
 
 def find() -> str | None:
@@ -62,11 +70,47 @@ def run(
     return done
 
 
-def installed_engine() -> str:
-    """Everybody who is logged in may ask what kinds there are."""
+def installed_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
+    """The first that is installed, may be used here and resumes a run that was stopped. Everybody who is logged in may
+    ask what there is, and what they may do."""
     done = run("api-resources", "--output", "name", check=False)  # fails if one group doesn't answer, and has the rest
     kinds = set((done.stdout or run("api-resources", "--output", "name").stdout).split())
-    return next((engine for engine, resource in RESOURCES.items() if resource in kinds), "job")
+    for engine, resource in RESOURCES.items():
+        if resource in kinds:
+            may = run("auth", "can-i", "create", resource, namespace=cluster.namespace, check=False)
+            why = "you may not create it here" if may.stdout.strip() == "no" else ""
+            if engine == "jobset" and not why:
+                explained = run("explain", JOBSET_FIELD, "--api-version=jobset.x-k8s.io/v1alpha2", check=False)
+                why = "it is older than 0.10" if "does not exist" in explained.stderr else ""
+            if engine == "trainer" and not why:
+                why = runtime_problem(cluster.runtime)
+            if not why:
+                return engine
+            say(f"note: {resource} is installed and not used: {why}")
+    return "job"
+
+
+def runtime_problem(name: str) -> str:
+    """Why a TrainJob would be over after its nodes were stopped, each with exit code 75; empty if it would resume."""
+    done = run("get", RUNTIME, name, "--output", "json", check=False)
+    if done.returncode:
+        return f"its runtime can't be read: {done.stderr.strip()}"
+    spec = json.loads(done.stdout)["spec"]["template"]["spec"]
+    specs = {one["name"]: one["template"]["spec"] for one in spec["replicatedJobs"]}
+    job: dict[str, Any] = specs.get("node", {})
+    for rule in job.get("podFailurePolicy", {}).get("rules", []):
+        if (codes := rule.get("onExitCodes")) and (SAVED in codes["values"]) == (codes["operator"] == "In"):
+            action = rule["action"]
+            break
+    else:
+        action = "Count"
+    policy, reason = spec.get("failurePolicy", {}), "BackoffLimitExceeded" if action == "Count" else "PodFailurePolicy"
+    rules = (one["action"] for one in policy.get("rules", []) if reason in (one.get("onJobFailureReasons") or [reason]))
+    answer = next(rules, "RestartJobSet")
+    if action == "Ignore" or "IgnoreMaxRestarts" in answer or (answer == "RestartJobSet" and policy.get("maxRestarts")):
+        return ""
+    limit = job.get("backoffLimit", 6)
+    return f"its runtime {name} counts each node that is stopped as one of {limit} failures, and starts no run again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +142,9 @@ class KubernetesJob:
     def pods(self, output: str, **options: Any) -> subprocess.CompletedProcess[str]:
         return self.run("get", "pods", "--selector", self.selector, "--output", output, **options)
 
-    def create(self, job: Job, manifest: str, trial: str, say: Callable[[str], None]) -> None:
+    def create(self, job: Job, manifest: str, trial: str, pod: dict[str, Any], say: Callable[[str], None]) -> None:
         """Everything is checked before anything is created or deleted. A job that has ended is replaced, one that runs
-        is not. `trial`: the manifest under another name."""
+        is not. `trial`: the manifest under another name; `pod`: the pods' template."""
         problems = []
         for kind, name, key in references(job):
             done = self.run("get", kind, name, "--output", "name", check=False)
@@ -115,6 +159,7 @@ class KubernetesJob:
             what = f"{RESOURCES[self.engine]} {self.name} exists and has not ended"
             problems.append(Problem(what, job.where("name"), hint))
         raise_all(problems)
+        self._try_pod(pod, say)
         words = ("apply", "--validate=strict", "--filename", "-")
         self.run(*words, "--dry-run=server", feed=manifest if before is None else trial)
         if before is not None:
@@ -125,6 +170,25 @@ class KubernetesJob:
         if warnings := LOG.sub("", done.stderr).strip():  # such as: would violate PodSecurity
             say(warnings)
         say(done.stdout.strip())
+
+    def _try_pod(self, template: dict[str, Any], say: Callable[[str], None]) -> None:
+        """The servers of operators look at no pod: what a pod would be refused for would be found after hours in a
+        queue. Whoever may create no pods asks the same of a Job."""
+        named = {"metadata": {"generateName": f"{self.name[:NAME_LETTERS]}-"}}
+        pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {**template["metadata"], **named["metadata"]}}
+        job = {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": {"template": template}}
+        for one in (pod, job):
+            words = ("create", "--dry-run=server", "--validate=strict", "--filename", "-")
+            done = self.run(*words, feed=json.dumps(one), check=False)
+            if not done.returncode:
+                return
+            text = LOG.sub("", done.stderr).strip()
+            if "exceeded quota" in text:  # now; a queue may wait for it
+                say(f"note: {text}")
+                return
+            if "cannot create resource" not in text:
+                raise RunError(text, f"{self.name}: its pods", POD_HINT)
+        say(f"note: whether its pods would be admitted is not known: {text}")
 
     def _wait_until_gone(self, seconds: float, say: Callable[[str], None]) -> None:
         """The job before and its pods, which may still be saving where the new ones would write."""
@@ -146,18 +210,35 @@ class KubernetesJob:
             reported = True
             time.sleep(PAUSE_SECONDS)
 
+    def warnings(self) -> list[str]:
+        """What the cluster complains about since this job was created, each thing once: about it, its pods, its place
+        in a queue. Of a pod that can't be created only this tells why."""
+        done = self.run("get", "events", "--field-selector=type=Warning", "--output=json", check=False)
+        if done.returncode:
+            return [f"events can't be read: {done.stderr.strip()}"]
+        created, found = self.get("--output=jsonpath={.metadata.creationTimestamp}"), dict[str, str]()
+        for event in json.loads(done.stdout)["items"]:
+            kind, name = event["involvedObject"]["kind"], event["involvedObject"]["name"]
+            pattern = EVENTS.get(kind, "{0}(-node-0)?").format(re.escape(self.name))
+            when = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
+            if re.fullmatch(pattern, name) and when[:19] >= created[:19]:
+                what = f"{event['reason']}: {' '.join(event['message'].split())}"
+                found.setdefault(what, f"{kind.lower()} {name}: {what}")
+        return list(found.values())
+
     def logs(self, *more: str) -> int:
         return self.run("logs", "--selector", self.selector, "--prefix", "--tail=-1", *more, show=True).returncode
 
     def follow(self, nodes: int, say: Callable[[str], None]) -> int:
         """Logs of all nodes until the job has ended, over its restarts too; how it ended is the exit code."""
-        since, last = list[str](), ""
+        since, last = list[str](), list[str]()
         while True:
             how, phases = self.state(), self.pods(PHASES).stdout.split()
             if how == "running" and (len(phases) < nodes or "Pending" in phases):
-                now = ", ".join(phases) or "no pod yet"
-                if now != last:
-                    say(f"waiting: {now}")
+                now = [f"waiting: {', '.join(phases) or 'no pod yet'}", *self.warnings()]
+                for line in now:
+                    if line not in last:
+                        say(line)
                 last = now
             else:
                 # Pods of earlier tries are read too, and as many as a try has may be created anew meanwhile.
@@ -167,7 +248,7 @@ class KubernetesJob:
                     return 0 if how in SUCCEEDED else 1
                 # All of them have ended, or the connection broke: what is new is read, and nothing twice.
                 since = [f"--since-time={time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"]
-                last = ""
+                last = []
             time.sleep(PAUSE_SECONDS)
 
 
@@ -177,7 +258,7 @@ def references(job: Job) -> Iterator[tuple[str, str, str]]:
     for index, volume in enumerate(cluster.volumes):
         yield "persistentvolumeclaim", volume.claim, f"volumes[{index}].claim"
     if job.engine == "trainer":
-        yield "clustertrainingruntime.trainer.kubeflow.org", cluster.runtime, "runtime"
+        yield RUNTIME, cluster.runtime, "runtime"
     for key, kind in REFERENCES.items():
         if name := getattr(cluster, key):
             yield kind, name, key

@@ -130,11 +130,14 @@ def review(job: Job) -> Iterator[Problem | str]:
 
 
 def choose_engine(job: Job, *, ask: bool, say: Callable[[str], None] = lambda _: None) -> Job:
-    """The run file's engine, or the first that the cluster has, if it may be asked."""
+    """The run file's engine, or the first of the cluster that serves, if it may be asked."""
+    ask, where = ask and kubectl.find() is not None, job.where("cluster.engine")
+    if job.cluster.engine == "trainer" and ask and (why := kubectl.runtime_problem(job.cluster.runtime)):
+        say(f"note: {where}: {why}; cluster.engine: jobset would")
     if job.cluster.engine != "auto":
         return job
-    if ask and kubectl.find() is not None:
-        return replace(job, engine=kubectl.installed_engine())
+    if ask:
+        return replace(job, engine=kubectl.installed_engine(job.cluster, say))
     say(f"note: {job.where('cluster.engine')}: auto, and no cluster was asked: an indexed Job, which all have")
     return job
 
@@ -150,7 +153,8 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     # The server would compare a job of the same name with the one that is to be replaced: it validates another name.
     trial = replace(job, name=f"{job.name[: NAME_LETTERS - 7]}-{secrets.token_hex(3)}")
     target = KubernetesJob(job.name, job.engine, job.cluster.namespace)
-    target.create(job, job_yaml(job, job.engine), job_yaml(trial, job.engine), say)
+    pod = [*yaml.safe_load_all(job_yaml(job, "job"))][-1]["spec"]["template"]
+    target.create(job, job_yaml(job, job.engine), job_yaml(trial, job.engine), pod, say)
     keep_record(job, "kubernetes", folder)
     return True
 
@@ -161,8 +165,16 @@ def _target(record: Record) -> KubernetesJob:
 
 def status(record: Record) -> int:
     job = _target(record)
-    tables = (job.get(), job.pods("wide").stdout.strip())
-    print("\n".join(table for table in tables if table) or f"{job.name}: it no longer exists")
+    pods = job.pods("wide").stdout.strip()
+    print("\n".join(table for table in (job.get(), pods) if table) or f"{job.name}: it no longer exists")
+    for line in job.warnings() if job.state() == "running" else ():
+        print(f"warning: {line}")
+    if " Terminating " in pods:
+        namespace = f"--namespace {job.namespace} " if job.namespace else ""
+        print(
+            f"hint: a pod whose node is lost stays, and holds up the restart: once that machine is surely off, "
+            f"kubectl {namespace}delete pod NAME --force"
+        )
     return 0
 
 

@@ -152,7 +152,7 @@ class Cluster(Section):
     platform: Literal["local", "script", "runai", "kubernetes"] = "local"
     """How the run is started: on this machine, as a script for each node (Slurm), with Run:ai, or with Kubernetes."""
     engine: Literal["auto", "trainer", "pytorchjob", "jobset", "job"] = "auto"
-    """On Kubernetes: Kubeflow Trainer, PyTorchJob, JobSet or an indexed Job; auto: the first that is installed."""
+    """On Kubernetes: Kubeflow Trainer, PyTorchJob, JobSet or an indexed Job; auto: JobSet where it is installed."""
     trainer_version: Release | None = None
     """Version of Kubeflow Trainer, "2.3" or newer."""
     image: Image | None = None
@@ -208,7 +208,7 @@ class Cluster(Section):
     env: dict[Variable, LooseText | Secret] = Field(default={})
     """Environment variables; secrets by reference: `HF_TOKEN: {secret: hub, key: token}`."""
     max_restarts: Natural = 3
-    """How often a lost run is restarted; it resumes from its newest checkpoint."""
+    """How often a lost run is restarted; it resumes from its newest checkpoint. A stop signal is not counted."""
     grace_seconds: Count | None = None
     """Seconds to save in after a stop signal; null: from the plan."""
     deadline_seconds: Count | None = None
