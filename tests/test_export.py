@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from windlass.plan.layout import Layout
 from windlass.train import checkpoint
 from windlass.train.checkpoint import seal
 from windlass.train.load import load
+from windlass.train.logits import compute_logits, open_adapter
 from windlass.train.same_base import RECORD, describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
@@ -238,7 +240,8 @@ def test_what_is_far_below_a_code_survives_on_average() -> None:
 
 def test_the_adapter_alone(cases: dict[str, Case], tmp_path: Path) -> None:
     case = cases["published"]
-    assert export(case.adapter, tmp_path, called="org/published", say=silent).record["deviations"] == []
+    options: dict[str, Any] = {"called": "org/published", "model_class": "Mistral4ForCausalLM", "say": silent}
+    assert export(case.adapter, tmp_path, **options).record["deviations"] == []
     before = load_file(case.adapter / "adapter_model.safetensors")
     after = load_file(tmp_path / "adapter_model.safetensors")
     assert before.keys() == after.keys()
@@ -255,10 +258,62 @@ def test_the_adapter_alone(cases: dict[str, Case], tmp_path: Path) -> None:
     assert "--base DIR" in str(no.value)
     assert base_of(source, str(case.base)).path == case.base
     # Again into the same folder, in 16 bits
-    export(case.adapter, tmp_path, dtype="bf16", say=silent)
+    export(case.adapter, tmp_path, dtype="bf16", **options)
     after = load_file(tmp_path / "adapter_model.safetensors")
     assert all(torch.equal(before[key].bfloat16(), after[key]) for key in before)
     assert (tmp_path / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_an_adapter_opens_on_the_multimodal_class_and_on_the_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what the cards show, in plain PEFT: the trained model's logits, and nothing on the vision tower.
+
+    Its modules have names in common with the language model's, and PEFT shortens names to what they differ in.
+    """
+    base = tiny.write(tmp_path / "base", "mistral4", quantization="none", dtype="float32", layers=4)
+    model = peft_model(base, {"target_modules": [*MLA, "down_proj"], **EXPERTS, "modules_to_save": ["lm_head"]})
+    model.peft_config["default"].target_modules = set(model.base_model.targeted_module_names)
+    model.save_pretrained(str(tmp_path / "saved"), save_embedding_layers=False)
+    rows = torch.arange(24).view(2, 12) + 20
+    trained = compute_logits(model, rows)
+    outer, inner = "Mistral3ForConditionalGeneration", "Mistral4ForCausalLM"
+    for to, source, more in (("outer", "saved", []), ("inner", "outer", ["--for", inner]), ("again", "inner", [])):
+        arguments = ["export", str(tmp_path / source), "--to", str(tmp_path / to), "--base", str(base)]
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([*arguments, "--base-name", str(base), *more])
+        assert f"named     for {inner if to == 'inner' else outer}" in capsys.readouterr().err
+        names = json.loads((tmp_path / to / "adapter_config.json").read_text())["target_modules"]
+        assert len(names) == 4 * 6  # each by its full name
+        assert all(name.startswith("model.language_model.") == (to != "inner") for name in names)
+        monkeypatch.chdir(tmp_path / to)
+        snippets = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+        for snippet, kind in zip(snippets, (inner, outer) if to == "inner" else (outer, inner), strict=True):
+            space: dict[str, Any] = {}
+            exec(snippet, space)
+            opened = space["model"].eval()
+            assert type(opened.get_base_model()).__name__ == kind
+            assert not any("lora_" in name and "vision" in name for name, _ in opened.named_parameters())
+            assert torch.allclose(compute_logits(opened, rows), trained, atol=1e-5)
+        # windlass itself takes both: to generate, to merge, to train on
+        assert torch.equal(compute_logits(open_adapter(plain_model(base), tmp_path / to), rows), trained)
+        assert len(read_deltas(choose_adapter(tmp_path / to), read_base(base)).by_name) == 4 * 6 + 4 * 2 + 1
+    assert load_file("adapter_model.safetensors").keys() == load_file("../outer/adapter_model.safetensors").keys()
+    # On the other class than it was named for, PEFT itself refuses it
+    with pytest.raises(ValueError, match="No modules were targeted"):
+        PeftModel.from_pretrained(plain_model(base), str(tmp_path / "outer"))
+    for wrong, message in (
+        (["--for", "LlamaForCausalLM"], f"base is no LlamaForCausalLM\n\nhint: known: {outer}, {inner}"),
+        (["--for", inner, "--merge"], "a merged model has its base's class"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["export", str(tmp_path / "saved"), "--to", str(tmp_path / "no"), "--base", str(base), *wrong])
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+    both = load_file("adapter_model.safetensors") | load_file("../inner/adapter_model.safetensors")
+    save_file(both, "adapter_model.safetensors")
+    with pytest.raises(UserError, match="names of the language model and of the wrapper for the same"):
+        read_deltas(choose_adapter(tmp_path / to), read_base(base))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from test_experts import BOTH, E, R, base, batch, live, plan_of, section, stacks
 from torch import Tensor, nn
 
 from windlass.errors import RunError, UserError
+from windlass.model.files import read_header
 from windlass.model.targets import ExpertShard
 from windlass.train import checkpoint, lora, sync
 from windlass.train.liveness import Liveness
 from windlass.train.sync import Replicas, fingerprints
+from windlass.train.wrapped import outer_name, rename_config, rename_keys
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
@@ -121,6 +125,13 @@ def test_the_saved_adapter_opens_in_plain_peft_and_goes_on_here(tmp_path: Path, 
     assert trained(again).keys() == trained(model).keys()
     with pytest.raises(UserError, match="no adapter there"):
         adapted(experts=experts, adapter=str(tmp_path), patterns=("o_proj", "q_b_proj"))
+    # Named for the multimodal model around it, as `windlass export` does
+    file, settings = tmp_path / checkpoint.ADAPTER, json.loads((tmp_path / "adapter_config.json").read_text())
+    settings |= rename_config(settings, read_header(file), outer_name)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(rename_keys(load_file(file), outer_name), file)
+    again = adapted(experts=experts, adapter=str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 # --- it trains ---

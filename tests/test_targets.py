@@ -161,6 +161,42 @@ def test_mistral_small_4_by_the_baseline_recipe() -> None:
     assert not any("not adapted" in note for note in with_experts.notes)
 
 
+# family, expression -> what the warnings say, in order; nothing where it reaches what its words suggest
+MEANT: list[tuple[str, str, list[str]]] = [
+    ("mistral", r".*\.self_attn\.(q|k|v|o)_proj", []),
+    ("mistral", r".*(q_proj|v_proj)", []),
+    ("mistral", r".*\.o_proj", []),  # named in full
+    ("mistral", r"model\.layers\.[02]\..*o_proj", []),  # layers by their numbers
+    ("mistral", r".*(self_attn|mlp).*", []),
+    ("qwen3_moe", r".*(self_attn|mlp).*", ["nothing matches 'mlp' in"]),  # routed experts are no modules
+    (
+        "mistral4",
+        r".*\.self_attn\.(q|k|v|o)_proj",
+        ["nothing matches 'q', 'k', 'v' in '", "reaches o_proj of self_attn and leaves out q_a_proj, q_b_proj, kv_a_"],
+    ),
+    ("mistral4", r".*attn\.[qkvo]_proj", ["reaches o_proj of self_attn and leaves out q_a_proj"]),
+    (
+        "mistral4",
+        r".*(q_proj|o_proj)",
+        [r"nothing matches 'q_proj' in '.*(q_proj|o_proj)'", "reaches o_proj of self_attn and leaves out q_a_proj"],
+    ),
+    ("mistral", r".*self_attn.*|.*feed_forward.*", ["nothing matches '.*feed_forward.*' in"]),
+    ("deep", r"model\.layers\.\d\.self_attn\.[a-z]_proj", [
+        "reaches self_attn's q_proj in 10 of 12, k_proj in 10 of 12, v_proj in 10 of 12, o_proj in 10 of 12 layers",
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "pattern", "expected"), MEANT)
+def test_an_expression_that_leaves_out_what_its_words_suggest(
+    model_type: str, pattern: str, expected: list[str]
+) -> None:
+    deep = {"model_type": "mistral", "num_hidden_layers": 12}
+    _, base = small_base(**(deep if model_type == "deep" else {"model_type": model_type}))
+    for warning, words in zip(own(base, target_modules=pattern).warnings, expected, strict=True):
+        assert words in warning
+
+
 def test_names_of_experts() -> None:
     """A name that only routed experts have is satisfied by lora.experts; gate and up of experts are one parameter."""
     _, base = small_base("mixtral")

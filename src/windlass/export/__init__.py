@@ -23,9 +23,11 @@ from windlass.export.proof import GIB, compare_logits, prove_files
 from windlass.export.serve import ServeHints, push, serve_hints
 from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
 from windlass.files import read_json, write_json
+from windlass.model import Base
 from windlass.train.checkpoint import save_tensors
 from windlass.train.same_base import RECORD as RECORD_OF_BASE
 from windlass.train.same_base import digest_files, digest_size, recorded_base, require_same_base
+from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
 
 __all__ = ["Exported", "export", "hints", "push"]
 
@@ -63,12 +65,14 @@ def export(
     dtype: str | None = None,
     base: str | None = None,
     called: str | None = None,
+    model_class: str | None = None,
     workers: int | None = None,
     allow_other_base: bool = False,
     say: Say = print,
     progress: Progress = no_progress,
 ) -> Exported:
     """Write and prove. `base`: the folder that holds it, `called`: its name; without them the adapter gives both.
+    `model_class`: on which an adapter for a multimodal model is to be opened.
 
     A deviation raises after everything is written: nothing is deleted.
     """
@@ -85,9 +89,11 @@ def export(
     }
     try:
         if merge:
+            if model_class:
+                raise UserError("a merged model has its base's class", "--for", "leave it out")
             record |= _merge(source, base, to, name, dtype, workers, say, progress, allow_other_base=allow_other_base)
         else:
-            record |= _export_adapter(source, base, to, name, dtype, say)
+            record |= _export_adapter(source, base, to, name, dtype, model_class, say)
         write_json(to / RECORD, record)
     except OSError as error:
         problem = f"{error.filename or to} can't be written: {error.strerror or error}"
@@ -124,7 +130,7 @@ def claim_folder(source: Source, base: Path | None, to: Path, kind: str, size: i
 
 
 def _export_adapter(
-    source: Source, base: str | None, to: Path, name: str, dtype: str | None, say: Say
+    source: Source, base: str | None, to: Path, name: str, dtype: str | None, model_class: str | None, say: Say
 ) -> dict[str, Any]:
     """The adapter alone in PEFT's format: as it was saved, or in 16 bits, with its base's name instead of a path."""
     # 1. If the base is at hand, the adapter must fit it.
@@ -134,20 +140,26 @@ def _export_adapter(
     else:
         say(f"base      {found.name}: {len(read_deltas(source, found).by_name)} of its parameters are adapted")
 
+    openers = order_classes(found, model_class)
+
     # 2. Write.
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"an adapter can't be written as {dtype!r}", "--dtype", f"one of {', '.join(DTYPES)}")
     claim_folder(source, found.path if found else None, to, ADAPTER)
     config = {**source.config, "base_model_name_or_path": name, "inference_mode": True}
+    expected = saved = load_file(source.weights)
+    if found and found.wrapper:
+        rename = inner_name if openers[0] == found.family.causal_lm else outer_name
+        config, expected = {**config, **rename_config(config, saved, rename)}, rename_keys(saved, rename)
+        say(f"named     for {openers[0]}; for {openers[1]}: --for {openers[1]}")
     # PEFT writes this list as a set, in another order each time: sorted, two exports can be compared.
     if isinstance(config.get("target_modules"), list):
         config["target_modules"] = sorted(config["target_modules"])
     write_json(to / CONFIG, config)
-    expected = load_file(source.weights)
-    if dtype is None:
+    if dtype is None and expected.keys() == saved.keys():
         shutil.copyfile(source.weights, to / WEIGHTS)
     else:
-        expected = {key: tensor.to(DTYPES[dtype]) for key, tensor in expected.items()}
+        expected = {key: tensor.to(DTYPES[dtype]) if dtype else tensor for key, tensor in expected.items()}
         save_tensors(expected, to / WEIGHTS, {"format": "pt"})
     for folder in (source.folder, *([source.run_folder / "final"] if source.run_folder else [])):
         if companions := {path for pattern in COMPANIONS for path in folder.glob(pattern)}:
@@ -157,7 +169,7 @@ def _export_adapter(
     recorded = recorded_base(source.folder)
     if recorded:
         write_json(to / RECORD_OF_BASE, recorded)
-    write_card(source, to, name, merged=False, dtype=dtype, other_base=recorded.get("other_base", ""))
+    write_card(source, to, name, merged=False, dtype=dtype, other_base=recorded.get("other_base", ""), openers=openers)
 
     # 3. Open it again: the same tensors, each the one that was saved.
     after = load_file(to / WEIGHTS)
@@ -171,7 +183,20 @@ def _export_adapter(
     if not deviations:
         say(f"proven    opened again: every tensor present, {'rounded once' if dtype else 'byte-equal'}")
     digests = {"base_digest": recorded.get("base_digest"), "other_base": recorded.get("other_base", "")}
-    return {"dtype": dtype, **digests, "deviations": deviations}
+    return {"dtype": dtype, "opened_by": openers[:1], **digests, "deviations": deviations}
+
+
+def order_classes(base: Base | None, wanted: str | None) -> list[str]:
+    """The classes of transformers that open the adapter: as it is named, and the other one of a wrapper's two."""
+    if base is None:
+        if wanted:
+            problem = "the names of its modules follow from the base model, which is not on this machine"
+            raise UserError(problem, "--for", "name the folder that holds it: --base DIR")
+        return []
+    classes = [*([base.wrapper.architecture] if base.wrapper else []), base.family.causal_lm]
+    if wanted and wanted not in classes:
+        raise UserError(f"{base.name} is no {wanted}", "--for", f"known: {', '.join(classes)}")
+    return sorted(classes, key=lambda name: name != wanted)
 
 
 def _merge(

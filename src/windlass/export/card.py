@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,17 @@ SETTINGS: Final = {
 }
 
 
-def write_card(source: Source, to: Path, base: str, *, merged: bool, dtype: str | None, other_base: str = "") -> None:
+def write_card(
+    source: Source,
+    to: Path,
+    base: str,
+    *,
+    merged: bool,
+    dtype: str | None,
+    other_base: str = "",
+    openers: Sequence[str] = (),
+) -> None:
+    """`openers`: the class that opens the adapter as it is named, and the other one of a wrapper's two."""
     events = source.run_folder / EVENTS if source.run_folder else None
     lines = list(read_json_lines(events)) if events and events.is_file() else []
     evaluations = {line["step"]: line["eval_loss"] for line in lines if isinstance(line.get("eval_loss"), float)}
@@ -37,6 +48,7 @@ def write_card(source: Source, to: Path, base: str, *, merged: bool, dtype: str 
         merged=merged,
         dtype=dtype,
         other_base=other_base,
+        openers=openers,
         data=data,
         name=run.get("name") or source.folder.name,
         why=source.why,

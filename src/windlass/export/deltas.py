@@ -7,7 +7,6 @@ LoRA: W + s BA. DoRA: its rows, rescaled to a trained length. A parameter that w
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,9 +21,7 @@ from windlass.model import Base, Parameter, Stored
 from windlass.model.family import FUSED
 from windlass.model.files import read_header, some
 from windlass.train.reading import DTYPES, Files, whole
-
-PREFIX: Final = "base_model.model."
-KEY: Final = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
+from windlass.train.wrapped import KEY, PREFIX, inner_name, rename_config, rename_keys
 
 # Fields of PEFT's LoraConfig that change what the weights mean, and the values under which they don't.
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
@@ -122,29 +119,23 @@ def require_supported(config: Mapping[str, Any], where: str) -> None:
 def read_deltas(source: Source, base: Base) -> Deltas:
     """Every tensor of the adapter assigned to its parameter, or one error that says what does not fit."""
     require_supported(source.config, str(source.folder / CONFIG))
-    stored = read_header(source.weights)
+    saved, config, rename = read_header(source.weights), source.config, inner_name if base.wrapper else str
+    stored = rename_keys(saved, rename)
+    config = config | (rename_config(config, saved, rename) if base.wrapper else {})
     parameters = {parameter.name: parameter for parameter in base.parameters}
-    prefixes = [ours for ours, theirs in base.wrapper.prefixes if theirs == "model."] if base.wrapper else []
-
-    def rename(key: str) -> str:
-        """A name in PEFT's file as the language model's: the adapter may have been trained inside the wrapper."""
-        key = key.removeprefix(PREFIX)
-        outer = next((prefix for prefix in prefixes if key.startswith(prefix)), None)
-        return key if outer is None else f"model.{key[len(outer) :]}"
-
     pairs: dict[str, dict[str, Stored]] = {}  # module as PEFT nests it -> kind -> tensor
     deltas: dict[str, Delta] = {}
-    misfits: list[str] = []
+    misfits = ["it has names of the language model and of the wrapper for the same"] if len(stored) < len(saved) else []
     for key, tensor in stored.items():
-        name = rename(key).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-        if match := KEY.fullmatch(key) if tensor.dtype in DTYPES else None:
-            pairs.setdefault(rename(match["module"]), {})[match["kind"]] = tensor
+        name = key.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        if match := KEY.fullmatch(key.removeprefix(PREFIX)) if tensor.dtype in DTYPES else None:
+            pairs.setdefault(match["module"], {})[match["kind"]] = tensor
         elif tensor.dtype in DTYPES and name in parameters and parameters[name].shape == tensor.shape:
             deltas[name] = Delta(parameters[name], replaced=tensor)
         else:
             misfits.append(f"{key} ({tensor.dtype} {list(tensor.shape)}) belongs to no parameter of it")
     for module, kinds in pairs.items():
-        delta = _delta(module, kinds, parameters, source.config)
+        delta = _delta(module, kinds, parameters, config)
         if isinstance(delta, str):
             misfits.append(delta)
         elif delta.parameter.name in deltas:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from windlass.errors import RunError, UserError
-from windlass.export.deltas import KEY, PREFIX
 from windlass.export.source import Source
 from windlass.model import Base
 from windlass.model.files import read_header
+from windlass.train.wrapped import KEY, PREFIX
 
 APPLIED, NOT, UNSURE = "applied", "not applied", "not certain"
 VLLM, SGLANG = "vLLM", "SGLang"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -46,6 +47,7 @@ class Adapter:
     trainable: int
     dtype_bytes: int  # 4 or 2
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
@@ -101,6 +103,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
         trainable=sum(target.parameters for target in targets) + biases,
         dtype_bytes=DTYPE_BYTES[lora.dtype],
         notes=tuple(_list_notes(lora, base, targets, biases)),
+        warnings=tuple(_warn_of_rest(one, taken, linears)) if one not in ("", ALL, ALL_LINEAR) else (),
     )
 
 
@@ -181,6 +184,30 @@ def _match_experts(lora: Lora, base: Base, where: Where) -> list[Target]:
         targets.setdefault(leaf, Target(EXPERTS, (leaf,), "experts", tuple(p.name for p in own), count, note, r))
     raise_all(problems)
     return list(targets.values())
+
+
+def _warn_of_rest(pattern: str, found: Mapping[str, str], linears: Mapping[str, Parameter]) -> Iterator[str]:
+    """What a regular expression leaves out, though its words suggest it."""
+    group = re.compile(r"\((?:\?:)?((?!\?)[^()]*\|[^()]*)\)")  # of alternatives, none of them a group
+    text, idle = f"({pattern})", []
+    for match in group.finditer(text):
+        for word in match[1].split("|"):
+            alone = f"{text[: match.start(1)]}{word}{text[match.end(1) :]}"
+            idle += [] if any(re.fullmatch(alone, module) for module in linears) else [word]
+    if idle:
+        yield f"nothing matches {', '.join(map(repr, idle))} in '{pattern}'"
+    layers: dict[tuple[str, str], list[str]] = defaultdict(list)  # (self_attn, q_proj) -> its module in each layer
+    for module in linears:
+        if place := re.search(r"\.\d+\.(.+)\.(\w+)$", module):
+            layers[place[1], place[2]].append(module)
+    for parent in dict.fromkeys(parent for parent, _ in layers):
+        count = {leaf: len(found.keys() & {*modules}) for (of, leaf), modules in layers.items() if of == parent}
+        hit, rest = [leaf for leaf in count if count[leaf]], [leaf for leaf in count if not count[leaf]]
+        if hit and rest and (idle or (len(hit) < len(rest) and not all(leaf in pattern for leaf in hit))):
+            yield f"'{pattern}' reaches {', '.join(hit)} of {parent} and leaves out {', '.join(rest)}"
+        missed = [f"{leaf} in {count[leaf]} of {len(layers[parent, leaf])}" for leaf in hit]
+        if any(count[leaf] < len(layers[parent, leaf]) for leaf in hit) and not re.search(r"[0-9]", pattern):
+            yield f"'{pattern}' reaches {parent}'s {', '.join(missed)} layers"
 
 
 def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) -> Iterator[str]:

@@ -25,8 +25,6 @@ ROWS, LENGTH = 4, 64
 KEPT = 0.5  # how far from all of the adapter's change what is merged may be: 16-bit weights are rounded by as much
 EQUAL = 1e-3  # of logits in float32: the same arithmetic, perhaps in another order
 UNSHARDED = Layout("resident", "compared", 1, 1, shard=1)
-# transformers' own way to read a wrapper's language model alone.
-INNER = {r"^language_model\.model\.": "model.", r"^model\.language_model\.": "model.", r"^language_model\.": ""}
 
 
 class Differs(Exception):  # noqa: N818  (a finding, not an error of this process)
@@ -55,8 +53,9 @@ def main(folder: Path) -> list[str]:
         opener = "windlass (transformers would drop scales of this FP8 base) and plain PEFT"
         plain = load_certified(base)
     else:
-        opener, mapping = "plain transformers and PEFT", {"key_mapping": INNER} if base.wrapper else {}
-        plain, info = open_plainly(folder / "model", base.family.causal_lm, **mapping)
+        kind = base.wrapper.architecture if base.wrapper else base.family.causal_lm
+        opener = f"plain transformers ({kind}) and PEFT"
+        plain, info = open_plainly(folder / "model", kind)
         if info["missing_keys"]:
             raise Differs(f"plain transformers misses {len(info['missing_keys'])} weights of the base")
     _, adapted = logits_without_and_with(plain, folder / "adapter", rows)
@@ -91,9 +90,9 @@ def load_certified(base: Base) -> Any:
     return load(base, UNSHARDED, dtype=torch.float32)[0].eval()
 
 
-def open_plainly(model: Path, kind: str, **more: Any) -> tuple[Any, dict[str, Any]]:
+def open_plainly(model: Path, kind: str) -> tuple[Any, dict[str, Any]]:
     cls = getattr(transformers, kind)
-    found, info = cls.from_pretrained(model, dtype=torch.float32, output_loading_info=True, **more)
+    found, info = cls.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
     return found.eval(), info
 
 

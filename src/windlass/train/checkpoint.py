@@ -142,9 +142,10 @@ def adapter_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def adapter_config(model: PeftModel) -> PeftConfig:
-    """As whoever opens the file wants it."""
+    """As whoever opens the file wants it. PEFT shortens the modules' names, and a vision tower has such names too."""
     config = copy.copy(model.peft_config[model.active_adapter])
     config.inference_mode = True
+    config.target_modules = sorted(model.base_model.targeted_module_names)
     return config
 
 

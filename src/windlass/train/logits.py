@@ -9,17 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.model.family import WRAPPERS
+from windlass.train.wrapped import read_inner_config
+
 
 def open_adapter(model: Any, folder: Path) -> Any:
-    """A saved adapter on a model, by PEFT's own way."""
+    """A saved adapter on a model, by PEFT's own way; on a language model also one that was saved inside a wrapper."""
     from peft import PeftModel
 
+    config, mapping = read_inner_config(folder)
+    if type(model).__name__ in {wrapper.architecture for wrapper in WRAPPERS.values()}:
+        config = mapping = None
     with warnings.catch_warnings():
         # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         # PEFT 0.21 asks for an attribute that transformers 5.23 has renamed.
         warnings.filterwarnings("ignore", message=r".*is_gradient_checkpointing", category=FutureWarning)
-        return PeftModel.from_pretrained(model, str(folder)).eval()
+        return PeftModel.from_pretrained(model, str(folder), config=config, key_mapping=mapping).eval()
 
 
 @torch.no_grad()

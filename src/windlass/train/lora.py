@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,7 @@ from windlass.model.targets import Adapter, ExpertShards
 from windlass.train import experts
 from windlass.train.fp8 import fp8_formats, part_of
 from windlass.train.parallel import device_of_this_rank
+from windlass.train.wrapped import read_inner_config
 
 if TYPE_CHECKING:
     from windlass.runfile import Lora
@@ -47,7 +48,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     # ranks draw the same masks, on other rows, as with transformers' Trainer.
     set_seed(seed)
     if lora.adapter:  # continued as it was saved, but for dropout, which is no property of its weights
-        config = PeftConfig.from_pretrained(lora.adapter)
+        config, mapping = read_inner_config(Path(lora.adapter))
         config.inference_mode = False
         config.lora_dropout = 0.0 if config.target_parameters else lora.lora_dropout
     else:
@@ -57,7 +58,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
     if lora.adapter:  # the saved tensors; of split experts, this rank's part
-        parts, saved = ExpertShards(peft_model), load_peft_weights(lora.adapter, device="cpu")
+        parts, saved = ExpertShards(peft_model), load_peft_weights(lora.adapter, "cpu", mapping)
         own = {name: parts.own(name, tensor) for name, tensor in saved.items()}
         outcome = set_peft_model_state_dict(peft_model, own)
         if odd := [*(name for name in outcome.missing_keys if "lora_" in name), *outcome.unexpected_keys]:

@@ -1,0 +1,61 @@
+"""Names in a saved adapter: of the language model alone, or of the multimodal model (the wrapper) around it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from windlass.model.files import read_header
+
+PREFIX: Final = "base_model.model."  # of every name in PEFT's files
+KEY: Final = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
+Rename = Callable[[str], str]
+
+
+def inner_name(name: str) -> str:
+    """A module's name, or a pattern for names, inside the wrapper -> in the language model alone."""
+    return re.sub(r"(?<![^.^])language_model\\?\.", "", name, count=1)
+
+
+def outer_name(name: str) -> str:
+    """The way back, as transformers names a wrapper's modules since 4.52."""
+    return re.sub(r"^(\^?model\\?\.)", r"\1language_model.", inner_name(name))
+
+
+def rename_keys(tensors: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
+    return {PREFIX + rename(key.removeprefix(PREFIX)): tensor for key, tensor in tensors.items()}
+
+
+def rename_config(config: Mapping[str, Any], keys: Iterable[str], rename: Rename) -> dict[str, Any]:
+    """The fields of adapter_config.json that name modules, when the tensors (`keys`) are renamed.
+
+    In full: the last part of a name alone would match modules of the vision tower too.
+    """
+    pairs = [match["module"] for key in keys if (match := KEY.fullmatch(key.removeprefix(PREFIX)))]
+    names = dict.fromkeys(name.replace(".base_layer", "") for name in pairs)  # PEFT nests those of one module
+    wanted = [name.rpartition(".") for name in config.get("target_parameters") or ()]  # fused experts: no modules
+    parameters = [f"{name}.{leaf}" for name in names for stem, _, leaf in wanted if f".{name}".endswith(f".{stem}")]
+    modules = names.keys() - {name.rpartition(".")[0] for name in parameters}
+    renamed: dict[str, Any] = {
+        "target_modules": sorted(map(rename, modules)),
+        "target_parameters": [*map(rename, parameters)] or None,
+    }
+    for patterns in ("rank_pattern", "alpha_pattern"):
+        renamed[patterns] = {rename(name): value for name, value in (config.get(patterns) or {}).items()}
+    return renamed
+
+
+def read_inner_config(folder: Path) -> tuple[Any, dict[str, str] | None]:
+    """PEFT's configuration of a saved adapter by the language model's own names, and its `key_mapping` to them."""
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(str(folder))
+    file = folder / "adapter_model.safetensors"
+    keys = list(read_header(file)) if file.is_file() else []
+    if all(inner_name(key) == key for key in keys):
+        return config, None
+    for name, value in rename_config(config.to_dict(), keys, inner_name).items():
+        setattr(config, name, value)
+    return config, {r"(?<![^.])language_model\.": ""}
