@@ -33,7 +33,7 @@ DTYPES: Final = {
     "F8_E5M2": torch.float8_e5m2,
 }
 NEEDS_SCALE: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
-UNCONVERTED: Final = 8  # times as many elements are read at a time where nothing is converted
+UNCONVERTED: Final = 2  # times as many elements are read at a time where nothing is converted: they stay in the cache
 
 
 class DamagedError(Exception):
