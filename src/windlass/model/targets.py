@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections import defaultdict
@@ -186,16 +187,15 @@ def _match_experts(lora: Lora, base: Base, where: Where) -> list[Target]:
     return list(targets.values())
 
 
-def _warn_of_rest(pattern: str, found: Mapping[str, str], linears: Mapping[str, Parameter]) -> Iterator[str]:
+def _warn_of_rest(pattern: str, found: Mapping[str, str], linears: Mapping[str, Parameter]) -> list[str]:
     """What a regular expression leaves out, though its words suggest it."""
     group = re.compile(r"\((?:\?:)?((?!\?)[^()]*\|[^()]*)\)")  # of alternatives, none of them a group
-    text, idle = f"({pattern})", []
+    text, idle, texts = f"({pattern})", [], []
     for match in group.finditer(text):
         for word in match[1].split("|"):
             alone = f"{text[: match.start(1)]}{word}{text[match.end(1) :]}"
-            idle += [] if any(re.fullmatch(alone, module) for module in linears) else [word]
-    if idle:
-        yield f"nothing matches {', '.join(map(repr, idle))} in '{pattern}'"
+            with contextlib.suppress(re.error):  # (?i) is allowed at the beginning alone
+                idle += [] if any(re.fullmatch(alone, module) for module in linears) else [word]
     layers: dict[tuple[str, str], list[str]] = defaultdict(list)  # (self_attn, q_proj) -> its module in each layer
     for module in linears:
         if place := re.search(r"\.\d+\.(.+)\.(\w+)$", module):
@@ -204,10 +204,14 @@ def _warn_of_rest(pattern: str, found: Mapping[str, str], linears: Mapping[str, 
         count = {leaf: len(found.keys() & {*modules}) for (of, leaf), modules in layers.items() if of == parent}
         hit, rest = [leaf for leaf in count if count[leaf]], [leaf for leaf in count if not count[leaf]]
         if hit and rest and (idle or (len(hit) < len(rest) and not all(leaf in pattern for leaf in hit))):
-            yield f"'{pattern}' reaches {', '.join(hit)} of {parent} and leaves out {', '.join(rest)}"
+            texts.append(f"reaches {', '.join(hit)} of {parent}, not {', '.join(rest)}")
         missed = [f"{leaf} in {count[leaf]} of {len(layers[parent, leaf])}" for leaf in hit]
         if any(count[leaf] < len(layers[parent, leaf]) for leaf in hit) and not re.search(r"[0-9]", pattern):
-            yield f"'{pattern}' reaches {parent}'s {', '.join(missed)} layers"
+            texts.append(f"reaches {parent}'s {', '.join(missed)} layers")
+    if idle:
+        unmatched = f"nothing matches its {', '.join(map(repr, idle))}"
+        texts[:1] = [f"{texts[0]}; {unmatched}" if texts else unmatched]
+    return texts
 
 
 def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) -> Iterator[str]:

@@ -37,7 +37,7 @@ def row_tokens(rows: Rows) -> int | None:
 
 def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
     """The gravest first."""
-    yield from (Warning(f"lora.target_modules: {text}") for text in plan.adapter.warnings)
+    yield from (Warning(f"lora.target_modules {text}") for text in plan.adapter.warnings)
     run, schedule, limit, tokens = plan.loaded.run, plan.schedule, plan.batch.length, row_tokens(rows)
     gains = {advice.change.replace(": ", "="): advice.gain for advice in plan.advice}
     steps, train = schedule.steps, run.train

@@ -75,7 +75,7 @@ def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
     for name, value in rows.items():
         console.print(Text(f"{name:9}", style="bold") + Text(value))
     for warning in adapter.warnings:
-        console.print(Text(f"warning: lora.target_modules: {warning}", style="yellow"))
+        console.print(Text(f"warning: lora.target_modules {warning}", style="yellow"))
     for name, problem in unread(environ).items():
         console.print(Text(f"warning: {name} in the environment: {problem}", style="yellow"))
 
