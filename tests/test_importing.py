@@ -205,7 +205,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     ),
     "axolotl all weights": ("a.yml", edited(AXOLOTL, adapter=None), {}, ["adapter"]),
     "axolotl preferences": ("a.yml", edited(AXOLOTL, rl="dpo", rl_beta=0.1), {}, ["rl", "rl_beta"]),
-    "axolotl noise": ("a.yml", edited(AXOLOTL, neftune_noise_alpha=5), {}, ["neftune_noise_alpha"]),
+    "axolotl noise": (
+        "a.yml",
+        edited(AXOLOTL, neftune_noise_alpha=5, use_eaft=True),
+        {"train.neftune_noise_alpha": 5},
+        ["use_eaft"],
+    ),
     "axolotl new tokens": ("a.yml", edited(AXOLOTL, lora_modules_to_save=["lm_head"]), {}, ["lora_modules_to_save"]),
     "axolotl other end": ("a.yml", edited(AXOLOTL, special_tokens={"eos_token": "<e>"}), {}, ["special_tokens"]),
     "axolotl misspelt": ("a.yml", edited(AXOLOTL, lora_aplha=3), {}, ["lora_aplha"]),

@@ -24,6 +24,7 @@ LOAD: Final = "load.json"  # the certificate: every weight proven against the fi
 STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step
 METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this rank
 EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
+SAMPLES: Final = "samples.jsonl"  # step, prompt, text: what the model made of fixed prompts at evaluations
 ALARMS: Final = "alarms.jsonl"  # time, step, rank, kind, level, message
 CHECKPOINTS: Final = "checkpoints"
 FINAL: Final = "final"  # the adapter

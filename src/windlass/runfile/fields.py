@@ -163,6 +163,25 @@ When = Annotated[
 ]
 
 
+class SampleSection(Section):
+    """Prompts that the model continues at evaluations, greedily, into samples.jsonl and the report."""
+
+    prompts: Annotated[list[Text], Field(min_length=1)] | None = None
+    """The prompts; or set `file` or `from_eval`."""
+    file: Text | None = None
+    """File with a prompt per line: text, or JSON with a `prompt`."""
+    from_eval: Count | None = None
+    """So many validation rows, up to where the loss begins, or their first half."""
+    chat: bool = False
+    """Write each prompt as a user's turn, by the chat template."""
+    every: Count = 1
+    """At every Nth evaluation."""
+    max_new_tokens: Count = 64
+    """Longest continuation in tokens."""
+    max_seconds: Positive = 60.0
+    """Time after which the continuations of an evaluation are cut off."""
+
+
 class Train(Section):
     """The training, in the terms of transformers' TrainingArguments."""
 
@@ -212,6 +231,10 @@ class Train(Section):
     """Compute in bfloat16."""
     fp16: bool = False
     """Must be false: float16 overflows, and windlass stops a run at a step that isn't finite."""
+    neftune_noise_alpha: Positive | None = None
+    """Scale of uniform noise on the input embeddings during training (NEFTune), often 5 to 15; null: none."""
+    sample: SampleSection | None = None
+    """Prompts that the model continues at evaluations, to read what it learns."""
     logging_steps: Count = 25
     """Log every N optimizer steps."""
     eval_strategy: When = "steps"

@@ -104,6 +104,12 @@ def _training(run: RunFile, ranks: int) -> Iterator[Clash]:
 
 def _evaluation(run: RunFile) -> Iterator[Clash]:
     train, data = run.train, run.data
+    if train.sample is not None:
+        if sum(way is not None for way in (train.sample.prompts, train.sample.file, train.sample.from_eval)) != 1:
+            yield "train.sample", "needs one of prompts, file and from_eval", "write train.sample: {from_eval: 4}"
+        if train.eval_strategy == "no":
+            what = "prompts are continued at evaluations, and train.eval_strategy is no"
+            yield "train.sample train.eval_strategy", what, "set train.eval_strategy: steps, or leave train.sample out"
     if train.eval_strategy != "no" and data.val_split is None and data.val_fraction is None:
         hint = "set data.val_split, or data.val_fraction: 0.05, or train.eval_strategy: no"
         yield "train.eval_strategy data.val_split", "evaluation is on, but there is nothing to evaluate on", hint

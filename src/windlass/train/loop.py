@@ -19,6 +19,7 @@ from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batch, Batches
 from windlass.train.loss import patch_forward, router_loss_weight
+from windlass.train.noise import add_embedding_noise
 from windlass.train.optimizer import create_optimizer, create_scheduler, follows_evaluation
 from windlass.train.parallel import device_of_this_rank, fsdp_modules, is_sharded, keep_gathered
 from windlass.train.sync import Waits
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from windlass.train.console import Progress
     from windlass.train.liveness import Liveness
     from windlass.train.rank import StopSignal
+    from windlass.train.samples import Samples
     from windlass.train.saver import Saver
     from windlass.train.sync import Replicas
     from windlass.train.trackers import Trackers
@@ -63,6 +65,7 @@ class Loop:
     saver: Saver  # checkpoints
     progress: Progress  # the terminal
     trackers: Trackers  # TensorBoard, W&B …
+    samples: Samples | None = None  # prompts that it continues at evaluations
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # trained on by all ranks since the run began
@@ -88,6 +91,8 @@ class Loop:
         self.kept_gathered = fsdp_modules(self.model) if gather_once else []
         self.waits = Waits(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
         patch_forward(self.causal_lm)
+        if self.train.neftune_noise_alpha:
+            add_embedding_noise(self.causal_lm.get_input_embeddings(), self.train.neftune_noise_alpha)
         if self.train.gradient_checkpointing or layout.activation_checkpointing:
             self.causal_lm.activation_checkpointing_enable()
         self.optimizer = create_optimizer(self.train, self.model.named_parameters(), self.total)
@@ -305,6 +310,8 @@ class Loop:
         self.recorder.event("eval", self.step, **metrics)
         self.progress.end_evaluation(self.step, self.eval_loss)
         self._log(metrics)
+        if self.samples is not None:
+            self.samples.generate(self)
         return True
 
     def save(self) -> None:

@@ -41,6 +41,7 @@ def patch_forward(model: PreTrainedModel) -> None:
         tokens: Tensor | None = None,
         balance_share: Tensor | None = None,
         per_token: bool = False,
+        choose: bool = False,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """supervised: positions, of the flattened batch, whose next token counts; targets: those tokens.
@@ -57,6 +58,8 @@ def patch_forward(model: PreTrainedModel) -> None:
         weight = self.get_output_embeddings().weight
         if isinstance(weight, DTensor):  # a head that FSDP2 has in a group of its own
             weight = weight.full_tensor()
+        if choose:  # the likeliest next tokens
+            return torch.cat([logits.argmax(1) for _, logits, _ in _chunks(hidden, weight)])
         if per_token:
             return token_figures(hidden, weight, targets)
         loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets)  # type: ignore[no-untyped-call]

@@ -52,6 +52,7 @@ from windlass.train.resume import (
     resolved,
 )
 from windlass.train.same_base import RECORD, describe_base
+from windlass.train.samples import Samples, read_prompts
 from windlass.train.saver import Saver
 from windlass.train.sync import Replicas
 from windlass.train.trackers import Trackers
@@ -360,6 +361,11 @@ def make_loop(
         rows, size = np.arange(len(data.validation)), train.per_device_eval_batch_size
         options["round_rows"] = size * here.world
         validation = Batches(data.validation, Collate(collator), size, order=lambda _: rows, **options)
+    samples = None
+    if train.sample is not None and validation is not None:
+        prompts = read_prompts(train.sample, tokenizer, validation, job.data.max_length, plan.loaded.where)
+        at_once = train.per_device_eval_batch_size
+        samples = Samples(prompts, train.sample, tokenizer, job.data.max_length, at_once, folder)
     report_to = train.report_to if here.rank == 0 else "none"
     return Loop(
         plan,
@@ -381,4 +387,5 @@ def make_loop(
         ),
         progress=Progress(here, console, train.logging_steps, lambda: recorder.counters.peak_gib),
         trackers=Trackers(report_to, folder, train.run_name, resolved(plan), recorder.unwritten),
+        samples=samples,
     )

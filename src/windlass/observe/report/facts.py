@@ -26,6 +26,7 @@ STOPPED_BY_ALARM, KILLED = "stopped by an alarm", "killed"
 BAD_STATES: Final = (run_folder.FAILED, KILLED, STOPPED_BY_ALARM)
 DATA_SHARE: Final = 0.25  # of the step time, from which waiting for data is reported
 CERTIFICATE: Final = ("checkpoint", "base_digest", "layout", "parameters", "loaded", "unread", "checked")
+MAX_PROMPTS, MAX_TEXTS, MAX_LETTERS = 16, 6, 1200
 MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
 
@@ -62,6 +63,7 @@ def facts(run: Run) -> Facts:
         },
         "experts": experts(run),
         "evaluations": events["eval"],
+        "samples": samples(run),
         "alarms": run.alarms[:MAX_LISTED],
         "alarm_count": len(run.alarms),
         "watched": run.watched,
@@ -99,6 +101,21 @@ def facts(run: Run) -> Facts:
     made["planned"] = planned(run, made)
     made["verdict"] = verdict(run, made)
     return made
+
+
+def samples(run: Run) -> list[Facts]:
+    """What the model made of each prompt, at a few steps from the first to the last."""
+    by_prompt: dict[str, list[Facts]] = {}
+    for line in run.samples:
+        by_prompt.setdefault(str(line.get("prompt", "")), []).append(line)
+    shown = []
+    for prompt, lines in list(by_prompt.items())[:MAX_PROMPTS]:
+        chosen = [lines[round(i * (len(lines) - 1) / (MAX_TEXTS - 1))] for i in range(MAX_TEXTS)]
+        chosen = list({id(line): line for line in chosen}.values())
+        texts = [{"step": line.get("step"), "text": str(line.get("text", ""))[:MAX_LETTERS]} for line in chosen]
+        reference = str(lines[-1].get("reference") or "")[:MAX_LETTERS]
+        shown.append({"prompt": prompt[:MAX_LETTERS], "reference": reference, "texts": texts})
+    return shown
 
 
 def state(run: Run) -> str:

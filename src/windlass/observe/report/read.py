@@ -71,6 +71,7 @@ class Run:
     meters: dict[int, dict[str, Any]]
     events: list[dict[str, Any]]
     alarms: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
     files: dict[str, dict[str, Any]]  # plan.json and the others, as far as they are there
     absent: list[str]  # what is missing, and why
     watched: bool  # then no alarm means that there was none
@@ -147,6 +148,7 @@ def read(folder: Path, points: int = 480) -> Run:
         meters={rank: meter for rank, meter in meters.items() if meter},
         events=list(Tail(folder / run_folder.EVENTS).objects()),
         alarms=list(Tail(folder / run_folder.ALARMS).objects()),
+        samples=list(Tail(folder / run_folder.SAMPLES).objects()),
         files=files,
         absent=absent + [f"{name} is absent" for name, there in needed.items() if not there],
         watched=watched,

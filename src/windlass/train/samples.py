@@ -1,0 +1,180 @@
+"""Continues fixed prompts at evaluations, with the model as it is being trained: sharded, in FP8, its experts split.
+
+Greedy and without a cache of keys and values: a right-padded batch goes through the same forward pass as training does,
+so nothing that training depends on changes, and it draws no random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from windlass.errors import UserError
+from windlass.files import append_json_line
+from windlass.observe.steps import IGNORED
+from windlass.run_folder import SAMPLES
+from windlass.train import group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from windlass.runfile.fields import SampleSection
+    from windlass.train.batches import Batches
+    from windlass.train.loop import Loop
+
+DUMMY: Final = [0, 0]  # of a rank without a prompt: it takes part in every gather
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    ids: list[int]
+    reference: str = ""  # what the data have there
+
+
+@dataclass(eq=False)
+class Samples:
+    """The prompts of a run."""
+
+    prompts: Sequence[Prompt]
+    settings: SampleSection
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    at_once: int  # sequences in one forward pass
+    folder: Path
+
+    def generate(self, loop: Loop) -> None:
+        """Continue every prompt and append the texts to samples.jsonl. A collective."""
+        evaluations = sum("eval_loss" in values for values in loop.log_history)
+        if (evaluations - 1) % self.settings.every:
+            return
+        ends = time.monotonic() + self.settings.max_seconds
+        rank, world = group.rank(), group.world()
+        own = [list(prompt.ids) for prompt in self.prompts[rank::world]]
+        rounds = -(-len(self.prompts) // (world * self.at_once))  # the same on every rank
+        loop.causal_lm.eval()
+        ended = [False] * len(own)
+        for start in range(0, rounds * self.at_once, self.at_once):
+            rows = own[start : start + self.at_once]
+            ended[start : start + len(rows)] = self._continue(loop, rows, ends)
+        loop.causal_lm.train()
+        texts = [
+            self.tokenizer.decode(ids[len(prompt.ids) :], skip_special_tokens=True)
+            for ids, prompt in zip(own, self.prompts[rank::world], strict=True)
+        ]
+        everyones = group.gather(list(zip(texts, ended, strict=True)))
+        if rank == 0:
+            for number, prompt in enumerate(self.prompts):
+                text, at_end = everyones[number % world][number // world]
+                line = {
+                    "step": loop.step,
+                    "prompt": prompt.text,
+                    "reference": prompt.reference,
+                    "text": text,
+                    "ended": at_end,
+                }
+                append_json_line(self.folder / SAMPLES, line)
+        loop.recorder.mark("pause")
+
+    def _continue(self, loop: Loop, rows: list[list[int]], until: float) -> list[bool]:
+        """Append tokens to the rows, as many times as any rank needs; which of them have come to their end."""
+        device, ends = loop.device, _end_tokens(loop.causal_lm, self.tokenizer)
+        finished = [False] * len(rows)
+        for _ in range(self.settings.max_new_tokens):
+            loop.recorder.mark("pause")
+            batch = rows or [DUMMY]
+            width = max(map(len, batch))
+            ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=device)
+            last = torch.tensor([number * width + len(row) - 1 for number, row in enumerate(batch)], device=device)
+            with torch.no_grad(), loop.autocast:
+                choices = loop.causal_lm(input_ids=ids, supervised=last, targets=last, choose=True)
+            for number, (row, choice) in enumerate(zip(rows, choices.tolist(), strict=False)):
+                if not finished[number] and len(row) < self.max_length:
+                    row.append(choice)
+                    finished[number] = choice in ends
+            open_rows = any(not end and len(row) < self.max_length for row, end in zip(rows, finished, strict=True))
+            stop = time.monotonic() > until or loop.stop_signal.received
+            state = torch.tensor([float(open_rows), float(stop)], device=device)
+            if group.world() > 1:
+                dist.all_reduce(state)
+            if not state[0] or state[1]:
+                break
+        return finished
+
+
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    return {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+
+
+def read_prompts(
+    settings: SampleSection,
+    tokenizer: PreTrainedTokenizerBase,
+    validation: Batches,
+    max_length: int,
+    where: Callable[[str], str],
+) -> list[Prompt]:
+    """The run file's prompts, those of a file, or the beginnings of validation rows."""
+    if settings.from_eval is not None:
+        return _of_rows(validation, settings.from_eval, tokenizer)
+    texts, key = settings.prompts or [], "train.sample.prompts"
+    if settings.file is not None:
+        key = "train.sample.file"
+        try:
+            lines = Path(settings.file).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise UserError(f"{settings.file} can't be read: {error.strerror}", where(key), "check the path") from None
+        texts = [_text_of(line) for line in lines if line.strip()]
+    if not texts:
+        raise UserError("there is no prompt", where(key), "write a prompt per line")
+    prompts = []
+    for text in texts:
+        rendered = text
+        if settings.chat:
+            if not tokenizer.chat_template:
+                hint = "leave chat out, or set data.chat_template"
+                raise UserError("the tokenizer has no chat template", where("train.sample.chat"), hint)
+            turn = [{"role": "user", "content": text}]
+            rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        ids = tokenizer(rendered, add_special_tokens=not settings.chat)["input_ids"]
+        if not 0 < len(ids) < max_length:
+            what = f"the prompt {text[:40]!r} has {len(ids)} tokens, and rows may have {max_length}"
+            raise UserError(what, where(key), "shorten it, or raise data.max_length")
+        prompts.append(Prompt(text, ids))
+    return prompts
+
+
+def _text_of(line: str) -> str:
+    """A line of a prompt file: plain text, or JSON with a `prompt`."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return line
+    return str(value["prompt"]) if isinstance(value, dict) and "prompt" in value else line
+
+
+def _of_rows(validation: Batches, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The first documents of the validation rows: up to the first token that loss is computed on, or half."""
+    prompts: list[Prompt] = []
+    for row in (validation.rows[number] for number in range(len(validation.rows))):
+        ids, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"] if "labels" in row else row["input_ids"])
+        sizes = row["seq_lengths"] if "seq_lengths" in row else [len(ids)]
+        for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+            own, target = ids[end - size : end], labels[end - size : end] != IGNORED
+            start = int(target.argmax()) if not target[0] else len(own) // 2
+            if 0 < start < len(own):
+                parts = (
+                    tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in (own[:start], own[start:])
+                )
+                prompts.append(Prompt(next(parts), own[:start].tolist(), next(parts)))
+            if len(prompts) == count:
+                return prompts
+    return prompts

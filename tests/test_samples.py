@@ -1,0 +1,122 @@
+"""Continuations of fixed prompts at evaluations: what plain PEFT generates, and training as it is without them."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import warm
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from windlass import tiny
+from windlass.errors import UserError
+from windlass.observe import report
+from windlass.runfile import read
+from windlass.train.logits import open_adapter
+from windlass.train.noise import add_embedding_noise
+
+RUN = """
+model: {{model_name_or_path: model, torch_dtype: float32}}
+lora: {{r: 4, lora_alpha: 8, target_modules: all-linear, experts: true}}
+data: {{dataset_name_or_path: rows.jsonl, dataset_config_name: null, max_length: 48, val_fraction: 0.1}}
+train:
+  output_dir: {folder}
+  max_steps: 4
+  per_device_train_batch_size: 2
+  gradient_accumulation_steps: 1
+  per_device_eval_batch_size: 2
+  learning_rate: 0.01
+  bf16: false
+  neftune_noise_alpha: 5
+  eval_steps: 2
+  save_strategy: "no"
+{sample}
+layout: {{name: expert-parallel, expert_parallel: 2}}
+cluster: {{gpu: cpu, gpus_per_node: 2}}
+"""
+PROMPTS = ["hull keel", "mast", "the quay by the north sea"]
+STATED = f"  sample: {{prompts: {json.dumps(PROMPTS)}, max_new_tokens: 6}}"
+ROWS = "  sample: {from_eval: 3, max_new_tokens: 4, every: 2}"
+
+
+def steps(folder: Path) -> list[tuple[float, float]]:
+    lines = (folder / "steps-rank0.jsonl").read_text().splitlines()
+    return [(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "model", "mixtral", dtype="float32")
+    words = ["anchor", "bark", "cable", "deck", "eddy", "fathom", "galley", "hull"]
+    rows = [{"text": " ".join(words[(n * k) % 8] for k in range(1, 12))} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, sample in (("without", ""), ("stated", STATED), ("rows", ROWS)):
+        (tmp_path / f"{name}.yaml").write_text(RUN.format(folder=name, sample=sample))
+        command = [warm.python(), "-m", "windlass", "train", f"{name}.yaml"]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    assert steps(tmp_path / "stated") == steps(tmp_path / "rows") == steps(tmp_path / "without")
+    assert not (tmp_path / "without" / "samples.jsonl").exists()
+
+    lines = samples(tmp_path / "stated")
+    assert [(line["step"], line["prompt"]) for line in lines] == [(step, p) for step in (2, 4) for p in PROMPTS]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    model = open_adapter(model, tmp_path / "stated" / "final")
+    for line in lines[3:]:
+        ids = tokenizer(line["prompt"], return_tensors="pt")["input_ids"]
+        output = model.generate(input_ids=ids, do_sample=False, max_new_tokens=6)[0, ids.shape[1] :]
+        assert line["text"] == tokenizer.decode(output, skip_special_tokens=True)
+        assert line["ended"] == (tokenizer.eos_token_id in output.tolist())
+
+    shown = report.make([tmp_path / "stated"]).runs[0]["samples"]
+    assert [sample["prompt"] for sample in shown] == PROMPTS
+    assert [text["step"] for text in shown[0]["texts"]] == [2, 4]
+    page = (tmp_path / "stated" / "report.html").read_text()
+    assert "Continued prompts" in page
+    assert html.escape(shown[0]["texts"][1]["text"], quote=False)[:8] in page
+
+    lines = samples(tmp_path / "rows")
+    assert [line["step"] for line in lines] == [2, 2, 2]  # every second evaluation, from the first on
+    texts = [row["text"] for row in rows]
+    assert all(f"{line['prompt']}{line['reference']}" in texts for line in lines)
+
+
+def test_noise_is_that_of_transformers_and_none_in_evaluations() -> None:
+    embeddings, ids = nn.Embedding(16, 8), torch.arange(12).view(2, 6)
+    plain = embeddings(ids)
+    add_embedding_noise(embeddings, 5.0)
+    torch.manual_seed(1)
+    noisy = embeddings(ids)
+    torch.manual_seed(1)
+    embeddings.neftune_noise_alpha = 5.0  # type: ignore[assignment]
+    expected = neftune_post_forward_hook(embeddings, None, plain.clone())
+    torch.testing.assert_close(noisy, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(embeddings.eval()(ids), plain)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ("{}", "needs one of prompts, file and from_eval"),
+        ("{prompts: [a], from_eval: 2}", "needs one of prompts, file and from_eval"),
+        ("{from_eval: 2}, eval_strategy: 'no'", "prompts are continued at evaluations"),
+        ("{prompts: []}", "must not be empty"),
+    ],
+)
+def test_what_can_not_be_sampled_is_refused(tmp_path: Path, sample: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"train: {{sample: {sample}}}\n")
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / "run.yaml")
