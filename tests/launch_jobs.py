@@ -45,6 +45,30 @@ FULL = (
     "cluster.grace_seconds=300",
     "cluster.working_dir=/data/scripts",
 )
+# And every other option of a pod; labels and annotations that a person may write.
+EVERY = (
+    *FULL,
+    "cluster.labels={cost-center: a1, no: 'true'}",
+    "cluster.annotations={site/contact: 'ml@site, room 1'}",
+    "cluster.fs_group=0",
+    "cluster.supplemental_groups=[5000, 5001]",
+    "cluster.volumes=[{claim: project-001, path: /data}, {claim: base, path: /models, sub_path: a/b, read_only: true},"
+    " {config_map: ca, path: /etc/ssl/site.crt, sub_path: ca.crt}, {secret: netrc, path: /secrets, read_only: true},"
+    " {empty_dir: 200Gi, path: /scratch}, {empty_dir: 1Gi, medium: Memory, path: /ram}]",
+    "cluster.cpu_limit=16",
+    "cluster.memory_request=96Gi",
+    "cluster.hugepages={2Mi: 4Gi}",
+    "cluster.ephemeral_storage=100Gi",
+    "cluster.runtime_class=nvidia",
+    "cluster.queue_priority=urgent",
+    "cluster.topology=preferred",
+    "cluster.image_pull_policy=IfNotPresent",
+    "cluster.ttl_seconds=86400",
+    "cluster.network_policy=all",
+    "cluster.pod_monitor=true",
+    "watch.prometheus_port=9400",
+    "watch.prometheus_address=0.0.0.0",
+)
 GOLDEN = ROOT / "tests" / "golden" / "launch"
 # Example, overrides of its own, Accelerate file.
 RUNS: dict[str, tuple[str, tuple[str, ...], str | None]] = {

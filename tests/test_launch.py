@@ -98,6 +98,8 @@ def test_what_has_no_effect_there_is_reported() -> None:
     assert "NCCL_IB_HCA" not in said
     assert "OURS" not in said
     assert "the SCC nonroot-v2" in "\n".join(example("train", FULL)[0].notes), "the plan has it too"
+    assert "must not be root" not in notes("openshift", *SITE)
+    assert "restricted-v2 refuses group 7" in notes("openshift", *SITE, "cluster.fs_group=7")
     plain = notes("kubernetes", *SITE)
     assert "must not be root (runAsNonRoot)" in plain
     assert "SCC" not in plain
@@ -150,9 +152,12 @@ def volume(here: Path) -> tuple[str, ...]:
 KUBECTL = r"""
 case " $* " in
   *" api-resources "*) printf '%s\n' $KINDS ;;
+  *" get nodes "*) if [[ -e "$NODES" ]]; then cat "$NODES"; else echo 'Error: nodes is forbidden' >&2; exit 1; fi ;;
   *" can-i create $DENIED "*) echo no; exit 1 ;;
   *" explain "*"$DENIED"*) echo "error: field \"$DENIED\" does not exist" >&2; exit 1 ;;
   *" get $DENIED "*|*" get "*" $DENIED "*) echo "Error from server (Forbidden): $DENIED is forbidden" >&2; exit 1 ;;
+  *"jsonpath={.metadata.uid}"*) echo 1234-5678 ;;
+  *" patch "*) cat >"$OWNED"; if [[ -e no-patch ]]; then echo 'Error: forbidden' >&2; exit 1; fi ;;
   *" get $MISSING "*) echo 'Error from server (NotFound): it was not found' >&2; exit 1 ;;
   *" get clustertrainingruntime"*" json "*) echo "$RUNTIME" ;;
   *" get events "*) cat events 2>/dev/null || echo '{"items": []}' ;;
@@ -186,7 +191,7 @@ class Cluster:
         self.folder, self._monkeypatch = folder, monkeypatch
         self.said: list[str] = []
         program(folder / "bin", "kubectl", KUBECTL)
-        files = {name: str(folder / name.lower()) for name in ("STATE", "APPLIED", "TRIED", "PODS")}
+        files = {name: str(folder / name.lower()) for name in ("STATE", "APPLIED", "TRIED", "PODS", "NODES", "OWNED")}
         self.answer(
             KINDS="jobs.batch", MISSING="-", DENIED="nobody", RUNTIME=STOCK, AFTER=ended("Complete"), OVER="", **files
         )
@@ -239,14 +244,27 @@ def test_the_cluster_is_asked_first_and_then_given_the_very_file(cluster: Cluste
 def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    mount = f"cluster.volumes=[{{claim: a, path: {cluster.folder}}}, {{config_map: ca, path: /etc/ssl/ca}}]"
     for more, missing in (
         ("cluster.engine=auto", "persistentvolumeclaim project-001"),
+        ("cluster.engine=auto", "network-attachment-definitions.k8s.cni.cncf.io ssa"),
+        (mount, "configmap ca"),
+        ("cluster.runtime_class=nvidia", "runtimeclass.node.k8s.io nvidia"),
         ("cluster.queue=gpus", "localqueue.kueue.x-k8s.io gpus"),
         ("cluster.engine=trainer", "clustertrainingruntime.trainer.kubeflow.org torch-distributed"),
     ):
         cluster.answer(MISSING=missing)
         with pytest.raises(UserError, match=f"the cluster has no {missing}"):
             cluster.submit(more)
+        assert cluster.applied is None
+        cluster.answer(MISSING="-", DENIED=missing)
+        assert cluster.submit(more) == 0, "whoever may not look may still submit"
+        assert f"note: {missing} could not be looked up: Error from server (Forbidden)" in "\n".join(cluster.said)
+        (cluster.folder / "applied").unlink()
+        cluster.answer(DENIED="nobody")
+    cluster.answer(MISSING="queue.scheduling.volcano.sh gpus")
+    with pytest.raises(UserError, match=r"queue\.scheduling\.volcano\.sh gpus"):
+        cluster.submit("cluster.queue=gpus", "cluster.gang=volcano")
     cluster.answer(MISSING="-", REFUSES='error: strict decoding error: unknown field "spec.foo"')
     with pytest.raises(RunError, match=r"spec.foo(.|\n)*cluster.engine names another one"):
         cluster.submit()
@@ -299,6 +317,51 @@ def test_what_a_pod_would_be_refused_for_is_found_before_anything_is_created(
     assert [line for line in cluster.said if forbidden in line]
     job = tried.read_text().partition("}{")[2]
     kubernetes_validate.validate({**json.loads("{" + job), "metadata": {"name": "x"}}, "1.36", strict=True)
+
+
+def test_nodes_without_the_gpus_are_a_note(cluster: Cluster) -> None:
+    """Not an error: others may join once pods wait."""
+
+    def notes(*nodes: tuple[str, int], more: str = "cluster.cpu=16") -> list[str]:
+        items = [
+            {"metadata": {"labels": {kubectl.PRODUCT: name}}, "status": {"allocatable": {"nvidia.com/gpu": str(count)}}}
+            for name, count in nodes
+        ]
+        cluster.has(nodes=json.dumps({"items": items}))
+        assert cluster.submit(more) == 0
+        (cluster.folder / "applied").unlink()
+        return [line for line in cluster.said if "nodes have" in line or "planned for" in line]
+
+    assert notes(*[("NVIDIA-H200", 8)] * 3) == []
+    (few,) = notes(("NVIDIA-H200", 8), ("NVIDIA-H200", 0), ("NVIDIA-H200", 8))
+    assert "2 of 3 nodes have 1 nvidia.com/gpu each; the run needs 3: pods wait until others join" in few
+    assert (
+        "planned for h200, but pods may get NVIDIA-A100-SXM4-80GB"
+        in notes(*[("NVIDIA-H200", 8)] * 3, ("NVIDIA-A100-SXM4-80GB", 8))[0]
+    )
+    chosen = f"cluster.node_selector={{{kubectl.PRODUCT}: NVIDIA-H200}}"
+    assert notes(*[("NVIDIA-H200", 8)] * 3, ("NVIDIA-A100-SXM4-80GB", 8), more=chosen) == []
+    (cluster.folder / "nodes").unlink()
+    assert cluster.submit() == 0
+    assert "could not be looked up: Error: nodes is forbidden" in "\n".join(cluster.said)
+
+
+def test_what_belongs_to_the_job_goes_with_it(cluster: Cluster) -> None:
+    """Deleted by hand, by its time to live or by windlass stop."""
+    assert cluster.submit("cluster.network_policy=ingress") == 0
+    owned = {
+        (one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all((cluster.folder / "owned").read_text())
+    }
+    applied = list(yaml.safe_load_all(cluster.applied or ""))
+    assert owned == {(one["kind"], one["metadata"]["name"]) for one in applied[:-1]}
+    assert {kind for kind, _ in owned} == {"ConfigMap", "Service", "NetworkPolicy"}
+    patch = json.loads(cluster.words[cluster.words.index("--patch") + 1])
+    (owner,) = patch["metadata"]["ownerReferences"]
+    assert owner == {"apiVersion": "batch/v1", "kind": "Job", "name": "run", "uid": "1234-5678"}
+    (cluster.folder / "applied").unlink()
+    cluster.has(**{"no-patch": ""})
+    assert cluster.submit() == 0
+    assert "note: only windlass stop deletes what belongs to the job: Error: forbidden" in cluster.said
 
 
 def test_a_running_job_is_left_alone_and_an_ended_one_replaced(

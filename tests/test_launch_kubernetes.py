@@ -17,11 +17,11 @@ from kubeflow.training.models import KubeflowOrgV1PyTorchJob, KubeflowOrgV1PyTor
 from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1Job
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
-from launch_jobs import EXAMPLES, FULL, SITE, compared, example, lost, plan_of
+from launch_jobs import EVERY, EXAMPLES, FULL, SITE, compared, example, lost, plan_of
 
 from windlass import run_folder
 from windlass.errors import UserError
-from windlass.launch import kubernetes, runai
+from windlass.launch import kubernetes, pod, runai
 from windlass.launch.job import Variable, job_of
 from windlass.launch.submit import render
 from windlass.runfile.machines import Volume
@@ -36,6 +36,12 @@ def manifests(engine: str, site: tuple[str, ...] = FULL) -> list[dict[str, Any]]
     return list(yaml.safe_load_all(kubernetes.job_yaml(job_of(plan, overrides=overrides), engine)))
 
 
+def every(engine: str) -> tuple[str, ...]:
+    """All options that the engine has a field for."""
+    refused = pod.REFUSED.get(engine, {})
+    return tuple(word for word in EVERY if word.partition("=")[0].partition(".")[2] not in refused)
+
+
 def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Wherever a kind keeps them."""
     spec = document.get("spec", {})
@@ -48,6 +54,15 @@ def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
+def pods_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is known of the pods, of a TrainJob's too: what it changes in its runtime's."""
+    if document["kind"] != "TrainJob":
+        return pod_templates(document)
+    (patch,) = document["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    return [job["template"]["spec"]["template"]]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("run", ["train", "two-gpus"])
 def test_golden_manifests(run: str, engine: str) -> None:
@@ -57,17 +72,17 @@ def test_golden_manifests(run: str, engine: str) -> None:
     compared(f"{run}/kubernetes/{engine}.yaml", made["job.yaml"].partition("\n---\n")[2])
 
 
-@pytest.mark.parametrize("site", [SITE, FULL], ids=["site", "full"])
+@pytest.mark.parametrize("site", [SITE, FULL, EVERY], ids=["site", "full", "every"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kubernetes_and_the_operators_take_all_of_it(engine: str, site: tuple[str, ...]) -> None:
     """And what no schema knows: names of mounted files, of the Service, of containers in rules."""
-    documents = manifests(engine, site)
+    documents = manifests(engine, every(engine) if site is EVERY else site)
     workload = documents[-1]
     assert len({(one["kind"], one["metadata"]["name"]) for one in documents}) == len(documents)
     assert {one["metadata"]["namespace"] for one in documents} == {"ml"}
     assert f'"configMap": {{"name": "{documents[0]["metadata"]["name"]}"}}' in json.dumps(workload)
     for document in documents:
-        if document["apiVersion"] in ("v1", "batch/v1"):
+        if document["apiVersion"] in ("v1", "batch/v1", "networking.k8s.io/v1"):
             kubernetes_validate.validate(document, SCHEMA, strict=True)
     for template in pod_templates(workload):  # inside a custom resource nobody validates it: wrapped as a Job
         pod = copy.deepcopy(template)
@@ -76,6 +91,7 @@ def test_kubernetes_and_the_operators_take_all_of_it(engine: str, site: tuple[st
         kubernetes_validate.validate(job, SCHEMA, strict=True)
         (container,) = template["spec"]["containers"]
         assert container["name"] == ("pytorch" if engine == "pytorchjob" else "node")
+        assert {"subPath", "readOnly"} <= {key for mount in container["volumeMounts"] for key in mount} or site != EVERY
         mounts = [mount["name"] for mount in container["volumeMounts"]]
         assert sorted(mounts) == sorted(volume["name"] for volume in template["spec"]["volumes"])
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
@@ -95,6 +111,71 @@ def test_kubernetes_and_the_operators_take_all_of_it(engine: str, site: tuple[st
     ):
         assert set(part) <= set(model.attribute_map.values()), "a field that the operator does not have"
     assert isinstance(workload["spec"]["nprocPerNode"], str)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_option_reaches_job_and_pods(engine: str) -> None:
+    """Where the engine keeps it, and an engine that has no place for it refuses it by name."""
+    documents = manifests(engine, every(engine))
+    workload, pods = documents[-1], pods_of(documents[-1])
+    by_kind = {document["kind"]: document for document in documents}
+    for metadata in (workload["metadata"], *(one["metadata"] for one in pods)):
+        assert {"cost-center": "a1", "no": "true"}.items() <= metadata["labels"].items()
+        assert metadata["annotations"]["site/contact"] == "ml@site, room 1"
+    assert workload["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "urgent"
+    for one in pods:
+        key = "kueue.x-k8s.io/podset-preferred-topology"
+        assert one["metadata"]["annotations"][key] == "topology.kubernetes.io/zone"
+        assert "queue-name" not in str(one["metadata"])
+        context = one["spec"]["securityContext"]
+        assert (context["fsGroup"], context["supplementalGroups"]) == (0, [5000, 5001])
+        sources = {next(iter(set(volume) - {"name"})): volume for volume in one["spec"]["volumes"][2:]}
+        assert sources["configMap"]["configMap"] == {"name": "ca"}
+        assert sources["secret"]["secret"] == {"secretName": "netrc"}
+        assert sources["emptyDir"]["emptyDir"] == {"sizeLimit": "1Gi", "medium": "Memory"}
+        mounts = {mount["mountPath"]: mount for mount in one["spec"]["containers"][0]["volumeMounts"]}
+        assert {"subPath": "a/b", "readOnly": True}.items() <= mounts["/models"].items()
+        assert mounts["/etc/ssl/site.crt"]["subPath"] == "ca.crt"
+    trainer = engine == "trainer"
+    amounts = [workload["spec"]["trainer"]["resourcesPerNode"]] if trainer else []
+    for found in amounts or [one["spec"]["containers"][0]["resources"] for one in pods]:
+        assert found["limits"] == found["requests"], "the QoS class Guaranteed"
+        assert {"cpu": "16", "hugepages-2Mi": "4Gi", "ephemeral-storage": "100Gi"}.items() <= found["limits"].items()
+    policy = by_kind["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= pods[0]["metadata"]["labels"].items(), "it is of these pods"
+    assert policy["ingress"][0]["from"] == policy["egress"][0]["to"] == [{"podSelector": policy["podSelector"]}]
+    if trainer:
+        refused = [word for word in EVERY if word not in every(engine)]
+        assert len(refused) == 4
+        with pytest.raises(UserError) as caught:
+            render(example("train", (*every(engine), "cluster.engine=trainer", *refused))[0], "kubernetes")
+        assert str(caught.value).count("engine trainer can't set it") == len(refused)
+        return
+    spec = pods[0]["spec"]
+    assert spec["runtimeClassName"] == "nvidia"
+    assert spec["containers"][0]["imagePullPolicy"] == "IfNotPresent"
+    assert spec["containers"][0]["ports"] == [{"name": "metrics", "containerPort": 9400}]
+    assert workload["spec"].get("runPolicy", workload["spec"])["ttlSecondsAfterFinished"] == 86400
+    assert by_kind["PodMonitor"]["spec"]["podMetricsEndpoints"] == [{"port": "metrics"}]
+
+
+@pytest.mark.parametrize("engine", ["job", "jobset", "pytorchjob"])
+def test_a_gang_scheduler_gets_a_group_of_all_nodes(engine: str) -> None:
+    """Each pod names it as that scheduler wants; a queue is then the scheduler's own where it has queues."""
+    for more, scheduler, kind, name in (
+        (("cluster.scheduler_name=volcano",), "volcano", "annotations", "scheduling.k8s.io/group-name"),
+        (("cluster.gang=volcano", "cluster.scheduler_name=vc2"), "vc2", "annotations", "scheduling.k8s.io/group-name"),
+        (("cluster.gang=coscheduling",), "scheduler-plugins-scheduler", "labels", "scheduling.x-k8s.io/pod-group"),
+    ):
+        documents = manifests(engine, (*SITE, "cluster.queue=gpus", "cluster.topology_key=rack", *more))
+        (group,) = (document for document in documents if document["kind"] == "PodGroup")
+        volcano = kind == "annotations"
+        assert group["spec"] == {"minMember": 3, **({"queue": "gpus"} if volcano else {})}
+        for one in pod_templates(documents[-1]):
+            assert one["metadata"][kind][name] == group["metadata"]["name"]
+            assert one["spec"]["schedulerName"] == scheduler
+            assert ("podAffinity" in str(one["spec"])) is volcano, "Kueue places pods by annotations"
+        assert ("kueue.x-k8s.io/queue-name" in documents[-1]["metadata"]["labels"]) is not volcano
 
 
 def test_the_validators_would_object() -> None:
@@ -202,10 +283,13 @@ def test_what_pods_cannot_have_is_refused_with_its_place() -> None:
         ("train.save_strategy", "would start from the beginning"),
         ("cluster.image", "no container image"),
         ("cluster.trainer_version", "Kubeflow Trainer 2.2 is too old"),
-        ("cluster.priority_class", "a TrainJob can't set it"),
+        ("cluster.priority_class", "engine trainer can't set it"),
     ):
         assert what in problems.pop(key)
     assert not problems
+    assert "less than the 16 of cluster.cpu" in refused("cluster.cpu_limit=15500m")["cluster.cpu_limit"]
+    host = refused("cluster.volumes=[{host: /data, path: /data}]")
+    assert "pods mount no folder of their node" in host.values()
     assert "8996m of memory" in refused("cluster.memory_limit=8996m")["cluster.memory_limit"]
     assert "is on no volume" in "".join(refused("cluster.volumes=[]").values())
 
@@ -219,6 +303,13 @@ def test_what_pods_cannot_have_is_refused_with_its_place() -> None:
         ("cluster.node_selector={gpu: 'h 200'}", "at most 63 letters"),
         ("cluster.tolerations=[{key: a, value: 'b c'}]", "at most 63 letters"),
         ("cluster.queue=" + "a" * 60 + ".bbbb", "at most 63 letters"),
+        ("cluster.volumes=[{path: /data}]", "nothing to mount at /data"),
+        ("cluster.volumes=[{claim: a, secret: b, path: /data}]", "claim and secret to mount at /data"),
+        ("cluster.volumes=[{claim: a, path: /data, medium: Memory}]", "only an empty_dir has a medium"),
+        ("cluster.volumes=[{claim: a, path: /data, sub_path: a/../../b}]", "a path inside the volume"),
+        ("cluster.labels={app.kubernetes.io/instance: a}", "windlass finds the run's objects by it"),
+        ("cluster.queue_priority=high", "no queue to have a place in"),
+        ("cluster.pod_monitor=true", "nothing to scrape"),
         ("cluster.extended_resources={gpu: 1}", "a device as domain/name"),
         ("cluster.gpu_resource=gpu", "a device as domain/name"),
     ],

@@ -127,7 +127,7 @@ def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | N
         shm_gib=shm_gib,
         memory_request=request,
         memory_limit=cluster.memory_limit or request,
-        cpu=cluster.cpu or str(layout.gpus_per_node * (2 + run.workers)),
+        cpu=cluster.cpu or cluster.cpu_limit or str(layout.gpus_per_node * (2 + run.workers)),
         grace_seconds=grace_seconds,
         grace_reason=grace_reason,
         cluster=cluster,
@@ -264,11 +264,34 @@ def pod_problems(job: Job) -> Iterator[Problem]:
     elif not given:
         hint = f"set cluster.memory_limit, such as 64Gi; {what}"
         yield Problem("what a script needs of host memory can't be planned", job.where("cluster.memory_limit"), hint)
+    if cluster.cpu_limit and cores(job.cpu) > cores(cluster.cpu_limit):
+        yield Problem(f"less than the {job.cpu} of cluster.cpu", job.where("cluster.cpu_limit"), "raise it")
+    for index, volume in enumerate(cluster.volumes):
+        if volume.host:
+            where, hint = job.where(f"cluster.volumes[{index}]"), "mount a claim; only Slurm's containers mount it"
+            yield Problem("pods mount no folder of their node", where, hint)
     for key, amount in given:
         number = amount.rstrip("mkKMGTPEi")
         if float(number) * UNITS[amount[len(number) :]] <= need * GIB:
             least = f"set at least {job.memory_gib + job.is_script}Gi"
             yield Problem(f"{amount} of memory, and {what}", job.where(f"cluster.{key}"), least)
+
+
+def cores(amount: str) -> float:
+    """500m is 0.5."""
+    return int(amount[:-1]) / 1000 if amount.endswith("m") else float(amount)
+
+
+def escape_variables(value: str) -> str:
+    """Kubernetes replaces $(NAME) by other variables, and reads $$ as $."""
+    return value.replace("$", "$$") if "$(" in value or "$$" in value else value
+
+
+def refused_keys(job: Job, refused: Mapping[str, str], platform: str) -> Iterator[Problem]:
+    """Keys that are set and that this platform can't do, each with what to do instead."""
+    for key, hint in refused.items():
+        if key in job.cluster.model_fields_set and getattr(job.cluster, key):
+            yield Problem(f"{platform} can't set it", job.where(f"cluster.{key}"), hint)
 
 
 def ignored_keys(cluster: Cluster, ignored: Mapping[str, str], platform: str) -> Iterator[str]:

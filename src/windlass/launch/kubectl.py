@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from windlass.errors import SAVED, Problem, RunError, UserError, raise_all
 from windlass.launch.job import NAME_LETTERS, Job
-from windlass.runfile.machines import Cluster
+from windlass.launch.pod import kueue
+from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Cluster
 
-RUN_LABEL, MANAGED_BY = "app.kubernetes.io/instance", "app.kubernetes.io/managed-by"
 SECONDS = 60  # for one answer
 PAUSE_SECONDS = 2.0  # between two questions for the same thing
 OVER_GRACE_SECONDS = 60  # pods that are stopping are gone by then
@@ -27,11 +29,15 @@ RESOURCES = {  # by engine; `auto` takes the first that serves the run
 }
 RUNTIME = "clustertrainingruntime.trainer.kubeflow.org"
 JOBSET_FIELD = "jobsets.spec.failurePolicy.rules.onJobFailureMessagePatterns"  # since JobSet 0.10
+VOLUMES = {"claim": "persistentvolumeclaim", "secret": "secret", "config_map": "configmap"}
 REFERENCES = {  # a key of `cluster` that names an object: its kind
-    "queue": "localqueue.kueue.x-k8s.io",
+    "queue_priority": "workloadpriorityclass.kueue.x-k8s.io",
     "service_account": "serviceaccount",
     "priority_class": "priorityclass",
+    "runtime_class": "runtimeclass.node.k8s.io",
 }
+ABSENT = re.compile(r"not ?found|doesn't have a resource type", re.IGNORECASE)
+PRODUCT = "nvidia.com/gpu.product"  # a label of each node, by NVIDIA's GPU feature discovery
 LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each of its tries before it prints what is wrong
 HINT = "is it the right cluster (kubectl config get-contexts), are you logged in, may you do that? --dry-run needs none"
 OTHER_VERSION = "that operator is older than JobSet 0.10 or Kubeflow Trainer 2.3: cluster.engine names another one"
@@ -146,13 +152,15 @@ class KubernetesJob:
         """Everything is checked before anything is created or deleted. A job that has ended is replaced, one that runs
         is not. `trial`: the manifest under another name; `pod`: the pods' template."""
         problems = []
-        for kind, name, key in references(job):
-            done = self.run("get", kind, name, "--output", "name", check=False)
-            if done.returncode and re.search("not ?found", done.stderr, re.IGNORECASE):
+        for kind, name, key, *where in references(job):
+            done = self.run("get", kind, name, "--output", "name", *where, check=False)
+            if done.returncode and ABSENT.search(done.stderr):
                 hint = f"kubectl get {kind} prints those that it has"
                 problems.append(Problem(f"the cluster has no {kind} {name}", job.where(f"cluster.{key}"), hint))
             elif done.returncode:
-                say(f"{kind} {name} could not be looked up: {done.stderr.strip()}")
+                say(f"note: {kind} {name} could not be looked up: {done.stderr.strip()}")
+        for note in node_notes(job):
+            say(f"note: {note}")
         before = self.state()
         if before == "running":
             hint = "wait for it, windlass stop RUN, or give another name"
@@ -166,10 +174,24 @@ class KubernetesJob:
             say(f"{self.name} has ended ({before}): it is replaced, and the run resumes from its last checkpoint")
             self.run("delete", RESOURCES[self.engine], self.name, "--wait=false")
         self._wait_until_gone(job.grace_seconds + OVER_GRACE_SECONDS, say)
+        # Those of the job before are deleted with it, sooner or later: the new ones are none of them.
+        others = manifest.rpartition("\n---\n")[0]
+        self.run("delete", "--filename", "-", "--ignore-not-found", feed=others)
         done = self.run(*words, feed=manifest)
         if warnings := LOG.sub("", done.stderr).strip():  # such as: would violate PodSecurity
             say(warnings)
         say(done.stdout.strip())
+        self._own(manifest, others, say)
+
+    def _own(self, manifest: str, others: str, say: Callable[[str], None]) -> None:
+        """What belongs to the job goes with it, however it is deleted."""
+        workload = yaml.safe_load(manifest.rpartition("\n---\n")[2])
+        owner = {key: workload[key] for key in ("apiVersion", "kind")} | {"name": self.name}
+        owner["uid"] = self.get("--output", "jsonpath={.metadata.uid}")
+        patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+        done = self.run("patch", "--filename", "-", "--type=merge", "--patch", patch, feed=others, check=False)
+        if done.returncode:
+            say(f"note: only windlass stop deletes what belongs to the job: {done.stderr.strip()}")
 
     def _try_pod(self, template: dict[str, Any], say: Callable[[str], None]) -> None:
         """The servers of operators look at no pod: what a pod would be refused for would be found after hours in a
@@ -252,11 +274,46 @@ class KubernetesJob:
             time.sleep(PAUSE_SECONDS)
 
 
-def references(job: Job) -> Iterator[tuple[str, str, str]]:
-    """Objects that must exist: kind, name, key of `cluster`."""
+def node_notes(job: Job) -> Iterator[str]:
+    """Whether nodes have what the pods request. No errors: others may join when pods wait for them."""
+    done = run("get", "nodes", "--output", "json", check=False)
+    if done.returncode:
+        yield f"whether nodes have the GPUs could not be looked up: {done.stderr.strip()}"
+        return
+    selector, resource, count = job.cluster.node_selector, job.cluster.gpu_resource, job.ranks_per_node
+    nodes = [
+        (one["metadata"].get("labels", {}), one["status"]["allocatable"]) for one in json.loads(done.stdout)["items"]
+    ]
+    fit = [
+        labels
+        for labels, has in nodes
+        if selector.items() <= labels.items() and (not job.gpu or int(has.get(resource, 0)) >= count)
+    ]
+    if len(fit) < job.nodes:
+        what = f"{count} {resource} each" if job.gpu else "room"
+        what += f" and the labels {', '.join(f'{key}={value}' for key, value in selector.items())}" if selector else ""
+        yield f"{len(fit)} of {len(nodes)} nodes have {what}; the run needs {job.nodes}: pods wait until others join"
+    products, words = {labels[PRODUCT] for labels in fit if PRODUCT in labels}, job.plan.machine.gpu.name.split("-")
+    wrong = sorted(name for name in products if not all(word in name.lower() for word in words))
+    if wrong and job.gpu:
+        where, hint = job.where("cluster.gpu"), f"cluster.node_selector: {{{PRODUCT}: NAME}} chooses"
+        yield f"{where}: planned for {'-'.join(words)}, but pods may get {', '.join(wrong)}; {hint}"
+
+
+def references(job: Job) -> Iterator[tuple[str, ...]]:
+    """Objects that must exist: kind, name, key of `cluster`, and where it isn't the job's namespace, which."""
     cluster = job.cluster
     for index, volume in enumerate(cluster.volumes):
-        yield "persistentvolumeclaim", volume.claim, f"volumes[{index}].claim"
+        for key, name in volume.sources.items():
+            if key in VOLUMES:
+                yield VOLUMES[key], name, f"volumes[{index}].{key}"
+    for index, network in enumerate(cluster.networks):  # as Multus reads it: NAMESPACE/NAME@INTERFACE
+        namespace, _, name = network.partition("@")[0].rpartition("/")
+        where = (f"--namespace={namespace}",) if namespace else ()
+        yield "network-attachment-definitions.k8s.cni.cncf.io", name, f"networks[{index}]", *where
+    if cluster.queue:
+        kind = "localqueue.kueue.x-k8s.io" if kueue(cluster) else "queue.scheduling.volcano.sh"
+        yield kind, cluster.queue, "queue"
     if job.engine == "trainer":
         yield RUNTIME, cluster.runtime, "runtime"
     for key, kind in REFERENCES.items():

@@ -15,9 +15,19 @@ import yaml
 
 from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem
-from windlass.launch import kubectl
-from windlass.launch.job import NAME_LETTERS, Job, Record, ignored_keys, keep_record, one_line, pod_problems
-from windlass.launch.kubectl import RUN_LABEL, KubernetesJob
+from windlass.launch import kubectl, pod
+from windlass.launch.job import (
+    NAME_LETTERS,
+    Job,
+    Record,
+    escape_variables,
+    ignored_keys,
+    keep_record,
+    one_line,
+    pod_problems,
+    refused_keys,
+)
+from windlass.launch.kubectl import KubernetesJob
 from windlass.launch.rendezvous import PORT
 from windlass.launch.script import launch_sh
 
@@ -26,6 +36,9 @@ OLDEST_TRAINER = "2.3"  # the first Kubeflow Trainer whose TrainJob can set what
 IGNORED = {
     "project": "it is Run:ai's; here it is cluster.namespace and cluster.queue",
     "preemptible": "set cluster.priority_class",
+    "node_pools": "they are Run:ai's; here it is cluster.node_selector",
+    "container": "it is Slurm's",
+    "sbatch": "they are Slurm's",
 }
 
 
@@ -35,7 +48,7 @@ def job_yaml(job: Job, engine: str) -> str:
     files = {**job.files, "launch.sh": launch_sh(job, exports=False)}
     # Named after its exact content: a ConfigMap that a running job uses is never changed.
     content = hashlib.sha256("\0".join(word for file in files.items() for word in file).encode()).hexdigest()
-    devices = {cluster.gpu_resource: job.ranks_per_node} if job.gpu else {}
+    watch = job.plan.loaded.run.watch
     text: str = _template().render(
         job=job,
         cluster=cluster,
@@ -45,8 +58,13 @@ def job_yaml(job: Job, engine: str) -> str:
         folder=FILES,
         files=files,
         config_map=f"{job.name}-{content[:12]}",
-        devices={**devices, **cluster.extended_resources},
-        affinity=affinity(job),
+        marks={of: pod.marks(job, of, engine) for of in ("job", "pod", "other")},
+        fields=pod.fields(cluster),
+        resources=pod.resources(job),
+        affinity=pod.affinity(job),
+        volumes=[(f"volume-{index}", volume) for index, volume in enumerate(cluster.volumes)],
+        companions=pod.companions(job, engine),
+        metrics_port=watch.prometheus_port if cluster.pod_monitor else None,
         port=str(PORT),
         exit_input=RANK_USER_INPUT,
         exit_saved=SAVED,
@@ -67,19 +85,11 @@ def _template() -> Any:
         "nest": lambda text, columns: indent(text.removesuffix("\n"), columns),
         "one_line": one_line,
         "escape_variables": escape_variables,
+        "block": to_block,
+        "source": pod.volume_source,
+        "mount": pod.volume_mount,
     }
     return environment.from_string(resources("windlass.launch").joinpath("job.yaml.j2").read_text(encoding="utf-8"))
-
-
-def affinity(job: Job) -> dict[str, Any]:
-    """The site's own, and all nodes of the run in one domain if that is configured and no queue does it."""
-    cluster = job.cluster
-    if not cluster.topology_key or cluster.queue:
-        return dict(cluster.affinity)
-    domain = {"labelSelector": {"matchLabels": {RUN_LABEL: job.name}}, "topologyKey": cluster.topology_key}
-    pods = dict(cluster.affinity.get("podAffinity") or {})
-    key = "requiredDuringSchedulingIgnoredDuringExecution"
-    return {**cluster.affinity, "podAffinity": {**pods, key: [*(pods.get(key) or []), domain]}}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -101,31 +111,34 @@ def to_yaml(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
+def to_block(value: Any) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 30)
+
+
 def indent(text: str, columns: int) -> str:
     """All lines but the first. Only "\\n" separates lines here: others that Unicode knows belong to the values."""
     first, *rest = text.split("\n")
     return "\n".join((first, *(" " * columns + line if line else "" for line in rest)))
 
 
-def escape_variables(value: str) -> str:
-    """Kubernetes replaces $(NAME) by other variables, and reads $$ as $."""
-    return value.replace("$", "$$") if "$(" in value or "$$" in value else value
-
-
 def review(job: Job) -> Iterator[Problem | str]:
+    yield from findings(job)
+    if job.cluster.user is None:
+        yield f"{job.where('cluster.user')}: not set: the image's own user, which must not be root (runAsNonRoot)"
+
+
+def findings(job: Job) -> Iterator[Problem | str]:
+    """What holds of OpenShift too."""
     cluster = job.cluster
     yield from pod_problems(job)
+    yield from refused_keys(job, pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
     yield from ignored_keys(cluster, IGNORED, "Kubernetes")
-    if cluster.user is None:
-        yield f"{job.where('cluster.user')}: not set: the image's own user, which must not be root (runAsNonRoot)"
     if job.engine == "trainer":
         hint = "use cluster.engine: jobset, which every Kubeflow Trainer comes with"
         version = cluster.trainer_version or OLDEST_TRAINER
         if tuple(map(int, version.split("."))) < tuple(map(int, OLDEST_TRAINER.split("."))):
             what = f"Kubeflow Trainer {version} is too old: its TrainJob can't set all that a run needs"
             yield Problem(what, job.where("cluster.trainer_version"), hint)
-        if cluster.priority_class:
-            yield Problem("a TrainJob can't set it: its runtime has to", job.where("cluster.priority_class"), hint)
         yield f"restarts are the runtime's ({cluster.runtime}): cluster.max_restarts has no effect"
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from windlass import run_folder
 from windlass.errors import Problem, UserError, raise_all
-from windlass.launch import kubernetes, local, runai, script
+from windlass.launch import kubernetes, local, openshift, runai, script
 from windlass.launch.job import RECORD, Job, Record, job_of, words, write_files
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
@@ -29,7 +29,8 @@ class Platform(Protocol):
     def stop(self, record: Record, /) -> int: ...
 
 
-PLATFORMS: dict[str, Platform] = {"local": local, "script": script, "runai": runai, "kubernetes": kubernetes}
+PLATFORMS: dict[str, Platform] = {"local": local, "script": script, "runai": runai}
+PLATFORMS |= {"kubernetes": kubernetes, "openshift": openshift}
 
 
 def review(job: Job, to: str) -> list[str]:
@@ -41,7 +42,7 @@ def review(job: Job, to: str) -> list[str]:
     notes += [
         f"cluster.env.{name}: {row.verdict} (windlass explain {name})" for name, row in known.items() if row.status
     ]
-    if to in ("kubernetes", "runai"):
+    if to in ("kubernetes", "openshift", "runai"):
         notes += admission(cluster, job.where)
         if cluster.image and "@sha256:" not in cluster.image:
             notes.append(f"{job.where('cluster.image')}: a tag may change between two starts of one run; name a digest")
@@ -70,7 +71,7 @@ def submit(
     platform, folder = PLATFORMS[to], job_folder(plan.loaded, to, out, dry_run=dry_run)
     job = job_of(plan, overrides=overrides, accelerate=accelerate)
     notes = review(job, to)  # what the run file alone shows is reported before a cluster is asked
-    if to == "kubernetes":
+    if to in ("kubernetes", "openshift"):
         job = kubernetes.choose_engine(job, ask=not dry_run, say=say)
         notes = review(job, to)
     remedy = plan.cost.remedy if isinstance(plan, Plan) and not plan.cost.fits else ""

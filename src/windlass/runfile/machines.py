@@ -9,6 +9,8 @@ from pydantic import Field
 
 from windlass.runfile.values import Count, LooseText, Natural, Positive, Section, Text, matching
 
+RUN_LABEL: Final = "app.kubernetes.io/instance"  # by these two a run's objects are found again
+MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 GRACE_SECONDS: Final = 120  # to save in after a stop signal, if neither the run file nor the plan says otherwise
 
 # RFC 1123: what Kubernetes accepts as the name of an object, and of a label's part.
@@ -25,6 +27,7 @@ Device = Annotated[Qualified, matching(r"[^/]+/[^/]+", "a device as domain/name,
 _MOUNTED = "an absolute path without a colon or comma, and none that windlass mounts itself (/dev/shm, /etc/windlass)"
 MountPath = Annotated[str, matching(r"(?!(/dev/shm|/etc/windlass)/*$)/[^\n:,]*", _MOUNTED)]
 AbsolutePath = Annotated[str, matching(r"/[^\n]*", "an absolute path, starting with /")]
+RelativePath = Annotated[str, matching(r"(?!(.*/)?\.\.(/|$))[^/\n:,][^\n:,]*", "a path inside the volume, without ..")]
 Quantity = Annotated[
     str, matching(r"\d{1,15}(\.\d{1,9})?(m|k|[MGTPE]|[KMGTPE]i)", "an amount with its unit, such as 64G or 500Gi")
 ]
@@ -32,6 +35,7 @@ Cpus = Annotated[LooseText, matching(r"\d{1,6}(\.\d{1,3}|m)?", "a number of CPUs
 Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and underscores")]
 Image = Annotated[str, matching(r"[!-~]{1,1024}", "an image's name, without spaces")]
 Release = Annotated[str, matching(r"\d{1,4}\.\d{1,4}", 'a version such as "2.3", in quotes')]
+OptionName = Annotated[str, matching(r"[a-z][a-z-]+", "an option's long name, such as reservation")]
 SecretKey = Annotated[str, matching(r"[-._a-zA-Z0-9]{1,253}", "letters, digits, dashes, dots and underscores")]
 
 
@@ -95,12 +99,32 @@ class FabricFigures(Section):
 
 
 class Volume(Section):
-    """A persistent volume claim and where it is mounted."""
+    """What is mounted into the container, and where. Exactly one of claim, secret, config_map, empty_dir and host."""
 
-    claim: Subdomain
-    """Name of the claim."""
     path: MountPath
     """Where it is mounted."""
+    claim: Subdomain | None = None
+    """Name of the claim."""
+    secret: Subdomain | None = None
+    """A secret, each key a file."""
+    config_map: Subdomain | None = None
+    """A ConfigMap, each key a file, such as the site's CA bundle."""
+    empty_dir: Quantity | None = None
+    """An empty folder of at most this size, gone with the pod."""
+    medium: Literal["Memory", "HugePages"] | None = None
+    """Where an empty_dir is stored; null: on the node's disk."""
+    host: MountPath | None = None
+    """A folder of the node, for Slurm's containers."""
+    sub_path: RelativePath | None = None
+    """The part of the volume that is mounted: a folder, or one file of a ConfigMap or secret."""
+    read_only: bool = False
+    """Mount it read-only."""
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """What is mounted, by its key: one, once the rules are kept."""
+        found = {key: getattr(self, key) for key in ("claim", "secret", "config_map", "empty_dir", "host")}
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class User(Section):
@@ -149,8 +173,8 @@ class Cluster(Section):
     """Network cards per node that the run can use."""
     host_memory_gib: Positive | None = None
     """Host memory per node that the run can use, in GiB; null: not checked."""
-    platform: Literal["local", "script", "runai", "kubernetes"] = "local"
-    """How the run is started: on this machine, as a script for each node (Slurm), with Run:ai, or with Kubernetes."""
+    platform: Literal["local", "script", "runai", "kubernetes", "openshift"] = "local"
+    """How the run is started: on this machine, as a script for each node, or by one of these platforms."""
     engine: Literal["auto", "trainer", "pytorchjob", "jobset", "job"] = "auto"
     """On Kubernetes: Kubeflow Trainer, PyTorchJob, JobSet or an indexed Job; auto: JobSet where it is installed."""
     trainer_version: Release | None = None
@@ -159,8 +183,10 @@ class Cluster(Section):
     """Container image, preferably with its digest."""
     image_pull_secrets: list[Subdomain] = Field(default=[])
     """Secrets to pull the image with."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the image is pulled; null: the platform's default."""
     project: Label | None = None
-    """Run:ai project."""
+    """Run:ai project, or Slurm account."""
     namespace: Label | None = None
     """Kubernetes namespace."""
     service_account: Subdomain | None = None
@@ -168,23 +194,39 @@ class Cluster(Section):
     runtime: Subdomain = "torch-distributed"
     """ClusterTrainingRuntime of Kubeflow Trainer that a TrainJob uses."""
     queue: LabelValue | None = None
-    """Kueue queue, which starts all pods of the run together or none."""
+    """Kueue queue, which starts all pods of the run together or none; a Volcano queue, or a Slurm partition."""
+    queue_priority: LabelValue | None = None
+    """Kueue's WorkloadPriorityClass: the run's place in the queue."""
+    gang: Literal["volcano", "coscheduling"] | None = None
+    """Scheduler that starts all pods together by a PodGroup, where that isn't Kueue; null: as scheduler_name says."""
+    scheduler_name: Subdomain | None = None
+    """Scheduler of the pods; null: that of `gang`, or the cluster's default."""
+    node_pools: list[Text] = Field(default=[])
+    """Run:ai node pools, in the order in which they are tried."""
     priority_class: Subdomain | None = None
-    """Priority class of the pods."""
+    """Priority class of the pods, or Slurm QOS."""
     preemptible: bool | None = None
     """May be preempted by other jobs; null: the platform's default."""
     volumes: list[Volume] = Field(default=[])
-    """Volume claims and where they are mounted."""
+    """What is mounted into the container, and where."""
     networks: list[Text] = Field(default=[])
     """Secondary networks of the pods (annotation k8s.v1.cni.cncf.io/networks)."""
+    labels: dict[Qualified, LabelValue] = Field(default={})
+    """Labels of the job and its pods, such as a cost center."""
     annotations: dict[Qualified, str] = Field(default={})
-    """Further annotations of the pods."""
+    """Annotations of the job and its pods."""
     gpu_resource: Device = "nvidia.com/gpu"
     """Resource name of the GPUs, such as nvidia.com/mig-7g.141gb."""
     extended_resources: dict[Device, Count] = Field(default={})
     """Devices that each pod requests besides GPUs, such as `openshift.io/mellanoxnics: 1`."""
     cpu: Cpus | None = None
     """CPUs of each pod."""
+    cpu_limit: Cpus | None = None
+    """CPUs that each pod may use; the same as `cpu`, with memory alike, is the QoS class Guaranteed."""
+    hugepages: dict[Literal["2Mi", "1Gi"], Quantity] = Field(default={})
+    """Huge pages of each pod by their size, such as `2Mi: 4Gi`."""
+    ephemeral_storage: Quantity | None = None
+    """Disk of the node that each pod may use for logs and temporary files."""
     memory_request: Quantity | None = None
     """Host memory that each pod requests, such as 500Gi."""
     memory_limit: Quantity | None = None
@@ -196,11 +238,24 @@ class Cluster(Section):
     affinity: dict[str, Any] = Field(default={})
     """The pods' `affinity`, as in Kubernetes."""
     topology_key: Qualified | None = None
-    """Node label, such as a rack's or a switch's, whose value all nodes of the run must share."""
+    """Node label, such as a rack's or a switch's, whose value all nodes of the run share."""
+    topology: Literal["required", "preferred"] = "required"
+    """Whether nodes must share topology_key's value, or should."""
     tolerations: list[Toleration] = Field(default=[])
     """Node taints that the run tolerates."""
     user: User | None = None
     """User that the container runs as; null: the platform's default."""
+    fs_group: Natural | None = None
+    """Group that volumes belong to; null: the platform's default."""
+    supplemental_groups: list[Natural] = Field(default=[])
+    """Further groups of the user, such as the one that may read a shared volume."""
+    runtime_class: Subdomain | None = None
+    """RuntimeClass of the pods, such as nvidia."""
+    network_policy: Literal["ingress", "all"] | None = None
+    """A NetworkPolicy that lets the ranks talk. ingress: only pods of the run may connect to them. all: besides, they
+    may connect only to each other and to DNS, unless another policy allows more."""
+    pod_monitor: bool = False
+    """A PodMonitor, by which the Prometheus operator scrapes watch.prometheus_port."""
     working_dir: AbsolutePath | None = None
     """Folder that the run is started in."""
     install: list[Text] = Field(default=[])
@@ -212,7 +267,15 @@ class Cluster(Section):
     grace_seconds: Count | None = None
     """Seconds to save in after a stop signal; null: from the plan."""
     deadline_seconds: Count | None = None
-    """End the job after this time, whatever it is doing; null: never."""
+    """End the job after this time, whatever it is doing; null: never. On Slurm the time limit of each try."""
+    ttl_seconds: Natural | None = None
+    """Delete the job this long after its end, with its pods and their logs; null: keep it."""
+    container: Literal["pyxis", "apptainer"] | None = None
+    """What runs `image` on Slurm: pyxis with enroot, or apptainer; null: the nodes' own software."""
+    sbatch: dict[OptionName, LooseText] = Field(default={})
+    """Further options of Slurm's sbatch without dashes, such as `reservation: gpus`; empty text for a switch."""
+    log_format: Literal["text", "json"] = "text"
+    """json: each line of a node's log as JSON with time, run, node and host."""
 
 
 def admission(cluster: Cluster, where: Callable[[str], str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from windlass.errors import Problem, UserError
 from windlass.runfile import names
 from windlass.runfile.fields import Run, RunFile, ScriptRun, Train, Watch
+from windlass.runfile.machines import MANAGED_BY, RUN_LABEL
 from windlass.variables import started, unread
 
 Where = Callable[[str], str]
@@ -165,6 +166,22 @@ def _machines(run: Run) -> Iterator[Clash]:
     if ranks is not None and {"nodes", "gpus_per_node"} & cluster.model_fields_set and ranks != gpus:
         what = f"{ranks} ranks, but the cluster has {cluster.nodes} x {cluster.gpus_per_node} = {gpus} GPUs"
         yield "layout.ranks cluster.nodes cluster.gpus_per_node", what, "remove layout.ranks: the cluster determines it"
+    for index, volume in enumerate(cluster.volumes):
+        key, sources = f"cluster.volumes[{index}]", volume.sources
+        if len(sources) != 1:
+            what = f"{' and '.join(sources) or 'nothing'} to mount at {volume.path}"
+            yield key, what, "set one of claim, secret, config_map, empty_dir and host"
+        elif volume.medium and "empty_dir" not in sources:
+            yield key, "only an empty_dir has a medium", "remove medium"
+    if cluster.queue_priority and not cluster.queue:
+        yield "cluster.queue_priority cluster.queue", "there is no queue to have a place in", "set cluster.queue"
+    if cluster.pod_monitor and run.watch.prometheus_port is None:
+        yield "cluster.pod_monitor watch.prometheus_port", "nothing to scrape", "set watch.prometheus_port: 9400"
+    elif cluster.pod_monitor and run.watch.prometheus_address == "127.0.0.1":
+        hint = "set watch.prometheus_address: 0.0.0.0"
+        yield "cluster.pod_monitor watch.prometheus_address", "only the pod itself could scrape it", hint
+    for name in sorted({RUN_LABEL, MANAGED_BY} & set(cluster.labels)):
+        yield f"cluster.labels.{name}", "windlass finds the run's objects by it", "remove it"
     for name, value in cluster.env.items():
         if started(name):
             yield f"cluster.env.{name}", "is set by the launcher", "remove it"

@@ -1,0 +1,153 @@
+"""Which field of a pod, or which object next to the job, a key of `cluster` becomes on Kubernetes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.launch.job import Job
+from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Cluster, Volume
+
+FIELDS = {  # keys that a pod has as they are
+    "service_account": "serviceAccountName",
+    "priority_class": "priorityClassName",
+    "runtime_class": "runtimeClassName",
+    "scheduler_name": "schedulerName",
+}
+SOURCES = {  # by the key of a volume: its kind for a pod, and which of its fields has the value
+    "claim": ("persistentVolumeClaim", "claimName"),
+    "secret": ("secret", "secretName"),
+    "config_map": ("configMap", "name"),
+    "empty_dir": ("emptyDir", "sizeLimit"),
+}
+KUEUE = "kueue.x-k8s.io"
+GROUPS = {  # by `cluster.gang`: its scheduler's usual name, its PodGroup's API, how a pod names its group
+    "volcano": ("volcano", "scheduling.volcano.sh/v1beta1", "annotations", "scheduling.k8s.io/group-name"),
+    "coscheduling": (
+        "scheduler-plugins-scheduler",
+        "scheduling.x-k8s.io/v1alpha1",
+        "labels",
+        "scheduling.x-k8s.io/pod-group",
+    ),
+}
+FIRST_NODE = {  # by engine: the label of the pod that is node 0
+    "job": {"batch.kubernetes.io/job-completion-index": "0"},
+    "jobset": {"batch.kubernetes.io/job-completion-index": "0"},
+    "pytorchjob": {"training.kubeflow.org/replica-type": "master"},
+}
+_RUNTIME = "its runtime has to: use cluster.engine: jobset, which every Kubeflow Trainer comes with"
+_OF_RUNTIME = (
+    *("priority_class", "runtime_class", "scheduler_name", "gang", "image_pull_policy", "ttl_seconds", "pod_monitor"),
+)
+REFUSED = {"trainer": dict.fromkeys(_OF_RUNTIME, _RUNTIME)}  # by engine: keys that it has no field for
+
+
+def gang(cluster: Cluster) -> str | None:
+    """The scheduler that wants a PodGroup."""
+    names = {scheduler: name for name, (scheduler, *_) in GROUPS.items()}
+    return cluster.gang or names.get(cluster.scheduler_name or "")
+
+
+def kueue(cluster: Cluster) -> str | None:
+    """The queue, if it is Kueue's."""
+    return None if gang(cluster) == "volcano" else cluster.queue
+
+
+def fields(cluster: Cluster) -> dict[str, str]:
+    values = {key: getattr(cluster, key) for key in FIELDS}
+    if not values["scheduler_name"] and (group := gang(cluster)):
+        values["scheduler_name"] = GROUPS[group][0]
+    return {FIELDS[key]: value for key, value in values.items() if value}
+
+
+def marks(job: Job, of: str, engine: str = "") -> dict[str, dict[str, str]]:
+    """Labels and annotations: `of` the job, of its pods (`pod`), or of other objects."""
+    cluster, queue = job.cluster, kueue(job.cluster)
+    labels = {RUN_LABEL: job.name, MANAGED_BY: "windlass", **cluster.labels}
+    annotations = dict(cluster.annotations) if of in ("job", "pod") else {}
+    if of == "job" and queue:
+        labels[f"{KUEUE}/queue-name"] = queue  # starts all nodes of the run together, or none
+        labels |= {f"{KUEUE}/priority-class": cluster.queue_priority} if cluster.queue_priority else {}
+    if of == "pod" and cluster.networks:
+        annotations["k8s.v1.cni.cncf.io/networks"] = ",".join(cluster.networks)
+    if of == "pod" and queue and cluster.topology_key:
+        annotations[f"{KUEUE}/podset-{cluster.topology}-topology"] = cluster.topology_key
+        if engine == "pytorchjob" and job.nodes > 1:  # one domain for master and workers: else Kueue finds one for each
+            annotations[f"{KUEUE}/podset-group-name"] = "nodes"
+    found = {"labels": labels, "annotations": annotations}
+    if of == "pod" and (group := gang(cluster)):
+        _, _, kind, name = GROUPS[group]
+        found[kind][name] = job.name
+    return found
+
+
+def resources(job: Job) -> dict[str, dict[str, str]]:
+    cluster = job.cluster
+    devices = {cluster.gpu_resource: job.ranks_per_node} if job.gpu else {}
+    both = {name: str(count) for name, count in {**devices, **cluster.extended_resources}.items()}
+    both |= {f"hugepages-{size}": amount for size, amount in cluster.hugepages.items()}
+    both |= {"ephemeral-storage": cluster.ephemeral_storage} if cluster.ephemeral_storage else {}
+    limit = {"cpu": cluster.cpu_limit} if cluster.cpu_limit else {}
+    return {
+        "requests": {"cpu": job.cpu, "memory": job.memory_request, **both},
+        "limits": {**limit, "memory": job.memory_limit, **both},
+    }
+
+
+def volume_source(volume: Volume) -> dict[str, Any]:
+    (key, value), *_ = volume.sources.items()
+    kind, name = SOURCES[key]
+    return {kind: {name: value, **({"medium": volume.medium} if volume.medium else {})}}
+
+
+def volume_mount(volume: Volume, name: str) -> dict[str, Any]:
+    more = {"subPath": volume.sub_path, "readOnly": volume.read_only}
+    return {"name": name, "mountPath": volume.path, **{key: value for key, value in more.items() if value}}
+
+
+def affinity(job: Job) -> dict[str, Any]:
+    """The site's own, and all nodes of the run in one domain if that is configured and no queue does it."""
+    cluster = job.cluster
+    if not cluster.topology_key or kueue(cluster):
+        return dict(cluster.affinity)
+    domain: dict[str, Any] = {
+        "labelSelector": {"matchLabels": {RUN_LABEL: job.name}},
+        "topologyKey": cluster.topology_key,
+    }
+    if cluster.topology == "preferred":
+        domain = {"weight": 100, "podAffinityTerm": domain}
+    pods = dict(cluster.affinity.get("podAffinity") or {})
+    key = f"{cluster.topology}DuringSchedulingIgnoredDuringExecution"
+    return {**cluster.affinity, "podAffinity": {**pods, key: [*(pods.get(key) or []), domain]}}
+
+
+def companions(job: Job, engine: str) -> dict[str, dict[str, Any]]:
+    """What is created next to the job if it is configured: why, and the object."""
+    cluster, port = job.cluster, job.plan.loaded.run.watch.prometheus_port
+    namespace = {"namespace": cluster.namespace} if cluster.namespace else {}
+    head = {"metadata": {"name": job.name, **namespace, "labels": marks(job, "other")["labels"]}}
+    ours = {"matchLabels": {RUN_LABEL: job.name, MANAGED_BY: "windlass"}}
+    found: dict[str, dict[str, Any]] = {}
+    if group := gang(cluster):
+        spec: dict[str, Any] = {"minMember": job.nodes}
+        if group == "volcano":
+            more = {"queue": cluster.queue, "priorityClassName": cluster.priority_class}
+            spec |= {key: value for key, value in more.items() if value}
+        why = "all nodes of the run are started together, or none"
+        found[why] = {"apiVersion": GROUPS[group][1], "kind": "PodGroup", **head, "spec": spec}
+    if cluster.network_policy:
+        ingress: list[dict[str, Any]] = [{"from": [{"podSelector": ours}]}]
+        if cluster.pod_monitor:
+            ingress.append({"ports": [{"port": port}]})
+        rules: dict[str, Any] = {"podSelector": ours, "policyTypes": ["Ingress"], "ingress": ingress}
+        if cluster.network_policy == "all":
+            dns = [{"port": port, "protocol": kind} for port in (53, 5353) for kind in ("UDP", "TCP")]
+            rules["policyTypes"] = ["Ingress", "Egress"]
+            rules["egress"] = [{"to": [{"podSelector": ours}]}, {"ports": dns}]
+        why = "ranks connect to each other, whatever the namespace forbids"
+        found[why] = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", **head, "spec": rules}
+    if cluster.pod_monitor:
+        selector = {"matchLabels": {**ours["matchLabels"], **FIRST_NODE.get(engine, {})}}
+        spec = {"selector": selector, "podMetricsEndpoints": [{"port": "metrics"}]}
+        why = "node 0 has the latest step of every rank"
+        found[why] = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor", **head, "spec": spec}
+    return found
