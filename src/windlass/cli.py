@@ -296,6 +296,36 @@ def fetch(run: Run, override: Overrides = None) -> None:
         print(f"{name}\t{folder}")
 
 
+@command(
+    BEFORE,
+    "calibrate",
+    "calibrate --ranks 2 --out machine.json",
+    "plan run.yaml --override cluster.machine=machine.json",
+)
+def calibrate(
+    ranks: Annotated[
+        int | None, opt("--ranks", "N", "Ranks that measure together. Default: one per GPU.", min=1)
+    ] = None,
+    out: Annotated[
+        Path | None, opt("--out", "FILE", "Machine file. Default: where `plan` finds it on this host.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine for the plan, in about a minute.
+
+    Products, memory, the host, FP8 decoding, collectives between real ranks, and storage. The plan takes the file that
+    cluster.machine names, or on one node the one found for this host. Under torchrun over several nodes it measures
+    the network too.
+    """
+    from windlass import calibrate as calibrating
+
+    require(TRAINING, "calibrate")
+    if measured := calibrating.calibrate(ranks, out, os.environ, say):
+        path, content = measured
+        write_json(content) if as_json else calibrating.show(content)
+        say(f"written to {path}")
+
+
 @command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --wait 600 --json")
 def check(
     run: Run,

@@ -26,6 +26,7 @@ from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
 from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, read_shape
 from windlass.plan.layout import AUTO, Layout, needs_weights, read_request
+from windlass.plan.machine import own_file, read_machine
 from windlass.plan.warn import BYTES_PER_TOKEN, Warning, find_warnings, row_tokens
 from windlass.runfile import Cluster, Loaded, Train, accumulation
 from windlass.runfile.machines import admission
@@ -332,8 +333,14 @@ def machine_of(cluster: Cluster, where: Where) -> Machine:
             host_memory_gib = host_memory_gib or hardware.this_machine().memory_gib
             gpu = replace(gpu, memory_gib=host_memory_gib / cluster.gpus_per_node)
         host_memory_gib = host_memory_gib or gpu.memory_gib * cluster.gpus_per_node
+    named, ranks, measured = cluster.machine, cluster.gpus_per_node, None
+    if named:
+        measured = read_machine(Path(named), gpu, ranks, where("cluster.machine"))
+    elif cluster.nodes == 1 and (own := own_file(gpu.name, ranks)).is_file():  # on several, hosts would disagree
+        measured = read_machine(own, gpu, ranks, str(own))
     return Machine(
         gpu=gpu,
+        measured=measured,
         link=hardware.fabric(given(cluster.link) or gpu.link, where("cluster.link")),
         network=hardware.fabric(given(cluster.network) or gpu.link, where("cluster.network")),
         host_link=hardware.fabric(gpu.host_link, where("cluster.gpu")),

@@ -165,6 +165,9 @@ class Cluster(Section):
     """GPUs on each machine, one rank each. On a CPU: ranks."""
     gpu: Text | GpuFigures | None = None
     """Name in the hardware table such as h200, `cpu`, or the figures of another GPU; null: this machine's GPU."""
+    machine: Text | None = None
+    """File of `windlass calibrate`, with what such machines were measured to do; null: on one node the one found for
+    this host, else data sheets."""
     link: Text | FabricFigures | None = None
     """Between the GPUs of a node: nvlink, pcie …; null: what the GPU usually has."""
     network: Text | FabricFigures | None = None

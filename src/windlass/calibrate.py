@@ -1,0 +1,274 @@
+"""`windlass calibrate`: measure this machine as training uses it, with real ranks, and write its machine file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from windlass import hardware
+from windlass.errors import RunError, UserError
+from windlass.plan.machine import own_file, write_machine
+from windlass.rates import KINDS, Collective, Points, Rates
+from windlass.train import ranks
+
+# Measured / planned step time of calibrated plans (benchmarks/cpu_plan.py), wider where the machine itself varies.
+LOW, HIGH = 0.8, 1.25
+STORAGE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+LIMIT_SECONDS = 300.0  # for all of it, before the ranks are ended: a collective may hang
+
+
+def calibrate(
+    count: int | None, out: Path | None, environ: Mapping[str, str], say: Callable[[str], None]
+) -> tuple[Path, dict[str, Any]] | None:
+    """Measure with real ranks and write the file: its path and content. Under torchrun this is one of the ranks; None
+    on those that don't write."""
+    gpus = hardware.this_machine().gpus
+    kind = _kind_of(gpus[0].name) if gpus else "cpu"
+    under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
+    count = int(environ["LOCAL_WORLD_SIZE"]) if under_torchrun else count or len(gpus) or 1
+    if gpus and count > len(gpus):
+        raise UserError(f"{count} ranks, but this machine has {len(gpus)} GPUs", "--ranks", f"give at most {len(gpus)}")
+    path, began = out or own_file(kind, count), time.monotonic()
+    storage = path.absolute().parent
+    if under_torchrun:
+        measured = work(storage)
+    else:
+        say(f"measuring {kind} with {count} rank{'s' * (count > 1)}, about {15 if kind == 'cpu' else 60} s")
+        measured = _start(count, storage, environ)
+    if measured is None:
+        return None
+    conditions = {**measured["conditions"], "seconds": round(time.monotonic() - began, 1)}
+    return path, write_machine(path, kind, count, conditions, _rates(measured, kind, count))
+
+
+def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    """One process for each rank; what rank 0 writes."""
+    with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as folder, ranks.reserved_port() as port:
+        result = Path(folder) / "rates.json"
+        started = [
+            ranks.start_process(
+                [sys.executable, "-m", "windlass.calibrate", str(result), str(storage)],
+                environment,
+                Path(folder) / f"output-{rank}",
+            )
+            for rank, environment in enumerate(ranks.environments(count, environ, port))
+        ]
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < deadline and any(each.poll() is None for each in started):
+            if any(each.poll() for each in started):  # the others would wait for it
+                break
+            time.sleep(0.1)
+        codes = [each.poll() for each in started]
+        for each in started:
+            each.kill()
+            each.wait()
+        if any(codes) or not result.exists():
+            failed = next((rank for rank, code in enumerate(codes) if code), 0)
+            last = (Path(folder) / f"output-{failed}").read_text(errors="replace").strip().splitlines()[-1:]
+            what = f"rank {failed} failed: {''.join(last) or 'it did not end'}"
+            raise RunError(what, "windlass calibrate", "run it with --ranks 1, then with more")
+        return dict(json.loads(result.read_text()))
+
+
+def _kind_of(name: str) -> str:
+    """The hardware table's name of a GPU, or the driver's own if it isn't there."""
+    try:
+        return hardware.gpu(name).name
+    except UserError:
+        return name
+
+
+def _rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
+    """With what one node can't measure as data sheets imply it."""
+    found = dict(measured["rates"])
+    collectives = [Collective(**each) for each in found.pop("collectives")]
+    gpu = hardware.GPUS.get(kind) or hardware.GPUS["h100"]
+    link = hardware.fabric(gpu.link)
+    sheet = hardware.data_sheet_rates(hardware.Machine(gpu, link, link, hardware.fabric(gpu.host_link), 1, None))
+    for name in ("link", "network"):
+        missing = set(KINDS) - {c.kind for c in collectives if c.fabric == name}
+        collectives += [c for c in sheet.collectives if c.fabric == name and c.kind in missing]
+    spread = measured["conditions"]["spread"]
+    date = measured["conditions"]["date"]
+    products = {dtype: _points(rows) for dtype, rows in found.pop("products").items()}
+    return replace(
+        sheet,
+        products=products,
+        grouped=_points(found.pop("grouped")),
+        attention=_points(found.pop("attention")),
+        **found,
+        basis=f"calibrated on {count} x {kind}, {date}",
+        collectives=tuple(collectives),
+        low=LOW / (1 + spread),
+        high=HIGH * (1 + spread),
+    )
+
+
+def _points(rows: list[list[float]]) -> Points:
+    return tuple((a, b, c) for a, b, c in rows)
+
+
+def show(content: Mapping[str, Any]) -> None:
+    """What was measured, in a dozen lines."""
+    rates, conditions = content["rates"], content["conditions"]
+    best = {name: max(rate for *_, rate in rows) for name, rows in rates["products"].items()}
+    rows = {
+        "machine": f"{content['ranks']} x {content['kind']}, {conditions['processor']}, load {conditions['load']:g}",
+        **{f"products, {name}": f"to {rate:,.3g} TFLOP/s" for name, rate in best.items()},
+        "grouped": f"to {max(rate for *_, rate in rates['grouped']):,.3g} TFLOP/s",
+        "attention": f"to {max(rate for *_, rate in rates['attention']):,.3g} TFLOP/s",
+        **{name: f"{rates[key]:,.3g} GB/s" for name, key in RATES_SHOWN.items()},
+        "host": f"{rates['operator_seconds'] * 1e6:,.3g} us an operator, {rates['module_seconds'] * 1e6:,.3g} a module",
+    }
+    for each in rates["collectives"]:
+        if each["fabric"] == "link" and each["ranks"] == content["ranks"]:
+            text = f"{each['latency_seconds'] * 1e6:,.0f} us, {each['gb_per_second']:,.3g} GB/s"
+            rows[each["kind"]] = f"{text} over {each['ranks']} ranks"
+    rows["spread"] = f"{conditions['spread']:.0%}: the plan's range is {rates['low']:.2f} to {rates['high']:.2f} of it"
+    for name, text in rows.items():
+        print(f"{name:20} {text}")
+
+
+RATES_SHOWN = {
+    "memory": "memory_gb_per_second",
+    "FP8 decoding": "decode_gb_per_second",
+    "host link": "host_link_gb_per_second",
+    "storage": "storage_gb_per_second",
+}
+
+
+# --- one rank ------------------
+
+
+def work(storage: Path) -> dict[str, Any] | None:
+    """All ranks measure at the same time, as they train; rank 0 returns what they have in common."""
+    import torch
+    import torch.distributed as dist
+    from transformers.integrations.moe import _grouped_linear
+
+    from windlass import measure
+    from windlass.observe.counters import machine_facts
+    from windlass.train import fp8
+
+    rank, world, local = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    cpu = device.type == "cpu"
+    if not cpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if cpu else "nccl")
+    rows = (1, 8, 64, 512, 4096) if cpu else (1, 16, 64, 256, 1024, 4096, 16384)
+    widths = (32, 64, 128, 256, 512, 1024) if cpu else (64, 256, 1024, 2048, 4096, 8192)
+    dtype = torch.float32 if cpu else torch.bfloat16
+
+    def reference() -> float:
+        """A product that the machine's state shows in, before and after."""
+        dist.barrier()
+        return measure.product_rates(device, dtype, rows[3:4], widths[3:4])[0][2]
+
+    def decode() -> float:
+        side = 512 if cpu else 8192
+        codes = torch.randint(0, 120, (side, side), dtype=torch.uint8, device=device)
+        format = fp8.Fp8Format(torch.float8_e4m3fn, (side, side), dtype)
+        scale = torch.ones(1, 1, device=device)
+        return codes.numel() / measure.seconds(lambda: fp8.dequantise(codes, scale, format, dtype), device) / 1e9
+
+    with torch.no_grad():
+        states = [reference()]
+        found: dict[str, Any] = {
+            "products": {
+                name: measure.product_rates(device, each, rows, widths)
+                for name, each in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
+            }
+        }
+        states.append(reference())
+        found["grouped"] = measure.grouped_rates(device, dtype, rows[:-1], widths[:-1], _grouped_linear)
+        lengths, tokens = ((32, 128, 512), 1024) if cpu else ((128, 512, 2048, 8192), 16384)
+        found["attention"] = measure.attention_rates(
+            device, dtype, lengths, (16, 64, 128) if cpu else (64, 128), tokens
+        )
+        states.append(reference())
+        found["memory_gb_per_second"] = measure.memory_rate(device, 1 << (18 if cpu else 28))
+        found["decode_gb_per_second"] = decode()
+        found["host_link_gb_per_second"] = measure.copy_rate(device, 1 << (24 if cpu else 28))
+        found["storage_gb_per_second"] = storage_rate(storage, STORAGE_BYTES[device.type]) if local == 0 else None
+    dist.barrier()
+    found["operator_seconds"] = measure.operator_seconds(device)
+    found["module_seconds"] = measure.module_seconds()
+    found["sync_seconds"] = measure.sync_seconds(device)
+    states.append(reference())
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (found, states))
+    collectives = groups(device, world, per_node)
+    dist.destroy_process_group()
+    if rank:
+        return None
+    middle, facts = sorted(value for _, each in everyone for value in each), machine_facts()
+    conditions = {
+        **{key: facts[key] for key in ("host", "processor", "gpus", "driver") if facts.get(key)},
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "spread": round((middle[-1] - middle[0]) / middle[len(middle) // 2] / 2, 3),
+    }
+    merged = _middle([each for each, _ in everyone])
+    return {"rates": {**merged, "collectives": collectives}, "conditions": conditions}
+
+
+def groups(device: Any, world: int, per_node: int) -> list[dict[str, Any]]:
+    """Of the ranks of a node, in groups of several sizes, and of all if they are on several nodes."""
+    import torch.distributed as dist
+
+    from windlass import measure
+
+    found = []
+    for size in sorted({2**i for i in range(1, 10) if 2**i < per_node} | ({per_node} if per_node > 1 else set())):
+        own = None
+        for first in range(0, world, size) if per_node % size == 0 else ():
+            group = dist.new_group(list(range(first, first + size)))
+            own = group if first <= dist.get_rank() < first + size else own
+        if own is not None:
+            found += measure.collectives(device, own, "link", size)
+    if world > per_node:
+        found += measure.collectives(device, None, "network", per_node)
+    return [asdict(each) for each in found]
+
+
+def storage_rate(folder: Path, size: int) -> float:
+    """GB/s of a file that the page cache does not have."""
+    place = next(each for each in (folder, *folder.parents) if each.is_dir())
+    with tempfile.NamedTemporaryFile(dir=place, prefix=".windlass-") as file:
+        file.write(os.urandom(1 << 20) * (size >> 20))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        with Path(file.name).open("rb", buffering=0) as reading:
+            while reading.read(16 << 20):
+                pass
+        return size / (time.perf_counter() - began) / 1e9
+
+
+def _middle(values: list[Any]) -> Any:
+    """The ranks' mean of each number; ranks without one don't count."""
+    values = [value for value in values if value is not None]
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _middle([value[key] for value in values]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [_middle(list(each)) for each in zip(*values, strict=True)]
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    measured = work(Path(sys.argv[2]))
+    if measured:
+        Path(sys.argv[1]).write_text(json.dumps(measured))

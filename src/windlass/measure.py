@@ -1,0 +1,212 @@
+"""How fast this process computes, copies and exchanges: short measurements with torch, each a median."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from windlass.rates import KINDS, Collective, Points
+
+TURNS = 5  # of which the median counts
+TURN_SECONDS = 2e-3  # that a turn takes at least
+MOST_FLOPS = {"cpu": 1e9, "cuda": 4e12}  # of one product
+SMALL_BYTES = 1 << 10  # of each rank, where latency alone counts
+LARGE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # where it doesn't
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(call: Callable[[], Any], device: torch.device, turns: int = TURNS) -> float:
+    """Of one call, the median of some turns."""
+    began = time.perf_counter()
+    call()  # kernels are loaded, memory is allocated
+    synchronize(device)
+    first = time.perf_counter() - began
+    if first > 0.2:
+        turns = 2
+    each, times = max(1, round(TURN_SECONDS / max(first, 1e-7))), []
+    for _ in range(turns):
+        began = time.perf_counter()
+        for _ in range(each):
+            call()
+        synchronize(device)
+        times.append((time.perf_counter() - began) / each)
+    return statistics.median(times)
+
+
+def product_rates(device: torch.device, dtype: torch.dtype, rows: Iterable[int], widths: Iterable[int]) -> Points:
+    """TFLOP/s of x W^T with a square W."""
+    found, widths = [], tuple(widths)
+    for n in rows:
+        for width in widths:
+            flops = 2.0 * n * width**2
+            if flops <= MOST_FLOPS[device.type]:
+                x, w = (torch.randn(size, width, device=device).to(dtype) for size in (n, width))
+                found.append((float(n), float(width), flops / seconds(partial(torch.mm, x, w.T), device) / 1e12))
+    return tuple(found)
+
+
+def grouped_rates(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: Iterable[int],
+    widths: Iterable[int],
+    product: Callable[[Tensor, Tensor, Tensor], Tensor],
+    experts: int = 8,
+) -> Points:
+    """The same of all experts at once: product(x, weights, offsets) with equally many rows for each."""
+    found, widths = [], tuple(widths)
+    for n in rows:
+        for width in widths:
+            flops = 2.0 * experts * n * width**2
+            if flops <= MOST_FLOPS[device.type]:
+                x = torch.randn(experts * n, width, device=device).to(dtype)
+                w = torch.randn(experts, width, width, device=device).to(dtype)
+                ends = torch.arange(n, experts * n + 1, n, device=device, dtype=torch.int32)
+                taken = seconds(partial(product, x, w, ends), device)
+                found.append((float(n), float(width), flops / taken / 1e12))
+    return tuple(found)
+
+
+def attention_rates(
+    device: torch.device, dtype: torch.dtype, lengths: Iterable[int], heads: Iterable[int], tokens: int
+) -> Points:
+    """TFLOP/s of the unmasked half, for `tokens` tokens of such lengths and widths of a head."""
+    found, heads = [], tuple(heads)
+    for length in lengths:
+        for width in heads:
+            shape = (max(1, tokens // length), 4, length, width)
+            q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+
+            attend = partial(nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
+            flops = 2.0 * shape[0] * shape[1] * length**2 * width
+            found.append((float(length), float(width), flops / seconds(attend, device) / 1e12))
+    return tuple(found)
+
+
+def memory_rate(device: torch.device, elements: int) -> float:
+    """GB/s read and written by an addition."""
+    a, b = torch.randn(elements, device=device), torch.randn(elements, device=device)
+    return 3 * a.nbytes / seconds(lambda: torch.add(a, b, out=b), device) / 1e9
+
+
+def copy_rate(device: torch.device, size: int) -> float:
+    """GB/s from pinned host memory to the GPU; on a CPU, of a copy."""
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / seconds(lambda: target.copy_(source, non_blocking=True), device) / 1e9
+
+
+# --- the host ------------------
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatched operators, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and "detach" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def operator_seconds(device: torch.device, length: int = 200) -> float:
+    """Host time of one operator on hardly any data, forward and backward."""
+    x, w = torch.randn(4, 8, device=device, requires_grad=True), torch.randn(8, 8, device=device)
+
+    def chain() -> None:
+        y = x
+        for i in range(length):
+            y = (y * 0.5, y + x, nn.functional.silu(y), y @ w, y.float().pow(2), y.view(8, 4).view(4, 8))[i % 6]
+        y.sum().backward()  # type: ignore[no-untyped-call]
+
+    with Counting() as counting:
+        chain()
+    began, times = time.perf_counter(), []
+    for _ in range(TURNS * 2):
+        chain()
+        times.append(time.perf_counter() - began)  # without waiting for a GPU, which has less to do
+        synchronize(device)
+        began = time.perf_counter()
+    return float(statistics.median(times) / counting.count)
+
+
+def module_seconds() -> float:
+    """Of a call of a module that does nothing."""
+    module, x, cpu = nn.Identity(), torch.zeros(1), torch.device("cpu")
+    return seconds(lambda: [module(x) for _ in range(100)], cpu) / 100
+
+
+def sync_seconds(device: torch.device) -> float:
+    if device.type == "cpu":
+        return 0.0
+    x = torch.zeros(1, device=device)
+    return seconds(x.item, device)
+
+
+# --- between ranks ------------------
+
+
+def collectives(
+    device: torch.device, group: ProcessGroup | None, fabric: str, per_node: int, turns: int = TURNS
+) -> list[Collective]:
+    """All kinds over one group, which all of its ranks measure together; the slowest rank counts.
+
+    `per_node`: how many of its ranks are on a node, for a fabric between nodes.
+    """
+    ranks, found = dist.get_world_size(group), []
+    for kind in KINDS:
+        taken: list[float] = []
+        for size in (SMALL_BYTES, LARGE_BYTES[device.type]):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every backend has every kind
+                taken.append(_collective_seconds(kind, device, group, size, turns))
+        if len(taken) == 2:
+            latency, whole = min(taken), LARGE_BYTES[device.type] * ranks
+            sent = whole * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+            if kind == "all-to-all":
+                sent /= ranks  # each rank sends its own part only
+                sent *= per_node * (ranks - per_node) / (ranks - 1) if fabric == "network" else 1
+            found.append(Collective(kind, fabric, ranks, latency, sent / max(max(taken) - latency, 1e-6) / 1e9))
+    return found
+
+
+def _collective_seconds(kind: str, device: torch.device, group: ProcessGroup | None, size: int, turns: int) -> float:
+    """`size`: bytes of one rank's part."""
+    ranks, part = dist.get_world_size(group), torch.zeros(size // 4, device=device)
+    whole = torch.zeros(ranks * part.numel(), device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all-gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all-reduce": lambda: dist.all_reduce(whole, group=group),
+        "all-to-all": lambda: dist.all_to_all_single(
+            torch.empty_like(part).resize_(part.numel() // ranks * ranks),
+            part[: part.numel() // ranks * ranks],
+            group=group,
+        ),
+    }
+    times = []
+    for turn in range(1 + turns):
+        dist.barrier(group=group)
+        synchronize(device)
+        began = time.perf_counter()
+        calls[kind]()
+        synchronize(device)
+        times += [time.perf_counter() - began] * bool(turn)
+    slowest = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return float(slowest)
