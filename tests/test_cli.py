@@ -134,7 +134,7 @@ def test_help_groups_all_commands(windlass: Windlass) -> None:
         "After a run:",
     ]
     names = [command.name or getattr(command.callback, "__name__", "") for command in cli.app.registered_commands]
-    assert len(names) == 20
+    assert len(names) == 21
     assert all(f"\n  {name} " in text for name in names)
     assert "<bool>" not in text + windlass("plan", "--help")
     assert windlass("--version").startswith("windlass ")
