@@ -82,7 +82,7 @@ def test_what_has_no_effect_there_is_reported() -> None:
         return "\n".join(submitting.review(job_of(example("train", overrides)[0]), to))
 
     said = notes("runai", *FULL, "cluster.priority_class=high", "cluster.gpu_resource=nvidia.com/mig-7g.141gb")
-    for key in ("queue", "node_selector", "topology_key", "deadline_seconds", "service_account", "gpu_resource"):
+    for key in ("queue", "node_selector", "deadline_seconds", "service_account", "gpu_resource"):
         assert f"cluster.{key} has no effect on Run:ai" in said
     env = "cluster.env={NCCL_TIMEOUT: '1', RDMAV_FORK_SAFE: '1', NCCL_IB_HCA: mlx5_0, OURS: x}"
     said = notes("kubernetes", *FULL, "cluster.user={uid: 0}", "cluster.image=a/b:1", env, "cluster.engine=trainer")

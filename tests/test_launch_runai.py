@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_jobs import EXAMPLES, FULL, SITE, calls, environ, example, lost, plan_of, program
+from launch_jobs import EVERY, EXAMPLES, FULL, SITE, calls, environ, example, lost, plan_of, program
 from runai.models.distributed_creation_request import DistributedCreationRequest
 from runai.models.training_creation_request import TrainingCreationRequest
 
@@ -41,6 +43,45 @@ def test_the_rest_body_is_what_runais_own_models_take() -> None:
     body = runai.payload(job)
     assert "numWorkers" not in body["spec"]
     assert read_back(TrainingCreationRequest, body) == []
+
+
+def test_every_option_is_on_the_command_line_and_in_the_body(tmp_path: Path) -> None:
+    """What Run:ai has no option for is refused by name; variables are read back as they were by Kubernetes."""
+    mounted = (
+        "cluster.volumes=[{claim: project-001, path: /data}, {config_map: ca, path: /etc/ssl/ca.crt, sub_path: ca.crt},"
+        " {secret: netrc, path: /secrets}, {empty_dir: 200Gi, path: /scratch}]"
+    )
+    more = (mounted, "cluster.node_pools=[h200, any]", "cluster.env={A: '$(B) $$'}")
+    site = (*(word for word in EVERY if word.partition("=")[0].partition(".")[2] not in runai.REFUSED), *more)
+    plan, overrides, _ = example("train", site)
+    submit_sh = render(plan, "runai", overrides=overrides)["submit.sh"]
+    job = job_of(plan, overrides=overrides)
+    assert read_back(DistributedCreationRequest, runai.payload(job)) == []
+    words = runai.command(job)
+    for option, value in (
+        ("--label", "cost-center=a1"),
+        ("--annotation", "site/contact=ml@site, room 1"),
+        ("--node-pools", "h200"),
+        ("--preferred-pod-topology-key", "topology.kubernetes.io/zone"),
+        ("--supplemental-groups", "5000,5001"),
+        ("--cpu-core-limit", "16"),
+        ("--master-cpu-core-limit", "16"),
+        ("--image-pull-policy", "IfNotPresent"),
+        ("--auto-deletion-time-after-completion", "86400s"),
+        ("--configmap-map-volume", "name=ca,path=/etc/ssl/ca.crt,subpath=ca.crt"),
+        ("--secret-volume", "path=/secrets,name=netrc"),
+        ("--empty-dir-volume", "path=/scratch,size-limit=200Gi"),
+        ("-e", "A=$$(B) $$$$"),
+    ):
+        assert (option, value) in set(pairwise(words)), option
+    older = submit_sh.partition("older ones may lack")[2].partition("set -euo")[0]
+    assert "--secret-volume" in older
+    assert "--priority " not in older, "only what is used"
+    with pytest.raises(UserError) as caught:
+        render(example("train", (*EVERY, "cluster.gang=volcano"))[0], "runai")
+    for key in ("fs_group", "hugepages", "ephemeral_storage", "runtime_class", "network_policy", "pod_monitor", "gang"):
+        assert re.search(rf"cluster\.{key}.*: Run:ai can't set it", str(caught.value)), key
+    assert "mounts no part of a volume, and none read-only" in str(caught.value)
 
 
 def test_the_script_runs_the_very_command(tmp_path: Path) -> None:

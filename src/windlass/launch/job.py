@@ -290,7 +290,7 @@ def escape_variables(value: str) -> str:
 def refused_keys(job: Job, refused: Mapping[str, str], platform: str) -> Iterator[Problem]:
     """Keys that are set and that this platform can't do, each with what to do instead."""
     for key, hint in refused.items():
-        if key in job.cluster.model_fields_set and getattr(job.cluster, key):
+        if getattr(job.cluster, key) != Cluster.model_fields[key].default:
             yield Problem(f"{platform} can't set it", job.where(f"cluster.{key}"), hint)
 
 

@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from windlass import __version__
 from windlass.errors import Problem, RunError, UserError
-from windlass.launch.job import Job, Record, ignored_keys, keep_record, one_line, pod_problems, quote, words
+from windlass.launch.job import (
+    Job,
+    Record,
+    cores,
+    escape_variables,
+    ignored_keys,
+    keep_record,
+    one_line,
+    pod_problems,
+    quote,
+    refused_keys,
+    words,
+)
 from windlass.launch.script import launch_sh
 from windlass.runfile.machines import Secret
 
@@ -23,22 +36,60 @@ IGNORED = {
     "image_pull_secrets": "register the credential in Run:ai",
     "node_selector": "use the project's node pools",
     "affinity": "use the project's node pools",
-    "topology_key": "set it on the node pool",
     "deadline_seconds": "the project's policy has time limits",
     "gpu_resource": "Run:ai counts GPUs in its own way, and the project's node pools decide the kind",
+    "container": "it is Slurm's",
+    "sbatch": "they are Slurm's",
 }
+_POLICY = "ask for it in the project's policy, or use --to kubernetes"
+REFUSED = dict.fromkeys(
+    ("fs_group", "hugepages", "ephemeral_storage", "runtime_class", "scheduler_name", "gang", "network_policy"), _POLICY
+) | {"queue_priority": "set cluster.priority_class", "pod_monitor": "use --to kubernetes"}
 # A key of `cluster` that is sent as it is, its option on the command line, its key in the REST API's body.
 PLAIN = (
     ("project", "project", ""),
     ("image", "image", "image"),
     ("working_dir", "working-dir", "workingDir"),
     ("priority_class", "priority", "priorityClass"),
+    ("image_pull_policy", "image-pull-policy", "imagePullPolicy"),
 )
-# The command line's reference gives the master options of its own for these: it gets what the workers get.
+# Options that the reference of Run:ai 3.0 names and that of 2.18 and its neighbors doesn't.
+LATER = (
+    *("clean-pod-policy", "restart-policy", "master-restart-policy", "termination-grace-period", "preemptibility"),
+    *("priority", "env-secret", "secret-volume", "empty-dir-volume"),
+    *("master-cpu-core-request", "master-cpu-core-limit", "master-cpu-memory-request", "master-cpu-memory-limit"),
+)
+# The command line's reference gives the master options of its own for these.
 MASTERS = (
-    *("gpu-devices-request", "cpu-core-request", "cpu-memory-request", "cpu-memory-limit"),
+    *("gpu-devices-request", "cpu-core-request", "cpu-core-limit", "cpu-memory-request", "cpu-memory-limit"),
     *("extended-resource", "restart-policy"),
 )
+
+# By the key of a volume: its option, its list in the REST API's body, and how each names the volume's parts.
+VOLUMES = {
+    "claim": (
+        *("existing-pvc", "pvc", {"claimname": "name", "path": "path"}),
+        {"claimName": "name", "path": "path"},
+    ),
+    "config_map": (
+        *("configmap-map-volume", "configMapVolume", {"name": "name", "path": "path", "subpath": "subpath"}),
+        {"configMap": "name", "mountPath": "path", "subPath": "subpath"},
+    ),
+    "secret": (
+        *("secret-volume", "secretVolume", {"path": "path", "name": "name"}),
+        {"secret": "name", "mountPath": "path"},
+    ),
+    "empty_dir": (
+        *("empty-dir-volume", "emptyDirVolume", {"path": "path", "medium": "medium", "size-limit": "name"}),
+        {"path": "path", "medium": "medium", "sizeLimit": "name"},
+    ),
+}
+
+_COMMENT: Final[dict[str, Any]] = {
+    "initial_indent": "#   ",
+    "subsequent_indent": "#   ",
+    "break_on_hyphens": False,
+}
 
 SUBMIT = """\
 #!/usr/bin/env bash
@@ -48,6 +99,8 @@ launch.sh must be, with {files},
 # in {folder} on the volume that the pods mount.
 # Run it again with the same run folder to resume from the last checkpoint, once the ended job is deleted:
 #   {delete}
+# For the command line of Run:ai 3.0, by its reference; older ones may lack
+{later}
 set -euo pipefail
 
 # Git Bash on Windows would turn /data into C:/Program Files/Git/data; elsewhere nothing reads these.
@@ -65,6 +118,7 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Rows: why it is set, option of the command line and its value, its part of the REST API's body, where a dot leads
     into a section."""
     cluster, workers = job.cluster, job.nodes - 1
+    body: dict[str, Any]
     for key, option, path in PLAIN:
         if value := getattr(cluster, key):
             yield "", option, value, {path: value} if path else {}
@@ -76,9 +130,11 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     if job.gpu:
         count = job.ranks_per_node
         yield "of each node", "gpu-devices-request", str(count), {"compute.gpuDevicesRequest": count}
-    cores = int(job.cpu[:-1]) / 1000 if job.cpu.endswith("m") else float(job.cpu)  # plain numbers: 500m is 0.5
-    number = int(cores) if cores.is_integer() else cores
-    yield "", "cpu-core-request", f"{cores:g}", {"compute.cpuCoreRequest": number}
+    for kind, amount in (("Request", job.cpu), ("Limit", cluster.cpu_limit)):
+        if amount:
+            plain = cores(amount)
+            number = int(plain) if plain.is_integer() else plain
+            yield "", f"cpu-core-{kind.lower()}", f"{plain:g}", {f"compute.cpuCore{kind}": number}
     why = "set by the run file" if job.is_script else f"the plan needs {job.memory_gib} GiB with /dev/shm"
     why = f"with units: a bare number would be bytes; {why}"
     yield why, "cpu-memory-request", job.memory_request, {"compute.cpuMemoryRequest": job.memory_request}
@@ -87,15 +143,28 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         why = "ranks of one node exchange data through /dev/shm"
         yield why, "large-shm", "", {"compute.largeShmRequest": True}
     for volume in cluster.volumes:
-        body: dict[str, Any] = {"claimName": volume.claim, "path": volume.path, "existingPvc": True}
-        yield "", "existing-pvc", f"claimname={volume.claim},path={volume.path}", {"storage.pvc": [body]}
+        (key, name), *_ = volume.sources.items()
+        option, section, parts, fields = VOLUMES[key]
+        found: dict[str, Any] = {"name": name, "path": volume.path, "subpath": volume.sub_path, "medium": volume.medium}
+        text = ",".join(f"{word}={found[part]}" for word, part in parts.items() if found[part])
+        fixed = {"existingPvc": True} if key == "claim" else {}
+        sent = {word: found[part] for word, part in fields.items() if found[part]}
+        yield "", option, text, {f"storage.{section}": [{**sent, **fixed}]}
     networks = {"k8s.v1.cni.cncf.io/networks": ",".join(cluster.networks)} if cluster.networks else {}
     for name, value in {**networks, **cluster.annotations}.items():
         why = "a second network card in each pod" if name in networks else ""
         yield why, "annotation", f"{name}={value}", {"annotations": [{"name": name, "value": value}]}
-    for name, amount in cluster.extended_resources.items():
-        body = {"resource": name, "quantity": str(amount)}
-        yield "", "extended-resource", f"{name}={amount}", {"compute.extendedResources": [body]}
+    for name, value in cluster.labels.items():
+        yield "", "label", f"{name}={value}", {"labels": [{"name": name, "value": value}]}
+    for pool in cluster.node_pools:
+        yield "", "node-pools", pool, {"nodePools": [pool]}
+    if cluster.topology_key:
+        option, why = f"{cluster.topology}-pod-topology-key", "nodes that share the label's value"
+        body = {"type": cluster.topology.capitalize(), "key": cluster.topology_key}
+        yield why, option, cluster.topology_key, {"podAffinity": body}
+    for name, count in cluster.extended_resources.items():
+        body = {"resource": name, "quantity": str(count)}
+        yield "", "extended-resource", f"{name}={count}", {"compute.extendedResources": [body]}
     for index, one in enumerate(cluster.tolerations):
         parts = {"operator": "Exists" if one.value is None else "Equal", **one.model_dump(exclude_none=True)}
         text = ",".join(f"{key}={value}" for key, value in parts.items())
@@ -106,6 +175,11 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
         yield "set by cluster.user", "run-as-uid", str(uid), body
         if gid is not None:
             yield "", "run-as-gid", str(gid), {"security.runAsGid": gid}
+    if groups := ",".join(map(str, cluster.supplemental_groups)):
+        yield "", "supplemental-groups", groups, {"security.supplementalGroups": groups}
+    if (ttl := cluster.ttl_seconds) is not None:
+        body = {"autoDeletionTimeAfterCompletionSeconds": ttl}
+        yield "deleted this long after its end", "auto-deletion-time-after-completion", f"{ttl}s", body
     why, seconds = f"to end a step and save after a stop signal; {job.grace_reason}", job.grace_seconds
     yield why, "termination-grace-period", f"{seconds}s", {"terminationGracePeriodSeconds": seconds}
     why, limit = "a run that was lost is started again, and resumes from its newest checkpoint", cluster.max_restarts
@@ -123,9 +197,10 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
             text = f"{name}={content.secret},key={content.key}"
             yield variable.reason, "env-secret", text, {"environmentVariables": [body]}
         else:
-            body = {"name": name, "value": content}
+            text = escape_variables(content)  # it ends in a pod's env
+            body = {"name": name, "value": text}
             # -e: in old and new clients
-            yield variable.reason, "e", f"{name}={content}", {"environmentVariables": [body]}
+            yield variable.reason, "e", f"{name}={text}", {"environmentVariables": [body]}
 
 
 def flags(job: Job) -> Iterator[tuple[str, list[str]]]:
@@ -152,7 +227,7 @@ def command(job: Job) -> list[str]:
 
 
 def submit_sh(job: Job) -> str:
-    lines = []
+    lines, used = [], {word for _, flag in flags(job) for word in flag}
     for why, flag in flags(job):
         lines += [f"  # {one_line(why)}"] if why else []
         lines.append(f"  {words(flag)}")
@@ -162,6 +237,7 @@ def submit_sh(job: Job) -> str:
         source=one_line(job.source),
         folder=one_line(job.folder),
         files=" and ".join(job.files),
+        later=textwrap.fill(" ".join(f"--{name}" for name in LATER if f"--{name}" in used), 118, **_COMMENT),
         delete=one_line(words(client(job.name, job.nodes, job.cluster.project, "delete"))),
         options="\n".join(lines),
         command=words(client(job.name, job.nodes, None, "submit")),
@@ -188,6 +264,11 @@ def review(job: Job) -> Iterator[Problem | str]:
     if not cluster.project:
         hint = "set cluster.project: without it the job goes to whatever project was used last"
         yield Problem("no Run:ai project", job.where("cluster.project"), hint)
+    for index, volume in enumerate(cluster.volumes):
+        where, hint = job.where(f"cluster.volumes[{index}]"), "mount the whole volume, read and write"
+        if volume.read_only or (volume.sub_path and not volume.config_map):
+            yield Problem("Run:ai's command line mounts no part of a volume, and none read-only", where, hint)
+    yield from refused_keys(job, REFUSED, "Run:ai")
     yield from ignored_keys(cluster, IGNORED, "Run:ai")
 
 

@@ -4,6 +4,8 @@
 # in /data/output/Models/mistral4small-lora-fsdp-2xH200 on the volume that the pods mount.
 # Run it again with the same run folder to resume from the last checkpoint, once the ended job is deleted:
 #   runai training standard delete mistral4small-lora-fsdp-2xh200 --project research
+# For the command line of Run:ai 3.0, by its reference; older ones may lack
+#   --restart-policy --termination-grace-period --env-secret
 set -euo pipefail
 
 # Git Bash on Windows would turn /data into C:/Program Files/Git/data; elsewhere nothing reads these.
