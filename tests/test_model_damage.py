@@ -140,7 +140,10 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     # the folder
     "no config": (remove(CONFIG), "the model folder has no config.json"),
     "empty": (remove(CONFIG, FILE), "has no config.json.*\n\nhint: the folder is empty: is its volume mounted"),
-    "no weights": (remove(FILE), r"has no model\.safetensors and no .*; it holds config\.json\n"),
+    "pickled weights": (
+        remove(FILE, instead="pytorch_model.bin"),
+        r"only as a pickle.* \(pytorch_model\.bin\)(.|\n)*hint: convert it: python -c \"import transformers",
+    ),
     "an adapter": (remove(FILE, instead="adapter_model.safetensors"), r"it holds adapter_model(.|\n)*lora\.adapter"),
     "shards alone": (remove(FILE, instead="model-00001-of-00002.safetensors"), r"no model\.safetensors\.index\.json"),
     # config.json
@@ -153,7 +156,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "no text_config": (outer(text_config=None), "text_config: it has no model_type"),
     "text_config is a list": (outer(text_config=[1]), r"text_config is \[1\], not the language model's config"),
     "unknown family": (text(model_type="mistral5"), r"unknown model type 'mistral5'\n\nhint: nearest: mistral"),
-    "unlike any family": (text(model_type="gpt2"), "known: mistral4, mistral, ministral3, llama"),
+    "unlike any family": (text(model_type="gpt2"), "FSDP plan does not name its layers"),
     "a classifier": (outer(architectures=["Mistral3ForReward"]), "architectures is 'Mistral3ForReward'"),
     "zero layers": (text(num_hidden_layers=0), "num_hidden_layers is 0"),
     "true": (text(hidden_size=True), "hidden_size is True"),
@@ -225,7 +228,7 @@ SHARDED: dict[str, tuple[Damage, str]] = {
 MIXTRAL: dict[str, tuple[Damage, str]] = {
     "an expert missing": (
         tensors(lambda t: t.pop(f"{W}.5.w3.weight")),
-        r"missing .* \(1\): model\.layers\.0\.mlp\.experts\.5\.w3\.weight",
+        r"missing .* \(1\): model\.layers\.0\.block_sparse_moe\.experts\.5\.w3\.weight",
     ),
     "an expert too many": (put(f"{W}.8.w3.weight", ONES(32, 64)), r"unknown .* \(1\): .*experts\.8\.w3\.weight"),
     "all missing": (rename(".w2.", ".w4."), r"missing weights \(2\): model\.layers\.0\.mlp\.experts\.down_proj"),
@@ -301,3 +304,12 @@ def test_any_bytes_are_an_error_or_tensors(
         except UserError as error:
             place = error.problems[0].where
         assert place == str(file)
+
+
+def test_a_folder_with_config_json_alone_is_planned_from_it(originals: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(originals["single"] / CONFIG, folder)
+    base, whole = read_base(folder), read_base(originals["single"])
+    assert (base.path, base.total, base.dims) == (None, whole.total, whole.dims)
+    assert base.notes == (f"no weights in {folder}: planned from its config.json; check and train will refuse it",)

@@ -12,13 +12,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from windlass import derive
 from windlass.model.family import FAMILIES
+from windlass.model.shrink import shrink
 
 if TYPE_CHECKING:
     from windlass.model import Base
@@ -161,8 +164,6 @@ def _write_model(
 ) -> None:
     """The library's own class with random weights, its tensors under the names that they have on disk."""
     transformers = importlib.import_module("transformers")
-    from transformers.core_model_loading import revert_weight_conversion
-
     directory.mkdir(parents=True, exist_ok=True)
     config = text = getattr(transformers, causal_lm).config_class(**sizes)
     architecture = wrapper or causal_lm
@@ -173,16 +174,62 @@ def _write_model(
             vision_config=transformers.PixtralVisionConfig(**vision, image_size=28),
             tie_word_embeddings=text.tie_word_embeddings,
         )
+    _save_model(directory, getattr(transformers, architecture), config, quantized, dtype, files, seed, named)
+
+
+def write_family(
+    directory: Path,
+    family: str,
+    *,
+    config: Mapping[str, Any] = MappingProxyType({}),
+    layers: int = 4,
+    vocab: int = 512,
+    dtype: str = "float32",
+    files: int = 1,
+    tokenizer: bool = False,
+    seed: int = 0,
+) -> Path:
+    """A tiny model of any family that transformers can build, as it saves it. config: of the language model."""
+    transformers = importlib.import_module("transformers")
+    outer = transformers.CONFIG_MAPPING[family]()
+    whole, text = outer.to_dict(), outer.get_text_config().to_dict()
+    small = shrink(text | {key: value for key, value in config.items() if key in text}, layers=layers, vocab=vocab)
+    small |= config
+    if "text_config" in whole:
+        parts = {key: shrink(whole[key], layers=1) for key in ("vision_config",) if isinstance(whole.get(key), dict)}
+        small = {**whole, **parts, "text_config": small}
+    made = type(outer).from_dict({**small, "architectures": None})
+    classes = derive.wrapper_of(made, {}, family) if "text_config" in whole else derive.class_of(made, {}, family)
+    directory.mkdir(parents=True, exist_ok=True)
+    _save_model(directory, classes, made, None, dtype, files, seed)
+    if tokenizer:
+        write_tokenizer(directory, vocab)
+    return directory
+
+
+def _save_model(
+    directory: Path,
+    model_class: Any,
+    config: Any,
+    quantized: Mapping[str, Any] | None,
+    dtype: str,
+    files: int,
+    seed: int,
+    named: Callable[[str], str] = str,
+) -> None:
+    """A model with random weights, its tensors under the names that they have on disk."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    text = config.get_text_config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, architecture)._from_config(config, dtype=getattr(torch, dtype))
-        for name, tensor in model.named_parameters():
-            if "norm" in name:  # initialised to ones everywhere: swapped norms would go unseen
+        model = model_class._from_config(config, dtype=getattr(torch, dtype))
+        state = model.state_dict()
+        for name, tensor in state.items():
+            if "norm" in name or tensor.ndim < 2:  # the same everywhere: swapped ones would go unseen
                 tensor.data.add_(torch.randn_like(tensor), alpha=0.02)
-    state = model.state_dict()
-    if text.tie_word_embeddings:
-        state.pop("lm_head.weight")
-    described = {**config.to_dict(), "architectures": [architecture], "dtype": dtype}
+    state = {name: state[name] for name in {t.data_ptr(): n for n, t in reversed(state.items())}.values()}  # a tied one once
+    described = {**config.to_dict(), "architectures": [model_class.__name__], "dtype": dtype}
     if quantized:
         described["quantization_config"] = dict(quantized)
     (directory / "config.json").write_text(json.dumps(described, indent=2, default=str) + "\n")

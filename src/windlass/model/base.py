@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.config import describe
-from windlass.model.family import TIED, UNREAD, VISION
+from windlass.model.family import IGNORED, TIED, UNREAD, VISION
 from windlass.model.files import CONFIG, list_names, read_table, read_tensors, some
-from windlass.model.parameters import Base, Parameter, Piece, Stored
+from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 from windlass.model.published import CONFIGS
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 FP8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # of anyone's files
 HEAD, SCALE = "lm_head.weight", "_scale_inv"
 # Kinds of faults, and what to do about each.
 FETCH: Final = "fetch the folder again; config.json and weights must be of the same model"
@@ -76,25 +77,18 @@ def read_base(path: Path) -> Base:
     folder = path if path.name not in ("", "..") else path.resolve()
     hub = folder.parent.name == "snapshots"  # the hub's cache has the model under a hash: models--org--name/snapshots/…
     config = read_table(path / CONFIG)
-    base = describe(config, str(path / CONFIG), folder.parent.parent.name.rpartition("--")[2] if hub else folder.name)
+    name = folder.parent.parent.name.rpartition("--")[2] if hub else folder.name
+    base = describe(config, str(path / CONFIG), name, path)
+    if not any(Path(each).suffix in WEIGHTS for each in names):
+        note = f"no weights in {str(path)[:200]}: planned from its config.json; check and train will refuse it"
+        return replace(base, notes=(note, *base.notes))
     return replace(_assign(base, config, read_tensors(path, names), str(path)), path=path)
 
 
 def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored], where: str) -> Base:
     """The model with a stored tensor for every piece of every parameter, and a reason for every other tensor."""
-    prefixes = base.wrapper.prefixes if base.wrapper else (("", ""),)
-    named: dict[str, Stored] = {}  # by the language model's own names
-    for key, tensor in stored.items():
-        prefix = next((pair for pair in prefixes if key.startswith(pair[0])), None)
-        if prefix is None:  # of another part of the wrapper
-            continue
-        name = prefix[1] + key.removeprefix(prefix[0])
-        for old, new in base.family.spellings:
-            name = name.replace(old, new)
-        named.setdefault(name, tensor)  # a second spelling of the same name stays unused, and is reported
-
     notes = []
-    if base.wrapper and config.get("tie_word_embeddings") is True and HEAD not in named:
+    if base.wrapper and config.get("tie_word_embeddings") is True and not any(_is_head(key) for key in stored):
         untied = [parameter for parameter in base.parameters if parameter.name != HEAD]
         if len(untied) < len(base.parameters):
             notes.append("the head is the embedding: config.json's outer part ties them, and no head is stored")
@@ -105,11 +99,11 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
     parameters = []
     for parameter in base.parameters:
         pieces = []
-        for name, shape, offset in _stored_parts(parameter, base, named):
-            if name not in named:
+        for name, shape, offset in _stored_parts(parameter, stored):
+            if name not in stored:
                 faults[MISSING].append(name)
                 continue
-            tensor, scale = named[name], named.get(f"{name}{SCALE}")
+            tensor, scale = stored[name], stored.get(f"{name}{SCALE}")
             in_fp8 = tensor.dtype in FP8_DTYPES
             used |= {tensor.key, scale.key} if scale else {tensor.key}
             if tensor.shape != shape:
@@ -126,12 +120,13 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
             pieces.append(Piece(tensor, offset, scale))
         parameters.append(replace(parameter, pieces=tuple(pieces)))
 
-    reasons = {**UNREAD, **({base.wrapper.skipped: VISION} if base.wrapper else {})}
+    reasons = {**UNREAD, **dict.fromkeys((f"{each}.*" for each in base.family.ignored), IGNORED)}
+    reasons |= {base.wrapper.skipped: VISION} if base.wrapper else {}
     unread: dict[Stored, str] = {}
     for key, tensor in stored.items():
         if key in used:
             continue
-        if named.get(HEAD) is tensor and all(parameter.name != HEAD for parameter in parameters):
+        if _is_head(key) and all(parameter.name != HEAD for parameter in parameters):
             unread[tensor] = TIED
             notes.append(f"{key} is stored and not read: {TIED}")
         elif why := next((why for pattern, why in reasons.items() if re.fullmatch(pattern, key)), None):
@@ -143,21 +138,21 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
     return replace(base, parameters=tuple(parameters), unread=unread, notes=tuple(notes))
 
 
+def _is_head(key: str) -> bool:
+    return key == HEAD or key.endswith(f".{HEAD}")
+
+
 def _stored_parts(
-    parameter: Parameter, base: Base, named: Mapping[str, Stored]
-) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    parameter: Parameter, stored: Mapping[str, Stored]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Names, shapes and offsets of the tensors that a parameter is stored in: itself, or its experts one by one."""
-    stem, _, leaf = parameter.name.rpartition(".")
-    parts = base.family.experts_on_disk.get(leaf, ()) if parameter.part == "experts" else ()
-    if parameter.name in named or not any(f"{stem}.0.{part}.weight" in named for part in parts):
-        return [(parameter.name, parameter.shape, (0,) * len(parameter.shape))]
-    experts, rows, columns = parameter.shape
-    rows //= len(parts)
-    return [
-        (f"{stem}.{expert}.{part}.weight", (rows, columns), (expert, number * rows, 0))
-        for expert in range(experts)
-        for number, part in enumerate(parts)
-    ]
+    own = (Spelling(parameter.name, parameter.shape, (0,) * len(parameter.shape)),)
+    ways = (own, *parameter.spellings)
+    way = next((way for way in ways if any(each.name.replace("#", "0") in stored for each in way)), own)
+    counted = any("#" in each.name for each in way)
+    for number in range(parameter.shape[0] if counted else 1):
+        for name, shape, offset in way:
+            yield name.replace("#", str(number)), shape, (number, *offset[1:]) if counted else offset
 
 
 def _scale_fits(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.model.family import FAMILIES, WRAPPERS, Family
-from windlass.model.parameters import Base, Parameter
+from windlass.model.description import find_description
+from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper
+from windlass.model.parameters import Base, Parameter, Spelling
 
 # Far above any model, and low enough that a typing error does not make a list of a billion parameters.
 MAX_LAYERS: Final = 4096
 MAX_SIZE: Final = 2**24
 FETCH: Final = "fetch config.json again from where the model was published"
+# Weights that transformers can read and windlass can't, in 16 bits.
+CONVERT: Final = (
+    "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='bfloat16', "
+    "quantization_config=t.Mxfp4Config(dequantize=True)).save_pretrained('{to}')\""
+)
 
 
-def describe(config: Mapping[str, Any], where: str, name: str = "") -> Base:
+def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path | None = None) -> Base:
     """The model that a config.json describes, without stored tensors.
 
-    The only source of parameters and sizes: another way to describe a model than the rows of family.py plugs in here.
+    From a row of family.py, which needs no torch, or else from what transformers would build (description.py).
     """
     wrapper = WRAPPERS.get(str(config.get("model_type")))
     text, place = config, where
@@ -28,15 +34,13 @@ def describe(config: Mapping[str, Any], where: str, name: str = "") -> Base:
         text, place = config.get("text_config") or {}, f"{where}: text_config"
         if not isinstance(text, dict):
             raise UserError(f"text_config is {reprlib.repr(text)}, not the language model's config", where, FETCH)
-    model_type = text.get("model_type")
-    family = FAMILIES.get(str(model_type))
-    if family is None:
-        known = [*FAMILIES, *WRAPPERS]
-        problem = f"unknown model type {reprlib.repr(model_type)}" if model_type else "it has no model_type"
-        close = difflib.get_close_matches(str(model_type)[:80], known, 3, 0.5)
-        nearest = f"nearest: {', '.join(close)}; " if close else ""
-        raise UserError(problem, place, f"{nearest}known: {', '.join(known)}")
-    problems: list[Problem] = []
+    if not text.get("model_type"):
+        raise UserError("it has no model_type", place, FETCH)
+    family = FAMILIES.get(str(text.get("model_type")))
+    quantization, problems = _read_quantization(config, text, where)
+    if family is None or not family.covers(text):
+        raise_all(problems)
+        return _of_description(find_description(config, where, folder), config, name, quantization)
 
     # A classifier or a bare encoder has the same model_type, and other weights.
     architecture = wrapper.architecture if wrapper else family.causal_lm
@@ -45,20 +49,6 @@ def describe(config: Mapping[str, Any], where: str, name: str = "") -> Base:
     if named and str(named).lower() != architecture.lower():
         problem = f"architectures is {reprlib.repr(named)}, and windlass trains adapters of {architecture}"
         problems.append(Problem(problem, where, "give the folder of the causal language model itself"))
-
-    quantization = config.get("quantization_config")
-    quantization = text.get("quantization_config") if quantization is None else quantization
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        spot = f"{where}: quantization_config"
-        if method != "fp8":
-            hint = "windlass reads fp8 (one scale a tensor, an expert or a block) and 16- or 32-bit weights"
-            problems.append(Problem(f"unsupported quantisation {reprlib.repr(method)}", spot, hint))
-        elif (block := quantization.get("weight_block_size")) is not None and not (
-            isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
-        ):
-            problem = f"weight_block_size is {reprlib.repr(block)}"
-            problems.append(Problem(problem, spot, "two positive whole numbers, or null"))
 
     dims, faults = _read_sizes(family, text)
     if not isinstance(tied := text.get("tie_word_embeddings", False), bool | None):
@@ -71,14 +61,92 @@ def describe(config: Mapping[str, Any], where: str, name: str = "") -> Base:
         family=family,
         config=dict(text),
         dims=dims,
-        parameters=tuple(_list_parameters(family, dims, tied is True)),
+        parameters=tuple(_list_parameters(family, dims, tied is True, wrapper)),
         wrapper=wrapper,
         quantization=quantization,
     )
 
 
-def _list_parameters(family: Family, dims: Mapping[str, int], tied: bool) -> Iterator[Parameter]:
+def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tuple[Any, list[Problem]]:
+    """What the weights are quantised to, and what is wrong with that."""
+    problems = list[Problem]()
+    quantization = config.get("quantization_config")
+    quantization = text.get("quantization_config") if quantization is None else quantization
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        spot = f"{where}: quantization_config"
+        if method != "fp8":
+            hint = "windlass reads fp8 (one scale a tensor, an expert or a block) and 16- or 32-bit weights"
+            if method == "mxfp4":
+                folder = Path(where).parent
+                hint = f"where torch is, write it in 16 bits: {CONVERT.format(folder=folder, to=f'{folder}-bf16')}"
+            problems.append(Problem(f"unsupported quantisation {reprlib.repr(method)}", spot, hint))
+        elif (block := quantization.get("weight_block_size")) is not None and not (
+            isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
+        ):
+            problem = f"weight_block_size is {reprlib.repr(block)}"
+            problems.append(Problem(problem, spot, "two positive whole numbers, or null"))
+    return quantization, problems
+
+
+def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: str, quantization: Any) -> Base:
+    """The model that transformers would build, as derive.py found it."""
+    wrapped = found["wrapper"] is not None
+    text = dict((config.get("text_config") or {}) if wrapped else config) | {"model_type": found["model_type"]}
+
+    def parameter(entry: Mapping[str, Any], layer: int | None = None) -> Parameter:
+        place = "" if layer is None else f"model.layers.{layer}."
+        ways = tuple(
+            tuple(Spelling(key.replace("@", str(layer)), tuple(shape), tuple(offset)) for key, shape, offset in way)
+            for way in entry["stored"]
+        )
+        flags = {flag: entry.get(flag, False) for flag in ("linear", "buffer")}
+        return Parameter(place + entry["name"], tuple(entry["shape"]), entry["part"], spellings=ways, **flags)
+
+    # In the order in which a pass meets them: the embedding, the layers, the final norm and the head.
+    first, last = list[Parameter](), list[Parameter]()
+    for entry in found["outside"]:
+        (first if entry["part"] == "embedding" else last).append(parameter(entry))
+    layers = [parameter(entry, number) for number, kind in enumerate(found["order"]) for entry in found["kinds"][kind]]
+    wrapper = None
+    if wrapped:
+        names = [way[0].name for each in first for way in each.spellings if each.name.startswith("model.embed_tokens")]
+        stems = [key.removesuffix("embed_tokens.weight") for key in names]
+        heads = [way[0].name.removesuffix("weight") for each in last for way in each.spellings if each.part == "head"]
+        prefixes = [*((stem, "model.") for stem in stems), *((stem, "lm_head.") for stem in heads)]
+        wrapper = Wrapper(found["wrapper"], tuple(prefixes), "|".join(found["skipped"]) or "(?!)")
+    family = Family(
+        found["model_type"],
+        found["class"],
+        found["layers"][0],
+        other_layers=tuple(found["layers"][1:]),
+        attention=tuple(found["attention"]),
+        isolates=found["isolates"],
+        peft_takes=frozenset(found["peft_takes"]),
+        ignored=tuple(found["ignored"]),
+        derived_by=found["transformers"],
+    )
+    return Base(
+        name=name,
+        path=None,
+        family=family,
+        config=text,
+        dims=dict(found["dims"]),
+        parameters=(*first, *layers, *last),
+        wrapper=wrapper,
+        quantization=quantization,
+    )
+
+
+def _list_parameters(
+    family: Family, dims: Mapping[str, int], tied: bool, wrapper: Wrapper | None
+) -> Iterator[Parameter]:
     """Every parameter of the causal language model, with the name and shape that it has in transformers."""
+
+    def parameter(name: str, shape: tuple[int, ...], part: str) -> Parameter:
+        linear = name.endswith(".weight") and part in ("attention", "mlp", "shared_experts", "head")
+        return Parameter(name, shape, part, linear=linear, spellings=tuple(_spell(family, wrapper, name, shape, part)))
+
     layer: dict[str, list[tuple[str, tuple[int, ...], str]]] = {"moe": [], "dense": []}
     for kind, listed in layer.items():
         for weight in family.weights:
@@ -89,14 +157,37 @@ def _list_parameters(family: Family, dims: Mapping[str, int], tied: bool) -> Ite
             listed.append((weight.name, shape, weight.part))
             if weight.bias and dims.get(weight.bias):
                 listed.append((f"{weight.name.removesuffix('weight')}bias", shape[:1], weight.part))
-    yield Parameter("model.embed_tokens.weight", (dims["vocab"], dims["hidden"]), "embedding")
+    yield parameter("model.embed_tokens.weight", (dims["vocab"], dims["hidden"]), "embedding")
     for index in range(dims["layers"]):
         routed = "experts" in dims and index >= dims.get("first_dense", 0)
         for name, shape, part in layer["moe" if routed else "dense"]:
-            yield Parameter(f"model.layers.{index}.{name}", shape, part)
-    yield Parameter("model.norm.weight", (dims["hidden"],), "norm")
+            yield parameter(f"model.layers.{index}.{name}", shape, part)
+    yield parameter("model.norm.weight", (dims["hidden"],), "norm")
     if not tied:
-        yield Parameter("lm_head.weight", (dims["vocab"], dims["hidden"]), "head")
+        yield parameter("lm_head.weight", (dims["vocab"], dims["hidden"]), "head")
+
+
+def _spell(
+    family: Family, wrapper: Wrapper | None, name: str, shape: tuple[int, ...], part: str
+) -> Iterator[tuple[Spelling, ...]]:
+    """The ways in which files store a parameter of a family that has a row."""
+    leaf = name.rpartition(".")[2]
+    for theirs, ours in wrapper.prefixes if wrapper else (("", ""),):
+        if not name.startswith(ours):
+            continue
+        for new, old in (("", ""), *family.spellings):
+            if new not in name:
+                continue
+            place = theirs + name.removeprefix(ours).replace(new, old)
+            if place != name:
+                yield (Spelling(place, shape, (0,) * len(shape)),)
+            if part == "experts" and (parts := family.experts_on_disk.get(leaf)):
+                rows = shape[1] // len(parts)
+                place = place.removesuffix(leaf)
+                yield tuple(
+                    Spelling(f"{place}#.{each}.weight", (rows, shape[2]), (0, number * rows, 0))
+                    for number, each in enumerate(parts)
+                )
 
 
 def _read_sizes(family: Family, text: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, str]]:

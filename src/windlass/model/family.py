@@ -61,15 +61,24 @@ class Family:
     sizes: Mapping[str, Size] = field(default_factory=dict, compare=False, repr=False)
     derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict, compare=False, repr=False)
     weights: tuple[Weight, ...] = field(default=(), compare=False, repr=False)
-    spellings: tuple[tuple[str, str], ...] = ()  # parts of names on disk -> in the model
+    spellings: tuple[tuple[str, str], ...] = ()  # parts of names in the model -> on disk
     # Fused parameter -> the matrices that it is stored as, expert by expert
     experts_on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
-    # Usual LoRA target names that no module here has -> the modules that they stand for, and why
-    usual: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict, compare=False, repr=False)
     # Whether the router hands its weights on in the width of compute. Elsewhere softmax leaves them in float32, and
     # the experts' weighted rows with them.
     narrow_routing: bool = False
     since: str = ""  # transformers' first release with the class; the wheel of the minor version before has it not
+    default_only: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what a row is not for
+    other_layers: tuple[str, ...] = ()  # further classes of layers
+    attention: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+    isolates: bool | None = True  # whether packed documents don't see each other; None: it was not found out
+    peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT takes for routed experts
+    ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers leaves aside
+    derived_by: str = ""  # the version of transformers that described it; empty: a row below
+
+    def covers(self, text: Mapping[str, Any]) -> bool:
+        """Whether the row describes this config, and not only others of its model_type."""
+        return all(text.get(key, value) in (value, None) for key, value in self.default_only.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,26 @@ FUSED: dict[str, str] = {
     **dict.fromkeys(("down_proj", "w2"), "down_proj"),
 }
 
+# Usual names of LoRA targets -> the modules that have their part in layers without one of that name, and why.
+_TWO_STEPS = "latent attention makes queries in two steps"
+_KEYS_VALUES = "latent attention makes keys and values together"
+_ONE = "queries, keys and values are one matrix"
+_GATED = "linear attention makes queries, keys, values and its gate together"
+_ATTENDED = ((("dense",), "the output projection's name here"), (("out_proj",), "the output projection's name here"))
+_NO_GATE = "this feed-forward has two matrices and no gate"
+_TOGETHER = tuple(((name,), _ONE) for name in ("qkv_proj", "query_key_value", "Wqkv", "c_attn"))
+_LINEAR = ((("in_proj_qkvz", "in_proj_ba"), _GATED), (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _GATED))
+USUAL: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
+    "q_proj": ((("q_a_proj", "q_b_proj"), _TWO_STEPS), *_TOGETHER, *_LINEAR),
+    **dict.fromkeys(("k_proj", "v_proj"), ((("kv_a_proj_with_mqa", "kv_b_proj"), _KEYS_VALUES), *_TOGETHER, *_LINEAR)),
+    "o_proj": _ATTENDED,
+    **dict.fromkeys(
+        ("gate_proj", "up_proj"),
+        ((("gate_up_proj",), "gate and up are one matrix"), (("fc1",), _NO_GATE), (("c_fc",), _NO_GATE)),
+    ),
+    "down_proj": ((("fc2",), _NO_GATE), (("c_proj",), _NO_GATE)),
+}
+
 # Stored tensors that no causal language model needs, whatever its family, and why they are not read
 ACTIVATIONS = "scale of activations: weights are converted, activations are not quantised"
 UNREAD: dict[str, str] = {
@@ -107,6 +136,7 @@ UNREAD: dict[str, str] = {
     r".+\.input_scale": ACTIVATIONS,
     r".+\.rotary_emb\.inv_freq": "computed from config.json",
 }
+IGNORED = "transformers leaves it aside"
 VISION = "vision part"  # of a wrapper: `skipped`
 TIED = "config.json ties the head to the embedding"
 
@@ -175,12 +205,6 @@ _SHARED = (
 )
 _DENSE_WEIGHTS = (*_GROUPED_ATTENTION, *_FEED_FORWARD, *_LAYER_NORMS)
 
-_LATENT_NAMES = {
-    "q_proj": (("q_a_proj", "q_b_proj"), "latent attention makes queries in two steps"),
-    "k_proj": (("kv_a_proj_with_mqa", "kv_b_proj"), "latent attention makes keys and values together"),
-    "v_proj": (("kv_a_proj_with_mqa", "kv_b_proj"), "latent attention makes keys and values together"),
-}
-
 
 def _routed(*experts: str) -> dict[str, Size]:
     """Sizes of routed experts; `experts`: the key that has their number."""
@@ -232,7 +256,6 @@ _FAMILIES = (
             "shared_intermediate": lambda d: d["shared_experts"] * d["expert_intermediate"],
         },
         weights=(*_LATENT_ATTENTION, *_ROUTED, *_SHARED, *_FEED_FORWARD, *_LAYER_NORMS),
-        usual=_LATENT_NAMES,
     ),
     _family("mistral", "Mistral", "4.34", _DENSE),
     _family("ministral3", "Ministral3", "5.0", {**_DENSE, **_HEAD_DIM_128}),
@@ -260,7 +283,7 @@ _FAMILIES = (
         },
         _EXPERT_DERIVED,
         (*_GROUPED_ATTENTION, *_ROUTED, *_LAYER_NORMS),
-        spellings=(("block_sparse_moe.", "mlp."),),
+        spellings=(("mlp.", "block_sparse_moe."),),
         experts_on_disk={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
     ),
     _family(
@@ -272,6 +295,7 @@ _FAMILIES = (
         (*_GROUPED_ATTENTION, *_HEAD_NORMS, *_ROUTED, *_LAYER_NORMS),
         experts_on_disk={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
         narrow_routing=True,
+        default_only={"mlp_only_layers": [], "decoder_sparse_step": 1},
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

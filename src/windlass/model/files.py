@@ -17,6 +17,10 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.model.parameters import Stored
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONVERT: Final = (
+    "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
+    ".save_pretrained('{folder}-safetensors')\""
+)
 LENGTH: Final = 8  # bytes of a header's length
 MAX_HEADER: Final = 100_000_000  # the format's own limit
 FETCH: Final = "fetch it again from the publisher"
@@ -72,6 +76,9 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
     if SINGLE in names:
         return read_header(folder / SINGLE)
     if INDEX not in names:
+        if pickled := sorted(name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")):
+            problem = f"the weights are there only as a pickle, which can run code when it is opened ({some(pickled)})"
+            raise UserError(problem, str(folder), f"convert it: {CONVERT.format(folder=folder)}")
         problem = f"the model folder has no {SINGLE} and no {INDEX}; it holds {some(sorted(names))}"
         hint = "fetch or convert the model's safetensors and their index; an adapter belongs in lora.adapter"
         raise UserError(problem, str(folder), hint)

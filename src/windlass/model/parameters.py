@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from windlass.model.family import Family, Wrapper
 
@@ -39,6 +39,17 @@ class Piece:
     scale: Stored | None = None
 
 
+class Spelling(NamedTuple):
+    """One stored tensor's name, its shape, and where its first element is in the parameter that it fills.
+
+    A `#` in the name counts along the parameter's first dimension: experts that are stored one by one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter of the causal language model, with the name and shape it has in transformers."""
@@ -48,6 +59,10 @@ class Parameter:
     part: str  # one of PARTS
     # Empty if there are no weights here. Left out of the hash: experts that are stored one by one are thousands.
     pieces: tuple[Piece, ...] = field(default=(), hash=False)
+    linear: bool = False  # the weight of an nn.Linear, which PEFT adapts by its module's name
+    buffer: bool = False  # stored, but counted among the parameters by nobody
+    # Other ways in which files store it than under its own name.
+    spellings: tuple[tuple[Spelling, ...], ...] = field(default=(), hash=False, repr=False)
 
     @property
     def count(self) -> int:
@@ -79,7 +94,7 @@ class Base:
 
     @property
     def total(self) -> int:
-        return sum(parameter.count for parameter in self.parameters)
+        return sum(parameter.count for parameter in self.parameters if not parameter.buffer)
 
     def stored(self) -> Iterator[Stored]:
         """Every tensor of its files: weights, scales, and what is not read."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.model.family import FUSED
+from windlass.model.family import FUSED, USUAL
 from windlass.model.parameters import Base, Parameter
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ALL, ALL_LINEAR, EXPERTS = "all", "all-linear", "lora.experts"
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
-LINEAR_PARTS: Final = ("attention", "mlp", "shared_experts", "head")
+LAYER: Final = re.compile(r"\.layers\.\d+\.")
 Where = Callable[[str], str]  # a key of the run file -> its place: run.yaml:12: lora.r
 
 
@@ -56,7 +56,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
     linears = {  # module -> its weight: what PEFT can adapt
         p.name.removesuffix(".weight"): p
         for p in base.parameters
-        if p.part in LINEAR_PARTS and p.name.endswith(".weight")
+        if p.linear and _leaf(p.name) not in base.family.peft_takes
     }
     one = lora.target_modules if isinstance(lora.target_modules, str) else ""  # all, all-linear, a regular expression
     problems: list[Problem] = []
@@ -117,14 +117,16 @@ def _match(
         """PEFT's rule for a list: the full name, or its last components."""
         return [module for module in linears if module == name or module.endswith(f".{name}")]
 
-    leaves = tuple(dict.fromkeys(module.rpartition(".")[2] for module in linears))
+    leaves = tuple(dict.fromkeys(map(_leaf, linears)))
+    taken = {_leaf(p.name) for p in base.parameters if p.linear} & base.family.peft_takes
     everything = pattern in (ALL, ALL_LINEAR)
     if isinstance(lora.target_modules, str):
         if everything:
+            left = f"; without {', '.join(sorted(taken))}: {_PEFT_TAKES}" if taken else ""
             body = [module for module, parameter in linears.items() if parameter.part != "head"]
-            return (pattern,), "every linear layer but the head", body
+            return (pattern,), f"every linear layer but the head{left}", body
         if found := [module for module in linears if re.fullmatch(pattern, module)]:
-            return tuple(dict.fromkeys(module.rpartition(".")[2] for module in found)), "", found
+            return tuple(dict.fromkeys(map(_leaf, found))), "", found
         problem = f"the regular expression {pattern!r} matches no module"
         problem += f"; as a list, [{pattern}], it would" if named(pattern) else ""
         example = next(iter(linears), "model.layers.0.self_attn.q_proj")
@@ -132,16 +134,27 @@ def _match(
         raise UserError(problem, place, hint)
 
     routed = "experts" in base.dims
-    usual, reason = base.family.usual.get(pattern, ((), ""))
-    if found := named(pattern):
-        shared = routed and pattern in FUSED and {linears[module].part for module in found} == {"shared_experts"}
-        note = f"{pattern} -> shared_experts.{pattern}: routed experts are set by lora.experts" if shared else ""
-        return (pattern,), note, found
-    if found := [module for name in usual for module in named(name)]:
-        return usual, f"{pattern} -> {', '.join(usual)}: {reason}", found
+    found = named(pattern)
+    own = {_layer(module) for module in found}
+    names: tuple[str, ...] = (pattern,) if found else ()
+    notes = list[str]()
+    for others, reason in USUAL.get(pattern, ()):  # in layers that have no module of that name
+        more = [module for name in others for module in named(name) if _layer(module) not in own]
+        if more:
+            where = f" of {len({_layer(module) for module in more})} layers" if found else ""
+            notes.append(f"{pattern} -> {', '.join(others)}{where}: {reason}")
+            names += others
+            found += more
+            own |= {_layer(module) for module in more}
+    if found:
+        if routed and pattern in FUSED and {linears[module].part for module in found} == {"shared_experts"}:
+            notes.append(f"{pattern} -> shared_experts.{pattern}: routed experts are set by lora.experts")
+        return names, "; ".join(notes), sorted(found, key=list(linears).index) if notes else found
     if routed and lora.experts and FUSED.get(pattern) in lora.experts.targets:
         return (FUSED[pattern],), f"{pattern} -> {FUSED[pattern]} of lora.experts", []
 
+    if pattern in taken:
+        return (pattern,), f"{pattern} is left out: {_PEFT_TAKES}", []
     problem, known = f"{pattern!r} matches no module of {base.family.causal_lm}", f"known: {', '.join(leaves)}"
     parts = {p.part for p in base.parameters if f".{p.name}".removesuffix(".weight").endswith(f".{pattern}")}
     if everything:
@@ -159,9 +172,22 @@ def _match(
     raise UserError(problem, place, hint)
 
 
+_PEFT_TAKES: Final = "PEFT takes it for the routed experts, which lora.experts adapts, and could not open the adapter"
+
+
+def _leaf(name: str) -> str:
+    """The last component of a module's name, or of its weight's."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _layer(module: str) -> str:
+    found = LAYER.search(module)
+    return module[: found.end()] if found else ""
+
+
 def _match_experts(lora: Lora, base: Base, where: Where) -> list[Target]:
     """Adapters on the routed experts: r x (in + out) for each expert, as PEFT's target_parameters counts."""
-    fused = [p for p in base.parameters if p.part == "experts"]
+    fused = [p for p in base.parameters if p.part == "experts" and len(p.shape) == 3]
     if lora.experts is None and not (lora.target_modules == ALL and fused):
         return []
     if not fused:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import grouped_mm
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from windlass.errors import UserError
 from windlass.model.targets import by_expert, pack_experts
@@ -38,6 +38,9 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     transformers would hand on tokens of other ranks' experts as well.
     """
     experts: Any = self
+    if unlike(experts):  # never adapted: see patch_experts
+        plain: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return plain
     take: Callable[..., Tensor] = TakeRows.apply
     top_k = top_k_index.shape[-1]
     chosen, order = torch.sort(top_k_index.flatten())
@@ -57,6 +60,11 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+
+
+def unlike(experts: Any) -> bool:
+    """Whether experts are of another form than two products with x W^T, gate and up in one."""
+    return bool(experts.has_bias or experts.is_transposed or not experts.has_gate or experts.has_post_expert_norm)
 
 
 class TakeRows(torch.autograd.Function):
@@ -175,7 +183,7 @@ def patch_experts(model: PeftModel) -> None:
     """Let the experts' forward compute the adapters that PEFT has wrapped around them."""
     for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
         experts = wrapper.get_base_layer()
-        if experts.has_bias or experts.is_transposed or not experts.has_gate or experts.has_post_expert_norm:
+        if not hasattr(experts, "has_bias") or unlike(experts):
             what = f"{type(experts).__name__} is of another form than x W^T with gate and up in one"
             raise UserError(what, "lora.experts", "leave lora.experts out: such experts can't be adapted")
         wrapper.__class__ = UnmergedExpertLora

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterable
 
 import torch
@@ -77,12 +78,7 @@ def build(
         for context in model_class.get_init_context(dtype, False, False, False):
             stack.enter_context(context)
         model = model_class(config)
-    if kept := model._get_dtype_plan(dtype):
-        raise UserError(
-            f"{base.family.causal_lm} keeps {', '.join(kept)} in float32: they can't be loaded beside {dtype}",
-            "model.torch_dtype",
-            "set model.torch_dtype: float32",
-        )
+    keep_in_float32(model, dtype)
     if layout.base_dtype == "fp8":
         fp8.convert(model, base, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
@@ -92,6 +88,15 @@ def build(
         for module in fsdp_modules(model):
             module.set_reshard_after_forward(False, recurse=False)
     return model
+
+
+def keep_in_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
+    """What transformers keeps in float32 beside a narrower dtype, such as a router's correction."""
+    if kept := model._get_dtype_plan(dtype):
+        pattern = re.compile("|".join(each.replace("*", ".*") for each in kept))
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and pattern.search(name):
+                tensor.data = tensor.data.float()
 
 
 def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:

@@ -1,0 +1,373 @@
+"""What transformers would build from a config.json, as JSON: found out on the meta device, for a plan without torch.
+
+`python -m windlass.derive FOLDER` prints it. Nothing here reads a weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import re
+import reprlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from peft.utils import transformers_weight_conversion as peft_conversion
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import modeling_auto
+
+from windlass.errors import UserError
+from windlass.model.config import MAX_LAYERS
+from windlass.model.description import digest
+from windlass.model.shrink import shrink
+
+ATTENTION: Final = re.compile(r"Attention|DeltaNet|Mamba|Mixer|Conv|LinearAttn")
+LEAKS: Final = 1e-5  # of a logit's size: more of it from another document is no rounding
+KINDS: Final = {
+    "sdpa": "_supports_sdpa",
+    **dict.fromkeys(("flash_attention_2", "flash_attention_3"), "_supports_flash_attn"),
+    "flex_attention": "_supports_flex_attn",
+}
+FETCH: Final = "fetch config.json again from where the model was published"
+TOP_K: Final = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
+
+
+def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The description of a model that config.json names, or why it can't be trained here."""
+    outer = _read_config(config, where)
+    text = outer.get_text_config()
+    wrapped = text is not outer
+    causal = class_of(text, config, where)
+    if not 0 < (getattr(text, "num_hidden_layers", 0) or 0) <= MAX_LAYERS:
+        what = f"num_hidden_layers is {reprlib.repr(getattr(text, 'num_hidden_layers', None))}"
+        raise UserError(what, where, f"a whole number from 1 to {MAX_LAYERS}")
+    wrapper = wrapper_of(outer, config, where) if wrapped else None
+    try:
+        with _quietly(), torch.device("meta"):
+            model = causal(text)
+            around = wrapper(outer) if wrapper else model
+    except Exception as error:  # whatever a model class objects to
+        what = f"transformers can't build {causal.__name__} of it: {_first_line(error)}"
+        raise UserError(what, where, FETCH) from None
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, GradientCheckpointingLayer)}
+    layers = {name: each for name, each in layers.items() if re.fullmatch(r"model\.layers\.\d+", name)}
+    if not layers or not all(name in model._fsdp_plan for name in ("model.embed_tokens", "model.layers.*")):
+        what = f"{causal.__name__} can't be sharded: transformers' FSDP plan does not name its layers"
+        raise UserError(what, where, "use a model whose decoder layers are model.layers.N, as most have them")
+    spelled, skipped = _spellings(model, around, where)
+
+    modules, parts = dict(model.named_modules()), _parts(model, layers)
+    outside: list[Any] = []
+    by_layer: dict[int, list[Any]] = {number: [] for number in range(len(layers))}
+    buffers = {name for name, _ in model.named_buffers()}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # tied
+            continue
+        seen.add(id(tensor))
+        owner, _, leaf = name.rpartition(".")
+        entry = {"name": name, "shape": list(tensor.shape), "part": parts[name], "stored": spelled[name]}
+        entry |= {"linear": True} if leaf == "weight" and type(modules[owner]) is nn.Linear else {}
+        entry |= {"buffer": True} if name in buffers else {}
+        if found := re.match(r"model\.layers\.(\d+)\.", name):
+            number = found[1]
+            entry["name"] = name.removeprefix(found[0])
+            entry["stored"] = [
+                [[re.sub(rf"(?<=\.){number}(?=\.)", "@", piece[0], count=1), *piece[1:]] for piece in one]
+                for one in entry["stored"]
+            ]
+            by_layer[int(number)].append(entry)
+        else:
+            outside.append(entry)
+    kinds: list[Any] = []
+    order = []
+    for entries in by_layer.values():
+        if entries not in kinds:
+            kinds.append(entries)
+        order.append(kinds.index(entries))
+    experts = max(
+        (e["shape"][0] for k in kinds for e in k if e["part"] == "experts" and len(e["shape"]) == 3), default=0
+    )
+    vocab, hidden = model.get_input_embeddings().weight.shape
+    dims = {"layers": len(layers), "hidden": hidden, "vocab": vocab, "heads": text.num_attention_heads}
+    dims["kv_heads"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if experts:
+        top_k = next((getattr(text, key) for key in TOP_K if getattr(text, key, None)), None)
+        if type(top_k) is not int or top_k > experts:
+            raise UserError(f"each token visits {top_k} of {experts} experts", where, "check num_experts_per_tok")
+        dims |= {"experts": experts, "top_k": top_k}
+    attention = ["eager", *(kind for kind, flag in KINDS.items() if getattr(model, flag, False))]
+    return {
+        "config": digest(config),
+        "transformers": transformers.__version__,
+        "model_type": text.model_type,
+        "class": causal.__name__,
+        "layers": list(dict.fromkeys(type(each).__name__ for each in layers.values())),
+        "wrapper": wrapper.__name__ if wrapper else None,
+        "skipped": skipped,
+        "ignored": sorted(causal._keys_to_ignore_on_load_unexpected or ()),
+        "attention": attention,
+        "peft_takes": sorted(_taken_by_peft(text.model_type)),
+        "isolates": _isolates(causal, text, "sdpa" if "sdpa" in attention else "eager"),
+        "layer_types": list(getattr(text, "layer_types", None) or ()),
+        "sliding_window": getattr(text, "sliding_window", None),
+        "dims": dims,
+        "outside": outside,
+        "kinds": kinds,
+        "order": order,
+    }
+
+
+# --- which classes ------------------
+
+
+def _read_config(config: Mapping[str, Any], where: str) -> Any:
+    model_type = config.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    if config.get("auto_map") and model_type not in known:
+        what = f"{model_type!r} is code that comes with the checkpoint, and windlass shards transformers' own models"
+        raise UserError(what, where, "use a model that transformers has, or that was converted to one")
+    inner = config.get("text_config")
+    inner = inner.get("model_type") if isinstance(inner, dict) else None
+    if unknown := next((each for each in (model_type, inner or model_type) if each not in known), ""):
+        what = f"unknown model type {reprlib.repr(unknown)}"
+        close = difflib.get_close_matches(str(unknown)[:80], list(known), 3, 0.5)
+        hint = f"nearest: {', '.join(close)}; " if close else ""
+        hint += f"transformers {transformers.__version__} builds what windlass trains: a newer one may know it"
+        raise UserError(what, where, hint)
+    try:
+        with _quietly():
+            return known[model_type].from_dict({k: v for k, v in config.items() if k != "quantization_config"})
+    except Exception as error:  # whatever a config class objects to
+        what = f"transformers' {known[model_type].__name__} refuses it: {_first_line(error)}"
+        raise UserError(what, where, FETCH) from None
+
+
+def class_of(text: Any, config: Mapping[str, Any], where: str) -> Any:
+    """The causal language model's class of this config; encoders and encoder-decoders have none."""
+    name: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    stem = type(text).__name__.removesuffix("Config")
+    names = [name if isinstance(name, str) else "", f"{stem}ForCausalLM", f"{stem.removesuffix('Text')}ForCausalLM"]
+    classes = [getattr(transformers, each, None) for each in names if each]
+    found = [each for each in classes if each is not None and isinstance(text, each.config_class)]
+    architecture = str(next(iter(config.get("architectures") or ()), ""))
+    use = "use a decoder-only causal language model, such as llama, qwen3, mistral or gemma3"
+    if getattr(text, "is_encoder_decoder", False):
+        raise UserError(f"{text.model_type} is an encoder-decoder, and windlass trains decoders", where, use)
+    if not found:
+        what = f"transformers has no causal language model of type {text.model_type}"
+        raise UserError(what, where, use)
+    if getattr(text, "is_decoder", None) is False:
+        what = f"{text.model_type} is an encoder: it does not predict the next token"
+        raise UserError(what, where, use)
+    if text.model_type == config.get("model_type") and architecture not in ("", found[0].__name__):
+        what = f"architectures is {architecture!r}, and windlass trains adapters of {found[0].__name__}"
+        raise UserError(what, where, "give the folder of the causal language model itself")
+    return found[0]
+
+
+def wrapper_of(outer: Any, config: Mapping[str, Any], where: str) -> Any:
+    """The multimodal class around the language model."""
+    mapped = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(outer.model_type)
+    for name in [*(config.get("architectures") or ()), mapped]:
+        found = getattr(transformers, str(name), None)
+        if found is not None and isinstance(outer, found.config_class):
+            return found
+    what = f"transformers has no model with a language model in it of type {outer.model_type}"
+    raise UserError(what, where, "give the folder of a language model, or of a model that transformers has")
+
+
+def _taken_by_peft(model_type: str) -> Iterable[str]:
+    """Names of modules that PEFT takes for this family's routed experts, wherever they are."""
+    family = peft_conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    fused = peft_conversion._MOE_FUSED_TARGETS.get(family)
+    if not fused or get_checkpoint_conversion_mapping(model_type) is None:
+        return ()
+    names: Iterable[str] = peft_conversion._MOE_TARGET_MODULE_MAPPING[family]
+    return names
+
+
+# --- parts, by the modules that parameters are of ------------------
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return hasattr(module, "is_concatenated") or type(module).__name__.endswith("Experts")
+
+
+def _parts(model: Any, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Each state's part of the model."""
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
+    found = {}
+    for name in model.state_dict():
+        owner = modules[name.rpartition(".")[0]]
+        layer = next((each for each in layers if name.startswith(f"{each}.")), None)
+        if "Norm" in type(owner).__name__:
+            found[name] = "norm"
+        elif layer is None:
+            found[name] = "head" if owner is head else "embedding" if isinstance(owner, nn.Embedding) else "mlp"
+        else:
+            found[name] = _part_in_layer(layers[layer], name.removeprefix(f"{layer}.").split("."))
+    return found
+
+
+def _part_in_layer(layer: nn.Module, path: list[str]) -> str:
+    chain = [layer.get_submodule(".".join(path[: i + 1])) for i in range(len(path) - 1)]
+    if not chain:
+        return "norm"  # a scale of the layer's own
+    if any(map(_is_experts, chain)):
+        return "experts"
+    if ATTENTION.search(type(chain[0]).__name__):
+        return "attention"
+    routed = any(map(_is_experts, layer.modules()))
+    if routed and any(map(_is_experts, chain[0].modules())):  # beside experts: a router, or experts for every token
+        linears = sum(isinstance(each, nn.Linear) for each in chain[1].modules()) if len(chain) > 1 else 0
+        return "shared_experts" if linears > 1 else "router"
+    return "shared_experts" if routed else "mlp"
+
+
+# --- how files spell parameters ------------------
+
+
+class _Views(TorchFunctionMode):
+    """Copies are left out: what a conversion makes of a parameter stays a view of it, wherever it can be one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in (Tensor.contiguous, Tensor.clone) else func(*args, **(kwargs or {}))
+
+
+def _spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any], list[str]]:
+    """For each of the model's states, the ways in which files store it; and the names of all else, as patterns.
+
+    One way is a list of [stored name, shape, offset in the parameter]; # in a name counts along the first dimension.
+    """
+    inner = next(name for name, each in around.named_modules() if type(each) is type(model.model))
+    names = {}  # in the model around it -> in the language model
+    outputs = next((name for name, each in around.named_modules() if each is around.get_output_embeddings()), "")
+    head = next((name for name, each in model.named_modules() if each is model.get_output_embeddings()), "")
+    own = set(model.state_dict())
+    for name in around.state_dict():
+        if name.startswith(f"{inner}.") and f"model.{name.removeprefix(f'{inner}.')}" in own:
+            names[name] = f"model.{name.removeprefix(f'{inner}.')}"
+        elif outputs and name.startswith(f"{outputs}.") and f"{head}.{name.removeprefix(f'{outputs}.')}" in own:
+            names[name] = f"{head}.{name.removeprefix(f'{outputs}.')}"
+    state: dict[str, Tensor] = {}
+    for name, tensor in around.state_dict(keep_vars=True).items():  # a tied one once
+        if all(tensor is not other for other in state.values()):
+            state[name] = tensor
+    names = {name: ours for name, ours in names.items() if name in state}
+    mine = {state[name].untyped_storage()._cdata: (name, state[name]) for name in names}
+    found: dict[str, Any] = {
+        ours: [[[name, list(state[name].shape), [0] * state[name].ndim]]] for name, ours in names.items()
+    }
+    with _Views(), torch.no_grad():
+        stored = revert_weight_conversion(around, dict(state))
+    pieces: dict[str, list[Any]] = {}
+    others = [name for name in state if name not in names]
+    for key, view in stored.items():
+        if (whole := mine.get(view.untyped_storage()._cdata)) is None:
+            if all(tensor.untyped_storage()._cdata != view.untyped_storage()._cdata for tensor in state.values()):
+                what = f"transformers makes {key} in a way that can't be read in parts"
+                raise UserError(what, where, "load it with transformers and save it again: save_pretrained(FOLDER)")
+            others.append(key)
+            continue
+        name, tensor = whole
+        steps = tensor.stride()[tensor.ndim - view.ndim :]
+        if any(size > 1 and a != b for size, a, b in zip(view.shape, view.stride(), steps, strict=True)):
+            what = f"{key} is stored transposed or interleaved, which windlass does not undo"
+            raise UserError(what, where, "load it with transformers and save it unconverted")
+        offset, rest = [], view.storage_offset() - tensor.storage_offset()
+        for step in tensor.stride():
+            offset.append(rest // step)
+            rest %= step
+        pieces.setdefault(names[name], []).append([key, list(view.shape), offset])
+    for ours, each in pieces.items():
+        one = _count(each)
+        if one not in found[ours]:
+            found[ours].insert(0, one)
+    for ours, ways in found.items():  # its own name needs no saying
+        found[ours] = [way for way in ways if way[0][0] != ours]
+    language = [*names, *(key for key, view in stored.items() if view.untyped_storage()._cdata in mine)]
+    return found, _prefixes(others, language)
+
+
+def _count(pieces: list[Any]) -> list[Any]:
+    """Pieces that differ by their number along the first dimension alone, as one."""
+    if len(pieces) == 1:
+        return pieces
+    found: dict[str, list[Any]] = {}
+    for key, shape, offset in pieces:
+        found.setdefault(re.sub(rf"(?<=\.experts\.){offset[0]}(?=\.)", "#", key), []).append([key, shape, offset])
+    return [[name, each[0][1], each[0][2]] for name, each in found.items()]
+
+
+def _prefixes(others: list[str], language: list[str]) -> list[str]:
+    """Beginnings of names that no parameter of the language model has, as regular expressions."""
+    found = set()
+    for name in others:
+        steps = name.split(".")
+        for i in range(1, len(steps) + 1):
+            start = ".".join(steps[:i])
+            if not any(each == start or each.startswith(f"{start}.") for each in language):
+                found.add(re.escape(start) + r"(\..+)?")
+                break
+    return sorted(found)
+
+
+# --- packed documents ------------------
+
+
+def _isolates(causal: Any, text: Any, attention: str) -> bool | None:
+    """Whether packed documents don't see each other, tried on a small model; None if it can't be tried."""
+    try:
+        with _quietly():
+            small = type(text).from_dict(shrink(text.to_dict()), attn_implementation=attention)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = causal(small).float().eval()
+                ids = torch.randint(16, 500, (1, 24))
+        other = ids.clone()
+        other[0, :12] = (ids[0, :12] + 7) % 500
+        positions = torch.arange(12).repeat(2)[None]
+        with torch.no_grad(), _quietly():
+            one, two = (model(input_ids=each, position_ids=positions, use_cache=False).logits for each in (ids, other))
+        change = (one - two).abs().amax(-1)[0]
+        if change[:12].max() <= LEAKS * one.abs().max():
+            return None  # a model that does not answer to its input proves nothing
+        return bool(change[12:].max() <= LEAKS * one.abs().max())
+    except Exception:  # a family that can't be shrunk: no proof
+        return None
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def main(path: Path, where: str = "") -> None:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else (path / "config.json" if path.is_dir() else path).read_text()
+        print(json.dumps(derive(json.loads(text), where or str(path))))
+    except UserError as error:
+        print(json.dumps({"problems": [each.as_dict() for each in error.problems]}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

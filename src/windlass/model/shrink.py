@@ -1,0 +1,71 @@
+"""A language model's config.json with small numbers: every kind of layer stays, and what code depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+# Keys that families have for the same thing, the value that each gets, and whether a smaller own value stays.
+SMALL: Final[dict[str, int]] = {
+    "hidden_size": 64, "n_embd": 64,
+    "intermediate_size": 128, "ffn_hidden_size": 128, "n_inner": 128, "intermediate_size_mlp": 128,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
+    "head_dim": 16, "attention_head_dim": 16, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_start_index": 1,
+    "num_key_value_heads": 2, "num_attention_heads": 4, "n_head": 4,
+    # every second layer of what comes every so many layers
+    "full_attention_interval": 2, "sliding_window_pattern": 2, "_sliding_window_pattern": 2, "decoder_sparse_step": 2,
+    "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "moe_layer_interval": 2,
+    "query_pre_attn_scalar": 16, "hidden_size_per_layer_input": 16, "mamba_d_state": 8, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "block_size": 8,
+}  # fmt: skip
+EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+LAYERS: Final = ("num_hidden_layers", "n_layer")
+PARTS_OF_A_HEAD: Final = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # they keep their ratios
+TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, vocab: int = 512) -> dict[str, Any]:
+    """`config` (of the text model, with all its keys) with other numbers under the same keys."""
+    new = dict(config)
+    for key, value in SMALL.items():
+        if type(config.get(key)) is int:
+            new[key] = min(value, config[key])
+    heads = next((config[key] for key in ("num_attention_heads", "n_head") if config.get(key)), 0)
+    if config.get("num_key_value_heads") in (1, heads):  # whether keys are shared by some, all or no queries stays
+        new["num_key_value_heads"] = 1 if config["num_key_value_heads"] == 1 else new["num_attention_heads"]
+    if parts := {key: config[key] for key in PARTS_OF_A_HEAD if config.get(key)}:
+        new |= {key: 8 * value // min(parts.values()) // 2 * 2 for key, value in parts.items()}
+        if config.get("qk_head_dim"):
+            new["qk_head_dim"] = new["qk_rope_head_dim"] + new["qk_nope_head_dim"]
+        if config.get("head_dim") == config["qk_rope_head_dim"]:
+            new["head_dim"] = new["qk_rope_head_dim"]
+        elif config.get("head_dim"):
+            new["head_dim"] = new["qk_rope_head_dim"] + new["qk_nope_head_dim"]
+    new |= {key: experts for key in EXPERTS if type(config.get(key)) is int and config[key] > 1}
+    new |= {key: layers for key in LAYERS if key in config}
+    count = next((config[key] for key in LAYERS if key in config), 0)
+    for key, entry in config.items():
+        if isinstance(entry, list) and len(entry) == count > 0:  # an entry for each layer
+            kinds = list({str(one): one for one in entry}.values())
+            new[key] = [kinds[i % len(kinds)] for i in range(layers)]
+        elif isinstance(entry, list) and key in ("mlp_only_layers", "no_rope_layers", "moe_layers"):
+            new[key] = [i for i in entry if type(i) is int and i < layers]
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(rope, dict):  # longrope has a factor for each pair of a head's rotated values
+        wide = int(new.get("head_dim") or new["hidden_size"] // max(new.get("num_attention_heads", 1), 1))
+        share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        small = {
+            key: value[: int(wide * share) // 2] if isinstance(value, list) and "factor" in key else value
+            for key, value in rope.items()
+        }
+        new |= {key: small for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    new["vocab_size"] = vocab
+    for key in TOKENS:
+        given = config.get(key)
+        one = given[0] if isinstance(given, list) and given else given
+        if type(one) is int:
+            new[key] = one if one < vocab else TOKENS.index(key)
+    return new

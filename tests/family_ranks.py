@@ -1,0 +1,83 @@
+"""What tests/test_families.py runs in every rank: the loader on every family, against transformers' own loading."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.tensor import DTensor
+
+from windlass.model import Base, read_base
+from windlass.plan.layout import Layout
+from windlass.train.group import gather
+from windlass.train.load import load, unique_tensors
+
+TOKENS = torch.arange(24)[None] + 20
+
+
+def truth(base: Base, dtype: torch.dtype) -> Any:
+    """transformers' own, unsharded, and the names of its states that the language model has."""
+    name = base.wrapper.architecture if base.wrapper else base.family.causal_lm
+    attention = "sdpa" if "sdpa" in base.family.attention else "eager"
+    model, info = getattr(transformers, name).from_pretrained(
+        base.path, dtype=dtype, attn_implementation=attention, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    inner = "model.language_model." if base.wrapper else "model."
+    names = {key: f"model.{key.removeprefix(inner)}" for key in model.state_dict() if key.startswith(inner)}
+    return model, names | {key: key for key in model.state_dict() if key.startswith("lm_head.")}
+
+
+def equal(base: Base, dtype: torch.dtype, layout: Layout) -> None:
+    """Weights bit for bit transformers' own, in the same dtypes; the same logits."""
+    true, names = truth(base, dtype)
+    attention = "sdpa" if "sdpa" in base.family.attention else "eager"
+    model, _ = load(base, layout, dtype=dtype, attn_implementation=attention)
+    wanted = {names[key]: tensor for key, tensor in true.state_dict().items() if key in names}
+    mine = unique_tensors(model)
+    assert mine.keys() == wanted.keys() - ({"lm_head.weight"} - mine.keys())
+    for name, tensor in mine.items():
+        assert isinstance(tensor, DTensor) or name not in dict(model.named_parameters()) or layout.shard == 1, name
+        found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert found.dtype == wanted[name].dtype, (name, found.dtype, wanted[name].dtype)
+        assert torch.equal(found, wanted[name]), name
+    with torch.no_grad():
+        one, other = model(TOKENS).logits.float(), true(input_ids=TOKENS).logits.float()
+    slack = (2e-2 if dtype == torch.bfloat16 else 1e-5) * float(other.abs().max())
+    assert (one - other).abs().max() <= slack, (one - other).abs().max()
+
+
+def main(root: Path, out: Path) -> None:
+    dist.init_process_group("gloo")
+    ranks, results = dist.get_world_size(), dict[str, str]()
+    whole = Layout("full-shard", "test", 1, ranks, shard=ranks, precision="no")
+    for folder in sorted(root.iterdir()):
+        base = read_base(folder)
+        layouts = [whole]
+        if "experts" in base.dims and base.family.model_type not in ("llama4_text",):
+            layouts.append(replace(whole, name="expert-parallel", expert_parallel=ranks))
+        for layout in layouts:
+            for dtype in (torch.float32, torch.bfloat16):
+                case = f"{folder.name} {layout.name} {dtype}"
+                try:
+                    equal(base, dtype, layout)
+                    mine = ""
+                except Exception:
+                    mine = traceback.format_exc(limit=-6)
+                results[case] = "\n".join(each for each in gather(mine) if each)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
