@@ -31,9 +31,12 @@ def truth(base: Base, dtype: torch.dtype) -> Any:
         base.path, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
     assert not any(info.values()), info
-    inner = "model.language_model." if base.wrapper else "model."
+    if not base.wrapper:
+        return model, {key: key for key in model.state_dict()}
+    inner = "language_model" if hasattr(model, "language_model") else "model.language_model"
+    inner = f"{inner}.model." if "model" in dict(model.get_submodule(inner).named_children()) else f"{inner}."
     names = {key: f"model.{key.removeprefix(inner)}" for key in model.state_dict() if key.startswith(inner)}
-    return model, names | {key: key for key in model.state_dict() if key.startswith("lm_head.")}
+    return model, names | {key: "lm_head.weight" for key in model.state_dict() if key.endswith("lm_head.weight")}
 
 
 def equal(base: Base, dtype: torch.dtype, layout: Layout) -> None:
@@ -62,7 +65,7 @@ def main(root: Path, out: Path) -> None:
     for folder in sorted(root.iterdir()):
         base = read_base(folder)
         layouts = [whole]
-        if "experts" in base.dims and base.family.model_type not in ("llama4_text",):
+        if "experts" in base.dims and base.family.model_type != "llama4_text":
             layouts.append(replace(whole, name="expert-parallel", expert_parallel=ranks))
         for layout in layouts:
             for dtype in (torch.float32, torch.bfloat16):

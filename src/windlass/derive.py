@@ -34,7 +34,7 @@ ATTENTION: Final = re.compile(r"Attention|DeltaNet|Mamba|Mixer|Conv|LinearAttn")
 LEAKS: Final = 1e-5  # of a logit's size: more of it from another document is no rounding
 KINDS: Final = {
     "sdpa": "_supports_sdpa",
-    **dict.fromkeys(("flash_attention_2", "flash_attention_3"), "_supports_flash_attn"),
+    **dict.fromkeys(("flash_attention_2", "flash_attention_3", "flash_attention_4"), "_supports_flash_attn"),
     "flex_attention": "_supports_flex_attn",
 }
 FETCH: Final = "fetch config.json again from where the model was published"
@@ -117,7 +117,9 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "ignored": sorted(causal._keys_to_ignore_on_load_unexpected or ()),
         "attention": attention,
         "peft_takes": sorted(_taken_by_peft(text.model_type)),
-        "isolates": _isolates(causal, text, "sdpa" if "sdpa" in attention else "eager"),
+        **_try_out(causal, text, "sdpa" if "sdpa" in attention else "eager"),
+        "expert_parallel": bool(model.ep_plan),
+        "expert_adapters": all(map(_adaptable, filter(_is_experts, model.modules()))),
         "layer_types": list(getattr(text, "layer_types", None) or ()),
         "sliding_window": getattr(text, "sliding_window", None),
         "dims": dims,
@@ -325,8 +327,9 @@ def _prefixes(others: list[str], language: list[str]) -> list[str]:
 # --- packed documents ------------------
 
 
-def _isolates(causal: Any, text: Any, attention: str) -> bool | None:
-    """Whether packed documents don't see each other, tried on a small model; None if it can't be tried."""
+def _try_out(causal: Any, text: Any, attention: str) -> dict[str, bool | None]:
+    """On a small model: whether packed documents don't see each other, and whether its logits are what the loss takes
+    them for. None if it can't be tried."""
     try:
         with _quietly():
             small = type(text).from_dict(shrink(text.to_dict()), attn_implementation=attention)
@@ -339,12 +342,29 @@ def _isolates(causal: Any, text: Any, attention: str) -> bool | None:
         positions = torch.arange(12).repeat(2)[None]
         with torch.no_grad(), _quietly():
             one, two = (model(input_ids=each, position_ids=positions, use_cache=False).logits for each in (ids, other))
-        change = (one - two).abs().amax(-1)[0]
-        if change[:12].max() <= LEAKS * one.abs().max():
-            return None  # a model that does not answer to its input proves nothing
-        return bool(change[12:].max() <= LEAKS * one.abs().max())
+            scale, cap = logit_scale_and_cap(small)
+            states = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            logits = model.get_output_embeddings()(states) * scale
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        rounding, change = LEAKS * one.abs().max(), (one - two).abs().amax(-1)[0]
+        if change[:12].max() <= rounding:  # a model that does not answer to its input proves nothing
+            return {"isolates": None, "logits": None}
+        isolates, same = bool(change[12:].max() <= rounding), bool((logits - one).abs().max() <= rounding)
+        return {"isolates": isolates, "logits": same}
     except Exception:  # a family that can't be shrunk: no proof
-        return None
+        return {"isolates": None, "logits": None}
+
+
+def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
+    """What the head's product is multiplied by before the softmax, and what then bounds it by tanh."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def _adaptable(experts: Any) -> bool:
+    """Two products with x W^T for each expert, gate and up in one: the form that adapters are written for."""
+    odd = ("has_bias", "is_transposed", "has_post_expert_norm")
+    return getattr(experts, "has_gate", False) and not any(getattr(experts, each, True) for each in odd)
 
 
 @contextlib.contextmanager

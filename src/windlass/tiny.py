@@ -220,7 +220,6 @@ def _save_model(
     """A model with random weights, its tensors under the names that they have on disk."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    text = config.get_text_config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class._from_config(config, dtype=getattr(torch, dtype))
@@ -228,7 +227,9 @@ def _save_model(
         for name, tensor in state.items():
             if "norm" in name or tensor.ndim < 2:  # the same everywhere: swapped ones would go unseen
                 tensor.data.add_(torch.randn_like(tensor), alpha=0.02)
-    state = {name: state[name] for name in {t.data_ptr(): n for n, t in reversed(state.items())}.values()}  # a tied one once
+    state = {
+        name: state[name] for name in {t.data_ptr(): n for n, t in reversed(state.items())}.values()
+    }  # a tied one once
     described = {**config.to_dict(), "architectures": [model_class.__name__], "dtype": dtype}
     if quantized:
         described["quantization_config"] = dict(quantized)

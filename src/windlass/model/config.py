@@ -121,7 +121,7 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
         found["layers"][0],
         other_layers=tuple(found["layers"][1:]),
         attention=tuple(found["attention"]),
-        isolates=found["isolates"],
+        **{key: found[key] for key in ("isolates", "logits", "expert_parallel", "expert_adapters")},
         peft_takes=frozenset(found["peft_takes"]),
         ignored=tuple(found["ignored"]),
         derived_by=found["transformers"],

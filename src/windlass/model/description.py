@@ -18,6 +18,7 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.files import write_json
 
 SHIPPED: Final = Path(__file__).with_name("descriptions")
+CODE: Final = Path(__file__).parents[1] / "derive.py"  # what another one found is not asked
 BESIDE: Final = "windlass.json"  # in a model's folder
 # Entries of config.json that no name, shape or class depends on.
 ASIDE: Final = (
@@ -43,12 +44,12 @@ def cache_folder() -> Path:
 
 def find_description(config: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any]:
     """The description of this config. Derived in a process of its own: torch takes seconds, and memory."""
-    key = digest(config)
+    key, code = digest(config), hashlib.sha256(CODE.read_bytes()).hexdigest()[:8]
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         version = ""
-    cached = cache_folder() / f"{key}-{version}.json"
+    cached = cache_folder() / f"{key}-{version}-{code}.json"
     beside = folder / BESIDE if folder else cached
     for file in (SHIPPED / f"{key}.json", cached, beside):
         try:

@@ -70,11 +70,25 @@ class Family:
     since: str = ""  # transformers' first release with the class; the wheel of the minor version before has it not
     default_only: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what a row is not for
     other_layers: tuple[str, ...] = ()  # further classes of layers
-    attention: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+    attention: tuple[str, ...] = (
+        *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
+    )
     isolates: bool | None = True  # whether packed documents don't see each other; None: it was not found out
+    logits: bool | None = True  # whether logits are the head's product, scaled and capped as config.json says
+    expert_parallel: bool = True  # whether transformers has a plan for it
+    expert_adapters: bool = True  # whether its experts are of a form that adapters are written for
     peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT takes for routed experts
     ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers leaves aside
     derived_by: str = ""  # the version of transformers that described it; empty: a row below
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return (self.layer, *self.other_layers)
+
+    @property
+    def usual_attention(self) -> str:
+        """Where the run file names none."""
+        return "sdpa" if "sdpa" in self.attention else "eager"
 
     def covers(self, text: Mapping[str, Any]) -> bool:
         """Whether the row describes this config, and not only others of its model_type."""

@@ -193,6 +193,11 @@ def _match_experts(lora: Lora, base: Base, where: Where) -> list[Target]:
     if not fused:
         hint = "leave lora.experts out: its feed-forward is reached by gate_proj, up_proj, down_proj"
         raise UserError("this model has no routed experts", where("lora.experts"), hint)
+    if not base.family.expert_adapters:
+        if lora.experts is None:
+            return []
+        what = f"the experts of {base.family.causal_lm} are of another form than x W^T with gate and up in one"
+        raise UserError(what, where("lora.experts"), "leave lora.experts out: such experts can't be adapted")
     problems: list[Problem] = []
     if lora.use_dora:
         place, hint = where("lora.use_dora"), "set lora.use_dora: false"

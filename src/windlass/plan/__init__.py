@@ -16,7 +16,7 @@ from windlass import __version__, hardware
 from windlass import model as weights
 from windlass.data import sources
 from windlass.data.sources import Rows
-from windlass.errors import UserError
+from windlass.errors import Problem, UserError, raise_all
 from windlass.files import write_json
 from windlass.hardware import GIB, Machine
 from windlass.model import Base
@@ -30,6 +30,7 @@ from windlass.plan.machine import own_file, read_machine
 from windlass.plan.warn import BYTES_PER_TOKEN, Warning, find_warnings, row_tokens
 from windlass.runfile import Cluster, Loaded, Train, accumulation
 from windlass.runfile.machines import admission
+from windlass.runfile.names import ATTENTION
 
 Where = Callable[[str], str]
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -200,6 +201,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     if run.train.router_aux_loss_coef and "experts" not in base.dims:
         what = f"{base.name} has no routed experts, and so no balancing loss to weight"
         raise UserError(what, where("train.router_aux_loss_coef"), "leave it out")
+    raise_all(check_family(loaded, base))
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
     machine = machine_of(run.cluster.model_copy(update=sizes), where)
     why_not_fp8 = needs_weights(run.lora)
@@ -242,12 +244,14 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         base_bytes=BYTES[run.model.torch_dtype],
         dropout=run.lora.lora_dropout,
         masked=run.masked,
+        scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
         document=_usual_tokens(rows, run.data.max_length) if run.data.packing and not run.masked else None,
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
 
     # 3. The layout: as set, or the best of all.
-    experts, fp8, is_set = base.dims.get("experts", 0), not why_not_fp8, request.name != AUTO
+    experts = base.dims.get("experts", 0) if base.family.expert_parallel else 0
+    fp8, is_set = not why_not_fp8, request.name != AUTO
     set_layouts = named(request, experts, fp8) if is_set else []
     layouts, impossible = candidates(request, experts, fp8)
     if run.cluster.network is None:  # more nodes would need one
@@ -281,6 +285,24 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     notes = [*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes]
     notes += [*_own_notes(plan, len(ways)), *row_notes, *admission(run.cluster, where)]
     return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=tuple(notes))
+
+
+def check_family(loaded: Loaded, base: Base) -> list[Problem]:
+    """What this family can't do, of what the run file asks for."""
+    run, family, problems = loaded.run, base.family, list[Problem]()
+    if family.logits is not True:
+        what = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
+        problems.append(Problem(what, loaded.where("model.model_name_or_path"), "use a model of another family"))
+    if run.data.packing and family.isolates is not True:
+        seen = "see each other (tried)" if family.isolates is False else "may see each other"
+        what = f"packed documents would {seen} in {family.causal_lm}: packing is refused for it"
+        problems.append(Problem(what, loaded.where("data.packing"), "set data.packing: false"))
+    name = run.model.attn_implementation
+    if name in ATTENTION and name not in family.attention:
+        what = f"{family.causal_lm} does not take {name}"
+        hint = f"leave it out, or write {' or '.join(family.attention)}"
+        problems.append(Problem(what, loaded.where("model.attn_implementation"), hint))
+    return problems
 
 
 def _own_notes(plan: Plan, ways: int) -> list[str]:

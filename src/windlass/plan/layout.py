@@ -160,7 +160,9 @@ def read_request(
 
     # 3. The rest.
     wrap = agree("the wrapped layer", written("layout.wrap"), wishes.get("wrap"))
-    lacking = [part for part in map(str.strip, (wrap or "").split(",")) if part and family and part != family.layer]
+    lacking = [
+        part for part in map(str.strip, (wrap or "").split(",")) if part and family and part not in family.layers
+    ]
     if family and lacking:
         wrapped = written("layout.wrap") or wishes["wrap"]
         text = f"{family.causal_lm} has no layer class {', '.join(map(repr, lacking))}; it is sharded by "

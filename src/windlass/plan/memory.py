@@ -314,6 +314,7 @@ class Tokens:
     routed: int  # bytes of a weighted value on its way from the experts
     surplus: float  # of tokens at the fullest rank's experts
     masked: int  # tokens that each one's mask is over; 0: there is no mask
+    scores: int = 0  # tokens that each one has scores of, if they are kept
 
     @classmethod
     def of(cls, work: Work) -> Tokens:
@@ -327,6 +328,7 @@ class Tokens:
             routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
             masked=work.batch.length if work.masked else 0,
+            scores=work.batch.length if work.scores else 0,
         )
 
     @property
@@ -347,8 +349,7 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
         states = lora.inputs * t.width if lora.leaf == "gate_up_proj" else 0
         per_token += t.rows * lora.r * t.width + (t.rows * (t.width + t.mask) * lora.inputs if t.mask else states)
     if layer.expert:  # router's scores, indices, and for each chosen expert gate, up, activated gate and result
-        hidden = next(p.shape[1] for p in layer.parameters if p.part == "experts" and "down_proj" in p.name)
-        per_token += layer.experts * FLOAT + t.top_k * 5 * INDEX + t.rows * (3 * layer.expert + hidden) * t.width
+        per_token += layer.experts * FLOAT + t.top_k * 5 * INDEX + t.rows * (3 * layer.expert + layer.hidden) * t.width
     # Copies of the adapters in the width of compute; those of experts are cast anew.
     copies = sum(lora.parameters for lora in layer.plain_lora) * t.width if t.cast else 0
     return t.count * per_token + copies
@@ -401,7 +402,8 @@ def _attention_bytes(layer: Layer, t: Tokens) -> float:
     key, value = layer.key, layer.value
     if t.masked:
         key, value = max(key, layer.query), max(value, layer.attended)
-    return (layer.query + key + value + layer.attended + t.masked) * t.width + FLOAT * t.heads
+    kept = (layer.query + key + value + layer.attended + t.masked) * t.width + FLOAT * t.heads
+    return kept + t.scores * t.heads * (FLOAT + t.width)  # the softmax of every pair in float32, and as it is used
 
 
 def _adapter_inputs(adapted: Sequence[Lora], t: Tokens) -> float:

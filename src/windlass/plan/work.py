@@ -17,6 +17,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 # Names of the projections that make the queries, and of those that read what attention returns.
 _QUERY = ("q_b_proj", "q_proj")
 _OUTPUT = ("o_proj", "out_proj", "dense")
+_FUSED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")  # queries, then keys and values
 # What publishers store in FP8, for a config without weights to say it.
 _FP8_PARTS = ("attention", "mlp", "shared_experts", "experts")
 
@@ -44,6 +45,7 @@ class Work:
     optim: str  # transformers' name: adamw_torch
     base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
     dropout: float = 0.0  # lora.lora_dropout
+    scores: bool = False  # attention keeps the square of each head's scores, as `eager` does
     masked: bool = False  # packed rows whose documents a mask separates
     document: int | None = None  # usual tokens of what packed rows are made of, if attention is within each
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
@@ -110,6 +112,7 @@ class Layer:
     mlp: int  # width of a dense or shared feed-forward
     expert: int  # width of one routed expert, 0: dense layer
     experts: int
+    hidden: int
     plain_lora: tuple[Lora, ...]
     expert_lora: tuple[Lora, ...]
 
@@ -192,15 +195,15 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
     for name in (*adapter.target_modules, *adapter.target_parameters):
         if match := _LAYER.search(name):
             adapted.setdefault(int(match[1]), []).append(match[2])
+    embedding = next(p for p in outside if p.part == "embedding")
+    vocab, hidden = embedding.shape
     alike: dict[object, Layer] = {}
     layers = []
     for number, parameters in sorted(by_layer.items()):
         names = adapted.get(number, [])
         key = (*((name, p.shape, p.name in fp8) for name, p in parameters.items()), *names)
-        layers.append(alike.get(key) or alike.setdefault(key, _read_layer(parameters, names, fp8, ranks)))
+        layers.append(alike.get(key) or alike.setdefault(key, _read_layer(parameters, names, fp8, ranks, hidden)))
     kinds = tuple(Counter(layers).items())
-    embedding = next(p for p in outside if p.part == "embedding")
-    vocab, hidden = embedding.shape
     tied = not any(p.part == "head" for p in outside)
     tail = [p for p in outside if p.part in ("norm", "head") or (tied and p.part == "embedding")]
     active, routed = float(hidden * vocab), Count()
@@ -231,19 +234,21 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
     )
 
 
-def _read_layer(own: dict[str, Parameter], adapted: list[str], fp8: frozenset[str], ranks: dict[str, int]) -> Layer:
+def _read_layer(
+    own: dict[str, Parameter], adapted: list[str], fp8: frozenset[str], ranks: dict[str, int], hidden: int
+) -> Layer:
     """No family needs a formula of its own: the names of linear modules and their shapes say it all."""
-    linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if len(p.shape) == 2}
+    linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if p.linear}
 
     def out(names: Iterable[str], otherwise: int) -> int:
         return next((linear[name].shape[0] for name in names if name in linear), otherwise)
 
-    hidden = next((p.shape[0] for name, p in own.items() if name.startswith("input_layernorm")), 0)
     attended = next((linear[name].shape[1] for name in _OUTPUT if name in linear), hidden)
     query = out(_QUERY, attended)
     # Latent attention: keys are as wide as queries, and the values stay a view into what kv_b_proj made, which is
     # therefore kept as it is.
-    key = query if "kv_b_proj" in linear else out(("k_proj",), attended)
+    fused = out(_FUSED, 3 * attended) - attended
+    key = query if "kv_b_proj" in linear else out(("k_proj",), fused // 2)
     norms = 0
     for name, p in own.items():  # a norm over each head sees all heads: `q_norm` of one head runs over the full query
         if p.part == "norm":
@@ -257,7 +262,9 @@ def _read_layer(own: dict[str, Parameter], adapted: list[str], fp8: frozenset[st
             lora = Lora(name.rpartition(".")[2], weight.part, inputs, outputs, ranks[weight.part], *stack[:1])
             (stacks if stack else plain).append(lora)
     experts = {name: p for name, p in own.items() if p.part == "experts"}
-    feed_forward = (p for name, p in own.items() if p.part in ("mlp", "shared_experts") and "down_proj" in name)
+    # Matrices that lead back to the residual stream, from as wide as the feed-forward is.
+    back = (p for p in own.values() if p.linear and p.part in ("mlp", "shared_experts") and p.shape[0] == hidden)
+    stacks_of = [p for p in experts.values() if len(p.shape) == 3]
     return Layer(
         parameters=tuple(own.values()),
         dense=count((p for p in own.values() if p.part != "experts"), fp8),
@@ -265,11 +272,12 @@ def _read_layer(own: dict[str, Parameter], adapted: list[str], fp8: frozenset[st
         norms=norms,
         query=query,
         key=key,
-        value=out(("kv_b_proj", "v_proj"), attended),
+        value=out(("kv_b_proj", "v_proj"), fused // 2),
         attended=attended,
-        mlp=next((p.shape[1] for p in feed_forward), 0),
-        expert=next((p.shape[2] for name, p in experts.items() if "down_proj" in name), 0),
-        experts=next((p.shape[0] for p in experts.values() if len(p.shape) == 3), 0),
+        mlp=max((p.shape[1] for p in back), default=0),
+        expert=min((p.count // p.shape[0] // hidden for p in stacks_of), default=0),
+        experts=next((p.shape[0] for p in stacks_of), 0),
+        hidden=hidden,
         plain_lora=tuple(plain),
         expert_lora=tuple(stacks),
     )

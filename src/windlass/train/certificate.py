@@ -156,6 +156,8 @@ def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
         rows: list[tuple[int, ...]] = [()]
     elif len(shape) == 2:
         rows = [(row,) for row in sorted({0, shape[0] - 1, *(dice.randrange(shape[0]) for _ in range(ROWS - 2))})]
+    elif len(shape) > 3:
+        rows = [tuple(dice.randrange(size) for size in shape[:-1]) for _ in range(ROWS)]
     else:
         half = (shape[1] + 1) // 2
         rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from windlass.derive import logit_scale_and_cap
 from windlass.errors import UserError
 from windlass.plan.memory import TILE_TOKENS, TILE_VOCABULARY
 
@@ -26,12 +27,8 @@ def patch_forward(model: PreTrainedModel) -> None:
     It replaces `forward` rather than wrapping the model: the hooks by which FSDP2 gathers weights stay in place.
     """
     config = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
-    if odd := [name for name in scaled if getattr(config, name, None) is not None]:
-        raise UserError(f"{type(model).__name__} has {odd[0]}, which this loss does not apply", "model")
-    if getattr(head, "bias", None) is not None:
-        raise UserError(f"the head of {type(model).__name__} has a bias, which this loss does not apply", "model")
+    scale, cap = logit_scale_and_cap(config)
+    shaping = Shaping(scale, cap, getattr(model.get_output_embeddings(), "bias", None))
 
     def forward(
         self: PreTrainedModel,
@@ -61,8 +58,8 @@ def patch_forward(model: PreTrainedModel) -> None:
         if choose:  # the likeliest next tokens
             return torch.cat([logits.argmax(1) for _, logits, _ in _chunks(hidden, weight)])
         if per_token:
-            return token_figures(hidden, weight, targets)
-        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets)  # type: ignore[no-untyped-call]
+            return token_figures(hidden, weight, targets, shaping)
+        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets, shaping)  # type: ignore[no-untyped-call]
         if balance_share is not None:  # Mixtral's; every mixture in transformers has taken it over
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -89,6 +86,30 @@ def router_loss_weight(model: PreTrainedModel, coefficient: float | None = None)
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
 
+class Shaping(NamedTuple):
+    """What a family does to its head's product before the softmax."""
+
+    scale: float = 1.0
+    cap: float | None = None  # of the logits, by tanh
+    bias: Tensor | None = None
+
+    def apply(self, logits: Tensor) -> Tensor | None:
+        """In place. Returns what a gradient of the shaped logits is multiplied by, where that is no constant."""
+        if self.bias is not None:
+            logits += self.bias.to(logits.dtype)
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.cap is None:
+            return None
+        logits.div_(self.cap).tanh_()
+        slope = 1 - logits * logits
+        logits *= self.cap
+        return slope
+
+
+PLAIN: Final = Shaping()
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The summed cross entropy of `hidden @ weight.T` against `targets`; `weight` is frozen.
 
@@ -98,11 +119,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Shaping = PLAIN) -> Tensor:
         wants_gradient = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wants_gradient else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows, logits, blocks in _chunks(hidden, weight):
+            slope = shaping.apply(logits)
             of_chunk = targets[rows]
             for part in _slices(logits):
                 log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)
@@ -112,22 +134,27 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     at_target = log_probs.exp_().gather(1, target) - 1
                     logits[part] = log_probs.scatter_(1, target, at_target)
             if gradient is not None:
+                if slope is not None:
+                    logits *= slope
+                if shaping.scale != 1.0:
+                    logits *= shaping.scale
                 gradient[rows] = _times_weight(logits, blocks)
         ctx.gradient = gradient
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(upstream) if gradient is not None else None, None, None
+        return gradient.mul_(upstream) if gradient is not None else None, None, None, None
 
 
 @torch.no_grad()
-def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Shaping = PLAIN) -> Tensor:
     """Of every supervised token its loss, whether the model's first choice is right, and the entropy: 3 x tokens."""
     figures = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
     for rows, logits, _ in _chunks(hidden, weight):
+        shaping.apply(logits)
         of_chunk, into = targets[rows], figures[:, rows]
         for part in _slices(logits):
             log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)

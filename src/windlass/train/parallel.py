@@ -142,7 +142,9 @@ def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
         mesh, placements = tensor.device_mesh, tensor.placements
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         split = math.prod(size for size, place in zip(mesh.shape, placements, strict=True) if place != Replicate())
-        experts_over = sizes.get("ep", 1) if layout.expert_parallel > 1 and tensor.ndim == 3 else layout.expert_parallel
+        experts_over = (
+            sizes.get("ep", 1) if layout.expert_parallel > 1 and ".experts." in name else layout.expert_parallel
+        )
         if split != layout.shard or mesh.size() != layout.shard * layout.replicate:
             wrong.append(f"{name} (split over {split} of {mesh.size()} ranks, not {layout.shard} of {layout.ranks})")
         elif experts_over != layout.expert_parallel:

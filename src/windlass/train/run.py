@@ -60,6 +60,7 @@ from windlass.train.trackers import Trackers
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from windlass.model.family import Family
     from windlass.plan import Plan
     from windlass.runfile import Model
 
@@ -93,7 +94,7 @@ def run(
     # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is trained on
     # must have been trained on the same weights.
     here.phase("loading the model")
-    model, certificate = load(plan.base, plan.layout, **precision(job.model))
+    model, certificate = load(plan.base, plan.layout, **precision(job.model, plan.base.family))
     if here.rank == 0:
         write_json(folder / LOAD, certificate)
     digest = certificate["base_digest"]
@@ -290,10 +291,10 @@ def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Consol
     return data
 
 
-def precision(model: Model) -> dict[str, Any]:
+def precision(model: Model, family: Family) -> dict[str, Any]:
     return {
         "dtype": getattr(torch, model.torch_dtype),
-        "attn_implementation": model.attn_implementation or "sdpa",
+        "attn_implementation": model.attn_implementation or family.usual_attention,
     }
 
 
