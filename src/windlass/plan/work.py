@@ -238,7 +238,7 @@ def _read_layer(
     own: dict[str, Parameter], adapted: list[str], fp8: frozenset[str], ranks: dict[str, int], hidden: int
 ) -> Layer:
     """No family needs a formula of its own: the names of linear modules and their shapes say it all."""
-    linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if p.linear}
+    linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if len(p.shape) == 2}
 
     def out(names: Iterable[str], otherwise: int) -> int:
         return next((linear[name].shape[0] for name in names if name in linear), otherwise)
@@ -263,7 +263,9 @@ def _read_layer(
             (stacks if stack else plain).append(lora)
     experts = {name: p for name, p in own.items() if p.part == "experts"}
     # Matrices that lead back to the residual stream, from as wide as the feed-forward is.
-    back = (p for p in own.values() if p.linear and p.part in ("mlp", "shared_experts") and p.shape[0] == hidden)
+    back = (
+        p for p in own.values() if p.part in ("mlp", "shared_experts") and len(p.shape) == 2 and p.shape[0] == hidden
+    )
     stacks_of = [p for p in experts.values() if len(p.shape) == 3]
     return Layer(
         parameters=tuple(own.values()),
