@@ -117,6 +117,24 @@ def test_without_torch_the_rest_is_checked(sound: Path, tmp_path: Path) -> None:
     assert verdicts["libraries"] == verdicts["tokenizer"] == verdicts["data"] == SKIPPED
 
 
+def test_the_log_of_a_pod_cuts_no_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read at 80 columns, and searched for names of pods and paths."""
+    monkeypatch.setenv("COLUMNS", "80")
+    pod, path = "node 11 (mistral4small-lora-fsdp-2xh200-node-0-11-abcde)", "/data/output/Models/" + "m" * 70
+    rows = (
+        failed(
+            "interface GLOO_SOCKET_IFNAME", "eth0 has no IP address; " + "it has lo and net1, " * 5, "set it", "x:1"
+        ),
+        passed("run folder", f"written, locked and renamed in {path}, where it will be created"),
+    )
+    check.show(check.Report(check.IN_POD, tuple(replace(row, node=pod) for row in rows)))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 or path in line for line in lines), lines
+    words = " ".join(lines).split()
+    for word in (*pod.split(), "GLOO_SOCKET_IFNAME", f"{path},", "created", "hint:"):
+        assert word in words
+
+
 # --- plan, weights, tokenizer, data
 
 

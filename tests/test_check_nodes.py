@@ -22,7 +22,7 @@ from test_launch_rendezvous import free_port, meet
 from windlass import demo
 from windlass.launch.check import IN_POD, Report, bandwidth, machine, nodes
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result, failed, passed
-from windlass.launch.rendezvous import Node, Rendezvous
+from windlass.launch.rendezvous import Node, Rendezvous, first_error
 from windlass.plan import Plan, make
 from windlass.runfile import Loaded, read
 
@@ -182,18 +182,22 @@ def measured(backend: str = "nccl", **speeds: float | None) -> bandwidth.Measure
 
 
 def test_speeds_against_the_fabric_and_each_other(plan: Plan, wired: Plan) -> None:
+    """What is merely slow keeps no run from starting: the network may be busy."""
+    slow = bandwidth.check_speed(wired, measured("gloo", p13=0.001, overall=0.001), NAMES)
+    assert Report(IN_POD, tuple(slow)).exit_code == 0
+    assert Report(IN_POD, tuple(bandwidth.check_speed(wired, measured("gloo", p13=None), NAMES))).exit_code == 13
     assert {result.verdict for result in bandwidth.check_speed(plan, measured(), NAMES)} == {PASS}
     pairs, overall = "all-reduce of pairs", "all-reduce of all"
     for made, figures, name, verdict, seen in (
         (plan, measured(p13=10.0, p23=11.0), pairs, WARN, "node 1 with node 3 at 10.00"),
         (plan, measured(p13=10.0, p23=11.0), pairs, WARN, "node 3 is in 2 of the slow ones"),
-        (plan, measured(p13=0.5), pairs, FAIL, "infiniband-400 gets 45"),
+        (plan, measured(p13=0.5), pairs, WARN, "infiniband-400 gets 45"),
         (plan, measured(p02=None), pairs, FAIL, "node 0 and node 2"),
         (plan, measured(overall=10.0), overall, WARN, "22% of"),
-        (plan, measured(overall=1.0), overall, FAIL, "2% of"),
+        (plan, measured(overall=1.0), overall, WARN, "2% of"),
         (plan, measured(overall=None), overall, FAIL, "no result"),
         (plan, measured("gloo", overall=0.05), overall, PASS, "not comparable"),
-        (wired, measured("gloo", overall=0.05), overall, FAIL, "5% of"),
+        (wired, measured("gloo", overall=0.05), overall, WARN, "5% of"),
         (plan, bandwidth.Measured("gloo", error="node 1: no interface"), "all-reduce", FAIL, "no interface"),
     ):
         found = named(bandwidth.check_speed(made, figures, NAMES), name)
@@ -347,7 +351,7 @@ def test_what_would_hang_or_was_started_otherwise(sound: Path, plan: Plan) -> No
     assert (named(results, "number of nodes").verdict, is_leader) == (FAIL, True)
 
 
-def test_two_processes_measure_each_other_and_agree(sound: Path) -> None:
+def test_two_processes_measure_each_other_and_agree(sound: Path, tmp_path: Path) -> None:
     """As the launch script starts them, one with a HOME that can't be written."""
     port, crew = free_port(), []
     settings = ("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=loopback")
@@ -355,6 +359,7 @@ def test_two_processes_measure_each_other_and_agree(sound: Path) -> None:
     for rank, more in enumerate(({}, {"HOME": "/proc/nobody"})):
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PET_NNODES": "2", "PET_NODE_RANK": str(rank), **more}
         environ |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)}
+        environ["WINDLASS_STATUS_DIR"] = str(tmp_path)  # both in one: the last one's reason stays
         command = [warm.python(), "-m", "windlass", "check", str(sound), "--in-pod", "--wait", "60", *words]
         crew.append(subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     said = [process.communicate(timeout=120) for process in crew]
@@ -365,6 +370,8 @@ def test_two_processes_measure_each_other_and_agree(sound: Path) -> None:
     assert "of loopback's 1" in table
     assert "folder HOME on node 1" in table.partition("failing: ")[2]
     assert "on node 0" not in table.partition("failing: ")[2]
+    assert "check failed: folder HOME on node 1" in said[1][1], "and in its own log too"
+    assert "windlass check: folder HOME on node 1" in first_error(tmp_path), "what launch.sh tells the others"
 
 
 # --- on hosts of their own: network namespaces
@@ -406,7 +413,7 @@ def test_a_slow_host_and_a_cut_between_two_are_named(sound: Path, tmp_path: Path
         machines.slow_down(2)
         verdicts = check_on(machines, sound, tmp_path)
         assert verdicts["ports"][0] == verdicts["shared volume"][0] == PASS
-        assert verdicts["all-reduce of pairs"][0] == verdicts["all-reduce of all"][0] == FAIL
+        assert verdicts["all-reduce of pairs"][0] == verdicts["all-reduce of all"][0] == WARN
         assert "slowest is" in verdicts["all-reduce of pairs"][1]
         assert "node 2" in verdicts["all-reduce of pairs"][1]
         machines.cut(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import threading
@@ -191,10 +192,13 @@ def test_nodes_that_do_not_belong_together_do_not_start(tmp_path: Path, nodes: l
     assert all(why in error for error in crew.errors)
 
 
+FIRST = {"problems": [{"where": "run.yaml:7: train.dtype", "problem": "this GPU has no fp8", "hint": "bf16"}]}
+
+
 @pytest.mark.parametrize(
     ("how", "code", "text"),
     [
-        (13, "13", "ended with 13"),
+        (13, "13", "ended with 13: run.yaml:7: train.dtype: this GPU has no fp8"),
         (143, "143", "was stopped before its ranks began"),
         ("closed", "1", "is gone: its connection closed"),
         ("silent", "1", "has not been heard for 1 s"),
@@ -207,6 +211,9 @@ def test_a_node_that_fails_or_is_lost_is_reported_to_all(
     made = [crew.start(rank, silent=how == "silent" and rank == 1) for rank in range(3)]
     crew.joined()
     if isinstance(how, int):
+        for rank, at, error in ((1, 3.0, {"traceback": "Traceback\n later"}), (3, 2.0, "cut {"), (2, 1.0, FIRST)):
+            content = json.dumps({**error, "time": at}) if isinstance(error, dict) else error
+            (crew.status(1) / f"error-{rank}").write_text(content)
         crew.leave(None, how)
     elif how == "closed":
         made[1].peers[0].end.shutdown(socket.SHUT_RDWR)

@@ -282,6 +282,12 @@ def test_ranks_that_do_not_save_in_time_are_ended(launch: Callable[..., Launch],
     for run in runs:
         assert run.code == 1
         assert "rank 0 was killed while starting; the 1 s to save had passed" in run.log
+    # Ranks that wait for a node that is gone are ended after 40 s, whatever time they have to save.
+    hasty = script.with_name("hasty.sh")
+    hasty.write_text(script.read_text().replace("lost_at + 20", "lost_at").replace("SECONDS + 20", "SECONDS + 1"))
+    run = launch(hasty, f'echo 1 >"$WINDLASS_STATUS_DIR/lost"; {body}')
+    assert run.code == 1
+    assert "rank 0 was killed while starting; another node was lost 40 s before" in run.log
 
 
 @pytest.mark.parametrize("name", ["train", "two-gpus"])
@@ -336,11 +342,11 @@ def test_failed_checks_end_the_node_and_only_their_own_word_keeps_it_from_anothe
 def two_nodes(launch: Callable[..., Launch], two: Path) -> Callable[..., list[Launch]]:
     """launch.sh as two machines would run it; what is given for one node first, then for the other."""
 
-    def start(accelerate: str, python: tuple[str, str] = ("", ""), **more: str) -> list[Launch]:
+    def start(accelerate: str, python: tuple[str, str] = ("", ""), script: Path = two, **more: str) -> list[Launch]:
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
         places = [{**PET, "PET_NODE_RANK": str(node), "PET_MASTER_PORT": str(port), **more} for node in range(2)]
-        return [launch(two, accelerate, python[node], **places[node]) for node in range(2)]
+        return [launch(script, accelerate, python[node], **places[node]) for node in range(2)]
 
     return start
 
@@ -394,6 +400,29 @@ def test_a_node_that_is_stopped_before_its_ranks_is_not_waited_for(
     assert nodes[1 - node].code == 1, "it did not save, and may be tried again"
     assert f"node {node} (" in nodes[1 - node].log
     assert "was stopped before its ranks began" in nodes[1 - node].log
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_what_keeps_one_node_from_starting_is_in_the_others_logs(
+    two_nodes: Callable[..., list[Launch]], two: Path, node: int
+) -> None:
+    """Before they have met, and while they check."""
+    hasty = two.with_name(f"hasty-{node}.sh")  # it waits a second for a check whose node is gone
+    assert two.read_text().count(" + 30))") == 1
+    hasty.write_text(two.read_text().replace(" + 30))", " + 1))"))
+    python = ["", ""]
+    python[node] = 'if [[ "$1" == - ]]; then exit 1; fi'
+    nodes = two_nodes("", tuple(python))
+    assert [each.code for each in nodes] == [13, 13]
+    assert f"node {node} ({socket.gethostname()}): windlass is not installed in this image" in nodes[1 - node].log
+    assert "did not join" not in nodes[1 - node].log
+    body = 'if [[ "$3" == check ]]; then {}; fi'
+    waits, text = body.format("exec sleep 60"), '{"time": 1, "problems": [{"where": "data", "problem": "not here"}]}'
+    python = [waits, waits]  # for the other, which is gone
+    python[node] = body.format(f"echo '{text}' >$WINDLASS_STATUS_DIR/error-check; exit 13")
+    nodes = two_nodes("", tuple(python), hasty, WINDLASS_CHECK="yes")
+    assert [each.process.wait(30) for each in nodes] == [13, 13]
+    assert f"node {node} ({socket.gethostname()}) ended with 13: data: not here" in nodes[1 - node].log
 
 
 def test_the_accelerate_file_is_read_back_as_the_same_layout(tmp_path: Path) -> None:

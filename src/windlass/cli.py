@@ -368,6 +368,11 @@ def check(
         write_result(report, as_json, checking.show)
         if written:
             say(f"checks written to {written}")
+    else:  # whoever reads this node's log alone
+        for result in report.failures:
+            say(f"check failed: {result.title}: {result.seen}")
+    if "WINDLASS_STATUS_DIR" in os.environ:
+        checking.leave_error(report, Path(os.environ["WINDLASS_STATUS_DIR"]))
     raise typer.Exit(report.exit_code)
 
 

@@ -8,9 +8,17 @@ set -euo pipefail
 @@ENVIRONMENT@@
 # --- which node this is: from Kubeflow and Run:ai (PET_*), Slurm, an indexed Job, or the Training Operator ----------
 trap 'exit 75' TERM USR1 INT # nothing to save yet; without a trap a container's first process ignores SIGTERM
-fail() { # CODE TEXT…: print the text and exit; 13 tells a scheduler that a retry won't help
+known='' # that and where the other nodes are
+fail() { # CODE TEXT…: print the text, tell the other nodes and exit; 13 tells a scheduler that a retry won't help
   printf 'windlass: node %s (%s): %s\n' "${node:-?}" "$(hostname)" "${*:2}" >&2
+  if [[ -n "$known" ]]; then # node 0 may not be there yet; without a word it would wait for this node
+    join 60 '' "$1" "${*:2}" 2>/dev/null &
+    wait $! || true
+  fi
   exit "$1"
+}
+join() { # SECONDS STATUS_DIR [CODE TEXT]: meet the other nodes, one port above the ranks' own; in the background
+  exec python3 -m windlass.launch.rendezvous "$node" "$nodes" "$master" "$((port + 1))" "$1" "$fingerprint" "${@:2}"
 }
 if [[ -n "${PET_NODE_RANK:-}" ]]; then
   node=$PET_NODE_RANK count=${PET_NNODES:-$nodes} master=${PET_MASTER_ADDR:-${MASTER_ADDR:-}} port=${PET_MASTER_PORT:-$port}
@@ -40,6 +48,7 @@ if ((nodes == 1)); then # no other machine needs to know the port: take one that
     || fail 1 "there is no free port"
 fi
 if [[ -z "$master" ]]; then fail 13 "the address of node 0 is unknown: set MASTER_ADDR"; fi
+if ((nodes > 1)); then known=1; fi
 # From here on only the command line below configures the launcher.
 unset "${!PET_@}" RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
@@ -111,9 +120,7 @@ leave() { # CODE: tell the other nodes, clean up, exit
 }
 trap 'leave 75' TERM USR1 INT
 if ((nodes > 1)); then
-  # One port above the ranks' own.
-  python3 -m windlass.launch.rendezvous \
-    "$node" "$nodes" "$master" "$((port + 1))" "$join_seconds" "$fingerprint" "$status_dir" &
+  join "$join_seconds" "$status_dir" &
   rendezvous=$!
   while [[ ! -e "$status_dir/ready" ]]; do
     if ! kill -0 "$rendezvous" 2>/dev/null; then
@@ -131,9 +138,17 @@ if [[ "${WINDLASS_CHECK:-yes}" != no ]]; then
   PET_NODE_RANK="$node" PET_NNODES="$nodes" PET_MASTER_ADDR="$master" PET_MASTER_PORT="$port" \
     python3 -m windlass check "$run"@@ACCELERATE@@ --in-pod --wait "$join_seconds" "${options[@]}" &
   check=$! # in the background, because bash handles no signals while it waits for a program in the foreground
+  lost_at=''
+  while kill -0 "$check" 2>/dev/null; do
+    # A node that is lost joins no check. One whose check failed has told this one's, which is about to end.
+    if [[ -e "$status_dir/lost" ]] && ((SECONDS > ${lost_at:=$SECONDS} + 30)); then kill -TERM "$check" 2>/dev/null || true; fi
+    sleep 0.2 &
+    wait $! || true # a signal ends the wait, not the sleep: traps run at once
+  done
   code=0
   wait "$check" || code=$?
   check=
+  if ((code)) && [[ -e "$status_dir/lost" && "$(<"$status_dir/lost")" == 13 ]]; then code=13; fi
   case $code in
     0) ;;
     13) leave 13 ;;
@@ -167,11 +182,14 @@ signal_ranks() { # SIGNAL: send it once to every rank that has started
     fi
   done
 }
-deadline='' lost_at=''
+deadline='' lost_at='' late="the $grace_seconds s to save had passed"
 while kill -0 "$launcher" 2>/dev/null; do
   if [[ -e "$status_dir/lost" ]]; then # another node is lost: ranks notice by themselves, or wait for it forever
     lost_at=${lost_at:-$SECONDS}
-    if ((SECONDS > lost_at + 20)); then stopping=1 deadline=${deadline:-$((SECONDS + 20))}; fi
+    if ((SECONDS > lost_at + 20)); then
+      if [[ -z "$deadline" ]]; then late="another node was lost 40 s before"; fi
+      stopping=1 deadline=${deadline:-$((SECONDS + 20))}
+    fi
   fi
   if ((stopping)); then
     deadline=${deadline:-$((SECONDS + grace_seconds))}
@@ -195,7 +213,7 @@ done
 if [[ -n "$first" ]]; then code=$(<"$first"); fi
 if [[ -z "$first" || "$code" == 75 ]]; then # one rank that saved doesn't speak for those that were killed
   why="usually out of memory"
-  if ((stopping && SECONDS > ${deadline:-SECONDS})); then why="the $grace_seconds s to save had passed"; fi
+  if ((stopping && SECONDS > ${deadline:-SECONDS})); then why=$late; fi
   for file in "$status_dir"/pid-*[0-9]; do
     rank=${file##*-}
     if [[ -e "$file" && ! -e "$status_dir/code-$rank" ]]; then

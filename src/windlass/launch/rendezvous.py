@@ -32,6 +32,7 @@ REPORT_SECONDS = 30.0  # node 0 names those it waits for this often
 TELL_SECONDS = 30.0  # a run that can't start waits this long for the other nodes, so that they learn why
 POLL_SECONDS = 0.2  # how soon it notices that the script has ended
 LONGEST_LINE = 1 << 26  # what a stranger on the port can make us hold
+LONGEST_REASON = 500  # of another node's end
 STOPPED_EARLY = 143  # by a signal, before it had ranks that could agree with ours
 # Files in the status directory, between this process and launch.sh.
 READY, LOST, LEAVING = "ready", "lost", "leaving"
@@ -320,7 +321,7 @@ class Rendezvous:
                 if other is not peer:
                     other.send(lost=how, code=code)
 
-        script, leaving, due = os.getppid(), status_dir / LEAVING, 0.0
+        script, leaving, due, said = os.getppid(), status_dir / LEAVING, 0.0, set[str]()
         for peer in self.peers.values():
             peer.heard = time.monotonic()
         while not leaving.exists() and os.getppid() == script:
@@ -335,7 +336,9 @@ class Rendezvous:
                     elif code == STOPPED_EARLY:
                         lose(peer, f"{peer} was stopped before its ranks began", code)
                     else:
-                        lose(peer, f"{peer} ended with {code}: the cause is in its log", code)
+                        why = message.get("why") or "the cause is in its log"
+                        lose(peer, f"{peer} ended with {code}: {'as said' if why in said else why}", code)
+                        said.add(why)
                 elif "lost" in message:
                     lose(peer, f"node 0 says: {message['lost']}", int(message["code"]))
             if time.monotonic() >= due:
@@ -346,7 +349,7 @@ class Rendezvous:
                         lose(peer, f"{peer} has not been heard for {self.silence_seconds:.0f} s")
         code = int(leaving.read_text() or FAILED) if leaving.exists() else FAILED
         for peer in self.peers.values():
-            peer.send(bye=code)
+            peer.send(bye=code, why=first_error(status_dir))
             with contextlib.suppress(OSError):
                 peer.end.shutdown(socket.SHUT_WR)
 
@@ -354,11 +357,25 @@ class Rendezvous:
         print(f"windlass: {self.name}: {text}", file=sys.stderr, flush=True)
 
 
+def first_error(status_dir: Path) -> str:
+    """What a rank of this node, or its check, has left as the reason of its end; empty if there is nothing."""
+    errors: list[dict[str, Any]] = []
+    for path in status_dir.glob("error-*"):
+        with contextlib.suppress(OSError, ValueError):
+            errors.append(json.loads(path.read_text(errors="replace")))
+    error: dict[str, Any] = min(errors, key=lambda one: float(one["time"]), default={})
+    lines = [f"{one['where']}: {one['problem']}" for one in error.get("problems", ())]
+    return (lines[0] if lines else str(error.get("traceback", "")).strip().rpartition("\n")[2])[:LONGEST_REASON]
+
+
 def main() -> int:
-    """For launch.sh: join, then stay beside the ranks."""
-    node, nodes, master, port, seconds, fingerprint, status_dir = sys.argv[1:]
+    """For launch.sh: join, then stay beside the ranks. With a code and a text more: tell node 0 why this one can't
+    start."""
+    node, nodes, master, port, seconds, fingerprint, status_dir, *fault = sys.argv[1:]
     began = time.monotonic()
     problem = next(((one.problem, one.code) for one in choices(os.environ, int(nodes)) if one.problem), None)
+    if fault:
+        problem = (fault[1], int(fault[0]))
     rendezvous = Rendezvous(Node(int(node), int(nodes), master, int(port)), fingerprint, problem)
     for number in (signal.SIGUSR1, signal.SIGINT):  # sent to the whole group
         signal.signal(number, signal.SIG_IGN)

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.launch.check import inputs, machine
-from windlass.launch.check.results import ALONE, HERE, IN_POD, Context, Report, Result, show, skipped
+from windlass.launch.check.results import ALONE, HERE, IN_POD, Context, Report, Result, leave_error, show, skipped
 from windlass.runfile import Loaded, LoadedScript
 
 if TYPE_CHECKING:
     from windlass.plan.accelerate import AccelerateFile
 
-__all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "run", "show"]
+__all__ = ["ALONE", "HERE", "IN_POD", "Report", "Result", "leave_error", "run", "show"]
 
 JOIN_SECONDS = 300.0  # how long a node waits for the others: image pulls differ by minutes
 

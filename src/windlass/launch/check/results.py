@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
 from windlass.errors import FAILED, RANK_USER_INPUT, Problem
-from windlass.files import write_json
+from windlass.files import write_atomic, write_json
 
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
@@ -50,6 +53,10 @@ class Result:
     where: str = ""  # the place in the run file that asks for it
     node: str = ""  # which node, when several were checked
     elsewhere: bool = False  # skipped because only the machines of the run can tell
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} on {self.node}" if self.node else self.name
 
 
 def passed(name: str, seen: str) -> Result:
@@ -93,8 +100,12 @@ class Report:
         return max((result.verdict for result in self.results), key=list(STYLES).index, default=SKIPPED)
 
     @property
+    def failures(self) -> list[Result]:
+        return [result for result in self.results if result.verdict == FAIL]
+
+    @property
     def exit_code(self) -> int:
-        failures = {result.name for result in self.results if result.verdict == FAIL}
+        failures = {result.name for result in self.failures}
         if not failures:
             return 0
         return RANK_USER_INPUT if self.depth == IN_POD and failures != {NODES} else FAILED
@@ -113,31 +124,34 @@ class Report:
         return None
 
 
+def leave_error(report: Report, status_dir: Path) -> None:
+    """For the process next to this one that tells the other nodes why this one ends: as ranks leave theirs."""
+    if seen := "; ".join(f"{result.title}: {result.seen}" for result in report.failures):
+        text = json.dumps({"problems": [{"where": "windlass check", "problem": seen}], "time": time.monotonic()})
+        with suppress(OSError):
+            write_atomic(status_dir / "error-check", text)
+
+
 def show(report: Report) -> None:
-    """Each check with what was seen, below it how to go on; the verdict last."""
-    from rich import box
+    """Each check with what was seen, below it how to go on; the verdict last. Long words such as paths are not cut."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, emoji=False, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    several = any(result.node for result in report.results)
-    for column in ("check", "verdict", *(["node"] if several else []), "what was seen"):
-        table.add_column(column, overflow="fold", no_wrap=column == "verdict")
+    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+    indent = " " * 9
+    wrap = TextWrapper(console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     for result in report.results:
-        text = Text(result.seen, "dim" if result.verdict == SKIPPED else "")
-        if result.where and result.verdict in (WARN, FAIL):
-            text = Text(f"{result.where}: ", "bold") + text
+        place = f"{result.where}: " if result.where and result.verdict in (WARN, FAIL) else ""
+        text = wrap.fill(f"{result.verdict:9}{result.title}: {place}{result.seen}")
         if result.hint:
-            text += Text("\nhint: ", "cyan") + Text(result.hint)
-        verdict = Text(result.verdict, STYLES[result.verdict])
-        table.add_row(result.name, verdict, *([result.node] if several else []), text)
-    console.print(table)
+            text += f"\n{wrap.fill(f'{indent}hint: {result.hint}')}"
+        line = Text(text, "dim" if result.verdict == SKIPPED else "")
+        line.stylize(STYLES[result.verdict], 0, len(result.verdict))
+        console.print(line)
     counts = Counter(result.verdict for result in report.results)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(STYLES) if counts[verdict])
-    bad = [result for result in report.results if result.verdict == FAIL]
-    failing = dict.fromkeys(f"{result.name}{f' on {result.node}' if result.node else ''}" for result in bad)
-    names = f"; failing: {', '.join(failing)}" if failing else ""
-    heading = Text(f"{report.verdict}: ", STYLES[report.verdict])
-    console.print(heading + Text(f"{summary}{names} ({report.seconds:.1f} s)"))
+    failing = ", ".join(dict.fromkeys(result.title for result in report.failures))
+    names = f"; failing: {failing}" if failing else ""
+    line = Text(wrap.fill(f"{report.verdict}: {summary}{names} ({report.seconds:.1f} s)"))
+    line.stylize(STYLES[report.verdict], 0, len(report.verdict) + 1)
+    console.print(line)
