@@ -15,7 +15,7 @@ import warm
 from windlass import calibrate, hardware
 from windlass import plan as planning
 from windlass.errors import UserError
-from windlass.hardware import Machine, data_sheet_rates
+from windlass.hardware import Machine
 from windlass.plan import Plan
 from windlass.plan.machine import own_file, read_machine, write_machine
 from windlass.rates import KINDS
@@ -43,7 +43,7 @@ def written(path: Path, kind: str = "cpu", ranks: int = 2) -> dict[str, Any]:
     """A machine file that is right, without measuring."""
     gpu = hardware.GPUS[kind]
     link = hardware.fabric(gpu.link)
-    rates = data_sheet_rates(Machine(gpu, link, link, hardware.fabric(gpu.host_link), 1, None))
+    rates = Machine(gpu, link, link, hardware.fabric(gpu.host_link), 1, None).rates
     return write_machine(path, kind, ranks, {}, replace(rates, basis=f"calibrated on {ranks} x {kind}"))
 
 
@@ -57,7 +57,9 @@ def test_two_ranks_measure_and_the_plan_takes_it(run: Path, tmp_path: Path) -> N
     assert rates.basis.startswith("calibrated on 2 x cpu, ")
     assert rates.low < 1 < rates.high
     over_two = {(c.kind, c.fabric): c for c in rates.collectives if c.ranks == 2}
-    sheet = {(c.kind, c.fabric): c for c in data_sheet_rates(planned(run).machine).collectives if c.ranks == 2}
+    sheet = {
+        (c.kind, c.fabric): c for c in replace(planned(run).machine, measured=None).rates.collectives if c.ranks == 2
+    }
     for kind in KINDS:  # measured between the two, and of a network as data sheets imply it
         assert over_two[kind, "link"].gb_per_second not in (0.0, sheet[kind, "link"].gb_per_second)
         assert (kind, "network") in over_two

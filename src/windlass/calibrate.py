@@ -91,7 +91,7 @@ def _rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
     collectives = [Collective(**each) for each in found.pop("collectives")]
     gpu = hardware.GPUS.get(kind) or hardware.GPUS["h100"]
     link = hardware.fabric(gpu.link)
-    sheet = hardware.data_sheet_rates(hardware.Machine(gpu, link, link, hardware.fabric(gpu.host_link), 1, None))
+    sheet = hardware.Machine(gpu, link, link, hardware.fabric(gpu.host_link), 1, None).rates
     for name in ("link", "network"):
         missing = set(KINDS) - {c.kind for c in collectives if c.fabric == name}
         collectives += [c for c in sheet.collectives if c.fabric == name and c.kind in missing]
