@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -707,3 +708,19 @@ def test_the_image_is_for_any_user_and_holds_what_was_tested() -> None:
     needed = {word.lstrip("!") for word in (ROOT / ".containerignore").read_text().split() if word.startswith("!")}
     copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
     assert copied == needed, "what is copied is not ignored, and nothing else is sent"
+    ignored = [(ROOT / name).read_text() for name in (".containerignore", ".dockerignore")]
+    assert ignored[0] == ignored[1], "Docker reads only its own"
+    # A site without the internet: each is declared after FROM, and used.
+    for name in ("APT_MIRROR", "PIP_INDEX_URL", "CA_CERT"):
+        assert f"ARG {name}" in lines[lines.index("FROM ${BASE}") :]
+        assert text.count(name) > 2 or name == "PIP_INDEX_URL", "pip itself reads that one"
+    # The base's own packages, such as setuptools, can't be replaced; its launchers would start the base's Python.
+    assert "-m venv --without-pip --system-site-packages /opt/venv" in text
+    assert "PIP_BREAK_SYSTEM_PACKAGES" not in text
+    steps = [line.partition("RUN ")[2] for line in "\n".join(lines).replace("\\\n", "").splitlines() if "RUN " in line]
+    for step in steps:
+        assert subprocess.run(["sh", "-n", "-c", step], timeout=10, check=False).returncode == 0, step
+    launchers = steps[1][steps[1].index("for command in") : steps[1].index("done") + 4]
+    for name, module in (("torchrun", "torch.distributed.run"), ("accelerate", "accelerate.commands.accelerate_cli")):
+        assert f"{name}={module}" in launchers
+        assert find_spec(module) is not None
