@@ -346,7 +346,7 @@ def test_the_command_prints_a_run_file_and_what_has_no_effect(tmp_path: Path) ->
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "  r: 16  # lora_r\n" in done.stdout
-    assert "layout: auto" in done.stdout
+    assert "  name: auto  # the fastest that fits" in done.stdout
     assert "a.yml:4: load_in_4bit: windlass has no" in done.stderr
     assert "quantize_moe_experts" in done.stderr
     file.write_text(edited(MISTRAL_4, load_in_4bit=False))

@@ -173,14 +173,32 @@ def windlass(
 # --- before a run ---------------------------------------------------------------------------------------------------
 
 
-@command(BEFORE, "init > run.yaml", "init tiny-cpu > run.yaml", "init --list")
+@command(
+    BEFORE, "init > run.yaml", "init --model ./Qwen3-8B --data chats.jsonl --gpus 8xh100 > run.yaml", "init --list"
+)
 def init(
     preset: Annotated[str, arg("PRESET", "Which run file; see --list.")] = "mistral-small-4",
+    model: Annotated[
+        str | None, opt("--model", "DIR", "Write one for this model, short and fast; needs --data.")
+    ] = None,
+    data: Annotated[str | None, opt("--data", "PATH", "The rows to train on.")] = None,
+    gpus: Annotated[str | None, opt("--gpus", "N", "8xh200, or 2x8xh200 for two nodes. Default: this machine.")] = None,
     names: Annotated[bool, flag("--list", "List the presets.")] = False,
 ) -> None:
-    """Print a commented run file to start from."""
+    """Print a run file to start from: a commented preset, or one made for your model and data."""
     from windlass import runfile
 
+    if model or data or gpus:
+        from windlass import draft
+
+        if not (model and data):
+            hint = "windlass init --model DIR --data PATH > run.yaml"
+            raise UserError("needs both --model and --data", "windlass init", hint)
+        made = draft.draft(model, data, gpus, say)
+        for warning in made.warnings:
+            say(f"warning: {warning}")
+        print(made.text, end="")
+        return
     if names:
         for name, text in runfile.presets().items():
             print(f"{name:24} {text.splitlines()[0].removeprefix('# ')}")

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import load, scalar
-from windlass.runfile.fields import RunFile, Train
+from windlass.runfile.fields import Train
 from windlass.runfile.names import IMPORTING as TABLES
 from windlass.runfile.names import TOOLS, by_name
 from windlass.runfile.read import read
-from windlass.runfile.reference import keys
+from windlass.runfile.write import text_of
 
 # What starts each tool on a command line; the options follow.
 COMMANDS: Final = {
@@ -432,17 +432,12 @@ def _settle(made: Import) -> None:
 
 def run_file(made: Import) -> str:
     """The run file's text, each line with the key that it is from."""
-    lines = [f"# From {Path(made.file).name} of {TOOLS[made.tool]}. Next step: windlass plan run.yaml"]
-    order = [key for key in keys(RunFile) if key in made.settings]
-    section = ""
-    for key in order:
-        top, _, name = key.partition(".")
-        if top != section:
-            lines += ["", f"{top}:"]
-            section = top
-        text, remark = f"  {name}: {_yaml(made.settings[key])}", made.remarks.get(key, "")
-        lines.append(text if remark in ("", name) else f"{text}  # {remark}")
-    return "\n".join([*lines, "", "layout: auto  # the fastest that fits", ""])
+    head = f"From {Path(made.file).name} of {TOOLS[made.tool]}. Next step: windlass plan run.yaml"
+    settings, remarks = (
+        {**made.settings, "layout.name": "auto"},
+        {**made.remarks, "layout.name": "the fastest that fits"},
+    )
+    return text_of(settings, remarks, head)
 
 
 def list_no_effect(made: Import) -> str:
@@ -453,17 +448,6 @@ def list_no_effect(made: Import) -> str:
     wrap = textwrap.TextWrapper(78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     paragraphs = [f"  {why}:\n{wrap.fill(', '.join(names))}" for why, names in by_reason.items()]
     return "\n".join([f"{len(made.no_effect)} keys of {made.file} have no effect here:", *paragraphs])
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
-    if value is None or isinstance(value, bool | int | float):
-        return json.dumps(value)
-    plain = re.fullmatch(r"[A-Za-z0-9_./~][-A-Za-z0-9_./~+ ]*", value) and scalar(value) == value
-    return str(value) if plain else json.dumps(value, ensure_ascii=False)
 
 
 def _validate(made: Import) -> None:

@@ -1,0 +1,71 @@
+"""`windlass init --model --data`: a run file that fits the data, the model and the machines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass import draft, tiny
+from windlass import plan as planning
+from windlass.errors import UserError
+from windlass.runfile import read
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("model"), "mistral4")
+
+
+def rows(path: Path, lengths: list[int]) -> str:
+    path.write_text("".join(json.dumps({"text": "hull " * length}) + "\n" for length in lengths))
+    return str(path)
+
+
+def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) -> None:
+    data = rows(tmp_path / "rows.jsonl", [200] * 990 + [1500] * 10)
+    command = [sys.executable, "-m", "windlass", "init", "--model", str(model), "--data", data, "--gpus", "2xcpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "run.yaml").write_text(done.stdout)
+    loaded = read(tmp_path / "run.yaml")
+    assert loaded.run.data.max_length >= 1500  # 1 % of the rows are longer than the rest: they fit too
+    assert loaded.run.data.packing
+    plan = planning.make(loaded)
+    assert plan.cost.fits
+    assert plan.schedule.steps is not None
+    assert plan.schedule.steps >= draft.FEW_STEPS
+    assert "windlass plan run.yaml" in done.stdout.splitlines()[0]
+
+
+def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> None:
+    made = draft.draft(str(model), rows(tmp_path / "few.jsonl", [100] * 20), "1xcpu", print)
+    assert made.settings["train.num_train_epochs"][0] == draft.MOST_EPOCHS
+    assert "20 rows make only" in made.warnings[0]
+
+
+def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_path: Path) -> None:
+    data = rows(tmp_path / "rows.jsonl", [2000] * 500)
+    chosen = {}
+    for gpu in ("8xh200", "1xl4", "1xh100"):
+        name = "Mistral-Small-4-119B-2603" if gpu == "1xh100" else "Mistral-7B-v0.1"
+        made = draft.draft(name, data, gpu, print)
+        chosen[gpu] = made.settings["train.gradient_checkpointing"][0], any("needs" in each for each in made.warnings)
+    assert chosen == {"8xh200": (False, False), "1xl4": (True, False), "1xh100": (True, True)}
+
+
+@pytest.mark.parametrize("gpus", ["0xh200", "2x2x2xh200", "x", "8xh9000"])
+def test_what_is_no_number_of_gpus_is_refused(model: Path, tmp_path: Path, gpus: str) -> None:
+    with pytest.raises(UserError, match="--gpus"):
+        draft.draft(str(model), rows(tmp_path / "rows.jsonl", [3]), gpus, print)
+
+
+def test_model_and_data_are_both_needed(model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass", "init", "--model", str(model)], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "needs both --model and --data" in done.stderr
