@@ -115,6 +115,8 @@ class Batches:
         fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
         dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
         rows = _Rows(self.rows)
+        if not self.workers and not self.options["pin_memory"]:  # a loader takes longer than making the batch
+            return (self.collate(rows.__getitems__(numbers)) for numbers in dealt.tolist())
         options = {"collate_fn": self.collate, "num_workers": self.workers, **self.options}
         return iter(DataLoader(rows, batch_sampler=dealt.tolist(), **options))
 
