@@ -92,28 +92,27 @@ def slow(loop: Loop) -> None:
     loop.causal_lm.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: time.sleep(0.15))
 
 
-def over_all(loop: Loop) -> None:
-    """The gradient of a rank's own experts averaged with that of others'."""
-    loop.replicas.alike = [None]
-
-
 def twice(loop: Loop) -> None:
     """All ranks begin with the part of rank 0."""
     for parameter in loop.replicas.split:
         torch.distributed.broadcast(parameter.data, 0)
 
 
-def alone(loop: Loop) -> None:
-    """Ranks with the same experts don't average."""
-    average, alike = loop.replicas.average, loop.replicas.alike
+def averaged_over(groups: Any) -> Callable[[Loop], None]:
+    """The gradient of a rank's own experts averaged with those of others' ([None]: all), or with nobody's."""
 
-    def averaged(sums: torch.Tensor) -> torch.Tensor:
-        loop.replicas.alike = []
-        found = average(sums)
-        loop.replicas.alike = alike
-        return found
+    def plant(loop: Loop) -> None:
+        average, alike = loop.replicas.average, loop.replicas.alike
 
-    loop.replicas.average = averaged  # type: ignore[method-assign]
+        def averaged(sums: torch.Tensor) -> torch.Tensor:
+            loop.replicas.alike = groups
+            found = average(sums)
+            loop.replicas.alike = alike
+            return found
+
+        loop.replicas.average = averaged  # type: ignore[method-assign]
+
+    return plant
 
 
 def each_time(loop: Loop) -> None:
@@ -177,9 +176,9 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 FAULTS = {
     **{f"each time {rank}": At(1, rank, each_time) for rank in range(2)},
     "wait 0": At(1, 0, a_wait_for_each),
-    **{f"over all {rank}": At(1, rank, over_all) for rank in range(2)},
+    **{f"over all {rank}": At(1, rank, averaged_over([None])) for rank in range(2)},
     **{f"twice {rank}": At(1, rank, twice) for rank in range(2)},
-    **{f"alone {rank}": At(1, rank, alone) for rank in range(4)},
+    **{f"alone {rank}": At(1, rank, averaged_over([])) for rank in range(4)},
     "nan": At(5, 1, not_a_number),
     "slow": At(1, 1, slow),
     "drift": At(7, 1, drift),

@@ -167,6 +167,7 @@ def run(client: str, request: bytes, files: list[int]) -> None:
     import runpy
     import threading
     import traceback
+    import types
 
     import numpy as np
     from huggingface_hub import constants
@@ -188,14 +189,14 @@ def run(client: str, request: bytes, files: list[int]) -> None:
         os.umask(asked["umask"])
         np.random.seed()
         sys.executable = client
-        sys.modules.pop("__main__", None)
+        sys.modules["__main__"] = types.ModuleType("__main__")
         first, *rest = asked["arguments"]
         if first == "-m":
             sys.argv, sys.path[0] = rest, asked["cwd"]
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         elif first == "-c":
             sys.argv, sys.path[0] = ["-c", *rest[1:]], asked["cwd"]
-            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+            exec(compile(rest[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
         else:
             sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
             runpy.run_path(first, run_name="__main__")
