@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from windlass import explain
 from windlass.errors import UserError
 from windlass.plan.accelerate import FATES, KEYS, read_accelerate
 from windlass.plan.layout import LAYOUTS
-from windlass.runfile import keys
+from windlass.runfile import keys, read, reference
 from windlass.variables import DEFAULTS, DOES_NOT_EXIST, STARTED, variables
 
 ROOT = Path(__file__).parent.parent
@@ -188,3 +189,31 @@ def test_torchs_variables_are_torchs() -> None:
     assert {name for name in named if name not in text} == set()
     allocator = (headers / "c10/cuda/CUDAAllocatorConfig.h").read_text()
     assert {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} <= {name for name in variables() if name in allocator}
+
+
+def test_effects_are_of_keys_and_examples_are_accepted(tmp_path: Path) -> None:
+    effects = tomllib.loads((Path(reference.__file__).with_name("effects.toml")).read_text())
+    known = reference.documented()
+    assert [f"{top}.{name}" for top, names in effects.items() for name in names if f"{top}.{name}" not in known] == []
+    for text in (text for names in effects.values() for text in names.values()):
+        assert all(
+            re.match(r"(memory|speed|result)( and (memory|speed))?: ", part) for part in re.split(r"\. ", text)
+        ), text
+    (tmp_path / "run.yaml").write_text("name: example\n")
+    for path in reference.fields():
+        for line in reference.describe(path):
+            if line.startswith("example: --override "):
+                try:
+                    read(tmp_path / "run.yaml", [line.removeprefix("example: --override ")])
+                except UserError as error:  # of what it would need besides, never of the value itself
+                    assert "must be" not in error.problems[0].problem, (line, str(error))
+
+
+def test_explain_shows_where_a_run_sets_a_key(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("lora:\n  r: 5\n")
+    texts = [row.text for row in explain.topic("lora.r", tmp_path / "run.yaml")]
+    assert texts[-1] == f"in this run: 5 ({tmp_path}/run.yaml:2: lora.r)"
+    assert "memory: weights, gradients and optimizer of the adapter grow with it, 16 bytes a parameter" in texts
+    assert [row.text for row in explain.topic("seed", tmp_path / "run.yaml")][
+        -1
+    ] == "in this run: 42 (default: train.seed)"

@@ -268,17 +268,18 @@ def plan(
 
 
 @command(
-    BEFORE, "explain lora.r", "explain fsdp_use_orig_params", "explain NCCL_IB_HCA", "explain --accelerate fsdp.yaml"
+    BEFORE, "explain lora.r", "explain lora.r --run run.yaml", "explain NCCL_IB_HCA", "explain --accelerate fsdp.yaml"
 )
 def explain(
     topic: Annotated[str | None, arg("KEY", "Key of a run file or Accelerate file, variable, or layout.")] = None,
+    run: Annotated[Path | None, opt("--run", "RUN", "Also show where this run file sets it, and to what.")] = None,
     accelerate: Accelerate = None,
     as_json: Json = False,
 ) -> None:
     """Explain a setting: what it means and what windlass does with it."""
     from windlass import explain as explaining
 
-    rows = [*(explaining.topic(topic) if topic else ()), *(explaining.file(accelerate) if accelerate else ())]
+    rows = [*(explaining.topic(topic, run) if topic else ()), *(explaining.file(accelerate) if accelerate else ())]
     if not rows:
         raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
     if as_json:

@@ -7,12 +7,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from windlass.errors import UserError
 from windlass.plan.accelerate import ANY, FATES, TRANSLATED, find, read_accelerate
 from windlass.plan.layout import LAYOUTS
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
-from windlass.runfile.reference import describe, documented, items
+from windlass.runfile.read import read_any
+from windlass.runfile.reference import describe, documented, items, shown
 from windlass.variables import DOES_NOT_EXIST, variables
 
 KINDS = {
@@ -36,10 +40,11 @@ class Row:
     where: str = ""
 
 
-def topic(name: str) -> tuple[Row, ...]:
-    """Everything of that name."""
+def topic(name: str, run: Path | None = None) -> tuple[Row, ...]:
+    """Everything of that name, and where a run file sets it."""
     name = name.strip()
     rows = (*_run_file(name), *_accelerate(name), *_variable(name))
+    rows += tuple(_in_run(run, rows)) if run else ()
     if name in LAYOUTS:
         rows = (*rows, Row("layout", name, "", "", LAYOUTS[name]))
     if rows:
@@ -72,6 +77,17 @@ def _run_file(name: str) -> Iterator[Row]:
         return
     for key in found or filter(None, [accepted or OTHER_NAMES.get(last)]):
         yield from (Row("run file", key, "", "", line) for line in describe(key))
+
+
+def _in_run(path: Path, rows: Sequence[Row]) -> Iterator[Row]:
+    """Where the run file sets these keys, and to what."""
+    loaded = read_any(path)
+    for key in dict.fromkeys(row.name for row in rows if row.kind == "run file"):
+        value: Any = loaded.run
+        for part in key.split("."):
+            value = getattr(value, part, None)
+        text = "a section" if isinstance(value, BaseModel) else shown(value)
+        yield Row("run file", key, "", "", f"in this run: {text} ({loaded.where(key)})")
 
 
 def _accelerate(name: str) -> Iterator[Row]:

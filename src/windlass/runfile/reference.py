@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
@@ -124,6 +127,10 @@ def describe(path: str) -> list[str]:
             lines.append(f"default: {shown(field.default)}")
         elif "Default:" not in lines[0]:
             lines.append("required")
+        if example := _example(field):
+            lines.append(f"example: --override {path}={example}")
+    if effect := _effects().get(top, {}).get(name):
+        lines += re.split(r"\. (?=[a-z ]+: )", effect)
     upstream, own = UPSTREAM.get(top, ("", set()))
     if upstream and name not in own:
         lines.append(f"same as: {upstream}.{name}")
@@ -131,6 +138,23 @@ def describe(path: str) -> list[str]:
         if names := [name for name, key in table.items() if key == path]:
             lines.append(f"{title}: {', '.join(names)}")
     return lines
+
+
+@cache
+def _effects() -> dict[str, dict[str, str]]:
+    """What keys do to memory, speed and the result, by section."""
+    return tomllib.loads(Path(__file__).with_name("effects.toml").read_text(encoding="utf-8"))
+
+
+def _example(field: FieldInfo) -> str:
+    """A value that the key takes: a choice that is not the default, or the default."""
+    rule = TypeAdapter(field.rebuild_annotation()).json_schema()
+    choices = [value for part in rule.get("anyOf", [rule]) for value in part.get("enum", [])]
+    other = next((value for value in choices if value not in (None, field.default)), None)
+    if isinstance(field.default, bool):
+        other = not field.default
+    value = field.default if other is None else other
+    return "" if field.is_required() or value is None or field.default_factory else shown(value).replace(" ", "")
 
 
 def _children(path: str) -> list[str]:
