@@ -101,7 +101,9 @@ def test_what_has_no_effect_there_is_reported() -> None:
     assert "the SCC nonroot-v2" in "\n".join(example("train", FULL)[0].notes), "the plan has it too"
     assert "must not be root" not in notes("openshift", *SITE)
     assert "restricted-v2 refuses group 7" in notes("openshift", *SITE, "cluster.fs_group=7")
+    assert "runs as root (alpine:3.10)" in notes("kubernetes", *SITE, "cluster.engine=pytorchjob")
     plain = notes("kubernetes", *SITE)
+    assert "alpine" not in plain
     assert "must not be root (runAsNonRoot)" in plain
     assert "SCC" not in plain
 
@@ -494,6 +496,7 @@ def test_events_say_why_there_is_no_pod(cluster: Cluster, capfd: pytest.CaptureF
     assert shown == ["waiting: no pod yet", *complaints, "waiting: Pending"], "each once"
     assert "of " not in "".join(line for line in cluster.said if "Failed:" in line)
     (cluster.folder / "over").unlink()
+    cluster.has(pods="Running Pending Running\n")
     platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.said.append)
     capfd.readouterr()
     assert platform.status(record) == 0
@@ -502,6 +505,9 @@ def test_events_say_why_there_is_no_pod(cluster: Cluster, capfd: pytest.CaptureF
     cluster.answer(DENIED="events")
     assert platform.status(record) == 0
     assert "events can't be read: Error from server (Forbidden)" in capfd.readouterr().out
+    cluster.has(pods="Running Running Running\n")
+    assert platform.status(record) == 0
+    assert "events" not in capfd.readouterr().out, "what was is over"
 
 
 def test_what_the_run_file_shows_is_reported_before_a_cluster_is_asked(cluster: Cluster) -> None:

@@ -133,6 +133,9 @@ def findings(job: Job) -> Iterator[Problem | str]:
     yield from pod_problems(job)
     yield from refused_keys(job, pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
     yield from ignored_keys(cluster, IGNORED, "Kubernetes")
+    if job.engine == "pytorchjob" and job.nodes > 1:
+        what = "the Training Operator adds a container to workers that runs as root (alpine:3.10)"
+        yield f"{job.where('cluster.engine')}: {what}: a namespace with Pod Security `restricted` refuses it"
     if job.engine == "trainer":
         hint = "use cluster.engine: jobset, which every Kubeflow Trainer comes with"
         version = cluster.trainer_version or OLDEST_TRAINER
@@ -180,8 +183,9 @@ def status(record: Record) -> int:
     job = _target(record)
     pods = job.pods("wide").stdout.strip()
     print("\n".join(table for table in (job.get(), pods) if table) or f"{job.name}: it no longer exists")
-    for line in job.warnings() if job.state() == "running" else ():
-        print(f"warning: {line}")
+    phases = job.pods(kubectl.PHASES).stdout.split()
+    if (len(phases) < record.facts["nodes"] or "Pending" in phases) and job.state() == "running":
+        print("\n".join(f"warning: {line}" for line in job.warnings()) or "not all of its pods run yet, and the cluster has no warning about it")
     if " Terminating " in pods:
         namespace = f"--namespace {job.namespace} " if job.namespace else ""
         print(
