@@ -185,7 +185,10 @@ def status(record: Record) -> int:
     print("\n".join(table for table in (job.get(), pods) if table) or f"{job.name}: it no longer exists")
     phases = job.pods(kubectl.PHASES).stdout.split()
     if (len(phases) < record.facts["nodes"] or "Pending" in phases) and job.state() == "running":
-        print("\n".join(f"warning: {line}" for line in job.warnings()) or "not all of its pods run yet, and the cluster has no warning about it")
+        print(
+            "\n".join(f"warning: {line}" for line in job.warnings())
+            or "not all of its pods run yet, and the cluster has no warning about it"
+        )
     if " Terminating " in pods:
         namespace = f"--namespace {job.namespace} " if job.namespace else ""
         print(
