@@ -52,8 +52,8 @@ def test_golden_files_are_all_used() -> None:
     for path in GOLDEN.rglob("*.*"):
         run, to, _ = path.relative_to(GOLDEN).parts
         assert f'"{run}"' in tests, path
-        assert to in ("script", "runai", "kubernetes"), path
-        assert to == "kubernetes" or f'"{path.name}"' in tests, path
+        assert to in ("script", "runai", "kubernetes", "openshift", "slurm"), path
+        assert to in ("kubernetes", "openshift") or f'"{path.name}"' in tests, path
 
 
 def test_rendering_is_quick_and_needs_no_torch(tmp_path: Path) -> None:

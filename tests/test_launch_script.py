@@ -299,6 +299,19 @@ def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path) -> None:
     assert "SC2086" in clean(tmp_path / "bad.sh"), "it would say something"
 
 
+def test_a_log_of_json_has_every_line_with_its_node(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    """The last ones too, and the exit code is the script's own."""
+    script = written(tmp_path / "json", (*CPU, "cluster.log_format=json"))
+    run = launch(script, "printf 'a \"b\" ä\\n' >&2; echo last; exit 1")
+    assert run.code == 1
+    lines = [json.loads(line) for line in run.log.splitlines()]
+    assert {(line["node"], line["host"]) for line in lines} == {(0, socket.gethostname())}
+    assert {line["run"] for line in lines} == {"mistral4small-lora-fsdp-2xh200"}
+    messages = [line["message"] for line in lines]
+    assert {'a "b" ä', "last"} <= set(messages)
+    assert messages[-1].endswith("ended with 1")
+
+
 def test_gpus_are_counted_before_anything_is_started(launch: Callable[..., Launch], tmp_path: Path) -> None:
     settings = ("train.output_dir=/tmp/out", "cluster.nodes=1", "cluster.gpus_per_node=2")
     plan, overrides, _ = example("two-gpus", settings)

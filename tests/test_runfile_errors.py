@@ -121,7 +121,7 @@ BAD_KEYS = {
 BAD_VALUES = {
     "layout: {state_dict: sharded}": ("layout.state_dict", "must be 'full', not 'sharded'", ""),
     "layout: {base_dtype: nf4}": ("layout.base_dtype", "must be 'bf16' or 'fp8', not 'nf4'", "silently leave fused"),
-    "cluster: {platform: slurm}": ("cluster.platform", "not 'slurm'", "write script"),
+    "cluster: {platform: k8s}": ("cluster.platform", "not 'k8s'", "write kubernetes"),
     "lora: {r: '16'}": ("lora.r", "must be a whole number, not '16'", "without quotes"),
     "lora: {r: 16.5}": ("lora.r", "must be a whole number, not 16.5", ""),
     "lora: {r: 0}": ("lora.r", "must be at least 1, not 0", "windlass explain lora.r"),

@@ -500,17 +500,20 @@ def demo(
 @command(DURING, "submit run.yaml --to kubernetes --dry-run", "submit run.yaml --to runai --follow")
 def submit(
     run: Run,
-    to: Annotated[str | None, opt("--to", "PLATFORM", "local, script, kubernetes or runai.")] = None,
+    to: Annotated[str | None, opt("--to", "PLATFORM", "local, script, slurm, kubernetes, openshift or runai.")] = None,
     override: Overrides = None,
     accelerate: Accelerate = None,
     dry_run: Annotated[bool, flag("--dry-run", "Write the files, start nothing.")] = False,
     follow: Annotated[bool, flag("--follow", "Print the run's log until it ends.")] = False,
     out: JobDir = None,
+    kustomize: Annotated[
+        Path | None, opt("--kustomize", "DIR", "With --dry-run: write a kustomize base for Kubernetes there.")
+    ] = None,
 ) -> None:
     """Write the job's files for a platform and submit it.
 
-    local trains here, in the foreground. script writes launch.sh, to be run on every node by hand or by Slurm's srun.
-    kubernetes and runai use the `kubectl` and `runai` commands; if these are missing, only the files are written.
+    local trains here, in the foreground. script writes launch.sh, to be run on every node by hand. slurm, kubernetes,
+    openshift and runai use the commands sbatch, kubectl (or oc) and runai; without them, only the files are written.
     Submit an interrupted run again to resume it.
     """
     from windlass.launch import PLATFORMS
@@ -530,6 +533,7 @@ def submit(
         out=out,
         dry_run=dry_run,
         follow=follow,
+        kustomize=kustomize,
         say=say,
     )
     raise typer.Exit(code)

@@ -5,7 +5,7 @@ rendezvous  TCP rendezvous and all-gather between nodes, and a watch on which of
 interfaces  which network interfaces the environment chooses
 job         what every launcher needs to know of the plan
 submit      the table of platforms; submit, status, logs, stop
-local, script, runai, kubernetes, openshift    the platforms; pod and kubectl belong to the last two
+local, script, slurm, runai, kubernetes, openshift    the platforms; pod and kubectl belong to the last two
 """
 
-PLATFORMS = ("local", "script", "runai", "kubernetes", "openshift")
+PLATFORMS = ("local", "script", "slurm", "runai", "kubernetes", "openshift")

@@ -271,10 +271,15 @@ def pod_problems(job: Job) -> Iterator[Problem]:
             where, hint = job.where(f"cluster.volumes[{index}]"), "mount a claim; only Slurm's containers mount it"
             yield Problem("pods mount no folder of their node", where, hint)
     for key, amount in given:
-        number = amount.rstrip("mkKMGTPEi")
-        if float(number) * UNITS[amount[len(number) :]] <= need * GIB:
+        if gib(amount) <= need:
             least = f"set at least {job.memory_gib + job.is_script}Gi"
             yield Problem(f"{amount} of memory, and {what}", job.where(f"cluster.{key}"), least)
+
+
+def gib(amount: str) -> float:
+    """A quantity of memory."""
+    number = amount.rstrip("mkKMGTPEi")
+    return float(number) * UNITS[amount[len(number) :]] / GIB
 
 
 def cores(amount: str) -> float:

@@ -93,7 +93,10 @@ def _template() -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as a block that can be read."""
+    """Text of several lines as a block that can be read, and everything where it is used."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
@@ -160,6 +163,14 @@ def choose_engine(job: Job, *, ask: bool, say: Callable[[str], None] = lambda _:
 
 def files(job: Job) -> dict[str, str]:
     return {"job.yaml": job_yaml(job, job.engine)}
+
+
+def kustomize(job: Job) -> dict[str, str]:
+    """The same objects, a file each, as a base for GitOps."""
+    parts = job_yaml(job, job.engine).removesuffix("\n").split("\n---\n")
+    found = {f"{yaml.safe_load(part)['kind'].lower()}.yaml": f"{part}\n" for part in parts}
+    base = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(found)}
+    return {**found, "kustomization.yaml": to_block(base)}
 
 
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:

@@ -52,6 +52,20 @@ if ((nodes > 1)); then known=1; fi
 # From here on only the command line below configures the launcher.
 unset "${!PET_@}" RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
+if [[ "$log_format" == json ]]; then # each line as JSON; the filter outlives signals and ends with its last writer
+  exec > >(
+    trap '' TERM USR1 INT
+    exec python3 -uc 'import json, sys, time
+for line in sys.stdin.buffer:
+    head = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "run": sys.argv[1], "node": int(sys.argv[2])}
+    print(json.dumps(head | {"host": sys.argv[3], "message": line.decode(errors="replace").rstrip()}))' \
+      "$name" "$node" "$(hostname)"
+  ) 2>&1
+  filter=$!
+  # At the end, wait for the last lines, but not for a process that was left behind.
+  trap 'exec >&- 2>&-; for _ in {1..50}; do if kill -0 "$filter" 2>/dev/null; then sleep 0.1; fi; done' EXIT
+fi
+
 # --- HOME: an arbitrary user ID has neither a name nor a writable folder --------------------------------------------
 if ! id -un >/dev/null 2>&1; then export LOGNAME="${LOGNAME:-windlass}"; fi # libraries ask for a name
 if [[ "${HOME:-/}" == / || ! -w "$HOME" ]]; then

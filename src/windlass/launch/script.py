@@ -18,11 +18,8 @@ HEAD = """\
 # {title}
 # Written by windlass {version} from {source}; runs once on every node and starts its ranks.
 #
-# Kubernetes and Run:ai start it by themselves. By hand, on each of the machines:
+# Kubernetes, Run:ai and Slurm (--to slurm) start it by themselves. By hand, on each of the machines:
 #   PET_NNODES={nodes} PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
-# As a Slurm step, with two lines in the batch script (USR1 comes that many seconds before the time limit):
-#   #SBATCH --nodes={nodes} --ntasks-per-node=1{gpus} --signal=USR1@{grace} --requeue
-#   srun --kill-on-bad-exit=0 bash {launch}
 #
 # Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else."""
 JOIN_SECONDS = 300  # until all nodes must have started; names resolve only once pods are ready
@@ -57,9 +54,6 @@ def launch_sh(job: Job, *, exports: bool) -> str:
         version=__version__,
         source=one_line(job.source),
         nodes=job.nodes,
-        gpus=f" --gpus-per-node={job.ranks_per_node}" if job.gpu else "",
-        grace=job.grace_seconds,
-        launch=one_line(quote(f"{job.folder}/launch.sh")),
     )
     options = "".join(f"\n  {words(('--override', override))}" for override in job.overrides)
     settings = (
@@ -71,6 +65,8 @@ def launch_sh(job: Job, *, exports: bool) -> str:
         ("join_seconds", str(JOIN_SECONDS), "until every node must have started"),
         ("grace_seconds", str(job.grace_seconds), f"to end a step and save after a stop signal; {job.grace_reason}"),
         ("fingerprint", quote(job.fingerprint), "of run file and options: the same on every node"),
+        ("name", quote(job.name), ""),
+        ("log_format", job.cluster.log_format, ""),
         ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
         ("install", f"({words(job.cluster.install)})", "what the image lacks"),
         ("options", f"({options}\n)" if options else "()", ""),
@@ -112,7 +108,7 @@ def files(job: Job) -> dict[str, str]:
 
 def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     keep_record(job, "script", folder)
-    say(f"on each node: bash {folder / 'launch.sh'} (its first lines show how, also with Slurm)")
+    say(f"on each node: bash {folder / 'launch.sh'} (its first lines show how)")
     return False
 
 

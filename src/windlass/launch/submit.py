@@ -9,7 +9,7 @@ from typing import Protocol
 
 from windlass import run_folder
 from windlass.errors import Problem, UserError, raise_all
-from windlass.launch import kubernetes, local, openshift, runai, script
+from windlass.launch import kubernetes, local, openshift, runai, script, slurm
 from windlass.launch.job import RECORD, Job, Record, job_of, words, write_files
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
@@ -29,7 +29,7 @@ class Platform(Protocol):
     def stop(self, record: Record, /) -> int: ...
 
 
-PLATFORMS: dict[str, Platform] = {"local": local, "script": script, "runai": runai}
+PLATFORMS: dict[str, Platform] = {"local": local, "script": script, "slurm": slurm, "runai": runai}
 PLATFORMS |= {"kubernetes": kubernetes, "openshift": openshift}
 
 
@@ -65,10 +65,14 @@ def submit(
     out: Path | None = None,
     dry_run: bool = False,
     follow: bool = False,
+    kustomize: Path | None = None,
     say: Callable[[str], None],
 ) -> int:
     """Write the files and start the run. Returns an exit code."""
-    platform, folder = PLATFORMS[to], job_folder(plan.loaded, to, out, dry_run=dry_run)
+    if kustomize and (to not in ("kubernetes", "openshift") or not dry_run or out):
+        hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
+        raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint)
+    platform, folder = PLATFORMS[to], kustomize or job_folder(plan.loaded, to, out, dry_run=dry_run)
     job = job_of(plan, overrides=overrides, accelerate=accelerate)
     notes = review(job, to)  # what the run file alone shows is reported before a cluster is asked
     if to in ("kubernetes", "openshift"):
@@ -77,7 +81,7 @@ def submit(
     remedy = plan.cost.remedy if isinstance(plan, Plan) and not plan.cost.fits else ""
     for note in [*notes, *([f"it does not fit: {remedy}"] if remedy else [])]:
         say(f"note: {note}")
-    files = platform.files(job)
+    files = kubernetes.kustomize(job) if kustomize else platform.files(job)
     if files:
         write_files(folder, files)
         say(f"written to {folder}: {', '.join(files)}")
@@ -104,7 +108,7 @@ def job_folder(loaded: Loaded | LoadedScript, to: str, out: Path | None = None, 
         return elsewhere
     volumes = (Path(volume.path) for volume in run.cluster.volumes)
     mounted = any(folder.is_relative_to(path) and path.is_dir() for path in volumes)
-    return folder if to == "script" or folder.exists() or mounted else elsewhere
+    return folder if to in ("script", "slurm") or folder.exists() or mounted else elsewhere
 
 
 def find(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:

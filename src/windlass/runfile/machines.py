@@ -176,7 +176,7 @@ class Cluster(Section):
     """Network cards per node that the run can use."""
     host_memory_gib: Positive | None = None
     """Host memory per node that the run can use, in GiB; null: not checked."""
-    platform: Literal["local", "script", "runai", "kubernetes", "openshift"] = "local"
+    platform: Literal["local", "script", "runai", "kubernetes", "openshift", "slurm"] = "local"
     """How the run is started: on this machine, as a script for each node, or by one of these platforms."""
     engine: Literal["auto", "trainer", "pytorchjob", "jobset", "job"] = "auto"
     """On Kubernetes: Kubeflow Trainer, PyTorchJob, JobSet or an indexed Job; auto: JobSet where it is installed."""

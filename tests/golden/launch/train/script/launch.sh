@@ -2,11 +2,8 @@
 # mistral4small-lora-fsdp-2xh200: 3 x 1 h200, resident
 # Written by windlass 0.1.0 from train.yaml; runs once on every node and starts its ranks.
 #
-# Kubernetes and Run:ai start it by themselves. By hand, on each of the machines:
+# Kubernetes, Run:ai and Slurm (--to slurm) start it by themselves. By hand, on each of the machines:
 #   PET_NNODES=3 PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
-# As a Slurm step, with two lines in the batch script (USR1 comes that many seconds before the time limit):
-#   #SBATCH --nodes=3 --ntasks-per-node=1 --gpus-per-node=1 --signal=USR1@120 --requeue
-#   srun --kill-on-bad-exit=0 bash /data/output/Models/mistral4small-lora-fsdp-2xH200/launch.sh
 #
 # Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else.
 { # makes bash read the whole file before it runs any of it: the file may be rewritten meanwhile
@@ -21,6 +18,8 @@ port=29500  # of the ranks' rendezvous, unless the platform sets another
 join_seconds=300  # until every node must have started
 grace_seconds=120  # to end a step and save after a stop signal; estimated from the plan's step and the adapter's size
 fingerprint=095a0a5c7e02  # of run file and options: the same on every node
+name=mistral4small-lora-fsdp-2xh200
+log_format=text
 working_dir=''  # empty: where this is started
 install=()  # what the image lacks
 options=(
@@ -98,6 +97,20 @@ if [[ -z "$master" ]]; then fail 13 "the address of node 0 is unknown: set MASTE
 if ((nodes > 1)); then known=1; fi
 # From here on only the command line below configures the launcher.
 unset "${!PET_@}" RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+
+if [[ "$log_format" == json ]]; then # each line as JSON; the filter outlives signals and ends with its last writer
+  exec > >(
+    trap '' TERM USR1 INT
+    exec python3 -uc 'import json, sys, time
+for line in sys.stdin.buffer:
+    head = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "run": sys.argv[1], "node": int(sys.argv[2])}
+    print(json.dumps(head | {"host": sys.argv[3], "message": line.decode(errors="replace").rstrip()}))' \
+      "$name" "$node" "$(hostname)"
+  ) 2>&1
+  filter=$!
+  # At the end, wait for the last lines, but not for a process that was left behind.
+  trap 'exec >&- 2>&-; for _ in {1..50}; do if kill -0 "$filter" 2>/dev/null; then sleep 0.1; fi; done' EXIT
+fi
 
 # --- HOME: an arbitrary user ID has neither a name nor a writable folder --------------------------------------------
 if ! id -un >/dev/null 2>&1; then export LOGNAME="${LOGNAME:-windlass}"; fi # libraries ask for a name

@@ -1,0 +1,253 @@
+"""Slurm: a batch script that starts launch.sh once on every node; observed by squeue and the run folder."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib.resources import files as resources
+from pathlib import Path, PurePosixPath
+
+from windlass import __version__
+from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
+from windlass.files import read_json
+from windlass.launch import local
+from windlass.launch.job import (
+    RECORD,
+    Job,
+    Record,
+    cores,
+    gib,
+    ignored_keys,
+    keep_record,
+    one_line,
+    quote,
+    refused_keys,
+    words,
+)
+from windlass.launch.script import launch_sh
+
+BATCH = "job.sbatch"
+SECONDS = 60  # for one answer of Slurm
+PAUSE_SECONDS = 2.0
+IGNORED = {
+    "namespace": "it is Kubernetes'; on Slurm cluster.project is the account, cluster.queue the partition",
+    **dict.fromkeys(("service_account", "labels", "annotations", "networks"), "it is for pods"),
+    **dict.fromkeys(("tolerations", "image_pull_secrets", "image_pull_policy", "ttl_seconds"), "it is for pods"),
+    "user": "a job runs as the user who submits it",
+    "node_pools": "they are Run:ai's",
+    "preemptible": "set the QOS by cluster.priority_class",
+}
+_OPTION = "write sbatch's own option: cluster.sbatch: {{{}}}".format
+REFUSED = {
+    "node_selector": _OPTION("constraint: FEATURE"),
+    "affinity": _OPTION("constraint: FEATURE"),
+    "topology_key": _OPTION("switches: 1"),
+    "extended_resources": _OPTION("gres: NAME"),
+    "ephemeral_storage": _OPTION("tmp: 100G"),
+    "hugepages": _OPTION("gres: NAME"),
+    "cpu_limit": "set cluster.cpu",
+    "queue_priority": "set the QOS by cluster.priority_class",
+    **dict.fromkeys(("gang", "scheduler_name", "network_policy", "pod_monitor"), "remove it: it is Kubernetes'"),
+    **dict.fromkeys(("runtime_class", "fs_group", "supplemental_groups"), "remove it: it is Kubernetes'"),
+}
+
+
+def options(job: Job) -> dict[str, str]:
+    """Of sbatch, by their long names; empty for a switch. The user's own come last."""
+    cluster, seconds = job.cluster, job.cluster.deadline_seconds
+    limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}" if seconds else None
+    known = not job.is_script or cluster.memory_limit or cluster.memory_request  # what a script needs is not
+    rows = {
+        "job-name": job.name,
+        "partition": cluster.queue,
+        "account": cluster.project,
+        "qos": cluster.priority_class,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.ranks_per_node) if job.gpu else None,
+        "cpus-per-task": str(math.ceil(cores(job.cpu))),
+        "mem": f"{math.ceil(gib(job.memory_limit) * 1024)}M" if known else None,
+        "time": limit,
+        # to all ranks, and that long before the time limit
+        "signal": f"USR1@{job.grace_seconds}",
+        "requeue": "",
+        "open-mode": "append",
+        "output": f"{job.folder}/slurm-%j.log",
+    }
+    return {key: value for key, value in rows.items() if value is not None} | cluster.sbatch
+
+
+def container(job: Job) -> tuple[list[str], list[str]]:
+    """Options of srun, and the words before `bash launch.sh`."""
+    cluster, image = job.cluster, job.cluster.image or ""
+    mounts = []
+    for volume in cluster.volumes if cluster.container else ():
+        source = str(PurePosixPath(volume.host or "/", volume.sub_path or ""))
+        mounts.append(f"{source}:{volume.path}{':ro' if volume.read_only else ''}")
+    is_file = image.startswith(("/", "./")) or "://" in image
+    if cluster.container == "pyxis":
+        registry, slash, rest = image.partition("/")
+        if slash and not is_file and ("." in registry or ":" in registry or registry == "localhost"):
+            image = f"{registry}#{rest}"  # enroot's way to name a registry
+        bound = [f"--container-mounts={','.join(mounts)}"] if mounts else []
+        fixed = ["--no-container-mount-home", "--no-container-entrypoint"]
+        return [f"--container-image={image}", *bound, *fixed], []
+    if cluster.container == "apptainer":
+        bound = [word for mount in mounts for word in ("--bind", mount)]
+        return [], [
+            "apptainer",
+            "exec",
+            *(["--nv"] if job.gpu else []),
+            *bound,
+            image if is_file else f"docker://{image}",
+        ]
+    return [], []
+
+
+def batch(job: Job) -> str:
+    more, before = container(job)
+    label = ["--label"] if job.cluster.log_format == "text" else []  # a JSON line has its node
+    parts = {
+        "title": job.title,
+        "source": one_line(job.source),
+        "version": __version__,
+        "options": "\n".join(
+            f"#SBATCH --{key}{f'={quote(one_line(value))}' if value else ''}" for key, value in options(job).items()
+        ),
+        "folder": quote(job.folder),
+        "restarts": str(job.cluster.max_restarts),
+        "srun": words(["srun", "--kill-on-bad-exit=0", *label, *more]),
+        "before": words(before) + " " * bool(before),
+        "exit_input": str(RANK_USER_INPUT),
+        "exit_saved": str(SAVED),
+    }
+    text = resources("windlass.launch").joinpath(BATCH).read_text(encoding="utf-8")
+    for name, value in parts.items():
+        text = text.replace(f"@@{name.upper()}@@", value)
+    return text
+
+
+def review(job: Job) -> Iterator[Problem | str]:
+    cluster, folder = job.cluster, PurePosixPath(job.folder)
+    if not folder.is_absolute():
+        hint = "give an absolute path that all nodes see"
+        yield Problem(f"{folder} is a path of this working folder", job.where(job.plan.loaded.run.folder_key), hint)
+    if cluster.container and not cluster.image:
+        yield Problem(f"nothing for {cluster.container} to run", job.where("cluster.image"), "set cluster.image")
+    if cluster.image and not cluster.container:
+        yield "cluster.image has no effect on Slurm unless cluster.container is pyxis or apptainer"
+    for index, volume in enumerate(cluster.volumes if cluster.container else ()):
+        if not volume.host:
+            hint = f"mount a folder of the nodes: {{host: {volume.path}, path: {volume.path}}}"
+            yield Problem("Slurm mounts folders of its nodes only", job.where(f"cluster.volumes[{index}]"), hint)
+    shared = [one.path for one in cluster.volumes if one.host == one.path and not one.sub_path and not one.read_only]
+    if cluster.container and folder.is_absolute() and not any(folder.is_relative_to(path) for path in shared):
+        top = f"/{folder.parts[1]}"
+        hint = f"cluster.volumes: [{{host: {top}, path: {top}}}]"
+        what = f"{folder} is not mounted at its own path, to be written to"
+        yield Problem(what, job.where(job.plan.loaded.run.folder_key), hint)
+    if cluster.container == "pyxis" and "@" in (cluster.image or ""):
+        yield f"{job.where('cluster.image')}: enroot's documented names have a tag and no digest: try it once by srun"
+    seconds = cluster.deadline_seconds
+    if seconds and seconds <= job.grace_seconds:
+        what = f"{seconds} s, and saving may take {job.grace_seconds} s of them"
+        yield Problem(what, job.where("cluster.deadline_seconds"), "raise it")
+    yield from refused_keys(job, REFUSED, "Slurm")
+    yield from ignored_keys(cluster, IGNORED, "Slurm")
+
+
+def files(job: Job) -> dict[str, str]:
+    return {BATCH: batch(job), "launch.sh": launch_sh(job, exports=True), **job.files}
+
+
+def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
+    by_hand = f"sbatch {folder / BATCH}"
+    if folder != Path(job.folder):
+        say(f"{job.folder} is not here: copy {', '.join(files(job))} there; then there: sbatch {BATCH}")
+        return False
+    if shutil.which("sbatch") is None:
+        say(f"sbatch is not installed here; on a machine that has it: {by_hand}")
+        return False
+    facts = read_json(folder / RECORD)
+    if facts.get("platform") == "slurm" and (state := squeue(facts["number"], "%T")):
+        hint = "windlass status RUN; windlass stop RUN; or another output_dir"
+        raise UserError(f"Slurm has it already, as job {facts['number']} ({state})", str(folder / RECORD), hint)
+    done = call("sbatch", "--parsable", str(folder / BATCH))
+    if done.returncode:
+        hint = "the options come from `cluster` in the run file: windlass explain cluster prints its keys"
+        raise RunError(done.stderr.strip() or f"sbatch ended with {done.returncode}", by_hand, hint)
+    number = done.stdout.strip().partition(";")[0]
+    keep_record(job, "slurm", folder, number=number)
+    say(f"submitted as job {number}; its log: {folder}/slurm-{number}.log")
+    return True
+
+
+def call(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"no answer within {SECONDS} s", " ".join(command), "ask Slurm again later") from None
+    except OSError as error:
+        hint = "run this where Slurm's commands are"
+        raise UserError(f"{command[0]} can't be run: {error.strerror}", "PATH", hint) from None
+
+
+def squeue(number: str, form: str) -> str:
+    """What Slurm says of a job; nothing once it has ended."""
+    done = call("squeue", f"--jobs={number}", "--noheader", f"--format={form}")
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise RunError(done.stderr.strip(), "squeue", "ask Slurm again later")
+    return done.stdout.strip()
+
+
+def status(record: Record) -> int:
+    number = record.facts["number"]
+    line = squeue(number, "%T, %M of %l, %D nodes %R")
+    ended = record.run / f"slurm-{number}.exit"
+    code = f"ended with {ended.read_text().strip()}" if ended.is_file() else "not in the queue"
+    print(f"job {number}: {line or code}")
+    return local.status(record)
+
+
+def logs(record: Record, *, follow: bool) -> int:
+    """The job's own file, which all of its tries append to."""
+    number = record.facts["number"]
+    path, ended = (record.run / f"slurm-{number}.{end}" for end in ("log", "exit"))
+    waiting, shown = "", 0
+    while True:
+        state = squeue(number, "%T: %R") if follow else ""
+        if path.is_file():
+            with path.open(encoding="utf-8", errors="replace") as log:
+                log.seek(shown)
+                print(log.read(), end="", flush=True)
+                shown = log.tell()
+        elif not follow:
+            raise UserError("there is no log yet", str(path), "windlass status RUN")
+        elif state and state != waiting:
+            record.say(f"waiting: {state}")
+        waiting = state
+        if not state:
+            break
+        time.sleep(PAUSE_SECONDS)
+    return 0 if not follow or (ended.is_file() and ended.read_text().strip() == "0") else 1
+
+
+def stop(record: Record) -> int:
+    """Its ranks save, and it is not queued again."""
+    number = record.facts["number"]
+    state = squeue(number, "%T")
+    if not state:
+        record.say(f"job {number} has ended already")
+        return 0
+    if state != "RUNNING":
+        done = call("scancel", number)
+    elif not (done := call("scontrol", "update", f"JobId={number}", "Requeue=0")).returncode:
+        done = call("scancel", "--signal=USR1", number)
+    if done.returncode:
+        raise RunError(done.stderr.strip(), f"job {number}", f"scancel --signal=USR1 {number}")
+    saves = "is stopping: its ranks save, and windlass submit resumes from there"
+    record.say(f"job {number} {saves if state == 'RUNNING' else 'is taken from the queue'}")
+    return 0

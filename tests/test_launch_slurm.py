@@ -1,0 +1,282 @@
+"""Slurm: its batch script under bash, with stand-ins for Slurm's programs that really start every node's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from launch_jobs import EVERY, EXAMPLES, SITE, calls, compared, environ, example, plan_of, program
+
+from windlass import demo, run_folder
+from windlass.errors import RunError, UserError
+from windlass.launch import slurm
+from windlass.launch import submit as submitting
+from windlass.launch.submit import open_record, render
+from windlass.plan import Plan
+
+IMAGE = "cluster.image=registry.example/team/windlass:1"
+# As the man pages say: sbatch's options are lines of the script, srun starts one process per node and ends with the
+# highest exit code, scancel --signal reaches every process of every task, and requeue starts the script again.
+PROGRAMS = {
+    "sbatch": r"""
+script=${!#}
+option() { sed -n "s/^#SBATCH --$1=//p" "$script"; }
+output=$(option output)
+export SLURM_JOB_ID=4711 SLURM_JOB_NODELIST='n[1-2]' SLURM_NNODES=$(option nodes) SLURM_NTASKS_PER_NODE=1
+export SLURM_CPUS_PER_TASK=$(option cpus-per-task) FAKE
+cp "$script" "$FAKE/spooled"
+rm -f "$FAKE/over" "$FAKE/fixed"
+setsid bash -c 'while :; do
+  rm -f "$FAKE/again"
+  bash "$FAKE/spooled" >>"$0" 2>&1
+  if [[ ! -e "$FAKE/again" ]]; then break; fi
+  echo >>"$FAKE/requeued"
+done; touch "$FAKE/over"' "${output/\%j/4711}" >/dev/null 2>&1 &
+echo $! >"$FAKE/pid"
+echo '4711;main'
+""",
+    "srun": r"""
+while [[ $1 == -* ]]; do shift; done
+for ((node = 0; node < SLURM_NNODES; node++)); do
+  SLURM_NODEID=$node SLURM_STEP_NUM_NODES=$SLURM_NNODES setsid "$@" &
+  echo $! >"$FAKE/task-$node"
+done
+highest=0
+for file in "$FAKE"/task-*; do
+  code=0
+  wait "$(<"$file")" || code=$?
+  if ((code > highest)); then highest=$code; fi
+done
+exit "$highest"
+""",
+    "apptainer": 'while [[ $1 != docker:* ]]; do shift; done\nshift\nexec "$@"',
+    "scontrol": r"""
+case "$1" in
+  show) echo localhost; echo n2 ;;
+  update) touch "$FAKE/fixed" ;;
+  requeue) if [[ -e "$FAKE/fixed" ]]; then echo 'Requested operation is presently disabled' >&2; exit 1; fi
+    touch "$FAKE/again" ;;
+esac
+""",
+    "squeue": 'if [[ -e "$FAKE/over" || ! -e "$FAKE/pid" ]]; then exit; fi; echo "${STATE:-RUNNING}"',
+    "scancel": r"""
+for file in "$FAKE"/task-*; do kill "-${1#--signal=}" -- "-$(<"$file")"; done
+""",
+}
+
+
+@dataclass
+class Slurm:
+    """Slurm's stand-in in a folder, and what was said."""
+
+    folder: Path
+    said: list[str] = field(default_factory=list)
+
+    def submit(self, plan: Plan, overrides: tuple[str, ...] = ()) -> int:
+        return submitting.submit(plan, "slurm", overrides=overrides, say=self.said.append)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            log = next(self.folder.rglob("slurm-*.log"), None)
+            assert time.monotonic() < deadline, log.read_text()[-4000:] if log else "no log"
+            time.sleep(0.1)
+
+    @property
+    def is_over(self) -> bool:
+        return (self.folder / "over").exists()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    for name, body in PROGRAMS.items():
+        program(tmp_path / "bin", name, body)
+    for name, value in environ(tmp_path / "bin", FAKE=str(tmp_path), OMP_NUM_THREADS="1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "PAUSE_SECONDS", 0.1)
+    yield Slurm(tmp_path)
+    for path in (tmp_path / "pid", *tmp_path.glob("task-*")):
+        if path.exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(path.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(900)
+def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
+    cluster: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two nodes of real ranks, each in a container."""
+    file, folder = demo.make(cluster.folder / "demo"), cluster.folder / "demo" / "run"
+    overrides = (
+        *("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.network=ethernet-25", "cluster.gpu=cpu", IMAGE),
+        *("train.max_steps=100000", "train.eval_strategy=no", "train.save_steps=50000", f"train.output_dir={folder}"),
+        *("cluster.container=apptainer", f"cluster.volumes=[{{host: {cluster.folder}, path: {cluster.folder}}}]"),
+        *("cluster.log_format=json", "cluster.grace_seconds=60"),
+    )
+    plan = plan_of(file, overrides)
+    assert cluster.submit(plan, overrides) == 0
+    assert f"submitted as job 4711; its log: {folder}/slurm-4711.log" in cluster.said
+    with pytest.raises(UserError, match=r"Slurm has it already, as job 4711 \(RUNNING\)"):
+        cluster.submit(plan, overrides)
+    steps, log = folder / run_folder.STEPS.format(rank=0), folder / "slurm-4711.log"
+    platform, record = open_record(folder, folder, cluster.said.append)
+
+    def last() -> int:
+        lines = steps.read_text().split("\n")[:-1] if steps.exists() else []
+        return max((int(json.loads(line).get("step", 0)) for line in lines), default=0)
+
+    cluster.wait_for(lambda: last() >= 2)
+    assert platform.status(record) == 0
+    assert "job 4711: RUNNING\n" in (text := capsys.readouterr().out)
+    assert "running, step" in text
+    subprocess.run(["scancel", "--signal=USR1", "4711"], check=True)  # as Slurm does before the time limit
+    cluster.wait_for(lambda: (cluster.folder / "requeued").exists())
+    before = last()
+    cluster.wait_for(lambda: last() > before)
+    assert not (folder / "slurm-4711.exit").exists(), "it goes on"
+    assert platform.stop(record) == 0
+    assert "job 4711 is stopping: its ranks save, and windlass submit resumes from there" in cluster.said
+    cluster.wait_for(lambda: cluster.is_over)
+    assert (folder / "slurm-4711.exit").read_text() == "75\n"
+    assert (cluster.folder / "requeued").read_text() == "\n", "not queued again"
+    assert platform.logs(record, follow=True) == 1
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert capsys.readouterr().out == log.read_text()
+    assert {line["node"] for line in lines} == {0, 1}
+    assert sum("a signal; step" in line["message"] for line in lines) == 2, "both tries saved"
+    assert any(f"step {before} is saved" in line["message"] for line in lines)
+    assert platform.status(record) == 0
+    assert "job 4711: ended with 75" in capsys.readouterr().out
+    assert platform.stop(record) == 0
+    assert "has ended already" in cluster.said[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "tries", "final"), [(0, 1, 0), (13, 1, 13), (1, 3, 1), (137, 3, 137)], ids=["0", "13", "1", "137"]
+)
+def test_the_exit_code_decides_whether_it_is_queued_again(cluster: Slurm, code: int, tries: int, final: int) -> None:
+    """13 never, a lost run as often as configured; nodes end with the worst of their codes."""
+    overrides = (f"train.output_dir={cluster.folder}/run", "cluster.max_restarts=2")
+    plan = plan_of(EXAMPLES / "train.yaml", overrides)
+    folder = cluster.folder / "run"
+    stub = f"printf 'echo try\\nexit {code}\\n' >\"${{!#%/*}}/launch.sh\""
+    program(cluster.folder / "bin", "sbatch", stub + PROGRAMS["sbatch"])
+    assert cluster.submit(plan, overrides) == 0
+    cluster.wait_for(lambda: cluster.is_over, 30)
+    assert (folder / "slurm-4711.exit").read_text() == f"{final}\n"
+    assert (folder / "slurm-4711.log").read_text().count("try\n") == 3 * tries, "on each of three nodes"
+    words = calls(cluster.folder / "bin", "srun")
+    assert words[:3] == ["--kill-on-bad-exit=0", "--label", "--cpus-per-task=2"]
+    assert words[3:5] == ["bash", f"{folder}/launch.sh"]
+
+
+def test_what_slurm_refuses_and_jobs_that_wait(cluster: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = (f"train.output_dir={cluster.folder}/run",)
+    plan = plan_of(EXAMPLES / "train.yaml", overrides)
+    program(cluster.folder / "bin", "sbatch", "echo 'sbatch: error: invalid partition specified: gpus' >&2; exit 1")
+    with pytest.raises(RunError, match="invalid partition specified"):
+        cluster.submit(plan, overrides)
+    program(cluster.folder / "bin", "sbatch", 'touch "$FAKE/pid"; echo 12')
+    (cluster.folder / "pid").touch()
+    assert cluster.submit(plan, overrides) == 0
+    os.environ["STATE"] = "PENDING"
+    try:
+        platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.said.append)
+        with pytest.raises(UserError, match="there is no log yet"):
+            platform.logs(record, follow=False)
+        program(cluster.folder / "bin", "scancel", 'touch "$FAKE/over"')
+        assert platform.stop(record) == 0
+    finally:
+        del os.environ["STATE"]
+    assert calls(cluster.folder / "bin", "scancel") == ["12"]
+    assert "is taken from the queue" in cluster.said[-1]
+    assert platform.logs(record, follow=True) == 1, "it never ran"
+    (cluster.folder / "pid").unlink()
+    capsys.readouterr()
+
+
+def test_the_batch_script_has_every_option_that_slurm_has() -> None:
+    own = "cluster.sbatch={reservation: 'my nodes', exclusive: '', mem: '0'}"
+    more = (
+        "cluster.queue=gpus",
+        "cluster.priority_class=high",
+        "cluster.deadline_seconds=90061",
+        "cluster.grace_seconds=300",
+    )
+    made = render(example("train", (*SITE[:1], own, *more))[0], "slurm")
+    assert set(made) == {"job.sbatch", "launch.sh", "accelerate.yaml", "run.yaml"}
+    folder = "/data/output/Models/mistral4small-lora-fsdp-2xH200"
+    assert [line for line in made["job.sbatch"].splitlines() if line.startswith("#SBATCH")] == [
+        "#SBATCH --job-name=mistral4small-lora-fsdp-2xh200",
+        "#SBATCH --partition=gpus",
+        "#SBATCH --account=research",
+        "#SBATCH --qos=high",
+        "#SBATCH --nodes=3",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=1",
+        "#SBATCH --cpus-per-task=2",
+        "#SBATCH --mem=0",
+        "#SBATCH --time=25:01:01",
+        "#SBATCH --signal=USR1@300",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={folder}/slurm-%j.log",
+        "#SBATCH --reservation='my nodes'",
+        "#SBATCH --exclusive",
+    ]
+    shellcheck = [str(Path(sys.executable).parent / "shellcheck"), "-"]
+    done = subprocess.run(shellcheck, input=made["job.sbatch"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == ""
+
+
+def test_containers_are_started_as_their_programs_want() -> None:
+    mounts = "cluster.volumes=[{host: /data, path: /data}, {host: /fast, path: /cache, sub_path: me, read_only: true}]"
+    for image, pyxis, apptainer in (
+        ("registry.example/a/b:1", "registry.example#a/b:1", "docker://registry.example/a/b:1"),
+        ("a/b:1", "a/b:1", "docker://a/b:1"),
+        ("/images/b.sqsh", "/images/b.sqsh", "/images/b.sqsh"),
+    ):
+        made = {
+            name: render(example("train", (mounts, f"cluster.image={image}", f"cluster.container={name}"))[0], "slurm")
+            for name in ("pyxis", "apptainer")
+        }
+        text = made["pyxis"]["job.sbatch"]
+        mounted = "'--container-mounts=/data:/data,/fast/me:/cache:ro'"
+        assert f"{mounted} --no-container-mount-home --no-container-entrypoint --cpus-per-task" in text
+        assert f"--label --container-image={pyxis} " in text.replace("'", "").replace(mounted.strip("'"), "")
+        binds = "--bind /data:/data --bind /fast/me:/cache:ro"
+        assert f'apptainer exec --nv {binds} {apptainer} bash "$folder/launch.sh"' in made["apptainer"]["job.sbatch"]
+
+
+def test_what_slurm_cannot_do_is_refused_by_name() -> None:
+    with pytest.raises(UserError) as caught:
+        render(example("train", (*EVERY, "cluster.gang=volcano"))[0], "slurm")
+    text = str(caught.value)
+    for key in slurm.REFUSED:
+        given = any(word.startswith(f"cluster.{key}=") for word in (*EVERY, "cluster.gang=volcano"))
+        assert ("Slurm can't set it" in text.partition(f"cluster.{key}=")[2]) or not given, key
+    assert "write sbatch's own option: cluster.sbatch: {constraint: FEATURE}" in text
+    for more, what in (
+        (("cluster.container=pyxis",), "nothing for pyxis to run"),
+        (("cluster.container=pyxis", IMAGE), "is not mounted at its own path, to be written to"),
+        (("cluster.container=pyxis", IMAGE, "cluster.volumes=[{claim: a, path: /data}]"), "folders of its nodes only"),
+        (("cluster.deadline_seconds=60",), "60 s, and saving may take"),
+        (("train.output_dir=out",), "out is a path of this working folder"),
+    ):
+        with pytest.raises(UserError, match=what):
+            render(example("train", more)[0], "slurm")
+
+
+def test_golden_batch_script() -> None:
+    compared("train/slurm/job.sbatch", render(example("train", ())[0], "slurm")["job.sbatch"])
