@@ -293,6 +293,7 @@ def sft_config(plan: Any, data: Any) -> SFTConfig:
         padding_free=data.batching == PACKED,
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
+        router_aux_loss_coef=0.0,
     )
 
 
@@ -300,7 +301,8 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make(runfile.read(file, case["overrides"]))
     job = plan.loaded.run
-    model, _ = load(plan.base, replace(plan.layout, base_dtype="bf16"), dtype=torch.float32)
+    how = {**run.precision(job.model, plan.base.family), "dtype": torch.float32}
+    model, _ = load(plan.base, replace(plan.layout, base_dtype="bf16"), **how)
     with mock.patch.object(experts, "patch_experts"):  # PEFT's own forward of experts' adapters
         model = attach(model, job.lora, plan.adapter, job.train.seed)
     tokenizer = run.tokenizer_of(plan)

@@ -1,0 +1,207 @@
+"""Every family of docs/families.md: derived as transformers has it, loaded bit for bit, trained as TRL trains it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import warm
+from peft import LoraConfig, get_peft_model
+
+from windlass import derive, tiny
+from windlass.errors import UserError
+from windlass.model import PARTS, read_base
+from windlass.model.config import describe
+from windlass.model.description import find_description
+from windlass.model.family import FAMILIES as ROWS
+from windlass.model.targets import resolve
+from windlass.runfile import Lora
+
+test_train: Any = importlib.import_module("test_train")
+
+# family -> what its tiny model has beside the shrunk defaults
+NAMES = """
+deepseek_v3 gpt_oss qwen3_next gemma3 gemma3_text olmo2 granite glm4_moe llama4_text llama4 qwen2_moe phi3
+mistral ministral3 mixtral mistral4 mistral3 llava qwen2 qwen3 qwen3_moe llama
+gemma2 cohere cohere2 phi starcoder2 olmoe granitemoe ernie4_5_moe minimax minimax_m2 hunyuan_v1_dense hunyuan_v1_moe
+"""
+FAMILIES: dict[str, dict[str, Any]] = {name: {} for name in NAMES.split()} | {
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
+}
+FEW = ("deepseek_v3", "gpt_oss", "gemma3", "granite")  # what every run of the tests tries
+ALL = [pytest.param(name, marks=[] if name in FEW else pytest.mark.prove) for name in FAMILIES]
+LEAKING = ("gpt_oss", "qwen3_next", "minimax")  # transformers' packing: a mask without positions, a state that goes on
+
+
+@functools.cache
+def written(root: Path, name: str) -> Path:
+    return tiny.write_family(root / name, name, config=FAMILIES[name], tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def lora(**given: Any) -> Lora:
+    return Lora.model_validate({"r": 4, "lora_alpha": 8, "lora_dropout": 0, "target_modules": "all-linear", **given})
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+@pytest.mark.parametrize("name", ALL)
+def test_counts_and_targets_are_transformers_and_pefts(root: Path, name: str) -> None:
+    base = read_base(written(root, name))
+    text = transformers.CONFIG_MAPPING[base.family.model_type].from_dict(dict(base.config))
+    text.tie_word_embeddings = not any(p.part == "head" for p in base.parameters)
+    model = getattr(transformers, base.family.causal_lm)(text)
+    assert base.total == model.num_parameters()
+    assert {p.name: p.shape for p in base.parameters} == {
+        key: tuple(tensor.shape)
+        for key, tensor in model.state_dict().items()
+        if key in {p.name for p in base.parameters}
+    }
+    assert {p.part for p in base.parameters} <= set(PARTS)
+    assert base.family.isolates is (name not in LEAKING)
+    assert base.family.logits is True
+    adapter = resolve(lora(), base, str)
+    linears = {key for key, each in model.named_modules() if type(each) is torch.nn.Linear and key != "lm_head"}
+    config = LoraConfig(r=4, target_modules=list(adapter.target_modules), task_type="CAUSAL_LM")
+    assert adapter.trainable == get_peft_model(model, config).get_nb_trainable_parameters()[0]
+    # What PEFT itself would adapt, but for what it takes for routed experts.
+    assert set(adapter.target_modules) == {each for each in linears if not each.endswith(tuple(base.family.peft_takes))}
+
+
+@pytest.mark.parametrize("row", [pytest.param(r, marks=[] if r == "qwen3_moe" else pytest.mark.prove) for r in ROWS])
+def test_rows_for_machines_without_torch_equal_what_is_derived(row: str, tmp_path: Path) -> None:
+    config = json.loads((tiny.write(tmp_path / "m", row, tokenizer=False) / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    by_row, found = describe(config, "config.json"), derive.derive(config, "config.json")
+    entries = [(f"model.layers.{i}.{e['name']}", e) for i, k in enumerate(found["order"]) for e in found["kinds"][k]]
+    entries += [(e["name"], e) for e in found["outside"]]
+    rows = {p.name: (list(p.shape), p.part, p.linear) for p in by_row.parameters}
+    assert rows == {name: (e["shape"], e["part"], e.get("linear", False)) for name, e in entries}
+    assert found["dims"].items() <= by_row.dims.items()
+    spelled = {p.name: {each.name for way in p.spellings for each in way} for p in by_row.parameters}
+    for name, entry in entries:  # published layouts by experts and wrappers
+        number = (name.split(".") * 3)[2]
+        assert {each[0].replace("@", number) for way in entry["stored"] for each in way} <= spelled[name]
+    ours, theirs = by_row.family, found
+    assert (ours.causal_lm, list(ours.layers), ours.isolates) == (theirs["class"], theirs["layers"], theirs["isolates"])
+
+
+def test_usual_names_mean_the_familys_own_modules(root: Path) -> None:
+    seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    for name, expected in {
+        "phi3": "q_proj -> qkv_proj: queries, keys and values are one matrix",
+        "qwen3_next": "q_proj -> in_proj_qkvz, in_proj_ba of 2 layers: linear attention makes queries",
+        "deepseek_v3": "gate_proj is left out: PEFT takes it for the routed experts",
+        "phi": "down_proj -> fc2: this feed-forward has two matrices and no gate",
+    }.items():
+        adapter = resolve(lora(target_modules=seven), read_base(written(root, name)), str)
+        assert expected in "\n".join(adapter.notes), adapter.notes
+    assert {module.rpartition(".")[2] for module in adapter.target_modules} == {*seven[:3], "dense", "fc1", "fc2"}
+
+
+def test_what_is_refused_and_why(root: Path, tmp_path: Path) -> None:
+    for model_type, why in {
+        "t5": "encoder-decoder",
+        "bert": "encoder",
+        "vit": "no causal language model",
+        "gpt2": "can't be sharded",
+    }.items():
+        config = transformers.CONFIG_MAPPING[model_type]().to_dict()
+        with pytest.raises(UserError, match=why) as error:
+            describe(config | {"architectures": None}, "config.json")
+        assert error.value.problems[0].hint
+    with pytest.raises(UserError, match="code that comes with the checkpoint"):
+        describe({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "config.json")
+    config = transformers.GptOssConfig().to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(UserError, match=r"unsupported quantisation 'mxfp4'(.|\n)*Mxfp4Config\(dequantize=True\)"):
+        describe(config, "/models/oss/config.json")
+
+
+def test_a_machine_without_torch_is_told_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = transformers.Olmo2Config(num_hidden_layers=3).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"python -m windlass\.derive /\S+ > windlass\.json; then copy"):
+        find_description(config, str(tmp_path / "config.json"), tmp_path)
+    (tmp_path / "windlass.json").write_text(json.dumps(derive.derive(config, "config.json")))
+    assert find_description(config, "config.json", tmp_path)["class"] == "Olmo2ForCausalLM"
+    with pytest.raises(UserError, match="no description"):  # of another model
+        find_description(config | {"hidden_size": 32}, "config.json", tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(FAMILIES), marks=pytest.mark.prove)], ids=["few", "all"])
+def test_the_loader_is_bit_equal(names: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
+    for name in names:
+        written(tmp_path / "models", name)
+    command = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("family_ranks.py")), str(tmp_path / "models"), str(tmp_path / "out")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=280 if names == FEW else 1200,
+    )
+    assert (tmp_path / "out").exists(), done.stderr[-4000:]
+    outcomes = json.loads((tmp_path / "out").read_text())
+    assert len(outcomes) >= 2 * len(names)
+    assert {case: why for case, why in outcomes.items() if why} == {}
+
+
+STEPS = 10
+
+
+@pytest.fixture(scope="session")
+def trained(root: Path) -> Callable[[tuple[str, ...]], tuple[Any, Any]]:
+    """Runs of every family on one process by plain TRL, and on two ranks by windlass."""
+    (root / "data").mkdir()
+    chance = random.Random(0)
+    rows = [" ".join(chance.choices(test_train.WORDS.split(), k=chance.randint(3, 12))) for _ in range(96)]
+    (root / "data" / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    (root / "run.yaml").write_text(test_train.RUN.format(folder=root, steps=STEPS))
+
+    @functools.cache
+    def start(names: tuple[str, ...]) -> tuple[Any, Any]:
+        how = {}
+        for name in names:
+            base = read_base(written(root, name))
+            how[name] = {"model__model_name_or_path": str(root / name)}
+            if "experts" in base.dims and base.family.expert_adapters:
+                how[name] |= test_train.EXPERTS
+        folder = f"{names[0]} "
+        one = {name: test_train.case(1, plain=True, **given) for name, given in how.items()}
+        two = {name: test_train.case(2, **given) for name, given in how.items()}
+        return test_train.launched(root, 1, one, folder), test_train.launched(root, 2, two, folder)
+
+    return start
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_two_ranks_train_as_plain_trl_does_in_one_process(
+    trained: Callable[[tuple[str, ...]], tuple[Any, Any]], name: str
+) -> None:
+    rest = [each for each in FAMILIES if each not in FEW]
+    groups = [FEW, *(tuple(rest[i : i + 8]) for i in range(0, len(rest), 8))]
+    one, two = trained(next(group for group in groups if name in group))
+    assert two[name].get("error") is None, two[name]["error"]
+    steps, reference = two.steps(name), one.steps(name)
+    assert len(steps) == len(reference) == STEPS
+    for step, expected in zip(steps, reference, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert step[key] == pytest.approx(expected[key], rel=1e-5), (step, expected)
