@@ -153,6 +153,7 @@ def volume(here: Path) -> tuple[str, ...]:
 
 
 KUBECTL = r"""
+printf '%s\n' "$*" >>"$ASKED"
 case " $* " in
   *" api-resources "*) printf '%s\n' $KINDS ;;
   *" get nodes "*) if [[ -e "$NODES" ]]; then cat "$NODES"; else echo 'Error: nodes is forbidden' >&2; exit 1; fi ;;
@@ -194,7 +195,10 @@ class Cluster:
         self.folder, self._monkeypatch = folder, monkeypatch
         self.said: list[str] = []
         program(folder / "bin", "kubectl", KUBECTL)
-        files = {name: str(folder / name.lower()) for name in ("STATE", "APPLIED", "TRIED", "PODS", "NODES", "OWNED")}
+        files = {
+            name: str(folder / name.lower())
+            for name in ("STATE", "APPLIED", "TRIED", "PODS", "NODES", "OWNED", "ASKED")
+        }
         self.answer(
             KINDS="jobs.batch", MISSING="-", DENIED="nobody", RUNTIME=STOCK, AFTER=ended("Complete"), OVER="", **files
         )
@@ -320,6 +324,61 @@ def test_what_a_pod_would_be_refused_for_is_found_before_anything_is_created(
     assert [line for line in cluster.said if forbidden in line]
     job = tried.read_text().partition("}{")[2]
     kubernetes_validate.validate({**json.loads("{" + job), "metadata": {"name": "x"}}, "1.36", strict=True)
+
+
+def rights(asked: str, others: set[str], workload: str) -> set[tuple[str, str]]:
+    """What one call of kubectl takes: verbs and resources, as its sources have them."""
+
+    def plural(kind: str) -> str:
+        name = kind.partition(".")[0].lower()
+        return name if name.endswith("s") else f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
+
+    words = asked.removeprefix("--namespace ml ").split()
+    what, found = words[0], set[tuple[str, str]]()
+    if what == "get":
+        found = {("get" if len(words) > 2 and words[2][0] != "-" else "list", plural(words[1]))}
+    elif what in ("delete", "patch") and words[1] == "--filename":
+        found = {(what, plural(kind)) for kind in others}
+    elif what == "delete":
+        found = {(verb, plural(words[1])) for verb in ("list", "delete")[words[2] != "--selector" :]}
+    elif what == "apply":
+        found = {(verb, plural(kind)) for verb in ("get", "create", "patch") for kind in (*others, workload)}
+    elif what == "create":
+        found = {("create", "pods")}
+    elif what == "logs":
+        found = {("list", "pods"), ("get", "pods/log")}
+    else:
+        assert what in ("api-resources", "auth", "explain"), "everybody may"
+    return found
+
+
+def test_the_role_in_the_docs_is_what_it_takes(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    """Enough for all that is done, and nothing else."""
+    text = (ROOT / "docs" / "submit.md").read_text()
+    role = next(block for block in text.split("```yaml\n") if "kind: Role\n" in block).partition("```")[0]
+    allowed = {
+        (verb, resource)
+        for rule in yaml.safe_load(role)["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    }
+    used: set[tuple[str, str]] = set()
+    for engine, kind in (("jobset", "JobSet"), ("job", "Job")):
+        cluster.has(asked="", state=ended("Failed"), pods="\n\nRunning Running Running\n")
+        cluster.answer(AFTER=ended("Suspended"), OVER=ended("Complete"))
+        options = (f"cluster.engine={engine}", "cluster.queue=gpus", "cluster.network_policy=ingress")
+        assert cluster.submit(*options, follow=True) == 0
+        platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.said.append)
+        assert platform.status(record) == platform.stop(record) == platform.logs(record, follow=False) == 0
+        documents = list(yaml.safe_load_all(cluster.applied or ""))
+        others = {document["kind"] for document in documents[:-1]}
+        for line in (cluster.folder / "asked").read_text().splitlines():
+            used |= rights(line, others, kind)
+        for name in ("applied", "over"):
+            (cluster.folder / name).unlink()
+    capfd.readouterr()
+    assert used - allowed == {("get", "secrets"), ("list", "nodes")}, "what is a note if it is forbidden"
+    assert allowed - used == set()
 
 
 def test_nodes_without_the_gpus_are_a_note(cluster: Cluster) -> None:

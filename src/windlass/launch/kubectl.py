@@ -176,7 +176,7 @@ class KubernetesJob:
         self._wait_until_gone(job.grace_seconds + OVER_GRACE_SECONDS, say)
         # Those of the job before are deleted with it, sooner or later: the new ones are none of them.
         others = manifest.rpartition("\n---\n")[0]
-        self.run("delete", "--filename", "-", "--ignore-not-found", feed=others)
+        self.run("delete", "--filename", "-", "--ignore-not-found", "--wait=false", feed=others)
         done = self.run(*words, feed=manifest)
         if warnings := LOG.sub("", done.stderr).strip():  # such as: would violate PodSecurity
             say(warnings)
