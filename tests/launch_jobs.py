@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Sequence
@@ -98,6 +99,11 @@ def compared(name: str, text: str) -> None:
         path.write_text(text)
     assert path.exists(), f"{path} is missing: UPDATE_GOLDEN=1 pytest tests/test_launch*.py"
     assert text == path.read_text(), f"{path} differs: if that is meant, UPDATE_GOLDEN=1 pytest tests/test_launch*.py"
+
+
+def workload_of(manifest: str) -> str:
+    """All but the ConfigMap, whose files have golden files of their own; its name is a digest of them."""
+    return re.sub(r"-[0-9a-f]{12}(?=}|$)", "-DIGEST", manifest.partition("\n---\n")[2], flags=re.MULTILINE)
 
 
 def lost(before: Any, after: Any, path: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from kubeflow.training.models import KubeflowOrgV1PyTorchJob, KubeflowOrgV1PyTor
 from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1Job
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
-from launch_jobs import EVERY, EXAMPLES, FULL, SITE, compared, example, lost, plan_of
+from launch_jobs import EVERY, EXAMPLES, FULL, SITE, compared, example, lost, plan_of, workload_of
 
 from windlass import run_folder
 from windlass.errors import UserError
@@ -68,8 +68,7 @@ def pods_of(document: dict[str, Any]) -> list[dict[str, Any]]:
 def test_golden_manifests(run: str, engine: str) -> None:
     plan, overrides, _ = example(run, (*SITE, f"cluster.engine={engine}"))
     made = render(plan, "kubernetes", overrides=overrides)
-    # The ConfigMap's files have golden files of their own.
-    compared(f"{run}/kubernetes/{engine}.yaml", made["job.yaml"].partition("\n---\n")[2])
+    compared(f"{run}/kubernetes/{engine}.yaml", workload_of(made["job.yaml"]))
 
 
 @pytest.mark.parametrize("site", [SITE, FULL, EVERY], ids=["site", "full", "every"])
