@@ -63,9 +63,15 @@ def measure(name: str, run: Path, keys: list[str], steps: int) -> dict[str, floa
     windlass("train", str(run), *(word for key in keys for word in ("--override", key)))
     rows = [json.loads(line) for line in (out / "steps-rank0.jsonl").read_text().splitlines()]
     seconds = [row["step_seconds"] for row in rows[steps // 4 :]]
+    computing = [row["step_seconds"] * row["cpu_cores"] for row in rows[steps // 4 :] if row.get("cpu_cores")]
     report = json.loads((out / "report.json").read_text())["runs"][0]
     peak = max(rank["peak_gib"] for rank in report["memory"]["per_rank"])
-    return {"seconds": statistics.median(seconds), "gib": peak, "planned_gib": report["memory"]["planned_gib"]}
+    return {
+        "seconds": statistics.median(seconds),
+        "processor_seconds": statistics.median(computing),
+        "gib": peak,
+        "planned_gib": report["memory"]["planned_gib"],
+    }
 
 
 def main() -> None:

@@ -20,10 +20,11 @@ from launch_hosts import Hosts, hosts, why_not
 from test_launch_rendezvous import free_port, meet
 
 from windlass import demo
-from windlass.launch.check import IN_POD, Report, bandwidth, machine, nodes
+from windlass.launch.check import IN_POD, Report, bandwidth, machine, nodes, speed
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result, failed, passed
 from windlass.launch.rendezvous import Node, Rendezvous, first_error
 from windlass.plan import Plan, make
+from windlass.rates import interpolate
 from windlass.runfile import Loaded, read
 
 ROOT = Path(__file__).parent.parent
@@ -53,6 +54,30 @@ def named(results: Sequence[Result], name: str) -> Result:
 
 
 # --- who reaches whom, and the clocks
+
+
+def test_a_slow_gpu_is_named_with_its_node(plan: Plan) -> None:
+    rates = plan.machine.rates
+    usual = interpolate(rates.products["bfloat16"], speed.SIDE, speed.SIDE)
+    sound = {"products": usual, "memory": rates.memory_gb_per_second, "host link": rates.host_link_gb_per_second}
+    fast = {what: 1.05 * rate for what, rate in sound.items()}
+
+    def found(*by_node: dict[str, dict[str, float]]) -> Result:
+        return speed.check_gpu_speed(plan, by_node, NAMES[: len(by_node)])
+
+    two = {"GPU 0": sound, "GPU 1": fast}
+    assert found(two, two).verdict == PASS
+    for what, unit in speed.UNITS.items():
+        slow = found(two, {"GPU 0": fast, "GPU 1": {**sound, what: 0.6 * sound[what]}})
+        assert (slow.verdict, f"node 1 GPU 1: {what}" in slow.seen, unit in slow.seen) == (WARN, True, True)
+        assert "node 0" not in slow.seen
+    alone = found({"GPU 0": {what: 0.6 * rate for what, rate in sound.items()}})
+    assert alone.seen.count("60% of h200 by data sheet") == len(speed.UNITS)
+    # Faster than its data sheet, but not as fast as the others.
+    rich = {what: 1.4 * rate for what, rate in sound.items()}
+    assert "node 2 GPU 0: memory" in found({"GPU 0": rich}, {"GPU 0": rich}, {"GPU 0": sound}).seen
+    assert found({}, {}).verdict == SKIPPED
+    assert all(each.keys() == speed.UNITS.keys() for each in speed.measure_gpus().values())
 
 
 def test_a_closed_port_names_the_node_behind_it() -> None:
@@ -191,6 +216,8 @@ def test_speeds_against_the_fabric_and_each_other(plan: Plan, wired: Plan) -> No
     for made, figures, name, verdict, seen in (
         (plan, measured(p13=10.0, p23=11.0), pairs, WARN, "node 1 with node 3 at 10.00"),
         (plan, measured(p13=10.0, p23=11.0), pairs, WARN, "node 3 is in 2 of the slow ones"),
+        (plan, measured(p03=23.0, p13=23.0, p23=23.0), pairs, WARN, "node 3 is in 3 of the slow ones"),
+        (plan, measured(overall=23.0), overall, WARN, "51% of"),
         (plan, measured(p13=0.5), pairs, WARN, "infiniband-400 gets 45"),
         (plan, measured(p02=None), pairs, FAIL, "node 0 and node 2"),
         (plan, measured(overall=10.0), overall, WARN, "22% of"),

@@ -97,12 +97,15 @@ def _rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
         collectives += [c for c in sheet.collectives if c.fabric == name and c.kind in missing]
     spread = measured["conditions"]["spread"]
     date = measured["conditions"]["date"]
-    products = {dtype: _points(rows) for dtype, rows in found.pop("products").items()}
+    busy = found.pop("busy")  # everything that the processor does takes so much longer
+    found |= {key: found[key] * busy for key in ("operator_seconds", "module_seconds")}
+    found |= {key: found[key] / busy for key in ("memory_gb_per_second", "decode_gb_per_second")}
+    products = {dtype: _points(rows, busy) for dtype, rows in found.pop("products").items()}
     return replace(
         sheet,
         products=products,
-        grouped=_points(found.pop("grouped")),
-        attention=_points(found.pop("attention")),
+        grouped=_points(found.pop("grouped"), busy),
+        attention=_points(found.pop("attention"), busy),
         **found,
         basis=f"calibrated on {count} x {kind}, {date}",
         collectives=tuple(collectives),
@@ -111,8 +114,8 @@ def _rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
     )
 
 
-def _points(rows: list[list[float]]) -> Points:
-    return tuple((a, b, c) for a, b, c in rows)
+def _points(rows: list[list[float]], busy: float) -> Points:
+    return tuple((a, b, c / busy) for a, b, c in rows)
 
 
 def show(content: Mapping[str, Any]) -> None:
@@ -131,6 +134,7 @@ def show(content: Mapping[str, Any]) -> None:
         if each["fabric"] == "link" and each["ranks"] == content["ranks"]:
             text = f"{each['latency_seconds'] * 1e6:,.0f} us, {each['gb_per_second']:,.3g} GB/s"
             rows[each["kind"]] = f"{text} over {each['ranks']} ranks"
+    rows["other work"] = f"{1 - 1 / conditions['busy']:.0%} of the processors' time; the rates are what is left"
     rows["spread"] = f"{conditions['spread']:.0%}: the plan's range is {rates['low']:.2f} to {rates['high']:.2f} of it"
     for name, text in rows.items():
         print(f"{name:20} {text}")
@@ -170,7 +174,6 @@ def work(storage: Path) -> dict[str, Any] | None:
 
     def reference() -> float:
         """A product that the machine's state shows in, before and after."""
-        dist.barrier()
         return measure.product_rates(device, dtype, rows[3:4], widths[3:4])[0][2]
 
     def decode() -> float:
@@ -180,6 +183,8 @@ def work(storage: Path) -> dict[str, Any] | None:
         scale = torch.ones(1, 1, device=device)
         return codes.numel() / measure.seconds(lambda: fp8.dequantise(codes, scale, format, dtype), device) / 1e9
 
+    dist.barrier()
+    began, used = time.perf_counter(), time.process_time()
     with torch.no_grad():
         states = [reference()]
         found: dict[str, Any] = {
@@ -198,12 +203,14 @@ def work(storage: Path) -> dict[str, Any] | None:
         found["memory_gb_per_second"] = measure.memory_rate(device, 1 << (18 if cpu else 28))
         found["decode_gb_per_second"] = decode()
         found["host_link_gb_per_second"] = measure.copy_rate(device, 1 << (24 if cpu else 28))
-        found["storage_gb_per_second"] = storage_rate(storage, STORAGE_BYTES[device.type]) if local == 0 else None
-    dist.barrier()
     found["operator_seconds"] = measure.operator_seconds(device)
     found["module_seconds"] = measure.module_seconds()
     found["sync_seconds"] = measure.sync_seconds(device)
+    # Medians of short turns don't show how often other work takes the processor away; a step of training does.
+    busy = (time.perf_counter() - began) / (time.process_time() - used) if cpu and torch.get_num_threads() == 1 else 1.0
+    found["busy"] = max(1.0, busy)
     states.append(reference())
+    found["storage_gb_per_second"] = storage_rate(storage, STORAGE_BYTES[device.type]) if local == 0 else None
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (found, states))
     collectives = groups(device, world, per_node)
@@ -220,6 +227,7 @@ def work(storage: Path) -> dict[str, Any] | None:
         "spread": round((middle[-1] - middle[0]) / middle[len(middle) // 2] / 2, 3),
     }
     merged = _middle([each for each, _ in everyone])
+    conditions["busy"] = round(merged["busy"], 3)
     return {"rates": {**merged, "collectives": collectives}, "conditions": conditions}
 
 

@@ -4,6 +4,7 @@ results    what one check found, and the table of all
 inputs     plan, weights, tokenizer, data, script, libraries
 machine    GPUs, InfiniBand, memory, limits, folders
 nodes      between nodes: who is there, who reaches whom, same files, one volume
+speed      how fast each GPU is
 bandwidth  how fast the nodes exchange data
 
 Three depths. Alone: run file, checkpoint and data. `here`: this machine too, as one of the run's. `in-pod`: the run's
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from windlass.launch.check import inputs, machine
+from windlass.launch.check import inputs, machine, speed
 from windlass.launch.check.results import ALONE, HERE, IN_POD, Context, Report, Result, leave_error, show, skipped
 from windlass.runfile import Loaded, LoadedScript
 
@@ -55,5 +56,6 @@ def run(
 
         results, is_leader = nodes.check_nodes(c, results, patience_seconds, say)
     else:
+        results += speed.check_here(c) if depth == HERE else []
         results.append(skipped("between nodes", "--in-pod checks it, from all nodes of the run at once"))
     return Report(depth, tuple(results), is_leader, time.monotonic() - began)

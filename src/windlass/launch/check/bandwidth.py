@@ -26,8 +26,8 @@ GROUP_SECONDS = 30.0  # after which a collective that hangs is given up
 BYTES = {"gloo": 8 << 20, "nccl": 256 << 20}  # enough that latency does not count
 REPEATS = 3  # after one that opens the connection; the quickest counts
 MAX_ROUNDS = 31  # every pair of up to 32 nodes; of more, as many rounds as this
-WARN_SHARE, POOR_SHARE = 0.5, 0.1  # of the fabric's rate
-SLOW_SHARE = 0.5  # of the other pairs' median
+WARN_SHARE, POOR_SHARE = 0.7, 0.1  # of the fabric's rate
+SLOW_SHARE = 0.7  # of the other pairs' median
 # NCCL's log: `Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA`.
 VIA = re.compile(r" via (NET/\w+|P2P|SHM|COLLNET)\S*?(/GDRDMA)?(?=[\s(]|$)")
 NETWORK = re.compile(r"NCCL INFO (?:Using network|NET/)\s*(\w+)")

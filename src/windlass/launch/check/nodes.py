@@ -18,7 +18,7 @@ from windlass.data import sources
 from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.hardware import read_text
-from windlass.launch.check import bandwidth
+from windlass.launch.check import bandwidth, speed
 from windlass.launch.check.machine import existing
 from windlass.launch.check.results import (
     FAIL,
@@ -74,7 +74,7 @@ def check_nodes(
         results = [failed(COUNT, seen, hint, c.loaded.where("cluster.nodes"))]
     alone = [*results, *(replace(result, node=name) for result in mine)]
     if node.world == 1:
-        return [*alone, skipped("between nodes", "there is one node")], True
+        return [*alone, *speed.check_here(c), skipped("between nodes", "there is one node")], True
     rendezvous, how = Rendezvous(node), f"did not join within {seconds:.0f} s"
     try:
         rendezvous.join(seconds, partial=True, say=say)
@@ -307,9 +307,11 @@ def measure_speed(rendezvous: Rendezvous, c: Context, hanging: Sequence[str], na
         why = "; ".join(lacking) or f"it would hang: {', '.join(dict.fromkeys(hanging))} failed"
         return [skipped("all-reduce", why)]
     local_rank = c.environ.get("LOCAL_RANK", "0")
+    speeds = rendezvous.gather(speed.measure_gpus(c.environ.get("LOCAL_RANK")), bandwidth.GROUP_SECONDS * 2)
+    gpus = speed.check_gpu_speed(c.plan, speeds, names)
     measured = bandwidth.measure(rendezvous, int(local_rank) if local_rank.isdigit() else 0)
     transports = rendezvous.gather([asdict(bandwidth.check_transport(c.plan, measured.log))])
     # What was measured with a node gone shows that alone.
     if gone := [names[rank] for rank, row in enumerate(transports) if row is None]:
         return [failed(NODES, f"{', '.join(gone)} left while speed was measured", "see its log and events")]
-    return [*bandwidth.check_speed(c.plan, measured, names), *merge(transports, names)]
+    return [gpus, *bandwidth.check_speed(c.plan, measured, names), *merge(transports, names)]

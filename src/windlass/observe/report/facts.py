@@ -197,13 +197,13 @@ def tokens(run: Run) -> Facts:
 def memory(run: Run) -> Facts:
     on_gpu = run.stats("gpu_peak_gib").count > 0
     device, host = number(run.ask(PLAN, "memory", "gpu_gib")), number(run.ask(PLAN, "memory", "host_gib"))
-    # Without a GPU a rank's device is the host: what the plan puts there, and its share of the node's.
+    # Without a GPU a rank's device is the host: its share of what the plan puts there.
     share = host / (number(run.ask(PLAN, "layout", "gpus_per_node")) or NAN)
     field = "gpu_peak_gib" if on_gpu else "rss_gib"
     return {
         "place": "gpu" if on_gpu else "host",
         "per_rank": [{"rank": at, "peak_gib": rank.stats[field].most} for at, rank in run.ranks.items()],
-        "planned_gib": device if on_gpu else device + share,
+        "planned_gib": device if on_gpu else share,
         "capacity_gib": number(run.ask(PLAN, "memory", "gpu_memory_gib")) if on_gpu else NAN,
     }
 

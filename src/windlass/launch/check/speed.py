@@ -1,0 +1,76 @@
+"""How fast each GPU of a node is, against its kind and the other nodes': the short form of `windlass calibrate`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from windlass.launch.check.machine import OTHER_NODE
+from windlass.launch.check.results import Context, Result, passed, skipped, warned
+from windlass.rates import interpolate
+
+if TYPE_CHECKING:
+    from windlass.plan.script import AnyPlan
+
+Speeds = Mapping[str, Mapping[str, float]]  # by GPU of a node: what to its rate
+SLOW_SHARE = 0.75  # of its kind or of the other GPUs: clocks held down, a bad slot, another process on it
+SIDE, ELEMENTS, COPIED = 4096, 1 << 27, 256 << 20  # of the product, the addition and the copy
+UNITS = {"products": "TFLOP/s", "memory": "GB/s", "host link": "GB/s"}
+TITLE = "GPU speed"
+
+
+def measure_gpus(local_rank: str | None = None) -> Speeds:
+    """About a second each. `local_rank`: that one alone, if each rank checks for itself."""
+    import torch
+
+    from windlass import measure
+
+    if not torch.cuda.is_available():
+        return {}
+    found, own = {}, [int(local_rank)] if local_rank and local_rank.isdigit() else range(torch.cuda.device_count())
+    for index in own:
+        device = torch.device("cuda", index)
+        ((*_, products),) = measure.product_rates(device, torch.bfloat16, [SIDE], [SIDE])
+        memory, copied = measure.memory_rate(device, ELEMENTS), measure.copy_rate(device, COPIED)
+        found[f"GPU {index}"] = {"products": products, "memory": memory, "host link": copied}
+        torch.cuda.empty_cache()
+    return found
+
+
+def check_here(c: Context) -> list[Result]:
+    """The only node's, if they can be measured."""
+    if c.plan is None or "torch" not in c.have or c.plan.machine.gpu.name == "cpu":
+        return []
+    return [check_gpu_speed(c.plan, [measure_gpus(c.environ.get("LOCAL_RANK"))], [""])]
+
+
+def check_gpu_speed(plan: AnyPlan, by_node: Sequence[Speeds | None], names: Sequence[str]) -> Result:
+    """Each rate of each GPU against the plan's figure for such a GPU, and against the median of all."""
+    rates, basis = plan.machine.rates, plan.machine.rates.basis
+    kind = {
+        "products": interpolate(rates.products["bfloat16"], SIDE, SIDE),
+        "memory": rates.memory_gb_per_second,
+        "host link": rates.host_link_gb_per_second,
+    }
+    every = {
+        f"{name} {gpu}".strip(): speeds
+        for name, node in zip(names, by_node, strict=True)
+        for gpu, speeds in (node or {}).items()
+    }
+    if not every:
+        return skipped(TITLE, "torch sees no GPU here")
+    found = []
+    for what, unit in UNITS.items():
+        median = statistics.median(speeds[what] for speeds in every.values())
+        for gpu, speeds in every.items():
+            expected, whose = max((kind[what], f"{plan.machine.gpu.name} by {basis}"), (median, "the median GPU"))
+            if speeds[what] < SLOW_SHARE * expected:
+                share = f"{speeds[what] / expected:.0%} of {whose}'s {expected:,.4g}"
+                found.append(f"{gpu}: {what} {speeds[what]:,.4g} {unit}, {share}")
+    low, high = [f(each["products"] for each in every.values()) for f in (min, max)]
+    seen = f"{len(every)} GPU{'s' * (len(every) > 1)}: products {low:,.4g} to {high:,.4g} TFLOP/s"
+    if found:
+        hint = f"other processes, power or heat: nvidia-smi -q -d PERFORMANCE; {OTHER_NODE}"
+        return warned(TITLE, "; ".join(found) + f". {seen}", hint)
+    return passed(TITLE, f"{seen}, as {plan.machine.gpu.name} by {basis}")
