@@ -1,12 +1,14 @@
-"""Tokenising and packing, rows a second: windlass beside `datasets.map` and TRL on the same file, in one run.
+"""Tokenising and packing, tokens a second: windlass beside `datasets.map` and TRL on the same file, in one run.
 
     python benchmarks/data.py                       text that every Python carries, as JSON lines
+    python benchmarks/data.py --formats             the same in every format, not packed
     python benchmarks/data.py --file rows.txt       another file
     python benchmarks/data.py --json                one JSON object
 
 TRL is asked for what SFTTrainer does by itself: its own preparation of a dataset, from rows to packed labels. All start
 from the same file with nothing cached, in a process of its own, and every process is timed after its imports.
-The resulting rows are compared: the same documents, whole, whatever row they are packed into.
+With `map`, chats and completions get the labels that a careful script would make: from the character offsets of what
+follows the prompt. TRL computes its loss on whole chats here, which is less work; it has no counterpart to alpaca rows.
 """
 
 from __future__ import annotations
@@ -28,15 +30,34 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 MAX_LENGTH = 1024
 
 
-def write_rows(path: Path, copies: int) -> None:
-    """Paragraphs of many lengths, each copy made different, some empty."""
+FORMATS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "text": lambda asked, answer: {"text": f"{asked} {answer}"},
+    "messages": lambda asked, answer: {"messages": chat(asked, answer)},
+    "sharegpt": lambda asked, answer: {
+        "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]
+    },
+    "alpaca": lambda asked, answer: {"instruction": asked, "input": "", "output": answer},
+    "prompt-completion": lambda asked, answer: {"prompt": asked, "completion": f" {answer}"},
+    "input_ids": lambda asked, answer: {"input_ids": [*f"{asked} {answer}".encode()]},
+}
+
+
+def chat(asked: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def write_rows(path: Path, copies: int, kind: str = "text") -> None:
+    """Paragraphs of many lengths, each copy made different; as text, some empty."""
     from pydoc_data.topics import topics
 
     with path.open("w") as file:
         for copy in range(copies):
             for name in sorted(topics):
                 for part in topics[name].split("\n\n"):
-                    file.write(json.dumps({"text": f"{part} {copy}" if part.strip() else ""}) + "\n")
+                    row = FORMATS[kind](f"What is {name}?", f"{part} {copy}")
+                    if kind == "text":
+                        row = {"text": f"{part} {copy}" if part.strip() else ""}
+                    file.write(json.dumps(row) + "\n")
 
 
 def windlass_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[float, Any]:
@@ -66,12 +87,15 @@ def trl_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[fl
         output_dir=str(folder), max_length=MAX_LENGTH, packing=packing, use_cpu=True, bf16=False, report_to=[]
     )
     trainer = SimpleNamespace(
-        _tokenizer=tokenizer, completion_only_loss=False, chat_template=None, _is_vision_dataset=False
+        _tokenizer=tokenizer, completion_only_loss=True, chat_template=None, _is_vision_dataset=False
     )
     start = time.perf_counter()
     kind = "text" if rows.suffix == ".txt" else "json"
     found = load_dataset(kind, data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
-    found = found.filter(lambda row: bool(row["text"].strip()))
+    if "text" in found.column_names:
+        found = found.filter(lambda row: bool(row["text"].strip()))
+    if "instruction" in found.column_names:  # as a formatting function would
+        found = found.map(lambda row: {"messages": chat(row["instruction"], row["output"])})
     found = SFTTrainer._prepare_dataset(trainer, found, tokenizer, settings, packing, None, "train")
     return time.perf_counter() - start, found
 
@@ -84,15 +108,43 @@ def map_way(rows: Path, tokenizer: Any, folder: Path, packing: bool) -> tuple[fl
     start = time.perf_counter()
     kind = "text" if rows.suffix == ".txt" else "json"
     found = load_dataset(kind, data_files=str(rows), split="train", cache_dir=str(folder / "cache"))
-    found = found.filter(lambda row: bool(row["text"].strip()))
+    if "text" in found.column_names:
+        found = found.filter(lambda row: bool(row["text"].strip()))
+    roles = {"human": "user", "gpt": "assistant"}
 
-    def tokenised(batch: dict[str, list[str]]) -> dict[str, Any]:
-        ids = tokenizer([text + tokenizer.eos_token for text in batch["text"]], return_attention_mask=False)[
-            "input_ids"
+    def chats(batch: dict[str, list[Any]]) -> list[list[dict[str, str]]]:
+        if "instruction" in batch:
+            return [chat(*both) for both in zip(batch["instruction"], batch["output"], strict=True)]
+        if "conversations" in batch:
+            return [[{"role": roles[m["from"]], "content": m["value"]} for m in c] for c in batch["conversations"]]
+        return batch["messages"]
+
+    def tokenised(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        if "input_ids" in batch:
+            return {"input_ids": [one[:MAX_LENGTH] for one in batch["input_ids"]]}
+        options: dict[str, Any] = {"return_attention_mask": False}
+        if "text" in batch:
+            ids = tokenizer([text + tokenizer.eos_token for text in batch["text"]], **options)["input_ids"]
+            return {"input_ids": [one[:MAX_LENGTH] for one in ids]}
+        if "prompt" in batch:
+            heads, tails = batch["prompt"], [text + tokenizer.eos_token for text in batch["completion"]]
+            texts = [head + tail for head, tail in zip(heads, tails, strict=True)]
+        else:
+            asked = chats(batch)
+            texts = tokenizer.apply_chat_template(asked, tokenize=False)
+            heads = tokenizer.apply_chat_template([c[:-1] for c in asked], tokenize=False, add_generation_prompt=True)
+            options["add_special_tokens"] = False
+        done = tokenizer(texts, return_offsets_mapping=True, **options)
+        labels = [
+            [token if end > len(head) else -100 for token, (_, end) in zip(ids, offsets, strict=True)]
+            for ids, offsets, head in zip(done["input_ids"], done["offset_mapping"], heads, strict=True)
         ]
-        return {"input_ids": [one[:MAX_LENGTH] for one in ids]}
+        return {
+            "input_ids": [one[:MAX_LENGTH] for one in done["input_ids"]],
+            "labels": [one[:MAX_LENGTH] for one in labels],
+        }
 
-    found = found.map(tokenised, batched=True, remove_columns=["text"])
+    found = found.map(tokenised, batched=True, remove_columns=[c for c in found.column_names if c != "input_ids"])
     if packing:
         found = pack_dataset(found, MAX_LENGTH, "bfd")
     return time.perf_counter() - start, found
@@ -138,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", type=Path, help="JSON lines with `text`, or text of a row a line")
     parser.add_argument("--copies", type=int, default=20, help="of the built-in text")
+    parser.add_argument("--formats", action="store_true", help="every format, not packed")
     parser.add_argument("--tokenizer", type=Path, help="a folder; else one is trained")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
@@ -155,7 +208,12 @@ def main() -> None:
         tokenizer = asked.tokenizer or tiny.write_tokenizer(Path(folder) / "tokenizer", vocab=4096)
         with rows.open("rb") as file:
             count = sum(1 for _ in file)
-        found = [apart(way, rows, tokenizer, packing) for packing in (False, True) for way in WAYS]
+        found = []
+        for kind in FORMATS if asked.formats else ():
+            write_rows(rows, asked.copies, kind)
+            found += [{**apart(way, rows, tokenizer, False), "format": kind} for way in WAYS]
+        if not asked.formats:
+            found = [apart(way, rows, tokenizer, packing) for packing in (False, True) for way in WAYS]
     report(found, count, as_json=asked.json)
 
 
@@ -170,10 +228,11 @@ def report(found: list[dict[str, Any]], rows: int, *, as_json: bool) -> None:
         print(json.dumps({**machine, "results": found}))
         return
     print(machine)
-    print(f"{'':24} {'packing':8} {'seconds':>8} {'rows/s':>10} {'tokens/s':>12} {'rows out':>9}")
+    print(f"{'':24} {'':17} {'seconds':>8} {'rows/s':>10} {'tokens/s':>12} {'rows out':>9}")
     for one in found:
         rates = f"{rows / one['seconds']:10,.0f} {one['tokens'] / one['seconds']:12,.0f}"
-        print(f"{one['way']:24} {one['packing']!s:8} {one['seconds']:8.2f} {rates} {one['rows_out']:9,}")
+        kind = one.get("format") or ("packed" if one["packing"] else "not packed")
+        print(f"{one['way']:24} {kind:17} {one['seconds']:8.2f} {rates} {one['rows_out']:9,}")
 
 
 if __name__ == "__main__":

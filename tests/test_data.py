@@ -260,8 +260,22 @@ def test_validation_rows_that_are_missing_or_also_trained_on(prepared: Prepare, 
     write_lines(tmp_path / "set" / "train.jsonl", [{"text": t} for t in ("one two", "one two", "three four", "five")])
     write_lines(tmp_path / "set" / "validation.jsonl", [{"text": t} for t in ("three four", "seven eight")])
     done = prepare(run_file(tmp_path / "set"), tokenizer)
-    assert done.audit["overlap"] == {"documents": 1, "share": 0.5}
+    assert done.audit["overlap"] == {"documents": 1, "share": 0.5, "near": 0}
     assert [done.audit["splits"][name]["duplicates"] for name in ("train", "validation")] == [1, 0]
+
+
+def test_near_duplicates_of_evaluated_rows_are_found_and_templates_are_none(prepared: Prepare, tmp_path: Path) -> None:
+    ask = "Below is an instruction that describes a task. Write a response that completes it. "
+    texts = [*dict.fromkeys(" ".join(text.split())[:400] for text in PARAGRAPHS if len(text) > 400)][:120]
+    evaluated = [f"{ask}{text}" for text in texts[:40]]
+    near = [f"{ask}{text.replace(text.split()[5], 'changed', 1)}" for text in texts[:7]]  # a word of each
+    write_lines(tmp_path / "e.jsonl", [{"text": text} for text in evaluated])
+    rows = [{"text": text} for text in [*near, evaluated[10], *(f"{ask}{text}" for text in texts[40:])]]
+    done = prepared(rows, max_length=512, eval={"asked": {"path": str(tmp_path / "e.jsonl")}})
+    assert done.audit["overlap"] == {"documents": 1, "share": 1 / 40, "near": 7}
+    assert any("7 validation rows are nearly the same" in note for note in done.audit["notes"])
+    apart = prepared(rows[8:], max_length=512, eval={"asked": {"path": str(tmp_path / "e.jsonl")}})
+    assert apart.audit["overlap"]["near"] == 0  # though every row begins alike
 
 
 def test_every_file_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any) -> None:

@@ -179,6 +179,29 @@ def test_the_examples_are_rehearsed(name: str, tmp_path: Path) -> None:
     assert {"GPU memory", "NCCL and GPUs"} <= {each["what"] for each in record.not_proved}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mix",
+        *(
+            pytest.param(name, marks=pytest.mark.prove)
+            for name in ("messages", "sharegpt", "alpaca", "prompt-completion", "text", "input_ids")
+        ),
+    ],
+)
+def test_every_data_format_is_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mix has every format."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    demo.make(tmp_path / "demo")
+    record = rehearsed(Path(f"examples/data/{name}.yaml"), keep=tmp_path / "kept")
+    assert record.failure is None, record.failure
+    made = yaml.safe_load((tmp_path / "kept" / "rehearsal.yaml").read_text())["data"]
+    if name == "mix":
+        assert [each["name"] for each in made["mix"]][:3] == ["messages", "sharegpt", "alpaca"]
+        assert made["eval"].keys() == {"hanging", "spelling"}
+
+
 def some_material(**more: Any) -> Material:
     sizes = {"validation": True, "length": 64, "rows": 40, "layers": 2}
     return Material(**{"model": Path("m"), "data": Path("d"), **sizes, **more})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import warm
@@ -65,6 +67,21 @@ train:
   seed: 3
   ddp_timeout: 60
 """
+# Three sets in three formats, an evaluation set with a name, and rows held out of each.
+MIX = """  mix:
+  - {{path: {folder}/data, name: words, rows: 40}}
+  - {{path: {folder}/talks.jsonl, epochs: 0.5}}
+  - {{path: {folder}/ids.jsonl, epochs: 2}}
+  eval: {{asked: {{path: {folder}/asked.jsonl}}}}
+  val_fraction: 0.1
+"""
+STREAM = """  mix:
+  - {{path: {folder}/data, name: words, weight: 2}}
+  - {{path: {folder}/talks.jsonl, weight: 1}}
+  eval: {{asked: {{path: {folder}/asked.jsonl}}}}
+  val_split: null
+  streaming: true
+"""
 
 
 def case(
@@ -108,6 +125,15 @@ SAVING: dict[str, Any] = {
 GO_ON: dict[str, Any] = {**EXPERTS, "lora__adapter": "{out}/experts split/final", "train__max_steps": 3}
 DROPPING: dict[str, Any] = {**SPLIT, **DROPOUT, **HELD_OUT, "train__max_steps": 12}
 COUNTED: dict[str, Any] = {"layout": "resident", "accumulation": 4, "count": 4, **BRIEF}
+MIXED: dict[str, Any] = {
+    "file": "{folder}/mix.yaml",
+    "train__max_steps": 10,
+    "train__save_strategy": "steps",
+    "train__save_steps": 5,
+    "train__eval_strategy": "steps",
+    "train__eval_steps": 5,
+}
+STREAMED: dict[str, Any] = {**MIXED, "file": "{folder}/stream.yaml"}
 
 # What is compared with plain TRL, step by step.
 EQUAL: dict[int, dict[str, dict[str, Any]]] = {
@@ -146,6 +172,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "plain narrow": case(1, plain=True, **NARROW),
         **EQUAL[1],
         "evaluated": case(1, **EVALUATED),
+        "mix": case(1, **MIXED),
+        "streamed": case(1, **STREAMED),
     },
     2: {
         **EQUAL[2],
@@ -163,6 +191,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts go on": case(2, **GO_ON),
         "experts go on, split": case(2, **SPLIT, **GO_ON),
         "counted": case(2, **COUNTED),
+        "mix": case(2, layout="resident", accumulation=2, count=4, **MIXED),
+        "mix stopped": case(2, faults=["terminate"], train__output_dir="{out}/mix in two", **MIXED),
+        "mix resumed": case(2, resume=True, train__output_dir="{out}/mix in two", **MIXED),
+        "mix packed": case(2, **{**MIXED, **PACKED, **BRIEF}),
+        "streamed": case(2, **STREAMED),
+        "streamed stopped": case(2, faults=["terminate"], train__output_dir="{out}/streamed in two", **STREAMED),
+        "streamed resumed": case(2, resume=True, train__output_dir="{out}/streamed in two", **STREAMED),
         "a wait for each": case(2, faults=["wait 0"], **COUNTED),
         "uneven": case(2, micro=3, data__train_split="train[:13]", **{**SAVING, "train__max_steps": 6}),
         "nan": case(2, faults=["nan"], **SAVING),
@@ -184,6 +219,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         **EQUAL[4],
+        "mix": case(4, **MIXED),
         "unlike nodes": case(4, **SPLIT, on_rank_1=["layout.expert_parallel=4"]),
         "experts not averaged": case(4, **SPLIT, faults=[f"alone {rank}" for rank in range(4)], **EXPERTS),
     },
@@ -228,6 +264,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12))) for _ in range(240)]
         (data / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     (folder / "run.yaml").write_text(RUN.format(folder=folder, steps=STEPS))
+    said = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 9))) for _ in range(120)]
+    pairs = [{"prompt": f"{text}?", "completion": f" {text}"} for text in said]
+    sets: dict[str, list[dict[str, Any]]] = {
+        "talks": pairs[:40],
+        "asked": pairs[40:46],
+        "ids": [{"input_ids": [*range(5, 9 + i)]} for i in range(7)],
+    }
+    for name, lines in sets.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start, end = RUN.index("  dataset_name_or_path"), RUN.index("  max_length")
+    for name, section in (("mix", MIX), ("stream", STREAM)):
+        (folder / f"{name}.yaml").write_text((RUN[:start] + section + RUN[end:]).format(folder=folder, steps=STEPS))
     return folder
 
 
@@ -366,6 +414,54 @@ def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two
     assert len(dropped) == len(again) == 4
     for step, expected in zip(again, dropped, strict=True):
         assert [step["loss"], step["grad_norm"]] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-5)
+
+
+def rows_of_steps(of: Outcomes, name: str) -> list[list[int]]:
+    """Every rank's rows of each step, together."""
+    files = sorted((of.folder / name).glob("steps-rank*.jsonl"))
+    lines = [[json.loads(line)["rows"] for line in file.read_text().splitlines()] for file in files]
+    return [sorted(itertools.chain(*step)) for step in zip(*lines, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["mix", "streamed"])
+def test_a_mix_is_the_same_on_any_number_of_ranks_and_when_resumed(
+    alone: Outcomes, two: Outcomes, outcomes: Callable[[int], Outcomes], name: str
+) -> None:
+    def evaluations(of: Outcomes, name: str) -> list[dict[str, float]]:
+        events = map(json.loads, (of.folder / name / "events.jsonl").read_text().splitlines())
+        return [{k: v for k, v in line.items() if k.endswith("loss")} for line in events if line["kind"] == "eval"]
+
+    expected, rows = alone.steps(name), rows_of_steps(alone, name)
+    assert [len(step) for step in rows[:8]] == [8] * 8
+    runs = [(two, name), (two, f"{name} in two"), *([(outcomes(4), name)] if name == "mix" else [])]
+    for of, which in runs:
+        assert rows_of_steps(of, which) == rows, (len(of.ranks), which)
+        for step, other in zip(of.steps(which), expected, strict=True):
+            assert step["source_loss"] == pytest.approx(other["source_loss"], rel=TOLERANCE)
+        for found, other in zip(evaluations(of, which), evaluations(alone, name), strict=True):
+            assert found == pytest.approx(other, rel=TOLERANCE)
+    assert (two[f"{name} stopped"]["code"], two[f"{name} resumed"]["code"]) == (SAVED, 0)
+    sets = {"mix": {"words", "talks", "ids"}, "streamed": {"words", "talks"}}[name]
+    assert set().union(*(step["source_loss"] for step in expected)) == sets
+    held_out = {f"eval_{each}_loss" for each in sets} if name == "mix" else set()
+    assert evaluations(alone, name)[0].keys() - {"eval_loss"} == ({*held_out, "eval_asked_loss"} if held_out else set())
+    if name == "mix":
+        assert two["mix"]["collectives"] == ["allreduce_"]  # the losses by source are in the one that there is
+
+
+def test_an_epoch_of_a_mix_has_of_each_set_what_the_run_file_says(alone: Outcomes, two: Outcomes) -> None:
+    audit = read_json(alone.folder / "mix" / "data.json")
+    sets = audit["sources"]
+    firsts = np.cumsum([0, *(each["sequences"] for each in sets.values())])
+    counts = [each["in_epoch"] for each in sets.values()]
+    assert counts == [40, round(sets["talks"]["sequences"] / 2), 2 * sets["ids"]["sequences"]]
+    of_epoch = list(itertools.chain(*rows_of_steps(alone, "mix")[: sum(counts) // 8]))
+    taken = [[row for row in of_epoch if low <= row < high] for low, high in itertools.pairwise(firsts)]
+    assert len(set(taken[0])) == len(taken[0])  # none twice where there are enough
+    assert set(np.bincount(taken[2])[firsts[2] :]) <= {1, 2}
+    # A step's loss is the mean of its sets', by tokens; here of a step with rows of one set alone, or within them.
+    for step in (*alone.steps("mix"), *two.steps("mix packed")):
+        assert min(step["source_loss"].values()) - 1e-4 <= step["loss"] <= max(step["source_loss"].values()) + 1e-4
 
 
 @pytest.mark.prove

@@ -220,7 +220,9 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
     try:
         if here.rank == 1 and "folder_of_rank_1" in case:
             os.chdir(case["folder_of_rank_1"])
-        plan = planning.make(runfile.read(file, [*case["overrides"], *case.get("on_rank_1", []) * here.rank]))
+        plan = planning.make(
+            runfile.read(Path(case.get("file", file)), [*case["overrides"], *case.get("on_rank_1", []) * here.rank])
+        )
         if here.rank == 1 and "model_of_rank_1" in case:  # another node's files under the same name
             plan = replace(plan, base=find_base(case["model_of_rank_1"], "model"))
         allowed = {"allow_other_base": case.get("allow_other_base", False)}

@@ -289,15 +289,27 @@ def explain(
 
 
 @command(BEFORE, "data run.yaml", "data run.yaml --override data.packing=true")
-def data(run: Run, override: Overrides = None, as_json: Json = False) -> None:
+def data(
+    run: Run,
+    override: Overrides = None,
+    sample: Annotated[int | None, opt("--sample", "N", "Show N rows of every set token by token.", min=1)] = None,
+    row: Annotated[int | None, opt("--row", "K", "Show row K, counted from 0, token by token.", min=0)] = None,
+    source: Annotated[str | None, opt("--source", "NAME", "Of this set of a mix.")] = None,
+    as_json: Json = False,
+) -> None:
     """Tokenize the data and show what the model will be trained on.
 
-    Prints rows, tokens, how many of them the loss is computed on, what is cut off, and what packing would gain.
+    Prints rows, tokens, how many of them the loss is computed on, what is cut off, and what packing would gain; of a
+    mix, for each of its sets. With --sample or --row only those rows, and where loss is computed on them.
     """
-    from windlass.data.prepare import audit_data
-    from windlass.data.show import show
+    from windlass.data.prepare import audit_data, token_rows
+    from windlass.data.show import show, show_rows
     from windlass.runfile import read
 
+    if sample or row is not None:
+        found = token_rows(read(run, override or ()), say=say, sample=sample, row=row, source=source)
+        (write_json if as_json else show_rows)(found)
+        return
     audit_data(read(run, override or ()), say=say, audited=write_json if as_json else show)
 
 

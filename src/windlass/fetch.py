@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.data.hub import fetch, fetch_set
+from windlass.data.mix import all_sets
 from windlass.data.sources import HUB_NAME, resolve
 
 if TYPE_CHECKING:
@@ -25,10 +26,12 @@ def fetch_run(run: RunFile, where: Callable[[str], str], say: Callable[[str], No
         say(f"model: {name} is a path: nothing to fetch")
     else:
         found["model"] = fetch(name, "model", MODEL_FILES, where("model.model_name_or_path"), say, DUPLICATES)
-    if resolve(run.data, where).format == "hub":
-        found["data"] = fetch_set(run.data, where, say)
-    else:
-        say(f"data: {run.data.dataset_name_or_path} is here: nothing to fetch")
+    for each in all_sets(run.data, where):
+        name = each.data.dataset_name_or_path
+        if resolve(each.data, each.where).format == "hub":
+            found["data" if not (run.data.mix or run.data.eval) else name] = fetch_set(each.data, each.where, say)
+        else:
+            say(f"data: {name} is here: nothing to fetch")
     for part, folder in found.items():
         say(f"{part}: {folder}")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,10 @@ Lengths = npt.NDArray[np.int64]
 PACKED, PADDING_FREE, LENGTH_GROUPED = "packed", "padding-free", "padded in batches of like length"
 # They are compared on so many documents at most: the shares move by less than a per mille beyond.
 BATCHED_DOCUMENTS = 200_000
+# Two documents are near duplicates if they share this much of all runs of so many tokens that either has.
+NEAR, RUN = 0.8, 5
+TEMPLATE_DOCUMENTS, TEMPLATE_SHARE = 8, 0.01  # a run in more validation documents than that is a template's
+COMPARED_TOKENS = 1 << 24  # of larger sets an eighth of the runs is compared
 
 
 def audit_split(documents: Documents, eos: int | None) -> Audit:
@@ -58,9 +62,58 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
 
 
 def overlap(train: Documents, validation: Documents) -> Audit:
-    """Validation documents that are also trained on, word for word."""
-    shared = int(np.isin(validation.hashes, train.hashes).sum())
-    return {"documents": shared, "share": shared / len(validation.hashes) if len(validation.hashes) else 0.0}
+    """Validation documents that are also trained on: word for word, and nearly."""
+    same = np.isin(validation.hashes, train.hashes)
+    near = int((near_duplicates(train, validation) & ~same).sum())
+    shared = int(same.sum())
+    return {"documents": shared, "share": shared / len(same) if len(same) else 0.0, "near": near}
+
+
+def near_duplicates(train: Documents, validation: Documents) -> npt.NDArray[np.bool_]:
+    """Validation documents that share most of their runs of tokens with one document that is trained on.
+
+    Runs that many validation documents have are a template's: they are left out. Of large sets a part of all runs is
+    compared, the same on both sides.
+    """
+    found = np.zeros(len(validation.lengths), np.bool_)
+    one_of = 1 if len(train.ids) < COMPARED_TOKENS else 8
+    owners, runs = (np.concatenate(part) for part in zip(*token_runs(validation, one_of), strict=True))
+    values, counts = np.unique(runs, return_counts=True)
+    usual = values[counts > max(TEMPLATE_DOCUMENTS, TEMPLATE_SHARE * len(found))]
+    kept = ~np.isin(runs, usual)
+    order = np.argsort(runs[kept], kind="stable")
+    owners, runs = owners[kept][order], runs[kept][order]
+    sizes = np.bincount(owners, minlength=len(found))
+    for documents, theirs in token_runs(train, one_of):
+        others = ~np.isin(theirs, usual)
+        documents, theirs = documents[others], theirs[others]
+        first = documents[0] if len(documents) else 0
+        their_sizes = np.bincount(documents - first)
+        low, high = np.searchsorted(runs, theirs, "left"), np.searchsorted(runs, theirs, "right")
+        hits = high - low
+        which = np.repeat(low - (np.cumsum(hits) - hits), hits) + np.arange(int(hits.sum()))
+        pairs = np.stack([np.repeat(documents, hits), owners[which]], 1)
+        both, shared = np.unique(pairs, axis=0, return_counts=True)
+        union = their_sizes[both[:, 0] - first] + sizes[both[:, 1]] - shared
+        found[both[shared >= NEAR * union, 1]] = True
+    return found
+
+
+def token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, npt.NDArray[np.uint64]]]:
+    """Hashes of every RUN consecutive tokens of a document, each once, and the document; some documents at a time."""
+    edges = [0, *np.flatnonzero(np.diff(documents.starts // (1 << 22))) + 1, len(documents.lengths)]
+    for low, high in itertools.pairwise(edges):
+        start = documents.starts[low] if high > low else 0
+        ids = documents.ids[start : start + documents.lengths[low:high].sum()].astype(np.uint64)
+        owner = np.repeat(np.arange(low, high), documents.lengths[low:high])
+        count = max(0, len(ids) - RUN + 1)
+        mixed = np.zeros(count, np.uint64)
+        for place in range(RUN):
+            mixed = (mixed ^ ids[place : place + count]) * np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= mixed >> np.uint64(29)
+        inside = (owner[:count] == owner[len(ids) - count :]) & (mixed % np.uint64(one_of) == 0)
+        numbered = np.unique(np.stack([owner[:count][inside].astype(np.uint64), mixed[inside]], 1), axis=0)
+        yield numbered[:, 0].astype(np.int64), numbered[:, 1]
 
 
 def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, seed: int) -> Audit:
@@ -104,8 +157,13 @@ def find_problems(
 ) -> list[Problem]:
     """What makes these data no training set, each with the next step."""
     found = []
-    for split, figures in audit["splits"].items():
-        place = where(f"data.{'train' if split == 'train' else 'val'}_split")
+    sets = [
+        (split, each, f"data.{'train' if split == 'train' else 'val'}_split") for split, each in audit["splits"].items()
+    ]
+    for key, section in (("sources", "data.mix"), ("evaluated", "data.eval")):
+        sets += [(name, each, section) for name, each in audit.get(key, {}).items() if not each["documents"]]
+    for split, figures, key in sets:
+        place = where(key)
         if not figures["documents"]:
             problem = (
                 f"no row of {split} has a supervised token: of {figures['rows']} rows {figures['empty']} are empty, "
@@ -155,6 +213,11 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         (
             shared["documents"],
             f"{shared['documents']:,} validation rows ({shared['share']:.1%}) are in the training set as well",
+        ),
+        (
+            shared.get("near"),
+            f"{shared.get('near', 0):,} validation rows are nearly the same as one that is trained on: the evaluation "
+            "loss will look better than it is",
         ),
         (waste > 0.2, f"{waste:.0%} of the computed positions are padding: data.packing: true leaves next to none"),
     )

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from windlass.data.sources import Where
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from windlass.runfile import Data
+
 Span = tuple[int, int]
 
-# Mistral's instruct format, for its base tokenizers, which have the control tokens and no template. Written after the
-# format that mistral-common documents for its tekken tokenizers (V7): no spaces around the control tokens.
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'system' %}[SYSTEM_PROMPT]{{ m['content'] }}[/SYSTEM_PROMPT]"
-    "{% elif m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]"
-    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}"
-    "{% else %}{{ raise_exception('only system, user and assistant messages can be written') }}{% endif %}"
-    "{% endfor %}"
-)
+TEMPLATES = Path(__file__).parent / "templates"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write what should be a token of its own
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
+ROLES |= {"observation": "tool", "function": "tool", "function_call": "assistant"}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or inside its content
+FLAGS = ("weight", "train")  # whether loss is computed on a message, in OpenAI's files and in Axolotl's
+
+
+class Turn(NamedTuple):
+    """A message as templates take it, whether the data leave it out of the loss, and its reasoning."""
+
+    message: dict[str, Any]
+    trained: bool | None
+    reasoning: list[str]
+
+    @property
+    def answers(self) -> bool:
+        return bool(self.message["role"] == "assistant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +50,45 @@ class ChatTemplate:
     template: str
     source: str = ""
     notes: tuple[str, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    last: bool = False
+    """Loss on the last answer alone."""
+    drop_reasoning: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What a message's keys are called in these data, and how they are called here."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """All that rendering depends on besides the chat."""
+        return [self.template, dict(self.kwargs), self.last, self.drop_reasoning, dict(self.names)]
 
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> tuple[str, tuple[Span, ...]]:
-        """The text, and the assistant's stretches of it among the messages from `first` on."""
-        turns = [as_message(message) for message in messages]
-        tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
+        """The text, and the assistant's stretches of it that loss is computed on, from message `first` on."""
+        turns = [read_turn(message, self.names, drop_reasoning=self.drop_reasoning) for message in messages]
+        tools = without_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
+        if tools and not re.search(r"\btools\b", self.template):
+            hint = "name a data.chat_template that does, such as chatml"
+            raise UserError(f"{self.source or 'the chat template'} writes no tools, and a row has some", "data", hint)
+        answers = [i for i, turn in enumerate(turns) if turn.answers]
+        wanted = [i for i in answers if i >= first][-1 if self.last else 0 :]
+        wanted = [i for i in wanted if turns[i].trained is not False]
         if GENERATION.search(self.template):  # the template itself marks the assistant's part
-            from transformers.utils.chat_template_utils import render_jinja_template
-
-            names = self.tokenizer.special_tokens_map
-            texts, marked = render_jinja_template(
-                [turns], tools=tools, chat_template=self.template, return_assistant_tokens_mask=True, **names
-            )
-            skipped = sum(turn["role"] == "assistant" for turn in turns[:first])
-            return texts[0], tuple((start, end) for start, end in marked[0][skipped:])
-        text, spans = self.apply(turns, tools), []
-        for i, turn in enumerate(turns):
-            if turn["role"] != "assistant" or i < first:
-                continue
+            text, marked = self.apply(turns, tools, marks=True)
+            if len(marked) != len(answers) != len(wanted):
+                problem = f"the chat template marks {len(marked)} parts of a chat with {len(answers)} assistant turns"
+                hint = "mark each assistant turn once: {% generation %} … {% endgeneration %}"
+                raise UserError(problem, "data", hint)
+            spans = marked if len(marked) != len(answers) else [marked[answers.index(i)] for i in wanted]
+            reasoning = [thought for i in wanted for thought in turns[i].reasoning]
+            self.require_reasoning(reasoning, "".join(text[a:b] for a, b in spans))
+            return text, tuple(spans)
+        text, spans = self.apply(turns, tools)[0], list[Span]()
+        for i in wanted:
             # An answer begins behind the prompt that the template writes for it. Reasoning templates open a thought
             # in that prompt which a finished answer may lack: then behind what both have.
-            prompt = self.apply(turns[:i], tools, prompt=True) if i else ""
-            plain = prompt if text.startswith(prompt) else self.apply(turns[:i], tools)
-            until = self.apply(turns[: i + 1], tools)
+            prompt = self.apply(turns[:i], tools, prompt=True)[0] if i else ""
+            plain = prompt if text.startswith(prompt) else self.apply(turns[:i], tools)[0]
+            until = self.apply(turns[: i + 1], tools)[0] if i + 1 < len(turns) else text
             start = max(len(plain), common_length(text, prompt))
             for head in (plain, until):
                 if not text.startswith(head) or len(until) <= start:
@@ -68,51 +97,214 @@ class ChatTemplate:
                         "the chat template writes earlier turns differently once later ones follow "
                         f"(at {text[max(0, at - 30) : at + 30]!r}), so the assistant's part can't be found",
                         "data",
-                        "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around the "
-                        "assistant's part",
+                        "compute the loss on the last turn alone (data.turns: last), or give data.chat_template a "
+                        "template with {% generation %} … {% endgeneration %} around the assistant's part",
                     )
+            self.require_reasoning(turns[i].reasoning, text[start : len(until)])
             spans.append((start, len(until)))
         return text, tuple(spans)
 
-    def apply(self, turns: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
+    def require_reasoning(self, thoughts: Sequence[str], written: str) -> None:
+        for thought in thoughts:
+            if thought.strip() not in written:
+                problem = f"{self.source or 'the chat template'} leaves out an answer's reasoning: {thought[:60]!r}"
+                hint = "train without it (data.reasoning: drop), or name a data.chat_template that writes it"
+                raise UserError(problem, "data.reasoning", hint)
 
+    def apply(
+        self, turns: list[Turn], tools: Any, *, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text, and what a template's own marks enclose."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        chat = [turn.message for turn in turns]
+        named = {**self.tokenizer.special_tokens_map, **self.kwargs}
+        options: dict[str, Any] = {"tools": tools, "chat_template": self.template, "add_generation_prompt": prompt}
+        options["return_assistant_tokens_mask"] = marks
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    turns, chat_template=self.template, tools=tools, tokenize=False, add_generation_prompt=prompt
-                )
-            )
-        except TemplateError as error:
-            roles = ", ".join(str(turn["role"]) for turn in turns)
+            try:
+                texts, marked = render_jinja_template([chat], **options, **named)
+            except TypeError:  # a template that takes a call's arguments as text, as OpenAI's files have them
+                texts, marked = render_jinja_template([list(map(arguments_as_text, chat))], **options, **named)
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(str(message["role"]) for message in chat)
             hint = "fix or leave out such rows: most templates want user and assistant in turn, system first"
             raise UserError(f"the chat template refuses a chat ({roles}): {error}", "data", hint) from None
+        return str(texts[0]), [(start, end) for start, end in marked[0]] if marks else []
 
 
 def common_length(one: str, other: str) -> int:
     """Of the beginning that two texts share."""
+    if one.startswith(other):
+        return len(other)
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def as_message(message: Any) -> dict[str, Any]:
-    """One message with `role` and `content`, also where it was written as `from` and `value`."""
-    # Columnar files fill what a message lacks with None; templates test for presence.
-    found = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    role = found.pop("from", None) or found.get("role")
-    if role is None:
-        problem = f"a message has no role: {str(message)[:80]}"
-        raise UserError(problem, "data", 'write {"role": …, "content": …}')
+def without_none(value: Any) -> Any:
+    """Columnar files fill with None what one row has and another lacks; templates test for presence."""
+    if isinstance(value, dict):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def read_turn(message: Any, names: Mapping[str, str] = {}, *, drop_reasoning: bool = False) -> Turn:
+    """One message as OpenAI, ShareGPT or their relatives write it, with `role` and `content`."""
+    if not isinstance(message, dict):
+        raise UserError(f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}')
+    found = {names.get(key, key): without_none(value) for key, value in message.items() if value is not None}
+    said = found.pop("from", None) or found.get("role")
+    if said is None:
+        problem, hint = f"a message has no role: {str(message)[:80]}", "if its key has another name: data.columns: "
+        raise UserError(problem, "data", f"{hint}{{role: {next(iter(found), 'speaker')}}}")
+    role = ROLES.get(said, said)
     if "value" in found and "content" not in found:
         found["content"] = found.pop("value")
-    return {"content": "", **found, "role": ROLES.get(role, role)}
+    given = [found.pop(flag) for flag in FLAGS if flag in found]
+    if given and given[0] not in (0, 1):
+        raise UserError(f"a message has the weight {given[0]}", "data", "write 0 or 1: loss is computed on it or not")
+    trained = bool(given[0]) if given else None
+    if trained and role != "assistant":
+        hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
+        raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
+    if said == "function_call":  # LLaMA-Factory's name of an answer that calls tools
+        calls = parsed(found.pop("content", ""))
+        found["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [read_call(call) for call in calls]
+    found["content"], thoughts = read_content(found.get("content", ""))
+    if role == "assistant":
+        thoughts += [str(found[name]) for name in REASONING if found.get(name)]
+        if drop_reasoning:
+            found, thoughts = {k: v for k, v in found.items() if k not in REASONING}, []
+            if isinstance(found["content"], list):
+                found["content"] = "".join(part["text"] for part in found["content"] if part["type"] == "text")
+            found["content"] = THOUGHT.sub("", found["content"])
+        elif isinstance(found["content"], str):
+            thoughts += [one or other for one, other in THOUGHT.findall(found["content"])]
+    return Turn({**found, "role": role}, trained, [thought for thought in thoughts if thought.strip()])
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """The tokenizer's template, or Mistral's where it has none."""
-    if getattr(tokenizer, "chat_template", None):
-        return ChatTemplate(tokenizer, tokenizer.get_chat_template(), "the tokenizer's chat template")
-    notes = ["the tokenizer has no chat template: Mistral's is used"]
-    if unknown := [mark for mark in ("[INST]", "[/INST]") if mark not in tokenizer.get_vocab()]:
-        notes.append(f"{' and '.join(unknown)} are no tokens of this tokenizer and are spelt out")
-    return ChatTemplate(tokenizer, MISTRAL, "Mistral's chat template (the tokenizer has none)", tuple(notes))
+def read_content(content: Any) -> tuple[Any, list[str]]:
+    """Parts of text as one text; parts with reasoning are left as they are, and the reasoning is returned."""
+    if isinstance(content, str):
+        return content, []
+    if not isinstance(content, list):
+        raise UserError(f"a message's content is a {type(content).__name__}, not text", "data", "write it as text")
+    parts = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
+    kinds = {str(part.get("type")) for part in parts}
+    if other := kinds - {"text", "thinking"}:
+        hint = "leave out such rows: windlass trains on text"
+        raise UserError(f"a message has a part of the type {min(other)!r}", "data", hint)
+    if "thinking" not in kinds:
+        return "".join(part["text"] for part in parts), []
+    return parts, ["".join(thought_texts(part.get("thinking"))) for part in parts if part["type"] == "thinking"]
+
+
+def thought_texts(thinking: Any) -> list[str]:
+    return [
+        part["text"] if isinstance(part, dict) else str(part)
+        for part in ([thinking] if isinstance(thinking, str) else thinking or [])
+    ]
+
+
+def read_call(call: Any) -> Any:
+    """Arguments of a tool call as the mapping that templates take, also where they are written as JSON."""
+    if not isinstance(call, dict):
+        hint = 'write {"function": {"name": …, "arguments": …}}'
+        raise UserError(f"a tool call is a {type(call).__name__}: {str(call)[:80]}", "data", hint)
+    inner: dict[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call
+    read = {**inner, "arguments": parsed(inner.get("arguments", {}))}
+    return {**call, "function": read} if inner is not call else {"type": "function", "function": read}
+
+
+def parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "{}")
+    except json.JSONDecodeError:
+        raise UserError(f"a tool call is no JSON: {value[:80]!r}", "data", "fix or leave out such rows") from None
+
+
+def arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def chat_template(
+    tokenizer: PreTrainedTokenizerBase, data: Data | None = None, where: Where = str, *, fallback: str = "mistral"
+) -> ChatTemplate:
+    """The template that the run file sets, else the tokenizer's, or the fallback where it has none."""
+    asked, own = data.chat_template if data else None, getattr(tokenizer, "chat_template", None)
+    notes, named = [], asked
+    if asked is None and own:
+        template, source = tokenizer.get_chat_template(), "the tokenizer's chat template"
+    elif asked is None:
+        named, template = fallback, read_template(fallback)
+        notes.append(f"the tokenizer has no chat template: {fallback.capitalize()}'s is used")
+        source = f"{fallback.capitalize()}'s chat template (the tokenizer has none)"
+    else:
+        template, source = find_template(asked, own, where("data.chat_template"))
+    if named and (unknown := sorted({*CONTROL.findall(template)} - {*tokenizer.get_vocab()})):
+        are = "are no tokens of this tokenizer and are" if len(unknown) > 1 else "is no token of this tokenizer and is"
+        notes.append(f"{' and '.join(unknown)} {are} spelt out")
+    if data is None:
+        return ChatTemplate(tokenizer, template, source, tuple(notes))
+    require_variables(template, data.template_kwargs, where)
+    names = {data.columns[name]: name for name in ("role", "content", "from", "value", *FLAGS) if name in data.columns}
+    return ChatTemplate(
+        tokenizer, template, source, tuple(notes), data.template_kwargs, data.turns == "last",
+        data.reasoning == "drop", names,
+    )  # fmt: skip
+
+
+def read_template(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
+    """By a name, in the tokenizer or here; the template itself; or a file."""
+    names = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+    if isinstance(own, dict) and asked in own:
+        return own[asked], f"the tokenizer's chat template {asked!r}"
+    if asked in names:
+        return read_template(asked), f"the chat template {asked!r}"
+    if "{{" in asked or "{%" in asked:
+        return asked, "data.chat_template"
+    try:
+        text = Path(asked).expanduser().read_text(encoding="utf-8")
+        return (json.loads(text)["chat_template"] if asked.endswith(".json") else text), asked
+    except OSError as error:
+        close = difflib.get_close_matches(asked, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"write one of {', '.join(names)}, a file, or the template"
+        raise UserError(f"no chat template {asked!r}: {error.strerror}", place, hint) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{asked} holds no chat template: {error}", place, "name a .jinja file") from None
+
+
+def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) -> None:
+    """A variable that the template doesn't read would have no effect, and nobody would notice."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        environment = _compile_jinja_template(template).environment
+        known = sorted(meta.find_undeclared_variables(environment.parse(template)))
+    except TemplateError as error:
+        raise UserError(f"not a chat template: {error}", where("data.chat_template"), "fix its Jinja") from None
+    for name in kwargs:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"remove it; the template reads {', '.join(known)}"
+            raise UserError(f"the chat template reads no variable {name!r}", where("data.template_kwargs"), hint)

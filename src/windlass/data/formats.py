@@ -1,4 +1,4 @@
-"""Turn a row into text and mark what the loss is computed on: plain text, a template, prompt and completion, chats."""
+"""Turn a row into text and mark what the loss is computed on: text, a template, a completion, chats, tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windlass.data.chat import Span, chat_template
+from windlass.data.chat import FLAGS, ChatTemplate, Span, chat_template
 from windlass.data.readers import Row
 from windlass.data.sources import Where
 from windlass.errors import UserError
+from windlass.observe.steps import IGNORED
+from windlass.runfile.fields import CHAT_KEYS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,12 +29,14 @@ if TYPE_CHECKING:
 class Rendered:
     """Text of one row. `supervised` are the stretches of characters that the loss is computed on; None is all of it.
 
-    `closed` text brings its own first and last tokens, as a chat template writes them.
+    `closed` text brings its own first and last tokens, as a chat template writes them. A row of tokens has `ids`
+    instead of a text, and its stretches are of these.
     """
 
     text: str
     supervised: tuple[Span, ...] | None = None
     closed: bool = False
+    ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +63,20 @@ class Request:
         if column in self.columns:
             return column
         close = difflib.get_close_matches(column, self.columns, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "name one of these, or write data.prompt_template over them"
+        hint = f"did you mean {close[0]!r}?" if close else "name one of these: "
+        hint += "" if close else f"data.columns: {{{key.rpartition('.')[2].removesuffix('_field')}: …}}"
         has = ", ".join(map(repr, self.columns)) or "none"
         raise UserError(f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint)
+
+    def column(self, name: str, key: str = "") -> str:
+        """What these data call a column of the format, by data.columns or by a key of its own."""
+        if name in self.data.columns:
+            return self.require(self.data.columns[name], f"columns.{name}")
+        return self.require((key and getattr(self.data, key)) or name, key or f"columns.{name}")
+
+    def optional(self, name: str) -> str | None:
+        """The same, where a set may do without."""
+        return self.column(name) if name in self.data.columns or name in self.columns else None
 
     def refuse_completion_only(self, what: str) -> None:
         if self.data.completion_only_loss:
@@ -68,16 +84,35 @@ class Request:
             place = self.where("data.completion_only_loss")
             raise UserError(f"{what} has no part that is the completion", place, hint)
 
+    def chat_template(self, fallback: str = "mistral") -> ChatTemplate:
+        return chat_template(self.tokenizer, self.data, self.where, fallback=fallback)
+
 
 def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: Where = str) -> Format:
-    """The format that the run file requests by a key, else the first one whose columns are there."""
+    """The format that the run file requests by its name or by a key, else the first one whose columns are there."""
     asked = [key for key in ("prompt_template", "messages_field", "prompt_field") if getattr(data, key)]
     if len(asked) > 1:
         one, two = asked[:2]
         raise UserError(f"data.{one} and data.{two} choose different formats", where(f"data.{two}"), "keep one")
+
+    def there(needed: Sequence[str]) -> bool:
+        return all(name in data.columns or name in columns for name in needed)
+
+    by_name = (f for f in FORMATS if f.name == data.format)
     by_key = (f for f in FORMATS if any(key in data.model_fields_set and getattr(data, key) for key in f.keys))
-    by_columns = (f for f in FORMATS if any(set(needed) <= set(columns) for needed in f.columns))
-    chosen = next(by_key, None) or next(by_columns, FORMATS[-1])
+    by_columns = (f for f in FORMATS if f.columns and there(f.columns))
+    chosen = next(by_name, None) or next(by_key, None) or next(by_columns, FORMATS[-1])
+    if asked and asked[0] not in chosen.keys:
+        hint = "remove one of them"
+        raise UserError(f"data.{asked[0]} is not of the format {chosen.name}", where(f"data.{asked[0]}"), hint)
+    if odd := [name for name in data.columns if name not in (*chosen.columns, *chosen.more)]:
+        problem = f"the format {chosen.name} has no {odd[0]!r}"
+        hint = f"it has {', '.join((*chosen.columns, *chosen.more))}; data.format chooses another"
+        raise UserError(problem, where(f"data.columns.{odd[0]}"), hint)
+    for key in sorted(CHAT_KEYS & data.model_fields_set):
+        if chosen.name in ("template", "input_ids", "text"):
+            problem = f"no effect on {chosen.name} rows: no chat template writes them"
+            raise UserError(problem, where(f"data.{key}"), "remove it, or set data.format")
     return chosen.make(Request(data, columns, tokenizer, where))
 
 
@@ -91,7 +126,7 @@ def as_text(value: Any, field: str) -> str:
 
 def text_format(request: Request) -> Format:
     request.refuse_completion_only("plain text")
-    field = request.require(request.data.text_field, "text_field")
+    field = request.column("text", "text_field")
     return Format(
         "text", f"text in {field!r}, loss on every token", field, lambda row: Rendered(as_text(row.get(field), field))
     )
@@ -99,18 +134,17 @@ def text_format(request: Request) -> Format:
 
 def completion_format(request: Request) -> Format:
     """A prompt and the completion that the loss is computed on; either may be a list of messages."""
-    data = request.data
-    prompt = request.require(data.prompt_field or "prompt", "prompt_field")
-    completion = request.require(data.completion_field or "completion", "completion_field")
+    data, tools = request.data, request.optional("tools")
+    prompt, completion = request.column("prompt", "prompt_field"), request.column("completion", "completion_field")
     everything = data.completion_only_loss is False
-    template = cache(lambda: chat_template(request.tokenizer))  # most tokenizers here need none
+    template = cache(request.chat_template)  # most tokenizers here need none
 
     def render(row: Row) -> Rendered | None:
         question, answer = row.get(prompt), row.get(completion)
         if isinstance(question, list) or isinstance(answer, list):
             before = question if isinstance(question, list) else [{"role": "user", "content": question or ""}]
             after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer or ""}]
-            text, spans = template().render([*before, *after], first=len(before))
+            text, spans = template().render([*before, *after], first=len(before), tools=row.get(tools or ""))
             return Rendered(text, None if everything else spans, closed=True)
         head, tail = as_text(question, prompt), as_text(answer, completion)
         if not tail.strip():
@@ -118,15 +152,25 @@ def completion_format(request: Request) -> Format:
         return Rendered(head + tail, None if everything else ((len(head), len(head) + len(tail)),))
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
-    return Format("prompt-completion", description, f"{prompt}:{completion}:{everything}", render)
+    rendering = [getattr(data, key) for key in sorted(CHAT_KEYS)]
+    rendering += [template().template] if data.chat_template else []
+    return Format("prompt-completion", description, f"{prompt}:{completion}:{everything}:{rendering}", render)
 
 
-def chat_format(request: Request) -> Format:
-    field = request.data.messages_field or next((c for c in ("messages", "conversations") if c in request.columns), "")
-    request.require(field, "messages_field")
-    template, everything = chat_template(request.tokenizer), request.data.completion_only_loss is False
+def messages_format(request: Request) -> Format:
+    return chat_format(request, "messages")
 
-    def render(row: Row) -> Rendered | None:
+
+def sharegpt_format(request: Request) -> Format:
+    return chat_format(request, "conversations")
+
+
+def chat_format(request: Request, column: str) -> Format:
+    """A list of messages, with the tools that they may call; a system prompt may have a column of its own."""
+    field = request.column(column, "messages_field")
+    tools, system = request.optional("tools"), request.optional("system")
+
+    def messages_of(row: Row) -> list[Any]:
         messages = row.get(field)
         if isinstance(messages, str):
             try:
@@ -135,14 +179,87 @@ def chat_format(request: Request) -> Format:
                 hint = "name it in data.text_field, or convert it to [{role, content}, …]"
                 place = request.where("data.messages_field")
                 raise UserError(f"column {field!r} is text, not a list of messages", place, hint) from None
-        if not messages:
+        first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
+        return [*first, *messages] if messages else []
+
+    return through_template(request, f"chats in {field!r}", request.chat_template(), messages_of, tools, column)
+
+
+def alpaca_format(request: Request) -> Format:
+    """An instruction with an input or none, and the output; earlier turns and a system prompt may precede it."""
+    instruction, output = request.column("instruction"), request.column("output")
+    more, system, history = (request.optional(name) for name in ("input", "system", "history"))
+
+    def messages_of(row: Row) -> list[Any]:
+        asked, given, answer = (as_text(row.get(c or ""), c or "") for c in (instruction, more, output))
+        if not answer.strip():
+            return []
+        first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
+        turns = [
+            {"role": role, "content": text}
+            for pair in row.get(history or "") or ()
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+        parts = {"instruction": asked, "input": given} if given.strip() else {}
+        user = {"role": "user", "content": "\n\n".join(filter(str.strip, (asked, given))), **parts}
+        return [*first, *turns, user, {"role": "assistant", "content": answer}]
+
+    what = f"{instruction!r}{f' with {more!r}' if more else ''} then {output!r}"
+    return through_template(request, what, request.chat_template("alpaca"), messages_of, None, "alpaca")
+
+
+def through_template(
+    request: Request,
+    what: str,
+    template: ChatTemplate,
+    messages_of: Callable[[Row], list[Any]],
+    tools: str | None,
+    name: str,
+) -> Format:
+    """Rows that are chats, or become one."""
+    everything = request.data.completion_only_loss is False
+    if everything and template.last:
+        hint = "remove one of them"
+        raise UserError("the loss is computed on everything", request.where("data.turns"), hint)
+
+    def render(row: Row) -> Rendered | None:
+        if not (messages := messages_of(row)):
             return None
-        text, spans = template.render(messages, tools=row.get("tools"))
+        text, spans = template.render(messages, tools=row.get(tools or ""))
         return Rendered(text, None if everything else spans, closed=True)
 
-    loss = "every token" if everything else "assistant turns"
-    description = f"chats in {field!r} through {template.source}, loss on {loss}"
-    return Format("chat", description, f"{field}:{everything}:{template.template}", render, template.notes)
+    loss = "every token" if everything else "the last assistant turn" if template.last else "assistant turns"
+    kind = {"conversations": "sharegpt"}.get(name, name)
+    description = f"{what} through {template.source}, loss on {loss}"
+    return Format(kind, description, f"{what}:{tools}:{everything}:{template.identity}", render, template.notes)
+
+
+def tokens_format(request: Request) -> Format:
+    """Tokens as they are: `labels` or a mask say which of them the loss is computed on."""
+    field, labels = request.column("input_ids"), request.optional("labels")
+    mask = next(filter(None, map(request.optional, ("completion_mask", "assistant_masks"))), None)
+    attended, everything = request.optional("attention_mask"), request.data.completion_only_loss is False
+
+    def render(row: Row) -> Rendered | None:
+        ids, place = row.get(field) or [], request.where("data.columns.input_ids")
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise UserError(f"column {field!r} is no list of token ids: {str(ids)[:80]}", place, "check the column")
+        kept = [1] * len(ids)
+        if marks := row.get(labels or mask or ""):
+            kept = [token != IGNORED for token in marks] if labels else marks
+        real = row.get(attended or "") or [1] * len(ids)
+        if not len(ids) == len(kept) == len(real):
+            raise UserError(f"{len(ids)} ids, {len(kept)} labels, {len(real)} in the mask", place, "fix such rows")
+        if labels and marks and any(k and mark != token for k, mark, token in zip(kept, marks, ids, strict=True)):
+            hint = "write the same ids, and -100 where no loss is computed; windlass shifts them by one itself"
+            raise UserError(f"{labels!r} has other ids than {field!r}", place, hint)
+        ids, kept = ([v for v, r in zip(values, real, strict=True) if r] for values in (ids, kept))
+        edges = [0, *(i for i in range(1, len(ids)) if bool(kept[i]) != bool(kept[i - 1])), len(ids)]
+        spans = tuple((a, b) for a, b in pairwise(edges) if a < b and kept[a])
+        return Rendered("", None if everything or all(kept) else spans, closed=True, ids=tuple(ids)) if ids else None
+
+    loss = "every token" if everything or not (labels or mask) else f"what {labels or mask!r} marks"
+    return Format("input_ids", f"tokens in {field!r}, loss on {loss}", f"{field}:{labels}:{mask}:{everything}", render)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +343,37 @@ def template_format(request: Request) -> Format:
 
 
 class FormatRow(NamedTuple):
-    """Keys of `data` that request a format, sets of columns that identify it, and what makes it."""
+    """A format: keys of `data` that request it, the columns that identify it, others that it may have, its maker."""
 
+    name: str
     keys: tuple[str, ...]
-    columns: tuple[tuple[str, ...], ...]
+    columns: tuple[str, ...]
+    more: tuple[str, ...]
     make: Callable[[Request], Format]
 
 
+TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 # The first that a key requests is taken, else the first whose columns are there.
 FORMATS = (
-    FormatRow(("prompt_template",), (), template_format),
-    FormatRow(("messages_field",), (("messages",), ("conversations",)), chat_format),
-    FormatRow(("prompt_field", "completion_field"), (("prompt", "completion"),), completion_format),
-    FormatRow(("text_field",), (("text",),), text_format),
+    FormatRow("template", ("prompt_template",), (), (), template_format),
+    FormatRow(
+        "messages", ("messages_field",), ("messages",), ("role", "content", "tools", "system", *FLAGS), messages_format
+    ),
+    FormatRow(
+        "sharegpt",
+        ("messages_field",),
+        ("conversations",),
+        ("from", "value", "tools", "system", *FLAGS),
+        sharegpt_format,
+    ),
+    FormatRow(
+        "prompt-completion",
+        ("prompt_field", "completion_field"),
+        ("prompt", "completion"),
+        ("tools", "role", "content"),
+        completion_format,
+    ),
+    FormatRow("alpaca", (), ("instruction", "output"), ("input", "system", "history"), alpaca_format),
+    FormatRow("input_ids", (), ("input_ids",), TOKEN_MARKS, tokens_format),
+    FormatRow("text", ("text_field",), ("text",), (), text_format),
 )

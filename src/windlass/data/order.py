@@ -16,6 +16,13 @@ def shuffled(count: int, seed: int, epoch: int) -> Order:
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
+def of_epoch(count: int, wanted: int, seed: int, epoch: int) -> Order:
+    """Which of a set's rows an epoch has, if it has so many: all of them once before any comes again."""
+    first, stop = epoch * wanted, (epoch + 1) * wanted
+    passes = [shuffled(count, seed, number) for number in range(first // count, -(-stop // count))]
+    return np.concatenate(passes)[first % count :][:wanted] if wanted else np.zeros(0, np.int64)
+
+
 def length_grouped(lengths: npt.NDArray[np.int64], batch: int, seed: int, epoch: int) -> Order:
     """A permutation whose global batches hold rows of like length; the batch with the longest row comes first.
 

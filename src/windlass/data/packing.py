@@ -57,26 +57,35 @@ def group_documents(documents: Documents, capacity: int | None) -> list[npt.NDAr
     return [np.array(group, np.int64) for group in groups]
 
 
-def row_columns(*, partial: bool, packed: bool) -> list[str]:
+def row_columns(*, partial: bool, packed: bool, mixed: bool = False) -> list[str]:
     """Without `labels`, where everything is supervised, the collator takes the ids themselves."""
-    return ["input_ids", *(["labels"] if partial else []), *(["seq_lengths"] if packed else [])]
+    wanted = {"input_ids": True, "labels": partial, "seq_lengths": packed, "source": mixed}
+    return [name for name, there in wanted.items() if there]
 
 
-def write_rows(documents: Documents, path: Path, *, capacity: int | None) -> npt.NDArray[np.int64]:
-    """Write an Arrow file of rows. Returns the tokens of each row."""
-    rows = group_documents(documents, capacity)
-    names = row_columns(partial=not documents.supervised.all(), packed=capacity is not None)
+def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -> list[npt.NDArray[np.int64]]:
+    """Write an Arrow file of rows, one set after another; `source` is a row's set. Returns the tokens of each row."""
+    partial = not all(documents.supervised.all() for documents in sets)
+    names = row_columns(partial=partial, packed=capacity is not None, mixed=len(sets) > 1)
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
+    lengths = []
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for start in range(0, len(rows), ROWS_PER_BLOCK):
-            block = rows[start : start + ROWS_PER_BLOCK]
-            taken = documents.take(np.concatenate(block))
-            members = np.cumsum([0, *map(len, block)])
-            tokens = np.concatenate(([0], np.cumsum(taken.lengths)))[members]
-            edges = {"seq_lengths": members}
-            columns = [
-                pa.ListArray.from_arrays(pa.array(edges.get(name, tokens), pa.int32()), pa.array(taken.column(name)))
-                for name in names
-            ]
-            writer.write_batch(pa.record_batch(columns, schema=schema))
-    return np.array([documents.lengths[row].sum() for row in rows], np.int64)
+        for number, documents in enumerate(sets):
+            rows = group_documents(documents, capacity)
+            lengths.append(np.array([documents.lengths[row].sum() for row in rows], np.int64))
+            for start in range(0, len(rows), ROWS_PER_BLOCK):
+                block = rows[start : start + ROWS_PER_BLOCK]
+                taken = documents.take(np.concatenate(block))
+                members = np.cumsum([0, *map(len, block)])
+                tokens = np.concatenate(([0], np.cumsum(taken.lengths)))[members]
+                edges = {"seq_lengths": members, "source": np.arange(len(block) + 1)}
+                values = {"source": np.full(len(block), number, np.int32)}
+                columns = [
+                    pa.ListArray.from_arrays(
+                        pa.array(edges.get(name, tokens), pa.int32()),
+                        pa.array(values[name] if name in values else taken.column(name)),
+                    )
+                    for name in names
+                ]
+                writer.write_batch(pa.record_batch(columns, schema=schema))
+    return lengths

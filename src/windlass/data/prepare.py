@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,8 @@ import numpy as np
 from windlass.data import audit as auditing
 from windlass.data.cache import Say, cached_folder, hash_file
 from windlass.data.formats import Format, choose_format
-from windlass.data.order import Order, length_grouped, shuffled
+from windlass.data.mix import RowSet, epoch_counts, evaluation_sets, training_sets
+from windlass.data.order import Order, length_grouped, of_epoch, shuffled
 from windlass.data.packing import write_rows
 from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve
 from windlass.data.stream import stream_rows
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from windlass.data.collate import Collator
     from windlass.runfile import Data, Loaded, RunFile
 
-CACHE_VERSION = 3  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 4  # raise it when what is written into the cached folder changes
 # Rows whose keys together make the columns: JSON lines need not all have the same.
 HEAD_ROWS = 100
 # Larger files are known by a sample of their content: the same on every node, whatever their copies' times of change.
@@ -51,6 +54,12 @@ class Prepared:
     batching: str = auditing.LENGTH_GROUPED
     masked: bool = False
     """Whether a mask has to separate packed documents: neither flash nor flex attention."""
+    sources: tuple[str, ...] = ()
+    """The sets of a mix, as rows of `train` number them."""
+    evaluated: tuple[str, ...] = ()
+    """The evaluation sets, as rows of `validation` number them."""
+    shares: tuple[tuple[int, int], ...] = ()
+    """Of every set of a mix its rows, and how many of them are in an epoch."""
 
     def collator(self, pad_token_id: int) -> Collator:
         """What makes a batch of rows of `train` or `validation`."""
@@ -66,19 +75,27 @@ class Prepared:
         """The rows of `train` in the order of this epoch, the same for any number of ranks."""
         if self.lengths is None:
             raise ValueError("a streamed set has its own order")
+        rows = np.arange(len(self.lengths))
+        if self.shares:
+            firsts = np.cumsum([0, *(count for count, _ in self.shares)])
+            parts = [of_epoch(count, wanted, seed, epoch) for count, wanted in self.shares]
+            rows = np.concatenate([first + part for first, part in zip(firsts[:-1], parts, strict=True)])
         if self.batching == auditing.LENGTH_GROUPED:
-            return length_grouped(self.lengths, global_batch, seed, epoch)
-        return shuffled(len(self.lengths), seed, epoch)
+            return rows[length_grouped(self.lengths[rows], global_batch, seed, epoch)]
+        return rows[shuffled(len(rows), seed, epoch)]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rows are trained on and which are held out. Parts may be of several sources."""
+    """Which rows are trained on and which are held out."""
 
+    of: RowSet
     train: tuple[Part, ...]
     validation: tuple[Part, ...]
     fraction: float | None
     columns: tuple[str, ...]
+    evaluated: bool = False
+    """The rows are an evaluation set, and not trained on."""
 
     @property
     def source(self) -> Source:
@@ -86,7 +103,7 @@ class Selection:
 
     @property
     def validated(self) -> bool:
-        return bool(self.validation or self.fraction)
+        return bool(self.validation or self.fraction or self.evaluated)
 
 
 def prepare(
@@ -112,35 +129,52 @@ def prepare(
     capacity = max_length if data.packing else None
 
     # 1. Which rows there are and how they become text.
-    selection = select_rows(data, where, say)
-    kind = choose_format(data, selection.columns, tokenizer, where)
-    raise_all(check_selection(run, selection, where))
+    selections = select_all(data, where, say)
+    kinds = [choose_format(each.of.data, each.columns, tokenizer, each.of.where) for each in selections]
+    raise_all(check_selection(run, selections, where))
 
     # 2. Tokens: from the cache, or made now.
-    key = fingerprint(data, selection, kind, tokenizer)
+    chosen = list(zip(selections, kinds, strict=True))
+    key = fingerprint(data, chosen, tokenizer)
     cache = cache if cache is not None else Path(run.train.output_dir) / "tokens"
-    folder = cached_folder(cache, key, lambda into: write_tokens(into, data, selection, kind, tokenizer), say)
+    folder = cached_folder(cache, key, lambda into: write_tokens(into, data, chosen, tokenizer), say)
 
     # 3. The audit, and what it finds wrong.
     batch = batch or run.train.least_batch
     # Rows may be laid end to end unpacked where attention is computed per document, not over a square mask.
     flat = "flash" in (run.model.attn_implementation or "") and batch > 1
     batching = auditing.PACKED if data.packing else auditing.PADDING_FREE if flat else auditing.LENGTH_GROUPED
-    lengths, source = np.load(folder / "train.lengths.npy"), selection.source
+    lengths, kind, selection = np.load(folder / "train.lengths.npy"), kinds[0], selections[0]
+    trained = [each for each in selections if not each.evaluated]
+    sources = [{"name": s.source.name, "config": s.source.config, "how": s.source.how} for s in selections]
     audit = json.loads((folder / "audit.json").read_text()) | {
         "batching": auditing.compare_batching(
             lengths, batch=batch, max_length=max_length, configured=batching, seed=seed
         ),
         "sampled_rows": STREAM_AUDIT_ROWS if data.streaming else None,
-        "source": {"name": source.name, "config": source.config, "how": source.how},
+        "source": sources[0],
         "shape": {"name": kind.name, "said": kind.description, "columns": list(selection.columns)},
         "fingerprint": key,
         "max_length": max_length,
         "packing": bool(data.packing),
         "held_out": selection.fraction,
     }
-    audit["notes"] = [*kind.notes, *auditing.find_warnings(audit)]
-    if not selection.validated:
+    if data.mix:
+        named = ", ".join(each.of.name for each in trained)
+        audit["source"] = {"name": f"a mix of {named}", "config": None, "how": f"{len(trained)} sets"}
+    for (each, kind), source in zip(chosen, sources, strict=True):  # where there are several
+        if figures := audit["sources"].get(each.of.name) or audit["evaluated"].get(each.of.name):
+            figures |= {"source": source, "said": kind.description}
+    shares: tuple[tuple[int, int], ...] = ()
+    if data.mix and not data.streaming:
+        figures = [audit["sources"][each.of.name] for each in trained]
+        counts = [one["sequences"] for one in figures]
+        used = epoch_counts([each.of for each in trained], [one["rows"] for one in figures], counts)
+        shares = tuple(zip(counts, used, strict=True))
+        for one, wanted in zip(figures, used, strict=True):
+            one |= {"in_epoch": wanted, "epochs": wanted / max(1, one["sequences"])}
+    audit["notes"] = [*dict.fromkeys(note for kind in kinds for note in kind.notes), *auditing.find_warnings(audit)]
+    if not any(each.validated for each in selections):
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
     audited(audit)
     least = run.watch.min_supervised_fraction
@@ -151,14 +185,24 @@ def prepare(
     if "validation" in audit["splits"]:
         validation = Dataset.from_file(str(folder / "validation.arrow"))
     if data.streaming:
-        train = stream_rows(lambda: read_rows(selection.train), kind, tokenizer, max_length, capacity, seed)
+        streams = [(each, kind) for each, kind in chosen if not each.evaluated]
+        train = stream_rows(streams, tokenizer, max_length, capacity, seed)
     else:
         train, per_row = Dataset.from_file(str(folder / "train.arrow")), np.load(folder / "train.rows.npy")
-    return Prepared(train, validation, audit, key, per_row, batching, run.masked)
+    names = tuple(each.of.name for each in trained) if data.mix else ()
+    evaluated = tuple(audit["evaluated"])
+    return Prepared(train, validation, audit, key, per_row, batching, run.masked, names, evaluated, shares)
 
 
-def select_rows(data: Data, where: Where, say: Say) -> Selection:
+def select_all(data: Data, where: Where, say: Say) -> list[Selection]:
+    """The sets that are trained on, then the named evaluation sets."""
+    train = [select_rows(each, say) for each in training_sets(data, where)]
+    return [*train, *(replace(select_rows(each, say), evaluated=True) for each in evaluation_sets(data, where))]
+
+
+def select_rows(of: RowSet, say: Say) -> Selection:
     """The source with its splits settled, and its columns."""
+    data, where = of.data, of.where
     source = resolve(data, where)
     if source.format == "hub":
         from windlass.data.hub import fetch_source
@@ -171,22 +215,24 @@ def select_rows(data: Data, where: Where, say: Say) -> Selection:
         try:
             validation, fraction = parse_split(data.val_split, source, where("data.val_split")), None
         except UserError:
-            if "val_split" in data.model_fields_set:  # by default, a set without this split is not evaluated
+            if (
+                "val_split" in data.model_fields_set and not of.part
+            ):  # by default, a set without this split is not evaluated
                 raise
     columns = dict.fromkeys(key for row in itertools.islice(read_rows(train), HEAD_ROWS) for key in row)
     if not columns:
         hint = f"name a split or a slice that has rows; the set has {', '.join(source.splits)}"
         raise UserError(f"{source.name}: {data.train_split} has no rows", where("data.train_split"), hint)
-    return Selection(train, validation, fraction, tuple(columns))
+    return Selection(of, train, validation, fraction, tuple(columns))
 
 
-def check_selection(run: RunFile, selection: Selection, where: Where) -> list[Problem]:
+def check_selection(run: RunFile, selections: Sequence[Selection], where: Where) -> list[Problem]:
     """What the run wants of its rows and can't have: epochs of a stream, evaluation without validation rows."""
     problems, train = [], run.train
     if run.data.streaming and (train.max_steps or 0) < 1:
         problem = "a streamed set has no length, so epochs can't be counted"
         problems.append(Problem(problem, where("train.max_steps"), "set train.max_steps"))
-    if run.data.streaming and selection.fraction:
+    if run.data.streaming and run.data.val_fraction and not run.data.val_split:
         problem = "rows are held out of a set that is read in full, not of a stream"
         hint = "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]"
         problems.append(Problem(problem, where("data.val_fraction"), hint))
@@ -194,8 +240,8 @@ def check_selection(run: RunFile, selection: Selection, where: Where) -> list[Pr
     keys = ("eval_strategy", "eval_steps", "load_best_model_at_end")
     asked = [f"train.{key}" for key in keys if key in train.model_fields_set]
     asked += ["train.lr_scheduler_type"] * (train.lr_scheduler_type in EVALUATED_SCHEDULES)
-    if not selection.validated and train.eval_strategy != "no" and asked:
-        splits = ", ".join(selection.source.splits)
+    if not any(each.validated for each in selections) and train.eval_strategy != "no" and asked:
+        splits = ", ".join(selections[0].source.splits)
         problem = f"{asked[0]} wants evaluation, and the data have no validation rows; their splits: {splits}"
         hint = "hold some out with data.val_fraction: 0.05, name data.val_split, or set train.eval_strategy: no"
         problems.append(Problem(problem, where(asked[0]), hint))
@@ -203,23 +249,38 @@ def check_selection(run: RunFile, selection: Selection, where: Where) -> list[Pr
 
 
 def write_tokens(
-    into: Path, data: Data, selection: Selection, kind: Format, tokenizer: PreTrainedTokenizerBase
+    into: Path, data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Everything of one fingerprint into a folder: both sets, their lengths, and the audit."""
-    rows = itertools.islice(read_rows(selection.train), STREAM_AUDIT_ROWS if data.streaming else None)
-    sets = {"train": tokenize(rows, kind, tokenizer, data.max_length)}
-    if selection.validation:
-        sets["validation"] = tokenize(read_rows(selection.validation), kind, tokenizer, data.max_length)
-    elif selection.fraction:
-        sets["train"], sets["validation"] = hold_out(sets["train"], selection.fraction)
-    audit: dict[str, Any] = {"splits": {}, "samples": auditing.sample_documents(sets["train"], tokenizer, "train")}
-    for name, documents in sets.items():
-        audit["splits"][name] = auditing.audit_split(documents, tokenizer.eos_token_id)
-        capacity = data.max_length if data.packing else None
-        np.save(into / f"{name}.rows.npy", write_rows(documents, into / f"{name}.arrow", capacity=capacity))
-        np.save(into / f"{name}.lengths.npy", documents.lengths)
-    if "validation" in sets:
-        audit["overlap"] = auditing.overlap(sets["train"], sets["validation"])
+    """Everything of one fingerprint into a folder: what is trained and evaluated on, their lengths, and the audit."""
+    train: dict[str, Documents] = {}
+    validation: dict[str, Documents] = {}
+    for selection, kind in chosen:
+        of, name = selection.of, selection.of.held_out_name
+        most = STREAM_AUDIT_ROWS if data.streaming and not selection.evaluated else None
+        documents = tokenize(itertools.islice(read_rows(selection.train), most), kind, tokenizer, data.max_length)
+        if selection.validation:
+            validation[name] = tokenize(read_rows(selection.validation), kind, tokenizer, data.max_length)
+        elif selection.fraction:
+            documents, validation[name] = hold_out(documents, selection.fraction)
+        (validation if selection.evaluated else train)[of.name] = documents
+    eos = tokenizer.eos_token_id
+    audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}}
+    together = {"train": Documents.joined([*train.values()])}
+    audit["samples"] = auditing.sample_documents(together["train"], tokenizer, "train")
+    if validation:
+        together["validation"] = Documents.joined([*validation.values()])
+        audit["overlap"] = auditing.overlap(together["train"], together["validation"])
+    for split, sets, key in (("train", train, "sources"), ("validation", validation, "evaluated")):
+        if sets:
+            capacity = data.max_length if data.packing else None
+            rows = write_rows([*sets.values()], into / f"{split}.arrow", capacity=capacity)
+            np.save(into / f"{split}.rows.npy", np.concatenate(rows))
+            np.save(into / f"{split}.lengths.npy", together[split].lengths)
+            audit["splits"][split] = auditing.audit_split(together[split], eos)
+        for name, lengths in zip(sets, rows, strict=True) if len(sets) > 1 else ():
+            audit[key][name] = {**auditing.audit_split(sets[name], eos), "sequences": len(lengths)}
+            if key == "evaluated":
+                audit[key][name]["overlap"] = auditing.overlap(together["train"], sets[name])
     (into / "audit.json").write_text(json.dumps(audit))
 
 
@@ -236,7 +297,7 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     return train, validation
 
 
-def fingerprint(data: Data, selection: Selection, kind: Format, tokenizer: Any) -> str:
+def fingerprint(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: Any) -> str:
     """All that the tokens depend on: the files, the tokenizer, the rendering, the lengths, and the cache's version."""
     import tokenizers
 
@@ -244,7 +305,7 @@ def fingerprint(data: Data, selection: Selection, kind: Format, tokenizer: Any) 
         encoder = tokenizer.backend_tokenizer.to_str()
     else:
         encoder = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(tokenizer.init_kwargs)]
-    parts = (*selection.train, *selection.validation)
+    parts = [part for selection, _ in chosen for part in (*selection.train, *selection.validation)]
     facts = {
         "version": CACHE_VERSION,
         "files": [
@@ -252,8 +313,18 @@ def fingerprint(data: Data, selection: Selection, kind: Format, tokenizer: Any) 
             for path in dict.fromkeys(path for part in parts for path in part.files)
         ],
         "parts": [(part.source.format, part.split, part.start, part.stop) for part in parts],
-        "held_out": [len(selection.validation), selection.fraction],
-        "format": [kind.name, kind.identity],
+        "sets": [
+            [
+                each.of.name,
+                len(each.train),
+                len(each.validation),
+                each.fraction,
+                each.evaluated,
+                kind.name,
+                kind.identity,
+            ]
+            for each, kind in chosen
+        ],
         "tokenizer": [encoder, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)],
         "tokenizers": tokenizers.__version__,
         "max_length": data.max_length,
@@ -263,13 +334,46 @@ def fingerprint(data: Data, selection: Selection, kind: Format, tokenizer: Any) 
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
-def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None]) -> None:
-    """`windlass data`: prepare the data as training would. `audited` is given the audit even if it is then refused."""
+def token_rows(
+    loaded: Loaded, *, say: Say, sample: int | None, row: int | None, source: str | None
+) -> list[dict[str, Any]]:
+    """Rows as they become tokens: one by its number in its split, counted from 0, or some of every set, by the seed."""
+    run, (tokenizer, _), found = loaded.run, tokenizer_of(loaded), list[dict[str, Any]]()
+    selections = select_all(run.data, loaded.where, say)
+    names = [each.of.name for each in selections]
+    if source is not None and source not in names:
+        raise UserError(f"there is no set {source!r}", "--source", f"it is one of {', '.join(names)}")
+    for each in selections:
+        if source not in (None, each.of.name) or (row is not None and source is None and found):
+            continue
+        of, rows = each.of, enumerate(read_rows(each.train))
+        kind = choose_format(of.data, each.columns, tokenizer, of.where)
+        if row is None:
+            rng = random.Random(run.train.order_seed)
+            drawn = heapq.nsmallest(sample or 1, ((rng.random(), *one) for one in rows))
+            picked = sorted((number, columns) for _, number, columns in drawn)
+        elif not (picked := list(itertools.islice(rows, row, row + 1))):
+            count = sum(1 for _ in read_rows(each.train))
+            raise UserError(f"{of.name} has {count:,} rows", "--row", f"the last one is --row {count - 1}")
+        for number, columns in picked:
+            done = tokenize([columns], kind, tokenizer, run.data.max_length)
+            dropped = {"empty": "it is empty", "unsupervised": "nothing in it is supervised within max_length"}
+            why = next((f"dropped: {text}" for key, text in dropped.items() if done.counts[key]), "")
+            cut = f", {done.counts['tokens_cut']:,} more are cut off" if done.counts["truncated"] else ""
+            tokens = [
+                {"id": id_, "text": tokenizer.decode([id_]), "loss": bool(flag and place)}
+                for place, (id_, flag) in enumerate(zip(done.ids.tolist(), done.supervised.tolist(), strict=True))
+            ]
+            said = why or f"{len(tokens):,} tokens, {sum(t['loss'] for t in tokens):,} trained on{cut}"
+            found.append({"source": of.name, "row": number, "format": kind.name, "said": said, "tokens": tokens})
+    return found
+
+
+def tokenizer_of(loaded: Loaded) -> tuple[Any, int]:
+    """The model's tokenizer, and the rows of its embedding."""
     from transformers import AutoTokenizer
 
-    from windlass.files import write_json
     from windlass.model import find_base
-    from windlass.run_folder import DATA
 
     run, place = loaded.run, loaded.where("model.model_name_or_path")
     base = find_base(run.model.model_name_or_path, place)
@@ -277,10 +381,19 @@ def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], 
         hint = "the audit counts tokens: give the model's folder"
         raise UserError(f"no tokenizer at {run.model.model_name_or_path}", place, hint)
     tokenizer = AutoTokenizer.from_pretrained(base.path, trust_remote_code=run.model.trust_remote_code)
+    return tokenizer, base.dims["vocab"]
+
+
+def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None]) -> None:
+    """`windlass data`: prepare the data as training would. `audited` is given the audit even if it is then refused."""
+    from windlass.files import write_json
+    from windlass.run_folder import DATA
+
+    run, (tokenizer, vocabulary) = loaded.run, tokenizer_of(loaded)
 
     def keep(audit: dict[str, Any]) -> None:
         if Path(run.train.output_dir).is_dir():
             write_json(Path(run.train.output_dir) / DATA, audit)
         audited(audit)
 
-    prepare(run, tokenizer, where=loaded.where, vocabulary=base.dims["vocab"], say=say, audited=keep)
+    prepare(run, tokenizer, where=loaded.where, vocabulary=vocabulary, say=say, audited=keep)

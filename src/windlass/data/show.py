@@ -23,12 +23,14 @@ FIGURES = {
     "supervised_fraction": ("supervised share", ".1%"),
     "end_learnt_share": ("rows with a supervised end", ".1%"),
 }
+SET_COLUMNS = ("rows", "tokens", "supervised", "cut", "duplicates")
 
 
 def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
     source, splits, batching = audit["source"], audit["splits"], audit["batching"]
     config = f" · {source['config']}" if source["config"] else ""
-    parts: list[RenderableType] = [Text(f"{source['name']}{config}: {source['how']}", "bold"), audit["shape"]["said"]]
+    parts: list[RenderableType] = [Text(f"{source['name']}{config}: {source['how']}", "bold")]
+    parts += [] if audit["sources"] else [audit["shape"]["said"]]
     if audit["sampled_rows"]:
         parts.append(f"streamed: train is audited by its first {audit['sampled_rows']:,} rows")
     if audit["held_out"]:
@@ -36,7 +38,13 @@ def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
     rows = [(name, *(format(s[key], spec) for s in splits.values())) for key, (name, spec) in FIGURES.items()]
     if overlap := audit.get("overlap"):
         rows.append(("also in train", "", f"{overlap['documents']:,}"))
+        rows.append(("nearly the same in train", "", f"{overlap['near']:,}"))
     parts.append(_table({"": "left", **dict.fromkeys(splits, "right")}, rows))
+    for key, heading, last in (("sources", "set", "in an epoch"), ("evaluated", "evaluation set", "also in train")):
+        if sets := audit[key]:
+            columns = {heading: "left", **dict.fromkeys((*SET_COLUMNS, last), "right")}
+            parts.append(_table(columns, [_set_row(*each) for each in sets.items()]))
+            parts += [f"  {name}: {figures['said']}" for name, figures in sets.items()]
     histogram = splits["train"]["histogram"]
     most = max((count for _, _, count in histogram), default=1)
     bars = [(f"{low:,}–{high:,}", f"{count:,}", "█" * round(40 * count / most)) for low, high, count in histogram]
@@ -60,6 +68,25 @@ def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
         parts.append(text)
     parts += [Text(f"! {note}", "yellow") for note in audit["notes"]]
     (console or Console(highlight=False)).print(Group(*(Text(p) if isinstance(p, str) else p for p in parts)))
+
+
+def _set_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """One set of a mix, or of those evaluated."""
+    last = f"{figures['in_epoch']:,} ({figures['epochs']:.2g}x)" if "in_epoch" in figures else ""
+    if overlap := figures.get("overlap"):
+        last = f"{overlap['documents']:,} + {overlap['near']:,} nearly"
+    shares = (f"{figures['supervised_fraction']:.1%}", f"{figures['truncated_share']:.1%}")
+    return name, f"{figures['rows']:,}", f"{figures['tokens']:,}", *shares, f"{figures['duplicates']:,}", last
+
+
+def show_rows(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
+    """Rows token by token."""
+    console = console or Console(highlight=False)
+    for row in rows:
+        console.print(Text(f"{row['source']}, row {row['row']:,}: {row['said']}", "bold"))
+        for place, token in enumerate(row["tokens"]):
+            line = f"{place:5} {token['id']:7} {'loss' if token['loss'] else '    '} {token['text']!r}"
+            console.print(Text(line, "green" if token["loss"] else "dim"), soft_wrap=True)
 
 
 def _table(columns: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> Group:

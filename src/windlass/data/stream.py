@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.formats import Format
 from windlass.data.order import shuffled
 from windlass.data.packing import group_documents, row_columns
-from windlass.data.readers import Row, batches
+from windlass.data.readers import batches
+from windlass.data.sources import read_rows
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
 
@@ -17,19 +18,20 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from windlass.data.prepare import Selection
+
 # Rows that are shuffled and packed together: best-fit packing is full to the last per mille from a few hundred on.
 WINDOW_ROWS = 4096
 
 
 def stream_rows(
-    read: Callable[[], Iterator[Row]],
-    kind: Format,
+    sets: Sequence[tuple[Selection, Format]],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     capacity: int | None,
     seed: int,
 ) -> IterableDataset:
-    """The set over and over, in one order that depends on nothing but the files and the seed.
+    """The sets over and over, in one order that depends on nothing but the files and the seed.
 
     Every rank iterates all of it and keeps its own batches, so no row goes to two ranks, the global batches are the
     same for any number of them, and a resumed run skips to its place.
@@ -39,11 +41,11 @@ def stream_rows(
 
     names = row_columns(partial=True, packed=capacity is not None)
 
-    def generate() -> Iterator[dict[str, Any]]:
+    def rows_of(selection: Selection, kind: Format) -> Iterator[dict[str, Any]]:
         threads = get_worker_info() is None  # a loader's worker is forked: only its one thread
         for epoch in itertools.count():
             rows = 0
-            for number, window in enumerate(batches(read(), WINDOW_ROWS)):
+            for number, window in enumerate(batches(read_rows(selection.train), WINDOW_ROWS)):
                 documents = tokenize(window, kind, tokenizer, max_length, threads=threads)
                 groups = group_documents(documents, capacity)
                 for chosen in shuffled(len(groups), seed + epoch, number).tolist():
@@ -53,4 +55,16 @@ def stream_rows(
             if not rows:
                 raise UserError("the stream has no row with a supervised token", "data", "see `windlass data`")
 
-    return IterableDataset.from_generator(generate, features=Features({name: List(Value("int32")) for name in names}))
+    def generate() -> Iterator[dict[str, Any]]:
+        streams = [rows_of(*each) for each in sets]
+        if len(streams) == 1:
+            yield from streams[0]
+        weights = [(selection.of.part and selection.of.part.weight) or 1 for selection, _ in sets]
+        taken = [0] * len(sets)
+        while True:  # the set that is furthest behind its share: every stretch of the mix has the weights
+            source = min(range(len(sets)), key=lambda i: ((taken[i] + 1) / weights[i], i))
+            taken[source] += 1
+            yield {**next(streams[source]), "source": [source]}
+
+    columns = [*names, *(["source"] if len(sets) > 1 else [])]
+    return IterableDataset.from_generator(generate, features=Features({name: List(Value("int32")) for name in columns}))

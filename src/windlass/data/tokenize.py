@@ -61,6 +61,13 @@ class Documents:
             return np.where(self.supervised, self.ids, np.int32(IGNORED))
         return self.ids if name == "input_ids" else self.lengths.astype(np.int32)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Documents]) -> Documents:
+        """One after another, their counts added up."""
+        names = ("ids", "supervised", "lengths", "hashes")
+        counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}, counts=counts)
+
     def spans(self) -> Iterator[slice]:
         """Where each document is in the flat arrays."""
         for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
@@ -76,7 +83,7 @@ def tokenize(
     with rust_threads(threads), ThreadPoolExecutor(1) as other:
         pending: tuple[list[Rendered], Future[list[Encoded]]] | None = None
         for batch in itertools.chain(batches(iter(rows)), [[]]):  # the empty one collects the last
-            rendered = [one for one in map(kind.render, batch) if one is not None and one.text.strip()]
+            rendered = [one for one in map(kind.render, batch) if one is not None and (one.ids or one.text.strip())]
             counts["rows"] += len(batch)
             counts["empty"] += len(batch) - len(rendered)
             # Rust encodes without holding Python's lock: meanwhile this thread reads, renders and collects.
@@ -85,10 +92,9 @@ def tokenize(
                 chunks.append(collect(pending[0], pending[1].result(), tokenizer.eos_token_id, max_length, counts))
             pending = coming
     chunks = chunks or [collect([], [], None, max_length, counts)]
-    names = ("ids", "supervised", "lengths", "hashes")
-    return Documents(
-        **{name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names}, counts=counts
-    )
+    found = Documents.joined(chunks)
+    found.counts = counts
+    return found
 
 
 def collect(
@@ -120,7 +126,12 @@ def collect(
         flat += ids
         supervised += row
         lengths.append(len(ids))
-        hashes.append(int.from_bytes(hashlib.blake2b(one.text.encode(), digest_size=8).digest(), "big"))
+        hashes.append(
+            int.from_bytes(
+                hashlib.blake2b(np.array(one.ids).tobytes() if one.ids else one.text.encode(), digest_size=8).digest(),
+                "big",
+            )
+        )
     return Documents(
         np.array(flat, np.int32),
         np.frombuffer(supervised, np.bool_),
@@ -138,13 +149,17 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
             problem = f"a row has half a surrogate pair, which is no text: {piece!r}"
             raise UserError(problem, "data", "write it again as proper UTF-8") from None
     if not tokenizer.is_fast:
-        return [encode_slowly(one, tokenizer) for one in rendered]
+        return [as_encoded(one) if one.ids else encode_slowly(one, tokenizer) for one in rendered]
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    encoded: list[Encoded] = [([], None, False)] * len(rendered)
+    encoded: list[Encoded] = [as_encoded(one) for one in rendered]
     for closed, partial in itertools.product((False, True), repeat=2):
-        chosen = [i for i, one in enumerate(rendered) if (one.closed, one.supervised is not None) == (closed, partial)]
+        chosen = [
+            i
+            for i, one in enumerate(rendered)
+            if one.ids is None and (one.closed, one.supervised is not None) == (closed, partial)
+        ]
         # Offsets cost time: only where a part is supervised.
         call = backend.encode_batch if partial else backend.encode_batch_fast
         for i, done in zip(
@@ -153,6 +168,16 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
             spans = rendered[i].supervised
             encoded[i] = (done.ids, *((None, False) if spans is None else flag_tokens(done.offsets, spans)))
     return encoded
+
+
+def as_encoded(one: Rendered) -> Encoded:
+    """A row that came as tokens; nothing yet of one that is a text."""
+    ids, flags = list(one.ids or ()), None
+    if one.ids and one.supervised is not None:
+        flags = np.zeros(len(ids), np.bool_)
+        for start, end in one.supervised:
+            flags[start:end] = True
+    return ids, flags, False
 
 
 def flag_tokens(offsets: Sequence[tuple[int, int]], supervised: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:

@@ -243,7 +243,10 @@ def pod_problems(job: Job) -> Iterator[Problem]:
         paths = {"script.path": None if cluster.working_dir else run.script.path}
     else:
         paths = {"model.model_name_or_path": run.model.model_name_or_path, "lora.adapter": run.lora.adapter}
-        paths["data.dataset_name_or_path"] = run.data.dataset_name_or_path
+        paths |= {} if run.data.mix else {"data.dataset_name_or_path": run.data.dataset_name_or_path}
+        paths |= {f"data.mix[{i}].path": part.path for i, part in enumerate(run.data.mix)}
+        paths |= {f"data.eval.{name}.path": part.path for name, part in run.data.eval.items()}
+        paths["data.chat_template"] = run.data.chat_template
     for key, path in {run.folder_key: run.folder, **paths}.items():
         if path and not path.startswith("/") and (key == run.folder_key or Path(path).exists()):
             hint = "give the absolute path that the pods see"

@@ -18,7 +18,7 @@ from windlass.observe import steps
 NAN: Final = math.nan
 CHUNK: Final = 2048  # lines that are parsed together
 MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
-OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite")  # fields that are not numbers
+OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite", "source_loss")  # fields that are not numbers
 
 Record = dict[str, Any]  # a line
 

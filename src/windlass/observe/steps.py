@@ -18,6 +18,7 @@ FIELDS: Final[dict[str, tuple[str, str]]] = {
     "time": ("s", "end of the step, seconds since 1970"),
     "epoch": ("", "epochs trained so far, with the fraction"),
     "loss": ("nats", "mean loss per supervised token of the step, with the router's weighted balancing loss"),
+    "source_loss": ("nats", "the same by the sets of a mix that had a token in the step"),
     "router_aux_loss": (
         "",
         "the router's balancing loss before its weight, mean of the micro-batches, if it is trained on",

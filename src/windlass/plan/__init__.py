@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from windlass import __version__, hardware
 from windlass import model as weights
-from windlass.data import sources
+from windlass.data import mix
 from windlass.data.sources import Rows
 from windlass.errors import Problem, UserError, raise_all
 from windlass.files import write_json
@@ -225,7 +225,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     request = replace(request, offload=False) if on_cpu else request
 
     # 2. How many sequences the rows make, and the ways to cut them into micro-batches.
-    rows = sources.count_rows(run.data, run.data.train_split, where)
+    rows = mix.count_all(run.data, where)
     sequences, length, row_notes = rows_as_sequences(rows, run.data.max_length, packing=run.data.packing)
 
     count = accumulation(run.train, request.ranks, where)

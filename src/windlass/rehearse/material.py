@@ -13,13 +13,14 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from windlass import tiny
 from windlass.data.audit import audit_split, find_problems
 from windlass.data.formats import choose_format, parse_template
+from windlass.data.mix import RowSet, evaluation_sets, training_sets
 from windlass.data.prepare import check_selection, select_rows
 from windlass.data.readers import Row
 from windlass.data.sources import Where, read_rows, resolve
@@ -83,15 +84,20 @@ def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
 def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequences: int) -> dict[str, Any]:
     """Judge the first rows of the user's data as training will, and write those that the rehearsal trains on."""
     run, data, where, stand_ins = loaded.run, loaded.run.data, loaded.where, list[str]()
-    vocab = base.dims["vocab"] if base.path else None
-    rows: dict[str, list[Row]] = {}
-    if reason := why_unreachable(data, where):
-        forms = requested_columns(data)
-        rows, columns = {"train": made_up_rows(forms, 600), "validation": made_up_rows(forms, 60)}, tuple(forms)
-        stand_ins.append(f"data: {reason}; 600 rows with the columns {', '.join(columns)} stand in")
-    else:
-        selection = select_rows(data, where, lambda _: None)
-        columns = selection.columns
+    vocab, trained, sets = base.dims["vocab"] if base.path else None, training_sets(data, where), list[RowSet]()
+    taken: list[dict[str, list[Row]]] = []  # of each set, by split
+    columns, selections = list[tuple[str, ...]](), []
+    for of in (*trained, *evaluation_sets(data, where)):
+        sets.append(of)
+        if reason := why_unreachable(of.data, of.where):
+            forms = requested_columns(of.data)
+            taken.append({"train": made_up_rows(forms, 600), "validation": made_up_rows(forms, 60)})
+            columns.append(tuple(forms))
+            stand_ins.append(f"data: {reason}; 600 rows with the columns {', '.join(forms)} stand in")
+            continue
+        selection, rows = select_rows(of, lambda _: None), dict[str, list[Row]]()
+        selections.append(replace(selection, evaluated=len(sets) > len(trained)))
+        columns.append(selection.columns)
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:
                 rows[name], size = [], 0
@@ -99,17 +105,27 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
                     rows[name].append(row)
                     if (size := size + len(str(row))) > MOST_BYTES:
                         break
-        raise_all(check_selection(run, selection, where))
         if rows.get("validation") == []:
             raise UserError(f"{data.val_split} has no rows", where("data.val_split"), "name a split that has some")
+        taken.append(rows)
+    if len(selections) == len(sets):
+        raise_all(check_selection(run, selections, where))
     if base.path is None:
         what = f"{STAND_IN_VOCAB} tokens in Mistral's format stand in"
         stand_ins.append(f"tokenizer and chat template: the model's folder is not on this machine; {what}")
-    kind = choose_format(data, columns, tokenizer, where)
-    tokens = {name: tokenize(part, kind, tokenizer, data.max_length) for name, part in rows.items()}
+    kinds = [choose_format(of.data, each, tokenizer, of.where) for of, each in zip(sets, columns, strict=True)]
+    made = [
+        {name: tokenize(part, kind, tokenizer, data.max_length) for name, part in rows.items()}
+        for rows, kind in zip(taken, kinds, strict=True)
+    ]
+    tokens = {
+        name: Documents.joined(found)
+        for name in ("train", "validation")
+        if (found := [each[name] for each in made[: len(trained)] if name in each])
+    }
     audit = {"splits": {name: audit_split(part, tokenizer.eos_token_id) for name, part in tokens.items()}}
     raise_all(find_problems(audit, vocabulary=vocab, least_fraction=run.watch.min_supervised_fraction, where=where))
-    documents = tokens["train"]
+    documents, kind = tokens["train"], kinds[0]
     end = check_ends(documents, tokenizer, base, data.max_length, where)
     # Short, and long enough that enough rows have a supervised token within it. The first token is never predicted.
     firsts = [int(documents.supervised[span][1:].argmax()) + 1 for span in documents.spans()]
@@ -118,24 +134,26 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         length = min(2 * length, data.max_length)
 
     # As many rows as make an epoch of `sequences`: empty ones make none, and packed several are one sequence.
-    wanted = sequences * len(rows["train"]) / len(documents.lengths)
-    if data.packing:
-        wanted *= length / float(documents.lengths.clip(max=length).mean())
-    counts = {"train": max(LEAST_ROWS, math.ceil(wanted))}
-    if "validation" in rows:
-        per_document = len(rows["validation"]) / len(tokens["validation"].lengths)
-        counts["validation"] = math.ceil(VALIDATION_ROWS * per_document)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, count in counts.items():
-        lines = (json.dumps(row, default=str) + "\n" for row in rows[name][:count])
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    counts = {}
+    for name, part in tokens.items():
+        per_document = part.counts["rows"] / max(1, len(part.lengths))
+        wanted = (sequences if name == "train" else VALIDATION_ROWS) * per_document
+        if data.packing and name == "train":
+            wanted *= length / float(documents.lengths.clip(max=length).mean())
+        counts[name] = max(LEAST_ROWS if name == "train" else 1, math.ceil(wanted))
+    for number, rows in enumerate(taken):
+        into = folder / (str(number) if len(sets) > 1 else "")
+        into.mkdir(parents=True, exist_ok=True)
+        for name in rows:
+            lines = (json.dumps(row, default=str) + "\n" for row in rows[name][: counts.get(name)])
+            (into / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     return {
-        "rows": min(len(rows["train"]), counts["train"]),
-        "validation": "validation" in rows,
+        "rows": min(documents.counts["rows"], counts["train"]),
+        "validation": "validation" in tokens,
         "length": length,
-        "format": kind.description,
-        "columns": list(columns),
-        "rows_seen": len(rows["train"]),
+        "format": kind.description if len(sets) == 1 else f"{', '.join(each.name for each in kinds)}",
+        "columns": list(dict.fromkeys(itertools.chain(*columns))),
+        "rows_seen": documents.counts["rows"],
         "supervised_share": audit["splits"]["train"]["supervised_fraction"],
         "end": end,
         "stand_ins": stand_ins,
@@ -173,12 +191,20 @@ def requested_columns(data: Data) -> dict[str, Any]:
                     form = [form] * (int(step) + 1) if step.isdecimal() else {step: form}
                 forms[piece.column] = form
         return forms
-    if data.messages_field:
-        turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "{}"}]
-        return {data.messages_field: turns}
-    if data.prompt_field and data.completion_field:
-        return {data.prompt_field: "What is it? ", data.completion_field: "{}"}
-    return {data.text_field: "{}"}
+    asked, answered = "What is it? ", "{}"
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    chat = [{"from": "human", "value": asked}, {"from": "gpt", "value": answered}]
+    published: dict[str, dict[str, Any]] = {
+        "messages": {data.messages_field or "messages": turns},
+        "sharegpt": {data.messages_field or "conversations": chat},
+        "alpaca": {"instruction": asked, "output": answered},
+        "prompt-completion": {data.prompt_field or "prompt": asked, data.completion_field or "completion": answered},
+        "input_ids": {"input_ids": [*range(5, 25)]},
+        "text": {data.text_field: answered},
+    }
+    keys = {"messages": data.messages_field, "prompt-completion": data.prompt_field}
+    named: str = data.format or next((name for name, key in keys.items() if key), "text")
+    return {data.columns.get(name, name): form for name, form in published[named].items()}
 
 
 def made_up_rows(forms: dict[str, Any], count: int) -> list[Row]:

@@ -14,6 +14,7 @@ import yaml
 from windlass.hardware import LocalMachine
 from windlass.model import Base
 from windlass.runfile import LayoutSection, RunFile, Secret
+from windlass.runfile.fields import EvalSet, MixedSet
 
 STEPS = 20  # optimizer steps of the rehearsal: enough that a fast machine is still at it when it is stopped
 EVERY = 4  # steps between two evaluations or saves, and steps of an epoch
@@ -210,6 +211,16 @@ def _scaled_keys(
     fraction = None if material.validation else data.val_fraction
     if fraction is not None:
         fraction = max(fraction, round(min(0.5, 8 / material.rows), 3))
+    written = iter(str(material.data / str(i)) for i in range(len(data.mix) + len(data.eval) + 1))
+    several = bool(data.mix or data.eval)
+
+    def elsewhere(part: MixedSet | EvalSet) -> dict[str, Any]:
+        kept = {k: v for k, v in part.model_dump(exclude_unset=True).items() if k != "dataset_config_name"}
+        return {**kept, "path": next(written), "split": "train"}
+
+    path = data.dataset_name_or_path if data.mix else next(written) if several else str(material.data)
+    mixed = [{**elsewhere(part), "name": part.title} for part in data.mix]
+    evaluated = {name: elsewhere(part) for name, part in data.eval.items()}
     config = None if "dataset_config_name" in data.model_fields_set else data.dataset_config_name
     both = train.global_batch_size and "gradient_accumulation_steps" not in train.model_fields_set
     targets = _scaled_targets(lora.target_modules, plan["adapter"]["targets"], layers)
@@ -223,7 +234,9 @@ def _scaled_keys(
         ("model.attn_implementation", "sdpa" if kernels else model.attn_implementation, "its kernels need a GPU"),
         ("lora.adapter", None, "it has the shapes of the model, not of the replica"),
         ("lora.target_modules", targets, f"the replica has layers 0 to {layers - 1}"),
-        ("data.dataset_name_or_path", str(material.data), rows),
+        ("data.dataset_name_or_path", path, rows),
+        ("data.mix", mixed, rows),
+        ("data.eval", evaluated, rows),
         ("data.dataset_config_name", config, rows),
         ("data.train_split", "train", rows),
         ("data.val_split", "validation" if material.validation else None, rows),

@@ -115,38 +115,97 @@ class Lora(Section):
         return {**section, "experts": None if experts is False else {**filled, **given}}
 
 
-class Data(Section):
+CHAT_KEYS = {"turns", "reasoning", "chat_template", "template_kwargs"}
+
+
+class RowFormat(Section):
+    """How the rows of one data set become text."""
+
+    dataset_config_name: Text | None = "wikitext-2-raw-v1"
+    """Configuration of the data set, if it has several."""
+    format: Literal["messages", "sharegpt", "alpaca", "prompt-completion", "input_ids", "text"] | None = None
+    """What the columns hold; null: inferred from their names."""
+    columns: dict[Text, Text] = Field(default={})
+    """What the data call a name of the format: {messages: dialog, role: speaker} or {instruction: question}."""
+    text_field: Text = "text"
+    """Column with plain text."""
+    prompt_template: Text | None = None
+    """Format string over columns instead of `text_field`; loss is computed on the part in [[ ]]:
+    "{question} [[{answer}]]"."""
+    prompt_field: Text | None = None
+    """Column with the prompt; needs `completion_field`."""
+    completion_field: Text | None = None
+    """Column with the completion, on which loss is computed; needs `prompt_field`."""
+    messages_field: Text | None = None
+    """Column with chats: lists of {role, content}, formatted by the chat template."""
+    chat_template: Text | None = None
+    """Chat template: mistral, chatml, llama3, alpaca, a file, or the template itself. null: the tokenizer's."""
+    template_kwargs: dict[Text, Any] = Field(default={})
+    """Variables of the chat template, such as {enable_thinking: false}."""
+    completion_only_loss: bool | None = None
+    """Compute loss on completions and assistant turns only. null: yes if the data have a prompt."""
+    turns: Literal["all", "last"] = "all"
+    """Assistant turns that loss is computed on: all, or the last of each chat. A message with `weight: 0` or `train:
+    false` is never one."""
+    reasoning: Literal["keep", "drop"] = "keep"
+    """Reasoning in assistant turns (reasoning_content, <think>): keep, an error if the chat template leaves it out; or
+    drop."""
+
+
+Amount = Annotated[Number, Field(gt=0)]
+
+
+class MixedSet(RowFormat):
+    """One data set of a mix. A key that it doesn't set is that of `data`."""
+
+    path: Text
+    """As data.dataset_name_or_path."""
+    name: Text | None = None
+    """Name in the audit, the logs and the report. Default: the last part of `path`."""
+    split: Text = "train"
+    """Split to train on, or a slice such as `train[:5%]`."""
+    weight: Amount | None = None
+    """Share of this set among all, in sequences. An epoch ends when the scarcest set has been seen once."""
+    rows: Count | None = None
+    """Rows of this set in an epoch: others every epoch, or some twice if it has fewer."""
+    epochs: Amount | None = None
+    """How often this set is seen in an epoch of the mix; may be a fraction. Default: once."""
+
+    @property
+    def title(self) -> str:
+        return self.name or re.split(r"[/\\]", self.path.rstrip("/"))[-1].partition(".")[0] or self.path
+
+
+class EvalSet(RowFormat):
+    """A named evaluation set. A key that it doesn't set is that of `data`."""
+
+    path: Text
+    """As data.dataset_name_or_path."""
+    split: Text = "train"
+    """Split to evaluate on, or a slice. A single file is the split `train`."""
+
+
+class Data(RowFormat):
     """The data set, and how text becomes tokens."""
 
     dataset_name_or_path: Text = "/data/input/Datasets/wikitext"
     """Local folder, file or glob (JSONL, JSON, Parquet, CSV, text, save_to_disk), or a Hub data set."""
-    dataset_config_name: Text | None = "wikitext-2-raw-v1"
-    """Configuration of the data set, if it has several."""
-    text_field: Text = "text"
-    """Column with plain text."""
     train_split: Text = "train"
     """Split to train on, or a slice such as `train[:5%]`."""
     val_split: Text | None = "validation"
     """Split to evaluate on; null for none."""
     max_length: Count = 1024
     """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them."""
-    prompt_template: Text | None = None
-    """Format string over columns instead of `text_field`; loss is computed on the part in [[ ]]:
-    "{question} [[{answer}]]"."""
     packing: bool = False
     """Fill each sequence with several documents that don't see each other: several times faster on short texts."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the training split to hold out for evaluation, if there is no validation split."""
     streaming: bool = False
     """Read the data set as a stream, if it is larger than memory."""
-    prompt_field: Text | None = None
-    """Column with the prompt; needs `completion_field`."""
-    completion_field: Text | None = None
-    """Column with the completion, on which loss is computed; needs `prompt_field`."""
-    messages_field: Text | None = None
-    """Column with chats: lists of {role, content}, formatted by the tokenizer's chat template."""
-    completion_only_loss: bool | None = None
-    """Compute loss on completions and assistant turns only. null: yes if the data have a prompt."""
+    mix: list[MixedSet] = Field(default=[])
+    """Several data sets instead of dataset_name_or_path."""
+    eval: dict[Text, EvalSet] = Field(default={})
+    """Evaluation sets by name, each with a curve of its own; they come in addition to val_split or val_fraction."""
 
     @model_validator(mode="before")
     @classmethod
@@ -155,6 +214,17 @@ class Data(Section):
         if isinstance(section, dict) and section.get("val_fraction") is not None:
             return {"val_split": None, **section}
         return section
+
+    def of(self, part: MixedSet | EvalSet) -> Data:
+        """This section as it holds for one set of a mix, or for an evaluation set."""
+        own = {"path": "dataset_name_or_path", "split": "train_split"}
+        named = {own.get(key, key): getattr(part, key) for key in {*part.model_fields_set, "split"}}
+        changes = {key: value for key, value in named.items() if key in type(self).model_fields}
+        if isinstance(part, EvalSet):
+            changes |= {"val_split": None, "val_fraction": None}
+        made = self.model_copy(update={**changes, "mix": [], "eval": {}})
+        made.model_fields_set.difference_update(CHAT_KEYS - part.model_fields_set)  # meant for those that are chats
+        return made
 
 
 When = Annotated[

@@ -127,7 +127,11 @@ def describe(path: str) -> list[str]:
             lines.append(f"default: {shown(field.default)}")
         elif "Default:" not in lines[0]:
             lines.append("required")
-        if example := _example(field):
+        # Keys of a list's items have no override of their own.
+        in_list = any(
+            path.startswith(f"{key}.") and not section(found.annotation) for key, (_, found) in documented().items()
+        )
+        if not in_list and (example := _example(field)):
             lines.append(f"example: --override {path}={example}")
     if effect := _effects().get(top, {}).get(name):
         lines += re.split(r"\. (?=[a-z ]+: )", effect)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from windlass.errors import Problem, UserError
 from windlass.runfile import names
-from windlass.runfile.fields import Run, RunFile, ScriptRun, Train, Watch
+from windlass.runfile.fields import Data, Run, RunFile, ScriptRun, Train, Watch
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL
 from windlass.variables import started, unread
 
@@ -111,12 +111,13 @@ def _evaluation(run: RunFile) -> Iterator[Clash]:
         if train.eval_strategy == "no":
             what = "prompts are continued at evaluations, and train.eval_strategy is no"
             yield "train.sample train.eval_strategy", what, "set train.eval_strategy: steps, or leave train.sample out"
-    if train.eval_strategy != "no" and data.val_split is None and data.val_fraction is None:
+    if train.eval_strategy != "no" and data.val_split is None and data.val_fraction is None and not data.eval:
         hint = "set data.val_split, or data.val_fraction: 0.05, or train.eval_strategy: no"
         yield "train.eval_strategy data.val_split", "evaluation is on, but there is nothing to evaluate on", hint
     if data.val_split is not None and data.val_fraction is not None:
         what = "both a validation split and a held-out share are set"
         yield "data.val_fraction data.val_split", what, "keep one, and set the other to null"
+    yield from _mix(data)
     best, strategies = "train.load_best_model_at_end", (train.eval_strategy, train.save_strategy)
     if train.load_best_model_at_end and ("no" in strategies or len(set(strategies)) > 1):
         what = "the best checkpoint is wanted, but evaluation is {} and saving is {}"
@@ -128,6 +129,28 @@ def _evaluation(run: RunFile) -> Iterator[Clash]:
         what = f"the best checkpoint is wanted, but {train.save_steps} is not a multiple of {train.eval_steps}"
         hint = f"every checkpoint must be evaluated: set train.save_steps to {near}"
         yield f"train.save_steps train.eval_steps {best}", what, hint
+
+
+def _mix(data: Data) -> Iterator[Clash]:
+    parts = [(f"data.mix[{i}]", part) for i, part in enumerate(data.mix)]
+    taken = dict.fromkeys(data.eval, "data.eval")
+    if parts and "dataset_name_or_path" in data.model_fields_set:
+        hint = "remove it, or make it one of the mix"
+        yield "data.dataset_name_or_path data.mix", "is not trained on beside a mix", hint
+    if not parts and "validation" in data.eval and (data.val_split or data.val_fraction):
+        yield "data.eval.validation", "is what the rows of data.val_split are called", "choose another name"
+    for place, part in parts:
+        if other := taken.get(part.title):
+            yield place, f"has the name {part.title!r}, as {other} has", "give it another `name`"
+        taken[part.title] = place
+        ways = [way for way in ("weight", "rows", "epochs") if getattr(part, way) is not None]
+        if len(ways) > 1:
+            yield f"{place}.{ways[1]}", f"has both {ways[0]} and {ways[1]}", "keep one"
+        elif data.streaming and ways and ways != ["weight"]:
+            yield f"{place}.{ways[0]}", "a streamed set has no length to count by", "give every set a weight"
+    if 0 < sum(part.weight is not None for _, part in parts) < len(parts):
+        place = next(place for place, part in parts if part.weight is None)
+        yield place, "has no weight, and others have one", "give every set a weight, or none"
 
 
 def _model(run: RunFile, ranks: int) -> Iterator[Clash]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.run_folder import MANIFEST, read_manifest
-from windlass.runfile import Loaded, RunFile
+from windlass.runfile import Data, Loaded, RunFile
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import absent_trackers
 from windlass.train import ranks
@@ -131,9 +131,10 @@ def load_finished_run(run_folder: Path, *, eval_data: Path | None, ranks: int | 
             if not eval_data.exists():
                 raise UserError("there is no such file or folder", str(eval_data), "name rows with --eval-data")
             data |= {"dataset_name_or_path": str(eval_data), "dataset_config_name": None, "val_fraction": None}
-            data |= {"train_split": "train", "val_split": "train"}
+            data |= {"train_split": "train", "val_split": "train", "mix": [], "eval": {}}
         elif data.get("val_split") and not data.get("val_fraction"):
             data["train_split"] = data["val_split"]  # nothing else is tokenised
+        tree["data"] = Data.model_validate(data).model_dump(exclude_defaults=True)  # a default was not requested
     except (KeyError, TypeError):
         hint = "name the folder that train.output_dir named"
         raise UserError("it is no run folder: manifest.json can't be read", str(run_folder), hint) from None

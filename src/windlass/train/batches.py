@@ -18,6 +18,7 @@ from windlass.train import group
 
 FILL: Final = -1  # the number of a row without supervised tokens, which fills up a short last step
 ROW: Final = "row"
+SOURCE: Final = "source"  # of a row, which set of a mix, or of those evaluated
 FILL_ROW: Final[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED] * 2, "seq_lengths": [2], ROW: FILL}
 
 
@@ -67,6 +68,14 @@ class Collate:
         supervised = np.flatnonzero(following != IGNORED)
         inputs["supervised"] = torch.from_numpy(supervised)
         inputs["targets"] = torch.from_numpy(following.ravel()[supervised])
+        if any(SOURCE in row for row in rows):
+            of_rows = np.array([row.get(SOURCE, [0])[0] for row in rows], np.int64)
+            if len(labels) == len(rows):
+                which = supervised // labels.shape[1]
+            else:  # end to end
+                ends = np.cumsum([len(row["input_ids"]) for row in rows])
+                which = np.searchsorted(ends, supervised, side="right")
+            inputs["sources"] = torch.from_numpy(of_rows[which])
         tokens = sum(len(row["input_ids"]) for row in rows)
         counts = (tokens, inputs["input_ids"].numel() - tokens, len(supervised))  # as the recorder would count them
         collated["counts"] = torch.tensor(counts, dtype=torch.float64)
@@ -92,7 +101,9 @@ class Batches:
         round_rows: int,
         workers: int = 0,
         pin: bool = False,
+        names: Sequence[str] = (),
     ) -> None:
+        self.names = names  # of the sets that rows may be of
         self.rows, self.collate, self.micro, self.order, self.round_rows = rows, collate, micro, order, round_rows
         self.rank, self.world = group.rank(), group.world()
         self.workers = workers
@@ -102,7 +113,8 @@ class Batches:
 
     def __len__(self) -> int:
         """Rounds of an epoch."""
-        return -(-len(self.rows) // self.round_rows)
+        assert self.order is not None  # a stream's are not known
+        return -(-len(self.order(0)) // self.round_rows)
 
     def epoch(self, number: int, rounds_done: int = 0) -> Iterator[Batch]:
         """From the round on that comes after those done. A stream has one epoch, without end."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batch, Batches
-from windlass.train.loss import patch_forward, router_loss_weight
+from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
 from windlass.train.noise import add_embedding_noise
 from windlass.train.optimizer import create_optimizer, create_scheduler, follows_evaluation
 from windlass.train.parallel import device_of_this_rank, fsdp_modules, is_sharded, keep_gathered
@@ -90,7 +90,8 @@ class Loop:
         gather_once = is_sharded(layout) and not layout.reshard_after_forward
         self.kept_gathered = fsdp_modules(self.model) if gather_once else []
         self.waits = Waits(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
-        patch_forward(self.causal_lm)
+        self.sources = SourceLosses(self.batches.names, self.device)  # of a mix
+        patch_forward(self.causal_lm, self.sources)
         if self.train.neftune_noise_alpha:
             add_embedding_noise(self.causal_lm.get_input_embeddings(), self.train.neftune_noise_alpha)
         if self.train.gradient_checkpointing or layout.activation_checkpointing:
@@ -193,7 +194,8 @@ class Loop:
 
         # The one wait for the device, and the checks.
         figures: list[float] = torch.cat([sums, norm[None]]).tolist()
-        total, balanced, counted, job_tokens, interrupted, requested, *faults, grad_norm = figures
+        total, balanced, counted, job_tokens, interrupted, requested, *each, grad_norm = figures
+        faults, of_sources = each[: self.replicas.world], each[self.replicas.world :]
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         step = Step(self.step + 1, total / max(counted, 1), grad_norm, learning_rate, int(job_tokens))
         if any(faults) or not math.isfinite(grad_norm):
@@ -222,6 +224,7 @@ class Loop:
             loss=step.loss,
             grad_norm=step.grad_norm,
             router_aux_loss=balanced / (self.accumulation * self.replicas.world) if self.router_weight else None,
+            source_loss=self.sources.means(of_sources) or None,
             learning_rate=learning_rate,
             job_tokens=step.job_tokens,
             rows=rows,
@@ -231,13 +234,14 @@ class Loop:
         return step, round(requested), interrupted > 0
 
     def _own_sums(self, loss: Tensor, balance: Tensor, supervised: int, tokens: int) -> Tensor:
-        """What is added up over the ranks: six numbers, and for every rank whether it saw something non-finite."""
+        """What is added up over the ranks: six numbers, whether each rank saw something non-finite, and by source."""
         gradients = self.replicas.gradients()
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
         finite = torch.isfinite(loss) & torch.isfinite(largest).all()
         own = [supervised, tokens, self.stop_signal.received, self.watch.request, *[0] * self.replicas.world]
         counts = torch.tensor(own, dtype=torch.float32, pin_memory=self.device.type == "cuda")
-        sums = torch.cat([torch.stack([loss, balance]), counts.to(self.device, non_blocking=True)])
+        counted = counts.to(self.device, non_blocking=True)
+        sums = torch.cat([torch.stack([loss, balance]), counted, self.sources.take()])
         sums[6 + group.rank()] = (~finite).float()
         return torch.nan_to_num(sums)
 
@@ -279,21 +283,25 @@ class Loop:
         began = time.monotonic()
         self.causal_lm.eval()
         self._schedule_free("eval")
-        sums = torch.zeros(5, dtype=torch.float64)  # loss, right first choices, entropy, tokens; interruptions
+        by_set = SourceLosses(self.validation.names, self.device, torch.float64)
+        # Loss, right first choices, entropy, tokens; interruptions; then by set.
+        sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64)
         for host_batch in self.validation.epoch(0):
             self.recorder.mark("pause")
             self.progress.evaluating(self.step)
             with torch.no_grad(), self.autocast:
-                figures = self.causal_lm(**host_batch.to(self.device).inputs, per_token=True)
+                figures = self.causal_lm(**(inputs := host_batch.to(self.device).inputs), per_token=True)
+            if by_set.names and "sources" in inputs:
+                by_set.add(inputs["sources"], figures[0])
             counts = figures.new_tensor([host_batch.supervised, self.stop_signal.received])
-            of_batch = torch.cat([figures.double().sum(1), counts.double()])
+            of_batch = torch.cat([figures.double().sum(1), counts.double(), by_set.take()])
             if self.replicas.world > 1:
                 dist.all_reduce(of_batch)
             sums += of_batch.cpu()
             if sums[4]:  # an evaluation can take longer than the time to save after a signal
                 break
         self.causal_lm.train()
-        loss, right, entropy, tokens, interrupted = sums.tolist()
+        loss, right, entropy, tokens, interrupted, *of_sets = sums.tolist()
         self.stopped = self.evaluation_due = interrupted > 0
         if interrupted:
             return False
@@ -302,6 +310,7 @@ class Loop:
             self.scheduler.step(self.eval_loss)
         metrics = {
             "eval_loss": self.eval_loss,
+            **{f"eval_{name}_loss": mean for name, mean in by_set.means(of_sets).items()},
             "eval_mean_token_accuracy": right / max(tokens, 1),
             "eval_entropy": entropy / max(tokens, 1),
             "eval_num_tokens": self.tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,7 +21,30 @@ LEAST_TOKENS: Final = 256
 ONE_SLICE: Final = 2**20  # logits that are cheap enough to be in float32 all at once
 
 
-def patch_forward(model: PreTrainedModel) -> None:
+class SourceLosses:
+    """The loss of each of several sets, added up beside the total; sent with what is sent anyway."""
+
+    def __init__(self, names: Sequence[str], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.names = names if len(names) > 1 else ()
+        self.sums = torch.zeros(2 * len(self.names), dtype=dtype, device=device)  # losses, then tokens
+
+    def add(self, sources: Tensor, losses: Tensor) -> None:
+        losses = losses.to(self.sums.dtype)
+        self.sums.index_add_(0, sources, losses)
+        self.sums.index_add_(0, sources + len(self.names), torch.ones_like(losses))
+
+    def take(self) -> Tensor:
+        """The sums since the last time."""
+        sums, self.sums = self.sums, torch.zeros_like(self.sums)
+        return sums
+
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        """Of the sets that had a token, from every rank's sums."""
+        losses, tokens = sums[: len(self.names)], sums[len(self.names) :]
+        return {name: loss / n for name, loss, n in zip(self.names, losses, tokens, strict=True) if n}
+
+
+def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None) -> None:
     """Give a causal LM a forward that returns its summed loss, or per-token figures if `per_token` is set.
 
     It replaces `forward` rather than wrapping the model: the hooks by which FSDP2 gathers weights stay in place.
@@ -37,6 +60,7 @@ def patch_forward(model: PreTrainedModel) -> None:
         targets: Tensor,
         tokens: Tensor | None = None,
         balance_share: Tensor | None = None,
+        sources: Tensor | None = None,
         per_token: bool = False,
         choose: bool = False,
         **inputs: Any,
@@ -46,7 +70,7 @@ def patch_forward(model: PreTrainedModel) -> None:
         balance_share: what the router's balancing loss is multiplied by before it is added; that loss is returned
         too, by itself. tokens: for that loss, 1
         for every token that is not padding. No layer needs it: padding stands behind a row's tokens, and none of
-        these looks ahead.
+        these looks ahead. sources: of every target, the set that `by_source` counts it for.
         """
         if balance_share is not None:
             inputs["output_router_logits"] = True
@@ -59,7 +83,8 @@ def patch_forward(model: PreTrainedModel) -> None:
             return torch.cat([logits.argmax(1) for _, logits, _ in _chunks(hidden, weight)])
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
-        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets, shaping)  # type: ignore[no-untyped-call]
+        counted = (sources, by_source) if by_source is not None else (None, None)
+        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets, shaping, *counted)  # type: ignore[no-untyped-call]
         if balance_share is not None:  # Mixtral's; every mixture in transformers has taken it over
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -119,7 +144,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Shaping = PLAIN) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        shaping: Shaping = PLAIN,
+        sources: Tensor | None = None,
+        by_source: SourceLosses | None = None,
+    ) -> Tensor:
         wants_gradient = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wants_gradient else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -129,7 +162,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for part in _slices(logits):
                 log_probs = torch.log_softmax(logits[part], -1, dtype=torch.float32)
                 target = of_chunk[part].unsqueeze(1)
-                total -= log_probs.gather(1, target).sum()
+                picked = log_probs.gather(1, target)
+                total -= picked.sum()
+                if sources is not None and by_source is not None:
+                    by_source.add(sources[rows][part], -picked.squeeze(1))
                 if wants_gradient:  # softmax - 1 at the target, in the place of the logits
                     at_target = log_probs.exp_().gather(1, target) - 1
                     logits[part] = log_probs.scatter_(1, target, at_target)
@@ -144,9 +180,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(upstream) if gradient is not None else None, None, None, None
+        return gradient.mul_(upstream) if gradient is not None else None, None, None, None, None, None
 
 
 @torch.no_grad()

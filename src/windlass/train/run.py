@@ -356,11 +356,13 @@ def make_loop(
     collate = Collate(
         collator, mark_tokens=bool(router_loss_weight(model.get_base_model(), train.router_aux_loss_coef))
     )
-    batches = Batches(data.train, collate, plan.batch.micro, order=order, round_rows=sequences, **options)
+    batches = Batches(
+        data.train, collate, plan.batch.micro, order=order, round_rows=sequences, names=data.sources, **options
+    )
     validation = None
     if train.eval_strategy != "no" and data.validation is not None:
         rows, size = np.arange(len(data.validation)), train.per_device_eval_batch_size
-        options["round_rows"] = size * here.world
+        options |= {"round_rows": size * here.world, "names": data.evaluated}
         validation = Batches(data.validation, Collate(collator), size, order=lambda _: rows, **options)
     samples = None
     if train.sample is not None and validation is not None:

@@ -78,6 +78,10 @@ def trackio(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Lo
 OPEN = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "trackio": trackio}
 
 
+def named(losses: dict[str, float] | None) -> dict[str, float]:
+    return {f"loss_{name}": value for name, value in (losses or {}).items()}
+
+
 class Trackers:
     """Opened on rank 0. `log` sends what the loop logs; `log_steps` every line of rank 0's step file."""
 
@@ -107,7 +111,7 @@ class Trackers:
         for record in self.lines.objects() if self.opened else ():
             numbers = {
                 f"step/{name}": value
-                for name, value in record.items()
+                for name, value in {**record, **named(record.get("source_loss"))}.items()
                 if name not in AXES and isinstance(value, int | float) and not isinstance(value, bool)
             }
             self.log(numbers, record["step"])

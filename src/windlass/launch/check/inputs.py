@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data import sources
+from windlass.data.mix import all_sets
 from windlass.errors import UserError
 from windlass.hardware import GIB, Gpus
 from windlass.launch.check.results import NO_PLAN, Context, Result, failed, not_here, passed, refused, skipped, warned
@@ -121,29 +122,36 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
 
 def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
     """That the first training rows can be read and have the columns that the run needs."""
-    run, name = loaded.run, loaded.run.data.dataset_name_or_path
-    if c.elsewhere and not Path(name).expanduser().exists():
-        return not_here("data", name)
+    run, sets = loaded.run, all_sets(loaded.run.data, loaded.where)
     try:
         from windlass.data.formats import choose_format
-        from windlass.data.prepare import check_selection, select_rows
+        from windlass.data.prepare import check_selection, select_all
 
-        if sources.resolve(run.data, loaded.where).format == "hub":
-            return skipped("data", f"{name} is downloaded from the Hub", "download it before with `windlass fetch RUN`")
-        chosen = select_rows(run.data, loaded.where, lambda _: None)
-        chat = bool(run.data.messages_field) or {"messages", "conversations"} & set(chosen.columns)
+        for each in sets:
+            name = each.data.dataset_name_or_path
+            if c.elsewhere and not Path(name).expanduser().exists():
+                return not_here("data", name)
+            if sources.resolve(each.data, each.where).format == "hub":
+                hint = "download it before with `windlass fetch RUN`"
+                return skipped("data", f"{name} is downloaded from the Hub", hint)
+        selections = select_all(run.data, loaded.where, lambda _: None)
+        columns = dict.fromkeys(column for each in selections for column in each.columns)
+        chat = bool(run.data.messages_field) or {"messages", "conversations", "instruction"} & columns.keys()
         if tokenizer is None and chat:
-            return skipped("data", f"{', '.join(chosen.columns)}: rendering chats needs the tokenizer")
-        form = choose_format(run.data, chosen.columns, tokenizer, loaded.where)
+            return skipped("data", f"{', '.join(columns)}: rendering chats needs the tokenizer")
+        forms = [choose_format(each.of.data, each.columns, tokenizer, each.of.where) for each in selections]
     except UserError as error:
         return refused("data", error.problems)[0]
     except ImportError as error:
         return skipped("data", f"{error.name} is not installed")
-    if problems := check_selection(run, chosen, loaded.where):
+    if problems := check_selection(run, selections, loaded.where):
         return refused("data", problems)[0]
-    validation = f", validation {run.data.val_split}" if chosen.validation else ", no validation rows"
-    seen = f"{chosen.source.how}: {form.description}; train {run.data.train_split}{validation}"
-    if not (chosen.validation or chosen.fraction) and run.train.eval_strategy != "no":
+    validation = f", validation {run.data.val_split}" if selections[0].validation else ", no validation rows"
+    seen = f"{selections[0].source.how}: {forms[0].description}; train {run.data.train_split}{validation}"
+    if len(sets) > 1:
+        named = zip(selections, forms, strict=True)
+        seen = "; ".join(f"{each.of.name}: {each.source.how}: {form.description}" for each, form in named)
+    if not any(each.validated for each in selections) and run.train.eval_strategy != "no":
         hint = "hold some out with data.val_fraction: 0.05, or set train.eval_strategy: no"
         return warned("data", f"{seen}, so nothing is evaluated", hint, loaded.where("data.val_split"))
     return passed("data", seen)

@@ -51,7 +51,8 @@ def charts(run: Run) -> list[Chart]:
 
     memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
     made: list[tuple[str, str, str, list[Curve]]] = [
-        ("loss", "Loss", "", [*_losses(run, curve), _evaluations(run, x)]),
+        ("loss", "Loss", "", [*_losses(run, curve), *_evaluations(run, x)]),
+        ("source_loss", "Loss by source", "", [each for name in _sources(run) for each in curve(name, _by(run, name))]),
         ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
         ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
         ("rate", "Throughput", f"{first.unit}/s", curve("whole job", run.job_rate)),
@@ -95,13 +96,30 @@ def _losses(run: Run, curve: Callable[..., list[Curve]]) -> list[Curve]:
     return [*faint, *curve("smoothed", smooth(loss, weight), band=False)]
 
 
-def _evaluations(run: Run, x: list[int]) -> Curve:
-    values: list[float | None] = [None] * len(x)
-    for event in run.events:
-        step, value = number(event.get("step")), number(event.get("eval_loss"))
-        if x and event.get("kind") == "eval" and step == step and value == value:
-            values[next((i for i, last in enumerate(x) if last >= step), len(x) - 1)] = short(value)
-    return {"label": "evaluation", "values": values, "dots": True}
+def _evaluations(run: Run, x: list[int]) -> list[Curve]:
+    """All rows that are evaluated on, and each named set."""
+    curves: dict[str, list[float | None]] = {"evaluation": [None] * len(x)}
+    for event in run.events if x else ():
+        step = number(event.get("step"))
+        at = next((i for i, last in enumerate(x) if last >= step), len(x) - 1)
+        for name in event if event.get("kind") == "eval" and step == step else ():
+            if name.startswith("eval_") and name.endswith("loss") and (value := number(event[name])) == value:
+                label = f"evaluation {name[5:-5]}".strip()
+                curves.setdefault(label, [None] * len(x))[at] = short(value)
+    return [{"label": label, "values": values, "dots": True} for label, values in curves.items()]
+
+
+def _sources(run: Run) -> list[str]:
+    return sorted(
+        {name for each in run.first.objects["source_loss"].values() if isinstance(each, dict) for name in each}
+    )
+
+
+def _by(run: Run, source: str) -> Sequence[float]:
+    column = array("d", [NAN]) * run.first.length
+    for row, losses in run.first.objects["source_loss"].items():
+        column[row] = number(ask(losses, source))
+    return column
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:

@@ -1,0 +1,90 @@
+"""Several data sets trained on as one, and named evaluation sets: whose rows, how many of them in an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from windlass.data.sources import Rows, Where, count_rows
+
+if TYPE_CHECKING:
+    from windlass.runfile import Data
+    from windlass.runfile.fields import EvalSet, MixedSet
+
+VALIDATION = "validation"  # the evaluation set of a run whose rows are of one data set
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """One data set: its name, the data section as it holds for it, where its keys are set, and its share of a mix."""
+
+    name: str
+    data: Data
+    where: Where
+    part: MixedSet | None = None
+
+    @property
+    def held_out_name(self) -> str:
+        return self.name if self.part else VALIDATION
+
+
+def training_sets(data: Data, where: Where) -> list[RowSet]:
+    """Those of the mix, or the one that there is."""
+    return [
+        RowSet(part.title, data.of(part), place_of(where, f"data.mix[{i}]", part), part)
+        for i, part in enumerate(data.mix)
+    ] or [RowSet("train", data, where)]
+
+
+def evaluation_sets(data: Data, where: Where) -> list[RowSet]:
+    """Those with names, beside what validation splits have and what is held out."""
+    return [RowSet(name, data.of(part), place_of(where, f"data.eval.{name}", part)) for name, part in data.eval.items()]
+
+
+def all_sets(data: Data, where: Where) -> list[RowSet]:
+    return [*training_sets(data, where), *evaluation_sets(data, where)]
+
+
+def place_of(where: Where, prefix: str, part: MixedSet | EvalSet) -> Where:
+    """Where a key of one set is set: there, or in the data section."""
+    own = {"data.dataset_name_or_path": "path", "data.train_split": "split"}
+
+    def place(key: str) -> str:
+        name = own.get(key, key.removeprefix("data."))
+        return where(f"{prefix}.{name}" if name.split(".")[0] in part.model_fields_set else key)
+
+    return place
+
+
+def epoch_counts(sets: Sequence[RowSet], rows: Sequence[int], sequences: Sequence[int]) -> list[int]:
+    """Of every set the sequences in an epoch, at least one. By weight: until the scarcest has been seen once."""
+    parts = [each.part for each in sets]
+    weighted = [(n, part.weight) for n, part in zip(sequences, parts, strict=True) if part and part.weight]
+    scale = min((n / weight for n, weight in weighted), default=0.0)
+
+    def count(part: MixedSet | None, has_rows: int, has: int) -> float:
+        if part is None:
+            return has
+        if part.weight:
+            return part.weight * scale
+        return part.rows * has / has_rows if part.rows else has * (part.epochs or 1)
+
+    return [max(1, round(count(*each))) if each[2] else 0 for each in zip(parts, rows, sequences, strict=True)]
+
+
+def count_all(data: Data, where: Where = str) -> Rows:
+    """Rows of an epoch, if they can be counted without reading the sets."""
+    sets = training_sets(data, where)
+    found = [count_rows(each.data, each.data.train_split, each.where) for each in sets]
+    if unknown := next((rows for rows in found if rows.count is None), None):
+        return unknown
+    if not data.mix:
+        return found[0]
+    counts = [rows.count or 0 for rows in found]
+    used = epoch_counts(sets, counts, counts)
+    size = sum((rows.text_bytes or 0) * n / max(rows.count or 0, 1) for rows, n in zip(found, used, strict=True))
+    blank = sum(rows.blank * n / max(rows.count or 0, 1) for rows, n in zip(found, used, strict=True))
+    how = ", ".join(f"{n:,} of {each.name}" for n, each in zip(used, sets, strict=True))
+    sized = all(rows.text_bytes for rows in found)
+    return replace(found[0], count=sum(used), how=how, text_bytes=round(size) if sized else None, blank=round(blank))

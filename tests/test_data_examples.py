@@ -1,0 +1,87 @@
+"""The examples of every data format: planned, prepared and trained on the tiny model, and rehearsed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import warm
+
+from windlass import demo, runfile
+from windlass import plan as planning
+from windlass.data.prepare import audit_data
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples" / "data").glob("*.yaml"))
+FORMATS = {"messages", "sharegpt", "alpaca", "prompt-completion", "text", "input_ids"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("examples")
+    (made / "examples").symlink_to(ROOT / "examples")
+    demo.make(made / "demo")
+    return made
+
+
+def windlass(folder: Path, *arguments: str, code: int = 0) -> str:
+    command = [warm.python(), "-m", "windlass", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_every_format_has_an_example_that_is_planned_and_prepared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert {path.stem for path in EXAMPLES} == {*FORMATS, "mix"}
+    for path in EXAMPLES:
+        loaded = runfile.read(path.relative_to(ROOT), [])
+        assert planning.make(loaded).schedule.global_sequences == 4
+        audits: list[dict[str, object]] = []
+        audit_data(loaded, say=lambda _: None, audited=audits.append)
+        assert audits[0]["shape"]["name"] == (path.stem if path.stem != "mix" else "messages")  # type: ignore[index]
+
+
+def test_the_mix_of_every_format_is_trained_and_its_rows_are_shown(folder: Path) -> None:
+    windlass(folder, "train", "examples/data/mix.yaml")
+    audit = json.loads((folder / "demo" / "mix" / "data.json").read_text())
+    assert set(audit["sources"]) == FORMATS
+    assert {name: each["in_epoch"] for name, each in audit["sources"].items()} == {
+        "messages": 12,
+        "sharegpt": 4,
+        "alpaca": 12,
+        "prompt-completion": 24,
+        "text": 20,
+        "input_ids": 12,
+    }
+    report = json.loads((folder / "demo" / "mix" / "report.json").read_text())["runs"][0]
+    loss = next(chart for chart in report["charts"] if chart["id"] == "loss")
+    assert {"evaluation", "evaluation hanging", "evaluation spelling"} <= {each["label"] for each in loss["series"]}
+    assert any(chart["id"] == "source_loss" for chart in report["charts"])
+    shown = windlass(folder, "data", "examples/data/mix.yaml")
+    assert "in an epoch" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    rows = json.loads(windlass(folder, "data", "examples/data/mix.yaml", "--sample", "2", "--json"))
+    assert [row["source"] for row in rows] == [
+        name for name in [*audit["sources"], "hanging", "spelling"] for _ in "12"
+    ]
+    assert all(any(token["loss"] for token in row["tokens"]) for row in rows)
+    one = windlass(folder, "data", "examples/data/mix.yaml", "--row", "3", "--source", "sharegpt")
+    assert one.startswith("sharegpt, row 3: ")
+    assert one.count(" loss ") == int(one.split(" tokens, ")[1].split(" ")[0])
+    assert "sharegpt has 8 rows" in windlass(
+        folder, "data", "examples/data/mix.yaml", "--row", "8", "--source", "sharegpt", code=2
+    )
+    assert "there is no set 'x'" in windlass(
+        folder, "data", "examples/data/mix.yaml", "--row", "8", "--source", "x", code=2
+    )
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_each_example_is_trained(folder: Path, name: str) -> None:
+    windlass(folder, "train", f"examples/data/{name}.yaml")

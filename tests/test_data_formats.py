@@ -1,0 +1,221 @@
+"""Rows in the shapes in which well-known data sets are published: what the loss is computed on, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from windlass import tiny
+from windlass.data.prepare import Prepared, prepare
+from windlass.errors import UserError
+from windlass.runfile import RunFile
+
+Prepare = Callable[..., Prepared]
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+TEXT_CALLS = CALLS.replace("{{ c.function.arguments | tojson }}", "{{ '=' + c.function.arguments }}")
+THINKS = "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+END = "<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TOOLS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}: {{ t.function.parameters.properties | join(',') }}]{% endfor %}"
+)
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_current_weather",
+        "description": "Get the current weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "unit": None}},  # Parquet's None
+    },
+}
+CALL = {"id": "1", "type": "function", "function": {"name": "get_current_weather", "arguments": '{"city": "Rome"}'}}
+OPENAI = {  # OpenAI's fine-tuning format: tools, a call without content, its result, several parts, weights
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Weather "}, {"type": "text", "text": "in Rome?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "21"},
+        {"role": "assistant", "content": "It is 21.", "weight": 1},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "No problem", "weight": 0},
+    ],
+    "parallel_tool_calls": False,
+    "tools": [WEATHER],
+}
+SHAREGPT = {  # as OpenHermes-2.5 and its relatives
+    "id": "x",
+    "conversations": [
+        {"from": "system", "value": "Be brief.", "weight": None},
+        {"from": "human", "value": "Hello?", "weight": 0},
+        {"from": "gpt", "value": "Hi.", "weight": 0},
+        {"from": "human", "value": "Why?"},
+        {"from": "gpt", "value": "Because.", "weight": 1},
+    ],
+}
+GLAIVE = {  # glaive_toolcall as LLaMA-Factory publishes it
+    "conversations": [
+        {"from": "human", "value": "Weather in Rome?"},
+        {"from": "function_call", "value": '{"name": "get_current_weather", "arguments": {"city": "Rome"}}'},
+        {"from": "observation", "value": '{"temperature": 21}'},
+        {"from": "gpt", "value": "It is 21."},
+    ],
+    "tools": json.dumps([WEATHER]),
+    "system": "Be brief.",
+}
+ALPACA = {"instruction": "Add.", "input": "2 and 2", "output": "4", "text": "Below is …"}
+DOLLY = {"instruction": "Add.", "context": "", "response": "4", "category": "closed_qa"}
+NAMED = {"columns": {"input": "context", "output": "response"}}
+GSM8K = {"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4"}
+THOUGHT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "reasoning_content": "two twice"}]
+THINK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>two twice</think>\n\n4"}]
+CHUNKS = [  # Mistral's reasoning models
+    {"role": "user", "content": "2+2?"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": [{"type": "text", "text": "two twice"}]},
+            {"type": "text", "text": "4"},
+        ],
+    },
+]
+IDS = {"input_ids": [1, 40, 41, 42, 2, 0], "attention_mask": [1, 1, 1, 1, 1, 0]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    made = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=600))
+    made.chat_template = TOOLS + TURNS + THINKS + CALLS + END
+    return made
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
+    def make(row: Any, template: str | None = None, **section: Any) -> Prepared:
+        path = tmp_path / "a.jsonl"
+        rows = row if isinstance(row, list) else [row]
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        data = {"dataset_name_or_path": str(path), "max_length": 512, **section}
+        data |= {"chat_template": template} if template else {}
+        tree = {"data": data, "train": {"output_dir": str(tmp_path / "out"), "max_steps": 5}}
+        return prepare(RunFile.model_validate(tree), tokenizer, where=lambda key: f"run.yaml:9: {key}")
+
+    return make
+
+
+def parts(done: Prepared, tokenizer: Any) -> list[str]:
+    """What the loss is computed on, stretch by stretch."""
+    return [part["text"] for part in done.audit["samples"][0]["parts"] if part["learnt"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "section", "kind", "expected"),
+    [
+        (OPENAI, {}, "messages", ['get_current_weather{"city": "Rome"}<end>', "It is 21.<end>"]),
+        (OPENAI, {"turns": "last"}, "messages", None),  # the last has weight 0: nothing to train on
+        (SHAREGPT, {}, "sharegpt", ["Because.<end>"]),
+        (GLAIVE, {}, "sharegpt", ['get_current_weather{"city": "Rome"}<end>', "It is 21.<end>"]),
+        (GLAIVE, {"turns": "last"}, "sharegpt", ["It is 21.<end>"]),
+        (ALPACA, {}, "alpaca", ["4<end>"]),
+        (ALPACA, {"format": "text"}, "text", ["<s>Below is …</s>"]),
+        (DOLLY, {**NAMED, "chat_template": "alpaca"}, "alpaca", ["4</s>"]),
+        (GSM8K, {"columns": {"prompt": "question", "completion": "answer"}}, "prompt-completion", None),
+        ({"messages": THOUGHT}, {}, "messages", ["4(two twice)<end>"]),
+        ({"messages": THOUGHT}, {"reasoning": "drop"}, "messages", ["4<end>"]),
+        ({"messages": THINK}, {"reasoning": "drop"}, "messages", ["4<end>"]),
+        ({"messages": CHUNKS}, {"reasoning": "drop"}, "messages", ["4<end>"]),
+        (IDS, {}, "input_ids", None),
+        ({**IDS, "labels": [-100, -100, 41, 42, 2, -100]}, {}, "input_ids", None),
+    ],
+)  # fmt: skip
+def test_published_rows_are_trained_on_where_they_should_be(
+    prepared: Prepare, tokenizer: Any, row: Any, section: dict[str, Any], kind: str, expected: list[str] | None
+) -> None:
+    if row is OPENAI and section:
+        with pytest.raises(UserError, match="no row of train has a supervised token"):
+            prepared(row, **section)
+        return
+    done = prepared(row, **section)
+    assert done.audit["shape"]["name"] == kind
+    text = tokenizer.decode(done.train[0]["input_ids"])
+    if kind == "input_ids":
+        assert done.train[0]["input_ids"] == [1, 40, 41, 42, 2]  # padding is not trained on
+        assert done.train[0].get("labels", IDS["input_ids"][:5])[2:] == [41, 42, 2]
+    elif row is GSM8K:
+        assert parts(done, tokenizer) == [f"{GSM8K['answer']}</s>"]
+    else:
+        assert parts(done, tokenizer) == expected
+    if row in (OPENAI, GLAIVE):
+        assert text.startswith("[get_current_weather: city]")  # without what Parquet fills in
+        assert ("<system>Be brief." in text) == (row is GLAIVE)
+    if row is OPENAI:
+        assert "<user>Weather in Rome?<end>" in text
+
+
+def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_path: Path) -> None:
+    both = [ALPACA, {**ALPACA, "input": ""}]
+    done = prepared(both, chat_template="alpaca")
+    first, second = (tokenizer.decode(row["input_ids"]) for row in done.train)
+    assert "### Instruction:\nAdd.\n\n### Input:\n2 and 2\n\n### Response:\n4</s>" in first
+    assert "### Instruction:\nAdd.\n\n### Response:\n4</s>" in second
+    assert "paired with an input" in first
+    assert "paired with an input" not in second
+    for name, end in (
+        ("chatml", "Because.<|im_end|>\n"),
+        ("llama3", "Because.<|eot_id|>"),
+        ("mistral", "Because.</s>"),
+    ):
+        done = prepared(SHAREGPT, chat_template=name)
+        assert parts(done, tokenizer) == [end]
+        assert any("spelt out" in note for note in done.audit["notes"]) == (name != "mistral")
+    (tmp_path / "own.jinja").write_text(TURNS + END)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TURNS + END}))
+    for template in (str(tmp_path / "own.jinja"), str(tmp_path / "chat_template.json"), TURNS + END):
+        assert parts(prepared(SHAREGPT, template), tokenizer) == ["Because.<end>"]
+    shout = "{% if shout %}LOUD {% endif %}" + TURNS + END
+    assert "LOUD" in tokenizer.decode(prepared(SHAREGPT, shout, template_kwargs={"shout": True}).train[0]["input_ids"])
+    calls = parts(prepared(OPENAI, TOOLS + TURNS + TEXT_CALLS + END), tokenizer)  # that takes arguments as text
+    assert calls[0] == 'get_current_weather={"city": "Rome"}<end>'
+    # One that drops earlier reasoning, as Qwen's does: its last turn alone can be trained on.
+    drops = TURNS + "{% if loop.last and m.reasoning_content %}({{ m.reasoning_content }}){% endif %}" + END
+    twice = {"messages": THOUGHT + THOUGHT}
+    assert parts(prepared(twice, drops, turns="last"), tokenizer) == ["4(two twice)<end>"]
+    with pytest.raises(UserError, match=r"earlier turns differently.*\n\n.*data.turns: last"):
+        prepared(twice, drops)
+
+
+@pytest.mark.parametrize(
+    ("row", "section", "words"),
+    [
+        (SHAREGPT, {"format": "alpaca"}, "run.yaml:9: data.columns.instruction: the data have no column 'instruction'"),
+        (SHAREGPT, {"columns": {"text": "id", "role": "who"}}, "data.columns.text: the format sharegpt has no 'text'"),
+        (SHAREGPT, {"columns": {"from": "who"}}, None),
+        (GSM8K, {}, "data.text_field: the data have no column 'text'; they have 'question', 'answer'"),
+        (GSM8K, {"text_field": "question", "turns": "last"}, "data.turns: no effect on text rows"),
+        (SHAREGPT, {"completion_only_loss": False, "turns": "last"}, "data.turns: the loss is computed on everything"),
+        (SHAREGPT, {"chat_template": "chatlm"}, "no chat template 'chatlm'.*\n\n.*did you mean chatml"),
+        (SHAREGPT, {"chat_template": "{% for"}, "data.chat_template: not a chat template"),
+        (SHAREGPT, {"template_kwargs": {"tool": 1}}, "template_kwargs: the chat template reads no variable 'tool'"),
+        (OPENAI, {"chat_template": TURNS + END}, "data.chat_template writes no tools, and a row has some"),
+        ({"messages": THOUGHT}, {"chat_template": TURNS + END}, "leaves out an answer's reasoning: 'two twice'"),
+        ({"messages": [{"role": "user", "content": "a", "train": True}]}, {}, "'user' is marked to be trained on"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "has the weight 0.5"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {}, "part of the type 'image_url'"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, {}, "content is a dict, not text"),
+        ({"messages": [{"speaker": "user", "content": "a"}]}, {}, r"no role: .*\n\n.*data.columns: {role: speaker}"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f()"]}]}, {}, "a tool call is a str"),
+        ({"conversations": [{"from": "function_call", "value": "f("}]}, {}, "a tool call is no JSON"),
+        ({**IDS, "labels": [1, 2]}, {}, "6 ids, 2 labels"),
+        ({**IDS, "labels": [40, 41, 42, 2, 0, 0]}, {}, "'labels' has other ids than 'input_ids'"),
+        ({"input_ids": ["a"]}, {}, "no list of token ids"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named(prepared: Prepare, row: Any, section: dict[str, Any], words: str | None) -> None:
+    if words is None:  # a name for what some messages have
+        prepared([row, {"conversations": [{"who": "human", "value": "a"}, {"who": "gpt", "value": "b"}]}], **section)
+        return
+    with pytest.raises(UserError, match=words):
+        prepared(row, **section)

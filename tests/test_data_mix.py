@@ -1,0 +1,109 @@
+"""Mixes: how many rows of which set, in which order, and what is wrong with a mix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from windlass import tiny
+from windlass.data.mix import RowSet, count_all, epoch_counts
+from windlass.data.order import of_epoch
+from windlass.data.prepare import prepare
+from windlass.errors import UserError
+from windlass.runfile import RunFile, read
+from windlass.runfile.fields import MixedSet
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 5))
+def test_no_row_comes_again_before_all_have_been_seen(count: int, wanted: int, seed: int) -> None:
+    epochs = [of_epoch(count, wanted, seed, epoch) for epoch in range(4)]
+    assert all(len(rows) == wanted for rows in epochs)
+    seen = np.concatenate(epochs)
+    for start in range(0, len(seen) - count + 1, count):
+        assert sorted(seen[start : start + count]) == list(range(count))
+
+
+def counts(*parts: dict[str, Any], rows: list[int], sequences: list[int]) -> list[int]:
+    sets = [RowSet("x", RunFile().data, str, MixedSet(path="p", **part)) for part in parts]
+    return epoch_counts(sets, rows, sequences)
+
+
+def test_how_many_sequences_of_each_set_are_in_an_epoch() -> None:
+    assert counts({}, {"epochs": 0.25}, {"epochs": 3}, rows=[9, 8, 2], sequences=[9, 8, 2]) == [9, 2, 6]
+    assert counts({"rows": 30}, {"rows": 30}, rows=[10, 100], sequences=[10, 25]) == [30, 8]  # packed by four
+    # By weight, until the scarcest has been seen once: here the second.
+    assert counts({"weight": 3}, {"weight": 1}, rows=[900, 100], sequences=[900, 100]) == [300, 100]
+    assert counts({"weight": 3}, {"weight": 1}, rows=[90, 100], sequences=[90, 100]) == [90, 30]
+    assert counts({"epochs": 0.001}, rows=[9], sequences=[9]) == [1]
+
+
+def write(folder: Path, **section: Any) -> Path:
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{name} {i} words"}) + "\n" for i in range(8))
+        )
+    (folder / "empty.jsonl").write_text('{"text": " "}\n')
+    (folder / "chat.jsonl").write_text('{"conversations": [{"from": "human", "value": "a"}]}\n')
+    data = {"mix": [{"path": f"{folder}/a.jsonl"}, {"path": f"{folder}/b.jsonl", "epochs": 0.5}], **section}
+    train = {"output_dir": str(folder / "out"), "eval_strategy": "no", "max_steps": 4}
+    (folder / "run.yaml").write_text(yaml.safe_dump({"data": data, "train": train}, sort_keys=False))
+    return folder / "run.yaml"
+
+
+def test_an_epochs_rows_are_counted_for_the_plan(tmp_path: Path) -> None:
+    rows = count_all(read(write(tmp_path), []).run.data)
+    assert (rows.count, rows.how) == (12, "8 of a, 4 of b")
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"dataset_name_or_path": "x"}, r"run.yaml:\d: data.dataset_name_or_path: is not trained on beside a mix"),
+        ({"mix": [{"path": "x", "weight": 1}, {"path": "y"}]}, r"data.mix\[1\]: has no weight, and others have one"),
+        ({"mix": [{"path": "x", "weight": 1, "rows": 2}]}, r"data.mix\[0\].rows: has both weight and rows"),
+        ({"mix": [{"path": "x/a.jsonl"}, {"path": "y/a.parquet"}]}, r"\[1\]: has the name 'a', as data.mix\[0\]"),
+        ({"mix": [{"path": "x", "epochs": 0}]}, r"data.mix\[0\].epochs"),
+        ({"mix": [{"path": "x", "epoch": 1}]}, r"data.mix\[0\].epoch.*"),
+        ({"streaming": True}, r"data.mix\[1\].epochs: a streamed set has no length"),
+        ({"eval": {"a": {"path": "x"}}}, r"has the name 'a', as data.eval has"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_mix_is_named(tmp_path: Path, section: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        read(write(tmp_path, **section), [])
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"path": "{folder}/c.jsonl"}, r"data.mix\[0\].path: .*c.jsonl does not exist"),
+        ({"path": "{folder}/a.jsonl", "split": "test"}, r"data.mix\[0\].split: the data has no split 'test'"),
+        ({"path": "{folder}/a.jsonl", "text_field": "body"}, r"text_field: the data have no column 'body'"),
+        ({"path": "{folder}/a.jsonl", "turns": "last"}, r"data.mix\[0\].turns: no effect on text rows"),
+        ({"path": "{folder}/empty.jsonl"}, r"data.mix: no row of empty has a supervised token"),
+        ({"path": "{folder}/chat.jsonl", "columns": {"form": "a"}}, r"columns.form: the format sharegpt has no"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_one_set_has_its_place(tmp_path: Path, part: dict[str, Any], words: str) -> None:
+    part = {**part, "path": part["path"].format(folder=tmp_path)}
+    loaded = read(write(tmp_path, mix=[part, {"path": f"{tmp_path}/b.jsonl"}], turns="all"), [])
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
+    with pytest.raises(UserError, match=words):
+        prepare(loaded.run, tokenizer, where=loaded.where)
+
+
+def test_a_set_takes_from_the_section_what_it_does_not_set(tmp_path: Path) -> None:
+    tree = {"mix": [{"path": "x", "turns": "last"}, {"path": "y", "format": "text"}], "format": "sharegpt"}
+    data = RunFile.model_validate({"data": {**tree, "dataset_config_name": None, "val_fraction": 0.1}}).data
+    first, second = map(data.of, data.mix)
+    assert (first.format, first.turns, first.dataset_name_or_path, first.val_fraction) == ("sharegpt", "last", "x", 0.1)
+    assert (second.format, second.turns, second.mix) == ("text", "all", [])
