@@ -166,7 +166,9 @@ def test_a_gang_scheduler_gets_a_group_of_all_nodes(engine: str) -> None:
         (("cluster.gang=volcano", "cluster.scheduler_name=vc2"), "vc2", "annotations", "scheduling.k8s.io/group-name"),
         (("cluster.gang=coscheduling",), "scheduler-plugins-scheduler", "labels", "scheduling.x-k8s.io/pod-group"),
     ):
-        documents = manifests(engine, (*SITE, "cluster.queue=gpus", "cluster.topology_key=rack", *more))
+        documents = manifests(
+            engine, (*SITE, "cluster.queue=gpus", "cluster.topology_key=rack", "cluster.topology=preferred", *more)
+        )
         (group,) = (document for document in documents if document["kind"] == "PodGroup")
         volcano = kind == "annotations"
         assert group["spec"] == {"minMember": 3, **({"queue": "gpus"} if volcano else {})}
@@ -174,6 +176,7 @@ def test_a_gang_scheduler_gets_a_group_of_all_nodes(engine: str) -> None:
             assert one["metadata"][kind][name] == group["metadata"]["name"]
             assert one["spec"]["schedulerName"] == scheduler
             assert ("podAffinity" in str(one["spec"])) is volcano, "Kueue places pods by annotations"
+            assert ("preferred" in str(one["spec"])) is volcano
         assert ("kueue.x-k8s.io/queue-name" in documents[-1]["metadata"]["labels"]) is not volcano
 
 
@@ -307,6 +310,7 @@ def test_what_pods_cannot_have_is_refused_with_its_place() -> None:
         ("cluster.volumes=[{claim: a, path: /data, medium: Memory}]", "only an empty_dir has a medium"),
         ("cluster.volumes=[{claim: a, path: /data, sub_path: a/../../b}]", "a path inside the volume"),
         ("cluster.labels={app.kubernetes.io/instance: a}", "windlass finds the run's objects by it"),
+        ("cluster.hugepages={4Mi: 1Gi}", "must be 2Mi or 1Gi, not '4Mi'"),
         ("cluster.queue_priority=high", "no queue to have a place in"),
         ("cluster.pod_monitor=true", "nothing to scrape"),
         ("cluster.extended_resources={gpu: 1}", "a device as domain/name"),

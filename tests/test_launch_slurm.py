@@ -182,8 +182,10 @@ def test_the_exit_code_decides_whether_it_is_queued_again(cluster: Slurm, code: 
 
 
 def test_what_slurm_refuses_and_jobs_that_wait(cluster: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = (f"train.output_dir={cluster.folder}/run",)
+    overrides = ("train.output_dir=run",)
     plan = plan_of(EXAMPLES / "train.yaml", overrides)
+    text = render(plan, "slurm", overrides=overrides)["job.sbatch"]
+    assert f"#SBATCH --chdir={cluster.folder}\n#SBATCH --output={cluster.folder}/run/slurm-%j.log\n" in text
     program(cluster.folder / "bin", "sbatch", "echo 'sbatch: error: invalid partition specified: gpus' >&2; exit 1")
     with pytest.raises(RunError, match="invalid partition specified"):
         cluster.submit(plan, overrides)
@@ -272,7 +274,7 @@ def test_what_slurm_cannot_do_is_refused_by_name() -> None:
         (("cluster.container=pyxis", IMAGE), "is not mounted at its own path, to be written to"),
         (("cluster.container=pyxis", IMAGE, "cluster.volumes=[{claim: a, path: /data}]"), "folders of its nodes only"),
         (("cluster.deadline_seconds=60",), "60 s, and saving may take"),
-        (("train.output_dir=out",), "out is a path of this working folder"),
+        (("cluster.container=pyxis", IMAGE, "train.output_dir=out"), "out is a path of this working folder"),
     ):
         with pytest.raises(UserError, match=what):
             render(example("train", more)[0], "slurm")

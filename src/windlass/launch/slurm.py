@@ -75,7 +75,9 @@ def options(job: Job) -> dict[str, str]:
         "signal": f"USR1@{job.grace_seconds}",
         "requeue": "",
         "open-mode": "append",
-        "output": f"{job.folder}/slurm-%j.log",
+        # paths of the run file may begin in the folder where it was submitted
+        "chdir": None if Path(job.folder).is_absolute() else str(Path.cwd()),
+        "output": f"{Path(job.folder).absolute()}/slurm-%j.log",
     }
     return {key: value for key, value in rows.items() if value is not None} | cluster.sbatch
 
@@ -117,7 +119,7 @@ def batch(job: Job) -> str:
         "options": "\n".join(
             f"#SBATCH --{key}{f'={quote(one_line(value))}' if value else ''}" for key, value in options(job).items()
         ),
-        "folder": quote(job.folder),
+        "folder": quote(str(Path(job.folder).absolute())),
         "restarts": str(job.cluster.max_restarts),
         "srun": words(["srun", "--kill-on-bad-exit=0", *label, *more]),
         "before": words(before) + " " * bool(before),
@@ -132,8 +134,8 @@ def batch(job: Job) -> str:
 
 def review(job: Job) -> Iterator[Problem | str]:
     cluster, folder = job.cluster, PurePosixPath(job.folder)
-    if not folder.is_absolute():
-        hint = "give an absolute path that all nodes see"
+    if cluster.container and not folder.is_absolute():
+        hint = "give an absolute path, which is the same inside the container"
         yield Problem(f"{folder} is a path of this working folder", job.where(job.plan.loaded.run.folder_key), hint)
     if cluster.container and not cluster.image:
         yield Problem(f"nothing for {cluster.container} to run", job.where("cluster.image"), "set cluster.image")

@@ -35,6 +35,7 @@ Cpus = Annotated[LooseText, matching(r"\d{1,6}(\.\d{1,3}|m)?", "a number of CPUs
 Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name: letters, digits and underscores")]
 Image = Annotated[str, matching(r"[!-~]{1,1024}", "an image's name, without spaces")]
 Release = Annotated[str, matching(r"\d{1,4}\.\d{1,4}", 'a version such as "2.3", in quotes')]
+HugePage = Annotated[str, matching(r"2Mi|1Gi", "2Mi or 1Gi")]
 OptionName = Annotated[str, matching(r"[a-z][a-z-]+", "an option's long name, such as reservation")]
 SecretKey = Annotated[str, matching(r"[-._a-zA-Z0-9]{1,253}", "letters, digits, dashes, dots and underscores")]
 
@@ -226,7 +227,7 @@ class Cluster(Section):
     """CPUs of each pod."""
     cpu_limit: Cpus | None = None
     """CPUs that each pod may use; the same as `cpu`, with memory alike, is the QoS class Guaranteed."""
-    hugepages: dict[Literal["2Mi", "1Gi"], Quantity] = Field(default={})
+    hugepages: dict[HugePage, Quantity] = Field(default={})
     """Huge pages of each pod by their size, such as `2Mi: 4Gi`."""
     ephemeral_storage: Quantity | None = None
     """Disk of the node that each pod may use for logs and temporary files."""
