@@ -36,6 +36,10 @@ OFF: Final[tuple[Any, ...]] = (None, False, 0, "", [], {}, "none", "no", "false"
 OWN: Final = ("warmup_ratio", "global_batch_size", "resume")  # of `train`, and not transformers'
 
 
+TEMPLATES: Final = ("chatml", "llama3", "alpaca")  # of the same name here
+TOKENIZERS_OWN: Final = "the tokenizer's own is used; compare with `windlass data RUN --sample 3`"
+
+
 @dataclass
 class Import:
     """A run file in the making."""
@@ -239,11 +243,15 @@ def _axolotl(made: Import) -> None:
         made.no_effect["special_tokens"] = "padding never counts in the loss"
     share = made.take("val_set_size") or 0
     tests = made.take("test_datasets")
-    _held_out(made, share, "val_set_size", bool(tests))
-    if tests:
-        made.refuse("test_datasets", "windlass evaluates on a split of the same data set", "write val_set_size instead")
-    if made.take("chat_template") not in (None, "tokenizer_default"):
-        made.no_effect["chat_template"] = "the tokenizer's own is used; compare with `windlass data RUN --sample 3`"
+    _held_out(made, share, "val_set_size")
+    _evaluated_on(made, "test_datasets", [_axolotl_data(made, entry) for entry in tests or []])
+    template, text = made.take("chat_template"), made.take("chat_template_jinja")
+    if template in TEMPLATES or (template == "jinja" and text):
+        made.set("data.chat_template", text or template, "chat_template")
+    elif template not in (None, "tokenizer_default"):
+        made.no_effect["chat_template"] = TOKENIZERS_OWN
+    if kwargs := made.take("chat_template_kwargs"):
+        made.set("data.template_kwargs", kwargs, "chat_template_kwargs")
     on_prompt = made.take("train_on_inputs")
     entries = made.take("datasets") or _listed(made.take("pretraining_dataset"))
     for entry in entries:
@@ -271,7 +279,7 @@ def _axolotl_data(made: Import, entry: Mapping[str, Any]) -> dict[str, Any]:
     if str(kind).startswith(("completion", "pretrain")):
         return {**found, "text_field": entry.get("field") or entry.get("text_column") or "text"}
     if str(kind) == "alpaca":
-        return found
+        return {**found, "format": "alpaca"}
     made.refuse(
         "datasets", f"windlass has no prompt style {kind!r}", "see data.prompt_template and data.messages_field"
     )
@@ -296,17 +304,20 @@ def _llamafactory(made: Import) -> None:
     if neat or packing or (packing is None and stage == "pt"):
         remark = "neat_packing" if neat else "packing; here packed rows don't see each other"
         made.set("data.packing", True, remark)
-    _held_out(made, made.take("val_size") or 0, "val_size", False)
+    _held_out(made, made.take("val_size") or 0, "val_size")
     if stage == "sft":
         made.set("data.completion_only_loss", not made.take("train_on_prompt"), "train_on_prompt")
     if made.take("mask_history"):
-        made.refuse("mask_history", "windlass computes the loss on every assistant turn", "write mask_history: false")
-    if evaluated := made.take("eval_dataset"):
-        made.refuse("eval_dataset", f"{evaluated} is another data set than the trained one", "write val_size instead")
+        made.set("data.turns", "last", "mask_history")
+    if made.take("enable_thinking") is False:
+        made.set("data.template_kwargs", {"enable_thinking": False}, "enable_thinking")
     folder, rows = Path(str(made.take("dataset_dir", "data"))), made.take("max_samples")
     names = [name.strip() for name in str(made.take("dataset") or "").split(",") if name.strip()]
     known = _llamafactory_names(Path(made.file).parent, folder)
     entries = [_llamafactory_data(name, known.get(name), folder) for name in names]
+    evaluated = [name.strip() for name in str(made.take("eval_dataset") or "").split(",") if name.strip()]
+    tests = [_llamafactory_data(name, known.get(name), folder) for name in evaluated]
+    _evaluated_on(made, "eval_dataset", tests)
     split = f"train[:{rows}]" if rows else "train"
     _data_sets(made, "dataset", [{"train_split": split, **entry} for entry in entries])
 
@@ -326,8 +337,10 @@ def _llamafactory_data(name: str, known: Any, folder: Path) -> dict[str, Any]:
     found = {"dataset_name_or_path": source, "dataset_config_name": known.get("subset")}
     columns = known.get("columns") or {}
     if known.get("formatting") in ("sharegpt", "openai"):
-        found["messages_field"] = columns.get("messages", "conversations")
-    return found
+        return {**found, "messages_field": columns.get("messages", "conversations")}
+    own = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
+    renamed = {own[name]: column for name, column in columns.items() if name in own and column != own[name]}
+    return {**found, "format": "alpaca", **({"columns": renamed} if renamed else {})}
 
 
 def _trl(made: Import) -> None:
@@ -368,15 +381,17 @@ def _swift(made: Import) -> None:
         made.refuse("system", "windlass adds no system message to rows", f"put {str(system)!r:.40} into the data")
     if made.theirs.get("gradient_accumulation_steps") is not None:
         made.settings["train.global_batch_size"] = None
-    _held_out(made, made.take("split_dataset_ratio") or 0, "split_dataset_ratio", False)
-    if evaluated := made.take("val_dataset"):
-        made.refuse("val_dataset", f"{evaluated} is another data set", "write --split_dataset_ratio 0.01 instead")
-    entries = []
-    for name in _listed(made.take("dataset")):
-        path, _, rows = str(name).partition("#")
-        entries.append({"dataset_name_or_path": path, "train_split": f"train[:{rows}]" if rows else "train"})
+    _held_out(made, made.take("split_dataset_ratio") or 0, "split_dataset_ratio")
+    trained, evaluated = (
+        [
+            {"dataset_name_or_path": path, "train_split": f"train[:{rows}]" if rows else "train"}
+            for path, _, rows in (str(name).partition("#") for name in _listed(made.take(key)))
+        ]
+        for key in ("dataset", "val_dataset")
+    )
+    _evaluated_on(made, "val_dataset", evaluated)
     made.set("data.completion_only_loss", True, "ms-swift's loss is on what the assistant says")
-    _data_sets(made, "dataset", entries)
+    _data_sets(made, "dataset", trained)
 
 
 SPECIAL: Final[dict[str, Callable[[Import], None]]] = {
@@ -387,27 +402,37 @@ SPECIAL: Final[dict[str, Callable[[Import], None]]] = {
 }
 
 
-def _held_out(made: Import, share: Any, key: str, others: bool) -> None:
+def _held_out(made: Import, share: Any, key: str) -> None:
     if not share:
         made.set("data.val_split", None, f"{key}: 0")
-        if not others:
-            made.settings["train.eval_strategy"] = "no"
-            made.remarks["train.eval_strategy"] = "nothing is held out to evaluate on"
     elif share < 1:
         made.set("data.val_fraction", share, key)
     else:
         made.refuse(key, f"{share} rows: windlass holds out a share of the rows", f"write {key}: 0.01 or the like")
 
 
+def _evaluated_on(made: Import, key: str, found: list[dict[str, Any]]) -> None:
+    """Data sets that are only evaluated on, by the last part of their path."""
+    if found:
+        sets = {Path(str(each["dataset_name_or_path"])).stem: _as_part(each) for each in found}
+        made.set("data.eval", sets, key)
+
+
 def _data_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
     if not found:
         made.refuse(key, "names no data set", "set data.dataset_name_or_path in the run file")
-    for name, value in ({"dataset_config_name": None, **found[0]} if found else {}).items():
-        if value is not None or name == "dataset_config_name":
-            made.set(f"data.{name}", value, key)
+    made.set("data.dataset_config_name", None, key)
     if len(found) > 1:
-        others = ", ".join(str(entry["dataset_name_or_path"]) for entry in found[1:])
-        made.refuse(key, f"windlass trains on one data set; the run file lacks {others}", "join them in one file")
+        made.set("data.mix", [_as_part(each) for each in found], key)
+    for name, value in (found[0] if len(found) == 1 else {}).items():
+        if value is not None:
+            made.set(f"data.{name}", value, key)
+
+
+def _as_part(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `data` as those of one of several sets."""
+    short = {"dataset_name_or_path": "path", "train_split": "split"}
+    return {short.get(name, name): value for name, value in found.items() if value is not None}
 
 
 def _settle(made: Import) -> None:
@@ -423,6 +448,14 @@ def _settle(made: Import) -> None:
     for what in ("eval", "save"):
         if made.settings.get(f"train.{what}_strategy", "steps") != "steps":
             made.settings.pop(f"train.{what}_steps", None)
+    if (
+        "data.val_fraction" not in made.settings
+        and not made.settings.get("data.val_split")
+        and "data.eval" not in made.settings
+    ):
+        made.settings["train.eval_strategy"] = "no"
+        made.remarks["train.eval_strategy"] = "nothing is held out to evaluate on"
+        made.settings.pop("train.eval_steps", None)
     if made.settings.get("train.eval_strategy") == "no":
         made.settings.pop("train.load_best_model_at_end", None)
 
