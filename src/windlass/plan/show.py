@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.hardware import GIB, Machine
-from windlass.observe.report.format import count, duration, percent
+from windlass.observe.report.format import count, duration
 from windlass.plan import Plan
 from windlass.plan.choose import OF_ALL, Contender, overrides, same, undominated
 from windlass.plan.cost import HEADROOM, Cost, in_fp8
@@ -56,7 +56,7 @@ def _summary(plan: Plan, width: int, most: int) -> list[Text]:
     left = len(texts)
     for name, text in named:
         more = [*_paragraphs([(name, text)], width)]
-        if len(lines) + len(more) < most:
+        if len(lines) + len(more) < most and (name == "warning" or not left):
             lines += more
             left -= name == "warning"
     rest = [_count(left, "more warning")] * bool(left) + [_count(len(plan.notes), "note"), "tables"]
@@ -105,14 +105,11 @@ def _lines(plan: Plan) -> Iterator[Named]:
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]
     yield "machine", machines(layout, plan.machine)
-    base = "" if plan.base.path else "; its weights are not here"
-    share = percent(plan.adapter.trainable / plan.total, 3)
-    parameters = f"{count(plan.total)} parameters, {plan.adapter.trainable:,} ({share}) trained"
-    yield "model", f"{plan.base.name}, {parameters}{base}"
-    text = (
-        f"{_count(length.global_sequences, 'sequence')} a step: micro-batches of {batch.micro} x {batch.accumulation}"
-    )
-    text += f" x {_count(layout.ranks, 'rank' if gpu.name == 'cpu' else 'GPU')}; up to {batch.length:,} tokens each"
+    base = "" if plan.base.path else "; no weights here"
+    yield "model", f"{plan.base.name}, {count(plan.total)}, trained: {plan.adapter.trainable:,}{base}"
+    ranks = _count(layout.ranks, "rank" if gpu.name == "cpu" else "GPU")
+    text = f"{length.global_sequences:,} rows a step of up to {batch.length:,} tokens: "
+    text += f"{batch.micro} x {batch.accumulation} micro-batches x {ranks}"
     yield "batch", f"{text}; {_batch_reason(plan)}" if plan.tried else text
 
 
