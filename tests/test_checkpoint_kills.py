@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 from test_checkpoint_resume import material  # noqa: F401
 
@@ -25,11 +26,11 @@ from windlass.train import checkpoint, ranks
 pytestmark = pytest.mark.xdist_group("checkpoint kills")
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-WAIT_SECONDS = 120  # for a run of 12 steps; the machine may be crowded
+WAIT_SECONDS = 280  # for a run of 12 steps; the machine may be crowded
 
 
 def started(run: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "windlass", "train", str(run), *words]
+    command = [warm.python(), "-m", "windlass", "train", str(run), *words]
     return subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
