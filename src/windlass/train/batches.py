@@ -107,9 +107,8 @@ class Batches:
         self.rows, self.collate, self.micro, self.order, self.round_rows = rows, collate, micro, order, round_rows
         self.rank, self.world = group.rank(), group.world()
         self.workers = workers
-        pinned = pin and torch.cuda.is_available()
         # A generator of its own: torch's loader draws a seed at every start, which would else be training's.
-        self.options: dict[str, Any] = {"pin_memory": pinned, "generator": torch.Generator()}
+        self.options: dict[str, Any] = {"pin_memory": pin and torch.cuda.is_available(), "generator": torch.Generator()}
 
     def __len__(self) -> int:
         """Rounds of an epoch."""

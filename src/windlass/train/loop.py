@@ -85,8 +85,7 @@ class Loop:
         self.device = device_of_this_rank()
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.bf16)
         self.router_weight = router_loss_weight(self.causal_lm, self.train.router_aux_loss_coef)
-        # Weights stay gathered from a step's first micro-batch to its last. Found once: a walk over thousands of
-        # modules takes milliseconds.
+        # Weights stay gathered for all of a step's micro-batches. Found once: walking all modules takes milliseconds.
         gather_once = is_sharded(layout) and not layout.reshard_after_forward
         self.kept_gathered = fsdp_modules(self.model) if gather_once else []
         self.waits = Waits(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
