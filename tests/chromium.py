@@ -124,7 +124,7 @@ class Chromium:
     def close(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(120)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=check)
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=200, check=check)
 
 
 @functools.cache
@@ -83,7 +83,9 @@ class Hosts:
     def slow_down(self, node: int) -> None:
         limit = ("rate", "200mbit", "burst", "256kb", "latency", "400ms")
         name = f"{self.prefix}{node}"
-        subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit], timeout=20, check=True)
+        subprocess.run(
+            ["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit], timeout=200, check=True
+        )
 
     def cut(self, node: int, other: int) -> None:
         _ip("-n", f"{self.prefix}{node}", "route", "add", "blackhole", f"{self.address(other)}/32")
@@ -93,7 +95,7 @@ class Hosts:
             self.kill(node)
         for process in self.running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(120)
         for name in [f"{self.prefix}{node}" for node in range(self.count)] + [f"{self.prefix}s"]:
             _ip("netns", "del", name, check=False)
 

@@ -39,7 +39,7 @@ def save(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 open(f"{folder}/ready-{os.environ['RANK']}", "w").close()
-time.sleep(60)
+time.sleep(600)
 """
 # Rank 0 has more to save than the others, and they end before it.
 SLOW = SAVES.replace("def save(*_):", "def save(*_):\n    time.sleep(3 if os.environ['RANK'] == '0' else 0)")
@@ -50,7 +50,7 @@ import os, sys, time
 if os.environ["RANK"] == "1":
     print("words of rank 1", file=sys.stderr)
     sys.exit(int(sys.argv[1]))
-time.sleep(60)
+time.sleep(600)
 """
 # A loss that is no number, as a meter would write it.
 DIVERGES = """
@@ -59,10 +59,10 @@ with open(os.environ["WINDLASS_OUTPUT_DIR"] + f"/steps-rank{os.environ['RANK']}.
     for step in range(1, 4):
         line = {"step": step, "loss": 1.0 if step < 3 else None, "step_seconds": 0.1, "images": 4}
         steps.write(json.dumps(line | ({} if step < 3 else {"non_finite": ["loss"]})) + "\\n")
-time.sleep(60)
+time.sleep(600)
 """
 # The same, and a save when it is stopped for that, which takes rank 0 longer than the others.
-DIVERGES_SAVES = SLOW.replace("time.sleep(60)", DIVERGES)
+DIVERGES_SAVES = SLOW.replace("time.sleep(600)", DIVERGES)
 # A step, and then none any more.
 STALLS = """
 import time
@@ -70,5 +70,5 @@ from windlass.meter import StepProfiler
 
 with StepProfiler(unit="images", report=False) as meter:
     meter.step(items=1)
-    time.sleep(60)
+    time.sleep(600)
 """

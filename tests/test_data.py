@@ -401,7 +401,7 @@ def start_maker(cache: Path) -> subprocess.Popen[str]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.02)
@@ -423,7 +423,7 @@ def test_one_process_makes_and_the_others_wait_even_if_it_is_killed(tmp_path: Pa
         assert other.stdout is not None
         assert "waiting for another process" in other.stdout.readline()
     owner.send_signal(signal.SIGKILL)
-    owner.communicate(timeout=30)
+    owner.communicate(timeout=200)
     (cache / "go").touch()
     assert all(other.communicate(timeout=60)[0].endswith("all\n") for other in others)
     assert (cache / "log").read_text() == "made\n" * 2  # by the owner, and by one of the others

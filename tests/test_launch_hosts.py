@@ -78,8 +78,8 @@ def test_nodes_that_never_meet_and_those_that_do_name_each_other(tmp_path: Path)
         run.patient(4)
         began = time.monotonic()
         started = [run.start(0), run.start(2)]
-        assert [process.wait(60) for process in started] == [1, 1]
-        assert time.monotonic() - began < 40
+        assert [process.wait(200) for process in started] == [1, 1]
+        assert time.monotonic() - began < 150
         assert "node 1 did not join within 4 s (node 0, node 2 (machine-2) did)" in run.log(0)
         assert "node 0 says: node 1 did not join" in run.log(2)
         # A name that no interface has, or another run file, is the input's fault, on whichever node it is found.
@@ -94,7 +94,7 @@ def test_nodes_that_never_meet_and_those_that_do_name_each_other(tmp_path: Path)
             started = [
                 run.start(node, **(more if node == 1 else {}), at=at if node == 1 else None) for node in range(3)
             ]
-            assert [process.wait(60) for process in started] == [13, 13, 13]
+            assert [process.wait(200) for process in started] == [13, 13, 13]
             assert what in run.log(0)
             assert what in run.log(2)
 

@@ -23,7 +23,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -81,7 +81,7 @@ class Nodes:
 
     def ended(self) -> list[int]:
         for thread in self.threads:
-            thread.join(20)
+            thread.join(200)
             assert not thread.is_alive(), "a node hangs"
         return [self.codes[slot] for slot in range(len(self.made))]
 

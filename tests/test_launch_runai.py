@@ -91,7 +91,7 @@ def test_the_script_runs_the_very_command(tmp_path: Path) -> None:
     fakes, script = tmp_path / "bin", tmp_path / "submit.sh"
     program(fakes, "runai", f'echo "$MSYS_NO_PATHCONV $MSYS2_ARG_CONV_EXCL" >{tmp_path}/msys')
     script.write_text(render(plan, "runai", overrides=overrides)["submit.sh"])
-    subprocess.run(["bash", script], env=environ(fakes), check=True, timeout=30)
+    subprocess.run(["bash", script], env=environ(fakes), check=True, timeout=200)
     words = runai.command(job_of(plan, overrides=overrides))
     assert calls(fakes, "runai") == words[1:]
     assert f"odd={odd}" in words
