@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 from windlass.cli import app, main
+from windlass.plan.show import rough
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ROOT / "docs" / "commands"
@@ -96,11 +97,13 @@ def layouts(argument: str, names: list[str]) -> str:
     """Some rows of `plan --compare` as a table."""
     plan = json.loads(windlass("plan", argument, "--compare", "--json"))
     found = {row["name"]: row for row in plan["layouts"]}
-    head = "| layout | nodes | GiB of each GPU | GB sent by each GPU a step |\n|---|---|---|---|\n"
+    head = "| layout | nodes | GiB of each GPU | GB sent by each GPU a step | tokens/s, estimated |\n"
+    head += "|---|---|---|---|---|\n"
     per_node = plan["layout"]["gpus_per_node"]
     return head + "\n".join(
         f"| {name.partition(', on ')[0]} | {row['ranks'] // per_node} | {row['gpu_gib']:,.1f}"
-        f" | {row['wire_gb_per_step']:,.1f} |"
+        f" | {row['wire_gb_per_step']:,.1f}"
+        f" | {rough(row['tokens_per_second_low'])} to {rough(row['tokens_per_second_high'])} |"
         for name, row in ((name, found[name]) for name in names)
     )
 

@@ -358,10 +358,13 @@ def test_the_fastest_that_fits_is_chosen_and_the_reason_says_so() -> None:
         ("full-shard", True, 60, 20.0), ("hybrid", True, 100, 5.0), ("expert-parallel 4", True, 70, 2.5), resident
     )
     assert (layout.name, layout.expert_parallel) == ("expert-parallel", 4)
-    assert layout.reason == "chosen: the fastest of the 3 layouts that fit, 2.5 s a step (hybrid 5 s, full-shard 20 s)"
+    assert (
+        layout.reason
+        == "chosen: the fastest of the 3 layouts that fit, 2.5 s a step: 2.00 x faster than the next, hybrid"
+    )
     layout = chosen(("full-shard", True, 60, 20.0), ("full-shard, parameters offloaded", True, 50, 20.0))
     assert not layout.offload
-    assert layout.reason.endswith("20 s a step (full-shard, parameters offloaded 20 s)")
+    assert layout.reason.endswith("20 s a step: as fast as the next, full-shard, parameters offloaded")
     # Of equals, the one with least to overlap.
     hybrid = ("hybrid", True, 52, 2.50, 4.8)
     assert chosen(hybrid, ("expert-parallel 4", True, 24, 2.52, 2.9)).name == "expert-parallel"

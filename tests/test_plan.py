@@ -23,7 +23,7 @@ from windlass.plan import Plan, rows_as_sequences, schedule
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.choose import EQUAL, same, undominated
 from windlass.plan.cost import HEADROOM, Batch
-from windlass.plan.show import show
+from windlass.plan.show import rough, show
 from windlass.runfile import Train, read
 
 ROOT = Path(__file__).parent.parent
@@ -389,7 +389,8 @@ def test_fifteen_lines_with_the_verdict_first(
     assert lines[0].startswith("fits: " if made.cost.fits else "does not fit: ")
     assert f"{made.cost.gpu_gib:,.1f} GiB of {made.machine.gpu.memory_gib:,.1f} GiB a GPU" in lines[0]
     assert made.cost.fits or lines[1].startswith("hint: ")
-    assert f"{made.cost.tokens_per_second:,.0f} tokens/s" in "\n".join(lines)
+    low, high = rough(made.cost.tokens_per_second_low), rough(made.cost.tokens_per_second_high)
+    assert f"{low} to {high} tokens/s" in "\n".join(lines)
     shown = [line.split()[0] for line in lines]
     assert {"speed", "time", "layout", "limit", "batch", "more"} <= set(shown)
     rest = re.search(r"(\d+) more warning", lines[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, log
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -53,11 +54,19 @@ class Rates:
 
 def interpolate(points: Points, first: float, second: float) -> float:
     """The rate at these two sizes. Beyond the points: the nearest one's, but below the fewest rows in proportion."""
-    by_first: dict[float, list[tuple[float, float]]] = {}
+    firsts, lines = _by_first(points)
+    after = bisect_right(firsts, first)
+    near = slice(max(after - 1, 0), min(after + 1, len(firsts)))
+    line = [(one, _between(rest, second)) for one, rest in zip(firsts[near], lines[near], strict=True)]
+    return _between(line, first) * min(1.0, first / firsts[0])
+
+
+@lru_cache
+def _by_first(points: Points) -> tuple[list[float], list[list[tuple[float, float]]]]:
+    found: dict[float, list[tuple[float, float]]] = {}
     for one, other, rate in sorted(points):
-        by_first.setdefault(one, []).append((other, rate))
-    line = [(one, _between(rest, second)) for one, rest in by_first.items()]
-    return _between(line, first) * min(1.0, first / line[0][0])
+        found.setdefault(one, []).append((other, rate))
+    return list(found), list(found.values())
 
 
 def _between(line: list[tuple[float, float]], at: float) -> float:

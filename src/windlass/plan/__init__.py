@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from windlass import __version__, hardware
 from windlass import model as weights
 from windlass.data import mix
-from windlass.data.sources import Rows
+from windlass.data.sources import Rows, count_rows
 from windlass.errors import Problem, UserError, raise_all
 from windlass.files import write_json
 from windlass.hardware import GIB, Machine
@@ -28,7 +28,7 @@ from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, read_shape
 from windlass.plan.layout import AUTO, Layout, needs_weights, read_request
 from windlass.plan.machine import own_file, read_machine
 from windlass.plan.warn import BYTES_PER_TOKEN, Warning, find_warnings, row_tokens
-from windlass.runfile import Cluster, Loaded, Train, accumulation
+from windlass.runfile import Cluster, Data, Loaded, Train, accumulation
 from windlass.runfile.machines import admission
 from windlass.runfile.names import ATTENTION
 
@@ -68,6 +68,7 @@ class Plan:
     cost: Cost
     contenders: tuple[Contender, ...]
     impossible: dict[str, str]  # layouts that are, and why
+    evaluated: int | None  # sequences of an evaluation; None: their number is not known
     tried: tuple[Cost, ...]  # micro-batches, if the plan chooses one
     advice: tuple[Advice, ...]  # what would make the run faster
     warnings: tuple[Warning, ...]  # what most probably is not meant so
@@ -96,9 +97,26 @@ class Plan:
         return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces)
 
     @property
+    def seconds(self) -> dict[str, float] | None:
+        """What the run's time goes to; None if its length is not known."""
+        return self._seconds(self.cost, self.layout.ranks, self.schedule)
+
+    def _seconds(self, cost: Cost, ranks: int, schedule: Schedule) -> dict[str, float] | None:
+        if schedule.steps is None:
+            return None
+        sequences = math.ceil((self.evaluated or 0) / ranks)
+        saving = schedule.checkpoint_bytes / self.machine.rates.storage_gb_per_second / 1e9
+        return {
+            "load": cost.load_seconds,
+            "first_step": cost.first_step_seconds,
+            "steps": schedule.steps * cost.step_seconds,
+            "evaluations": (schedule.evaluations or 0) * sequences * cost.evaluation_seconds,
+            "checkpoints": (schedule.checkpoints or 0) * saving,
+        }
+
+    @property
     def hours(self) -> float | None:
-        steps = self.schedule.steps
-        return None if steps is None else steps * self.cost.step_seconds / 3600
+        return None if self.seconds is None else sum(self.seconds.values()) / 3600
 
     @property
     def gpu_hours(self) -> float | None:
@@ -107,13 +125,15 @@ class Plan:
     def gpu_hours_of(self, other: Contender) -> float | None:
         """Of the same run under another layout."""
         s, ranks = self.schedule, other.layout.ranks
-        steps = schedule(self.loaded.run.train, other.cost.batch, ranks, self.adapter, s.rows, s.rows_reason).steps
-        return None if steps is None else steps * other.seconds * ranks / 3600
+        length = schedule(self.loaded.run.train, other.cost.batch, ranks, self.adapter, s.rows, s.rows_reason)
+        seconds = self._seconds(other.cost, ranks, length)
+        return None if seconds is None else sum(seconds.values()) * ranks / 3600
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON of `windlass plan --json` and plan.json. Its keys are an interface: add, never rename."""
         cost, base, adapter = self.cost, self.base, self.adapter
         figures = "fits gpu_gib wire_gb_per_step step_seconds tokens_per_second"
+        figures += " tokens_per_second_low tokens_per_second_high"
         nothing = dict.fromkeys(("base_dtype", "micro", "accumulation", *figures.split(), "gpu_hours"))
         layouts: list[dict[str, Any]] = [
             {"name": c.name, "ranks": c.layout.ranks, "possible": not c.why_not, "why_not": c.why_not}
@@ -162,7 +182,13 @@ class Plan:
             "estimate": {
                 **_pick(cost, "step_seconds step_seconds_serial tokens_per_second mfu wire_gb_per_step"),
                 **_pick(cost, "flops_per_token recompute_flops_per_token"),
-                "compute_seconds_per_micro_batch": cost.compute_seconds,
+                **_pick(cost, "step_seconds_low step_seconds_high tokens_per_second_low tokens_per_second_high basis"),
+                **_pick(cost, "bound"),
+                **{
+                    f"{part}_seconds_per_micro_batch": getattr(cost, f"{part}_seconds")
+                    for part in ("compute", "memory", "wire", "transfer", "host", "sync")
+                },
+                "seconds": self.seconds,
                 **_pick(self, "hours gpu_hours"),
             },
             "advice": [asdict(advice) for advice in self.advice],
@@ -277,6 +303,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         cost=cost(work, length),
         contenders=contenders,
         impossible=impossible,
+        evaluated=_count_evaluated(run.data, where) if work.evaluated else 0,
         tried=best.tried if len(ways) > 1 else (),
         advice=advise(work, length, contenders, run, batch_is_set=len(ways) == 1, layout_is_set=is_set),
         warnings=(),
@@ -303,6 +330,21 @@ def check_family(loaded: Loaded, base: Base) -> list[Problem]:
         hint = f"leave it out, or write {' or '.join(family.attention)}"
         problems.append(Problem(what, loaded.where("model.attn_implementation"), hint))
     return problems
+
+
+def _count_evaluated(data: Data, where: Where) -> int | None:
+    """Sequences of one evaluation over all its sets, but for a fraction that is held out. None: not known."""
+    splits = [(each, each.data.val_split) for each in mix.training_sets(data, where)]
+    splits += [(each, each.data.train_split) for each in mix.evaluation_sets(data, where)]
+    total = 0
+    for each, split in splits:
+        if split is not None:
+            rows = count_rows(each.data, split, each.where)
+            count = rows_as_sequences(rows, data.max_length, packing=data.packing)[0]
+            if count is None:
+                return None
+            total += count
+    return total
 
 
 def _own_notes(plan: Plan, ways: int) -> list[str]:

@@ -141,7 +141,7 @@ def micro_batches(train: Train, accumulation: int, length: int) -> tuple[Batch, 
 
 
 def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:
-    """The fastest that fits, with headroom if there is a choice, the smaller of equals; if none does, the smallest.
+    """The fastest that fits, with headroom if there is a choice, the larger of equals; if none does, the smallest.
     And all that were tried, up to the first that does not fit: none after it would."""
     tried: list[Cost] = []
     for batch in batches:
@@ -149,8 +149,9 @@ def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]
         if not tried[-1].has_headroom:
             break
     fitting = [each for each in tried if each.has_headroom]
-    best = min(fitting, key=lambda each: round(each.step_seconds, 9)) if fitting else tried[0]
-    return best, tuple(tried)
+    fastest = min((each.step_seconds for each in fitting), default=0.0)
+    equals = [each for each in fitting if each.step_seconds <= fastest * EQUAL]
+    return equals[-1] if equals else tried[0], tuple(tried)
 
 
 # --- which is best ------------------
@@ -194,8 +195,12 @@ def choose(contenders: Sequence[Contender]) -> Contender | None:
             f"the only one of {len(able)} layouts that fits" if len(able) > 1 else "the only layout that is possible"
         )
         if others := sorted((c for c in fitting if c is not best), key=lambda c: c.seconds):
-            rivals = ", ".join(f"{c.name} {c.seconds:.3g} s" for c in (*others[:1], *others[1:][-1:]))
-            reason = f"the fastest of the {len(fitting)} layouts that fit, {best.seconds:.3g} s a step ({rivals})"
+            margin, next_best = others[0].seconds / best.seconds, others[0]
+            ahead = f"{margin:.2f} x faster than" if margin >= EQUAL else "as fast as"
+            reason = (
+                f"the fastest of the {len(fitting)} layouts that fit, {best.seconds:.3g} s a step: {ahead} the next"
+            )
+            reason += f", {next_best.name}"
         tight = [c for c in able if c.cost.fits and not c.cost.has_headroom and c.seconds < best.seconds]
         if tight and best.cost.has_headroom:
             reason += f"; {tight[0].name} would be faster, but leaves less than {HEADROOM:.0%} of the GPU free"

@@ -100,7 +100,9 @@ def _lines(plan: Plan) -> Iterator[Named]:
     cost, layout, batch, length, gpu = plan.cost, plan.layout, plan.batch, plan.schedule, plan.machine.gpu
     if not cost.fits:
         yield "hint:", cost.remedy
-    yield "speed", f"{duration(cost.step_seconds)} a step, {cost.tokens_per_second:,.0f} tokens/s (estimated)"
+    low, high = duration(cost.step_seconds_low), duration(cost.step_seconds_high)
+    rate = f"{rough(cost.tokens_per_second_low)} to {rough(cost.tokens_per_second_high)} tokens/s"
+    yield "speed", f"{rate}, {low} to {high} a step (estimated from {cost.basis})"
     yield "time", _length(plan)
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]
@@ -115,9 +117,10 @@ def _lines(plan: Plan) -> Iterator[Named]:
 
 LIMITS = {
     "compute": "compute: arithmetic",
-    "memory": "memory: reading, decoding and copying weights",
+    "memory": "memory: elementwise operators, decoding and copying weights",
     "wire": "wire: what the ranks send each other",
-    "host": "host link: weights that come from host memory",
+    "host": "host: Python and the operators that it dispatches",
+    "host link": "host link: weights that come from host memory",
 }
 
 
@@ -295,16 +298,24 @@ def _time(plan: Plan) -> Iterator[Row]:
     flops = f"{cost.flops_per_token / 1e9:,.2f} G + {cost.recompute_flops_per_token / 1e9:,.2f} G recomputed"
     how = "forward + activation gradients of active parameters, attention, adapter"
     yield ["FLOPs a token", flops, how], False
-    how = f"{plan.batch.tokens:,} tokens at {gpu.achieved_tflops:,.0f} TFLOP/s sustained"
+    how = f"{plan.batch.tokens:,} tokens, matrix products and attention at the rates of {cost.basis}"
     yield ["compute a micro-batch", f"{cost.compute_seconds:,.3f} s", how], False
+    how = "elementwise operators, FP8 decoded, gathered weights copied"
+    yield ["memory", f"{cost.memory_seconds:,.3f} s", how], False
+    yield ["host", f"{cost.host_seconds:,.3f} s", "operators and modules dispatched, counted from the model"], False
     step = f"{cost.step_seconds:,.2f} s (to {cost.step_seconds_serial:,.2f} s if nothing overlaps)"
-    how = "the slowest of compute, memory, network and host link; in brackets their sum"
+    how = "the slowest of GPU (compute + memory), host, network and host link; in brackets their sum"
     yield ["optimizer step", step, how], False
     rate = f"{cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.2%}"
     yield ["throughput", rate, f"of {gpu.bf16_tflops:,.0f} TFLOP/s peak a GPU"], False
-    if plan.hours is not None:
-        run, how = f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours", "without loading, evaluation and saving"
-        yield ["the run", run, f"steps x seconds a step; {how}"], False
+    if plan.seconds is not None:
+        how = ", ".join(f"{name.replace('_', ' ')} {duration(part)}" for name, part in plan.seconds.items() if part)
+        yield ["the run", f"{plan.hours:,.2f} h, {plan.gpu_hours:,.2f} GPU-hours", how], False
+
+
+def rough(value: float) -> str:
+    """Two digits, which is as many as an estimate has."""
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def size(count: float) -> str:

@@ -1,15 +1,33 @@
-"""Seconds of an optimizer step: what crosses each link, operations, and the roofline over both."""
+"""Seconds of an optimizer step: what crosses each link, what the GPU computes and copies, what the host dispatches.
+
+A micro-batch takes as long as the busiest of GPU, host and links, where the host can run ahead of the GPU; each time
+that it must wait for it, a wait is added. On a CPU all of them are one processor, and add up.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.hardware import Fabric
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
-from windlass.plan.work import Shape, Work
+from windlass.plan.operators import dispatched
+from windlass.plan.work import Layer, Shape, Work
+from windlass.rates import interpolate
 
-# Dense models keep matrix units busier than mixtures do: two fifths of the peak (torchtitan's published Llama runs).
-DENSE_SHARE = 0.4
+# Ranks wait for the slowest of them, and collectives take some of the GPU's own units and memory.
+SKEW = 1.03
+BACKWARD = 2.5  # operations of attention's backward over its forward's, which it computes again
+LOGIT_BYTES = 26  # of a logit in the loss: written, read, in float32, exponentiated, its gradient written and read
+OPTIMIZER_BYTES = 40  # of a trained parameter: gradient, two moments and value, read and written, and its norm
+GATHER_OPERATORS, EXCHANGE_OPERATORS = 40, 60  # to gather and free a layer; to send tokens to experts and back; assumed
+# Python of a micro-batch and of a step that belongs to no layer: batch, mask, loss, optimizer, measuring; assumed.
+MICRO_BATCH_OPERATORS, STEP_OPERATORS = 150, 600
+# Neither GPU nor host is ahead of the other all of the time: the exponent of the norm that stands for their maximum.
+AHEAD = 4
+# Without autocast, adapters in float32 compute in it: their inputs are copied, their results are twice as wide.
+WIDE_ADAPTER = 2.4
+# Kernels loaded, allocators filled, communicators connected: beyond an ordinary step, seconds on a GPU; assumed.
+FIRST_STEP = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,49 +49,93 @@ class Time:
     flows: tuple[Flow, ...]
     flops_per_token: float  # model FLOPs: forward + backward, without recomputation
     recompute_flops_per_token: float
-    compute_seconds: float
+    compute_seconds: float  # matrix products and attention
+    memory_seconds: float  # elementwise operators, dequantisation, copies of gathered weights
     wire_seconds: float
-    host_seconds: float  # between host and GPU memory
+    transfer_seconds: float  # between host and GPU memory
+    host_seconds: float  # the host dispatches operators
+    sync_seconds: float  # the host waits for the GPU
     wire_gb_per_step: float  # per GPU
-    step_seconds: float  # the best case: all that can overlap does
+    step_seconds: float
+    step_seconds_low: float  # the range that measured steps were in
+    step_seconds_high: float
     step_seconds_serial: float  # nothing overlaps
     tokens_per_second: float  # of all ranks together
+    tokens_per_second_low: float
+    tokens_per_second_high: float
     mfu: float
-    bound: str  # what the step waits for: compute, memory, wire or host
+    bound: str  # what the step waits for: compute, memory, wire, host (dispatch) or host link
+    basis: str  # what the rates come from
+    load_seconds: float  # weights from storage to GPU
+    first_step_seconds: float  # of the first step, beyond an ordinary one
+    evaluation_seconds: float  # per sequence of a rank; 0: there is no evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of one micro-batch's forward, backward and recomputation, of one GPU."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(self.compute + other.compute, self.memory + other.memory, self.host + other.host)
+
+    def __mul__(self, times: float) -> Passes:
+        return Passes(self.compute * times, self.memory * times, self.host * times)
 
 
 def estimate_time(work: Work) -> Time:
-    shape, gpu, accumulation = work.shape, work.machine.gpu, work.batch.accumulation
+    rates, accumulation, ranks = work.machine.rates, work.batch.accumulation, work.layout.ranks
     gathers, dispatch, reduces, transfers = _gathers(work), _dispatch(work), _reduces(work), _offload(work)
     flops, recomputed = count_flops(work)
-    rate = (gpu.achieved_tflops / 2.8 if shape.routed.all else gpu.bf16_tflops * DENSE_SHARE) * 1e12
-    compute = work.batch.tokens * (flops + recomputed) / rate
-    reads, decoding, copies = _memory_seconds(work)
-    wire = sum(f.seconds * f.per_step for f in (*gathers, *dispatch)) / accumulation
-    host = sum(f.seconds * f.per_step for f in transfers) / accumulation
-    once = sum(f.seconds for f in reduces)
-    # Weights are read while others compute; decoding runs in between, on the same stream.
-    busy = max(compute, reads) + decoding
-    serial = busy + copies + wire + host
-    longest = max(busy, reads + decoding + copies, wire, host)
-    if work.on_cpu:  # gloo's collectives and the copies take the processor that computes
-        longest = serial
-    rates = {"compute": compute, "memory": reads + decoding + copies, "wire": wire, "host": host}
-    step = accumulation * longest + once
-    per_second = work.batch.tokens * accumulation * work.layout.ranks / step
+    forward, backward, outside = _pass(work, "forward"), _pass(work, "backward"), _outside(work)
+    passes = forward + backward + outside + forward * work.layout.activation_checkpointing
+    memory = passes.memory + _weights_seconds(work)
+    exchanged, gathered, transferred = (
+        sum(f.seconds * f.per_step for f in flows) / accumulation for flows in (dispatch, gathers, transfers)
+    )
+    waits = _syncs(work) * rates.sync_seconds
+    once = sum(f.seconds for f in reduces) + _optimizer_seconds(work)
+    # Tokens are sent to experts between two products that wait for each other; weights are sent while others compute,
+    # but for the first layer's.
+    gpu = passes.compute + memory + exchanged
+    serial = gpu + gathered + transferred + passes.host + waits
+    longest = max(gpu + gathered / len(work.shape.layers), gathered, transferred)
+    longest = (longest**AHEAD + passes.host**AHEAD) ** (1 / AHEAD) + waits
+    within = {"compute": passes.compute, "memory": memory, "wire": exchanged}
+    busiest = {"gpu": gpu, "wire": gathered, "host link": transferred, "host": passes.host}
+    if work.on_cpu:  # gloo's collectives, the copies and the dispatch take the processor that computes
+        longest, busiest = serial, {**busiest, **within, "wire": exchanged + gathered, "gpu": 0.0}
+    bound = max(busiest, key=lambda name: busiest[name])
+    skew = SKEW if ranks > 1 else 1.0
+    step = (accumulation * longest + once) * skew
+    tokens = work.batch.tokens * accumulation * ranks
     return Time(
         flows=tuple(flow for flow in (*gathers, *dispatch, *reduces, *transfers) if flow.bytes > 0),
         flops_per_token=flops,
         recompute_flops_per_token=recomputed,
-        compute_seconds=compute,
-        wire_seconds=wire,
-        host_seconds=host,
+        compute_seconds=passes.compute,
+        memory_seconds=memory,
+        wire_seconds=gathered + exchanged,
+        transfer_seconds=transferred,
+        host_seconds=passes.host,
+        sync_seconds=waits,
         wire_gb_per_step=sum(f.bytes * f.per_step for f in (*gathers, *dispatch, *reduces)) / 1e9,
         step_seconds=step,
-        step_seconds_serial=accumulation * serial + once,
-        tokens_per_second=per_second,
-        mfu=flops * per_second / (gpu.bf16_tflops * 1e12 * work.layout.ranks),
-        bound=max(rates, key=lambda name: rates[name]),
+        step_seconds_low=step * rates.low,
+        step_seconds_high=step * rates.high,
+        step_seconds_serial=(accumulation * serial + once) * skew,
+        tokens_per_second=tokens / step,
+        tokens_per_second_low=tokens / step / rates.high,
+        tokens_per_second_high=tokens / step / rates.low,
+        mfu=flops * tokens / step / (work.machine.gpu.bf16_tflops * 1e12 * ranks),
+        bound=max(within, key=lambda name: within[name]) if bound == "gpu" else bound,
+        basis=rates.basis,
+        load_seconds=_load_seconds(work),
+        first_step_seconds=0.0 if work.on_cpu else FIRST_STEP,
+        evaluation_seconds=_evaluation_seconds(work),
     )
 
 
@@ -104,43 +166,141 @@ def causal_attention(shape: Shape, length: int) -> float:
     return float(sum(times * (layer.query + layer.attended) * length for layer, times in shape.kinds))
 
 
-def _memory_seconds(work: Work) -> tuple[float, float, float]:
-    """Seconds that weights take through the GPU's memory: read, decoded from FP8, and copied once gathered."""
-    layout, gpu, shape, size = work.layout, work.machine.gpu, work.shape, gathered_bytes(work)
-    passes, width = 3 if layout.activation_checkpointing else 2, max(size.most, 2)
-    experts = shape.routed.all
-    used = 1 - (1 - shape.top_k / max(shape.layers[-1].experts, 1)) ** work.batch.tokens if experts else 1.0
+def _product(
+    work: Work, rows: float, inputs: float, outputs: float, *, experts: float = 0, wide: bool = False
+) -> float:
+    """Seconds of one matrix product, or of all experts' at once with `rows` for each of them."""
+    rates = work.machine.rates
+    dtype = "bfloat16" if work.width == 2 and not wide else "float32"
+    points = rates.grouped if experts else rates.products[dtype]
+    rate = interpolate(points, max(rows, 1e-3), (inputs * outputs) ** 0.5)
+    return 2 * max(experts, 1) * rows * inputs * outputs / rate / 1e12
+
+
+def _pass(work: Work, phase: str) -> Passes:
+    """All layers' forward or backward."""
+    found = Passes()
+    for layer, times in work.shape.kinds:
+        found += _layer(work, layer, phase) * times
+    return found
+
+
+def _layer(work: Work, layer: Layer, phase: str) -> Passes:
+    rates, shape, tokens, back = work.machine.rates, work.shape, work.batch.tokens, phase == "backward"
+    compute = 0.0
+    for p in layer.parameters:
+        if len(p.shape) == 2 and p.part != "experts":
+            compute += _product(work, tokens, p.shape[1], p.shape[0])
+    wide = work.layout.precision != "bf16" and shape.adapter.dtype_bytes > work.width
+    for lora in layer.plain_lora:  # its backward also makes the gradients of A and B
+        once = _product(work, tokens, lora.inputs, lora.r, wide=wide)
+        once += _product(work, tokens, lora.r, lora.outputs, wide=wide)
+        compute += once * (2 if back else 1)
+    if layer.experts:
+        # Each rank has some experts, and is sent the tokens of all ranks that route to them.
+        own = layer.experts / work.layout.expert_parallel
+        used = own * (1 - (1 - shape.top_k / layer.experts) ** (tokens * work.layout.expert_parallel))
+        rows = tokens * shape.top_k / used
+        for p in layer.parameters:
+            if len(p.shape) == 3:
+                compute += _product(work, rows, p.shape[2], p.shape[1], experts=used)
+        for lora in layer.expert_lora:
+            once = _product(work, rows, lora.inputs, lora.r, experts=used)
+            once += _product(work, rows, lora.r, lora.outputs, experts=used)
+            compute += once * (2 if back else 1)
+    length = work.document or work.batch.length
+    square = (layer.query + layer.attended) * length * tokens * (2 if work.masked else 1) * (BACKWARD if back else 1)
+    head = layer.query / max(shape.heads, 1)
+    compute += square / interpolate(rates.attention, length, head) / 1e12
+    did = dispatched(shape, layer, phase)
+    moved = did.bytes + did.adapter_bytes * (WIDE_ADAPTER if wide else 1)
+    moved *= work.width / 2  # counted in 16 bits
+    memory = moved * tokens / rates.memory_gb_per_second / 1e9
+    operators = did.operators + GATHER_OPERATORS * (work.layout.shard > 1)
+    operators += EXCHANGE_OPERATORS * (work.layout.expert_parallel > 1 and layer.experts > 0)
+    return Passes(compute, memory, operators * rates.operator_seconds + did.modules * rates.module_seconds)
+
+
+def _outside(work: Work) -> Passes:
+    """The head and the loss, forward and backward, and what a micro-batch costs the host beside its layers."""
+    rates, shape, tokens = work.machine.rates, work.shape, work.batch.tokens
+    head = _product(work, tokens, shape.hidden, shape.vocab)
+    logits = LOGIT_BYTES * tokens * shape.vocab / rates.memory_gb_per_second / 1e9
+    return Passes(2 * head, logits, MICRO_BATCH_OPERATORS * rates.operator_seconds)
+
+
+def _optimizer_seconds(work: Work) -> float:
+    """Once a step: every trained parameter, and the Python around it."""
+    rates, (mine, _) = work.machine.rates, adapter_share(work)
+    return OPTIMIZER_BYTES * mine / rates.memory_gb_per_second / 1e9 + STEP_OPERATORS * rates.operator_seconds
+
+
+def _syncs(work: Work) -> float:
+    """How often in a micro-batch the host must know what the GPU has computed: how many tokens go to which rank."""
+    if work.layout.expert_parallel == 1:
+        return 0.0
+    passes = 2 if work.layout.activation_checkpointing else 1
+    return float(passes * sum(times for layer, times in work.shape.kinds if layer.experts))
+
+
+def _weights_seconds(work: Work) -> float:
+    """Weights decoded from FP8, and copied once gathered."""
+    layout, rates, shape, size = work.layout, work.machine.rates, work.shape, gathered_bytes(work)
+    passes = 3 if layout.activation_checkpointing else 2
     routed = shape.routed // layout.expert_parallel
-    dense = shape.all.all - experts - shape.embedding.all + (shape.head if shape.tied else 0)
-    reads = passes * (dense + routed.all * used) * width
-    decoding = copies = 0.0
-    if layout.base_dtype == "fp8":  # codes read, values written, then scaled in place; on GPUs unused experts too
-        decoded = (shape.all - shape.routed).fp8 + routed.fp8 * (used if work.on_cpu else 1.0)
-        decoding = passes * decoded * (size.fp8 + 3 * width)
+    seconds = 0.0
+    if layout.base_dtype == "fp8":  # on GPUs unused experts too
+        used = 1 - (1 - shape.top_k / max(shape.layers[-1].experts, 1)) ** work.batch.tokens if work.on_cpu else 1.0
+        codes = (shape.all - shape.routed).fp8 + routed.fp8 * used
+        seconds += passes * codes / rates.decode_gb_per_second / 1e9
     if layout.shard > 1:  # written by the gather, read and written by the copy out of its buffer
         gathers = 2 if layout.reshard_after_forward else 1 / work.batch.accumulation
-        copies = gathers * 3 * size.of(shape.all - shape.routed + routed)
-    rate = gpu.memory_gb_per_second * 1e9
-    return reads / rate, decoding / rate, copies / rate
+        seconds += gathers * 3 * size.of(shape.all - shape.routed + routed) / rates.memory_gb_per_second / 1e9
+    return seconds
+
+
+# --- beside the steps ------------------
+
+
+def _load_seconds(work: Work) -> float:
+    """Each node reads what its ranks need of the files once, then every rank takes its part to the GPU."""
+    rates, (mine, _) = work.machine.rates, base_bytes(work)
+    files = 2 * work.shape.all.all - work.shape.all.fp8  # FP8 codes are a byte
+    read = min(files, mine * work.layout.gpus_per_node) / rates.storage_gb_per_second
+    return (read + (0.0 if work.on_cpu else mine / rates.host_link_gb_per_second)) / 1e9
+
+
+def _evaluation_seconds(work: Work) -> float:
+    """Of one sequence: the share of a batch's forward."""
+    if not work.evaluated:
+        return 0.0
+    batch = replace(work, batch=replace(work.batch, micro=work.evaluated))
+    passes = _pass(batch, "forward") + _outside(batch) * 0.5
+    gpu = passes.compute + passes.memory
+    return (gpu + passes.host if work.on_cpu else max(gpu, passes.host)) / work.evaluated
 
 
 # --- traffic ------------------
 
 
-def _ring(work: Work, size: float, ranks: int, groups: int = 1) -> tuple[Fabric, float]:
-    """The slowest link of a ring over consecutive ranks, and its seconds for `size` bytes per GPU.
+def _ring(
+    work: Work, kind: str, size: float, ranks: int, groups: int = 1, calls: int = 1
+) -> tuple[Fabric, float, float]:
+    """The slowest link of a ring over consecutive ranks, its rate, and its seconds for `size` bytes per GPU.
 
     A ring that spans nodes enters and leaves each node once, so all of `size` crosses the node's NICs for each of the
     `groups` rings that run at the same time; inside the node it runs over the GPUs' own links.
     """
     layout, machine = work.layout, work.machine
-    inside = size / (machine.link.gb_per_second * 1e9)
+    near = machine.rates.collective(kind, "link", min(ranks, layout.gpus_per_node))
+    inside = size / (near.gb_per_second * 1e9)
     if ranks <= layout.gpus_per_node:
-        return machine.link, inside
-    outside = groups * size / (machine.nics_per_node * machine.network.gb_per_second * 1e9)
+        return machine.link, near.gb_per_second, inside + calls * near.latency_seconds
+    far = machine.rates.collective(kind, "network", ranks)
+    outside = groups * size / (far.gb_per_second * 1e9)
     if layout.gpus_per_node == 1 or outside >= inside:
-        return machine.network, outside
-    return machine.link, inside
+        return machine.network, far.gb_per_second, outside + calls * far.latency_seconds
+    return machine.link, near.gb_per_second, inside + calls * far.latency_seconds
 
 
 def _gathers(work: Work) -> list[Flow]:
@@ -150,23 +310,23 @@ def _gathers(work: Work) -> list[Flow]:
         return []
     times = work.batch.accumulation if layout.reshard_after_forward else 1
 
-    def flow(kind: str, size: float, what: str) -> Flow:
-        fabric, seconds = _ring(work, size, layout.shard, max(1, layout.gpus_per_node // layout.shard))
-        words = f"{what}: {size / 1e9:.3g} GB in a ring of {layout.shard} ranks at {fabric.gb_per_second:g} GB/s"
-        words += f" x {work.machine.nics_per_node} NICs" if fabric is work.machine.network else ""
+    def flow(kind: str, size: float, ranks: int, what: str) -> Flow:
+        rings = max(1, layout.gpus_per_node // layout.shard)
+        fabric, rate, seconds = _ring(work, "all-gather", size, layout.shard, rings, len(shape.layers) + 1)
+        words = f"{what}: {size / 1e9:.3g} GB in a ring of {ranks} ranks at {rate:g} GB/s"
         return Flow(kind, fabric.name, size, times, seconds, words)
 
     split = layout.expert_parallel > 1
     dense = sum(size.of((layer.dense if split else layer.all) * count) for layer, count in shape.kinds)
     share = (layout.shard - 1) / layout.shard
-    found = [flow("all-gather forward", (dense + size.of(shape.rest)) * share, "dense weights")]
+    found = [flow("all-gather forward", (dense + size.of(shape.rest)) * share, layout.shard, "dense weights")]
     if layout.reshard_after_forward:
-        found.append(flow("all-gather backward", dense * share, "layers"))
+        found.append(flow("all-gather backward", dense * share, layout.shard, "layers"))
     replicas = layout.shard // layout.expert_parallel
     if split and replicas > 1:
         own = size.of(shape.routed) / layout.expert_parallel * (replicas - 1) / replicas
         kinds = ("forward", "backward") if layout.reshard_after_forward else ("forward",)
-        found += [flow(f"all-gather {kind}, experts", own, "own experts") for kind in kinds]
+        found += [flow(f"all-gather {kind}, experts", own, layout.shard, "own experts") for kind in kinds]
     return found
 
 
@@ -180,14 +340,17 @@ def _dispatch(work: Work) -> list[Flow]:
     pairs = work.batch.tokens * shape.top_k * shape.hidden * work.width * 2 * passes * moe
     inside_ranks = min(ranks, layout.gpus_per_node)
     inside, outside = pairs * (inside_ranks - 1) / ranks, pairs * (ranks - inside_ranks) / ranks
-    seconds_inside = inside / (machine.link.gb_per_second * 1e9)
-    seconds_outside = outside * layout.gpus_per_node / (machine.nics_per_node * machine.network.gb_per_second * 1e9)
-    slow = machine.network if seconds_outside > seconds_inside else machine.link
+    near, far = (machine.rates.collective("all-to-all", fabric, ranks) for fabric in ("link", "network"))
+    seconds_inside = inside / (near.gb_per_second * 1e9)
+    seconds_outside = outside * layout.gpus_per_node / (far.gb_per_second * 1e9)
+    slow, latency = machine.network, far.latency_seconds
+    if seconds_outside <= seconds_inside:
+        slow, latency = machine.link, near.latency_seconds
     words = (
         f"{work.batch.tokens} x top {shape.top_k} x {shape.hidden} x {work.width} bytes x 2 ways x {passes} passes"
         f" x {moe} layers, {(ranks - 1) / ranks:.0%} of it to other ranks"
     )
-    seconds = max(seconds_inside, seconds_outside)
+    seconds = max(seconds_inside, seconds_outside) + 2 * passes * moe * latency
     return [Flow("expert dispatch", slow.name, inside + outside, work.batch.accumulation, seconds, words)]
 
 
@@ -202,7 +365,7 @@ def _reduces(work: Work) -> list[Flow]:
 
     def flow(kind: str, count: int, ranks: int, groups: int) -> Flow:
         size = 2 * (ranks - 1) / ranks * count * FLOAT
-        fabric, seconds = _ring(work, size, layout.ranks, groups)
+        fabric, _, seconds = _ring(work, "all-reduce", size, layout.ranks, groups)
         return Flow(kind, fabric.name, size, 1, seconds, f"2 x ({ranks} - 1) / {ranks} x {count} parameters x {FLOAT}")
 
     mine, _ = adapter_share(work)
@@ -222,7 +385,7 @@ def _offload(work: Work) -> list[Flow]:
         return []
     base, words = base_bytes(work)
     times = 2 if work.layout.reshard_after_forward else 1
-    fabric = work.machine.host_link
-    seconds = times * base / (fabric.gb_per_second * 1e9)
+    seconds = times * base / (work.machine.rates.host_link_gb_per_second * 1e9)
     runs = work.batch.accumulation if work.layout.reshard_after_forward else 1
-    return [Flow("host transfer", fabric.name, times * base, runs, seconds, f"{times} x {words}")]
+    name = work.machine.host_link.name
+    return [Flow("host transfer", name, times * base, runs, seconds, f"{times} x {words}")]

@@ -1,0 +1,208 @@
+"""What a training step dispatches, counted from the real model: the table that the plan's time is made from.
+
+    python benchmarks/dispatched.py            write src/windlass/plan/operators.json
+    python benchmarks/dispatched.py --show     print it instead
+
+Tiny replicas of each family run one forward and backward under a dispatch mode, with the adapter, the loss and the
+experts that training has. Two numbers of layers, so that what belongs to no layer cancels. Of each layer: operators
+that launch work, views, module calls, and the bytes that operators other than matrix products read and write. Bytes a
+token are linear in the layer's widths; several sizes give the coefficients, and what they leave over is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from windlass.model import Base, config
+from windlass.model import targets as adapters
+from windlass.model.family import FAMILIES, Family
+from windlass.plan import work
+from windlass.plan.layout import Layout
+from windlass.plan.operators import COUNTED, FEATURES, features
+from windlass.runfile import Lora
+from windlass.tiny import EXTRA
+from windlass.train import parallel
+from windlass.train.lora import attach
+from windlass.train.loss import patch_forward
+
+TABLE = Path(work.__file__).with_name("operators.json")
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "grouped_mm", "linear", "scaled_dot_product", "flash_attention")
+PHASES = ("forward", "backward")
+COUNTS = ("operators", "views", "modules", "bytes")
+LINEAR = 0.03  # of a count or of bytes may be left over: routing differs from pass to pass
+TOKENS = (256, 512)  # enough for every expert to have some
+# hidden, heads, kv_heads, intermediate, experts, top_k, and how many of its targets are adapted
+SIZES = [
+    (64, 4, 2, 128, 8, 2, 9),
+    (96, 4, 2, 128, 8, 2, 9),
+    (64, 8, 2, 128, 8, 2, 9),
+    (64, 4, 4, 128, 8, 2, 9),
+    (64, 4, 2, 192, 8, 2, 9),
+    (64, 4, 2, 128, 16, 2, 9),
+    (64, 4, 2, 128, 8, 4, 9),
+    (64, 4, 2, 128, 8, 2, 1),
+    (96, 8, 4, 192, 16, 4, 1),
+    (64, 4, 2, 128, 8, 2, 3),
+    (96, 4, 2, 256, 8, 2, 4),
+    (128, 8, 2, 64, 8, 2, 5),
+    (128, 8, 4, 128, 16, 4, 6),
+]
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators by phase: those that launch, views, and bytes of those that are no matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase, self.found = PHASES[0], {phase: Counter[str]() for phase in PHASES}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        name, count = func.overloadpacket.__name__, self.found[self.phase]
+        view = func.is_view or name in ("_unsafe_view", "detach", "lift_fresh") or "empty" in name
+        count["views" if view else "operators"] += 1
+        if not view and not any(word in name for word in PRODUCTS):
+            tensors = [each for each in tree_leaves((args, kwargs, answer)) if isinstance(each, Tensor)]
+            count["bytes"] += sum(each.numel() * each.element_size() for each in tensors)
+        return answer
+
+
+def describe(family: Family, sizes: tuple[int, ...], layers: int, dense: bool = False) -> Base:
+    hidden, heads, kv, intermediate, experts, top_k, _ = sizes
+    dims = {"hidden": hidden, "layers": layers, "heads": heads, "vocab": 64, "intermediate": intermediate}
+    dims |= {"experts": experts, "top_k": top_k, "expert_intermediate": intermediate // 2, "kv_heads": kv}
+    if "kv_rank" in family.sizes:
+        dims |= {"q_rank": 8 * kv, "kv_rank": 16, "rope_dim": 8, "nope_dim": 8, "v_head_dim": 16, "kv_heads": heads}
+        dims |= {"shared_experts": 1}
+    named = {size.keys[0]: dims[name] for name, size in family.sizes.items() if name in dims and size.keys}
+    named |= {"first_k_dense_replace": layers} if dense else {}
+    named |= {"pad_token_id": 0, "tie_word_embeddings": False, **EXTRA.get(family.model_type, {})}
+    return config.describe({"model_type": family.model_type, **named}, family.model_type)
+
+
+def adapter_of(base: Base, count: int) -> tuple[Lora, adapters.Adapter]:
+    """On the first so many of a layer's linear modules; with the seventh, on all and on the routed experts."""
+    names = [p.name.split(".")[-2] for p in base.parameters if ".layers.0." in p.name and p.part in ADAPTED]
+    plain = list(dict.fromkeys(names))[:count]
+    routed = count > 6 and any(p.part == "experts" for p in base.parameters)
+    lora = Lora.model_validate(
+        {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": plain}
+        | ({"experts": {"r": 4}} if routed else {})
+    )
+    return lora, adapters.resolve(lora, base, str)
+
+
+ADAPTED = ("attention", "mlp", "shared_experts")
+
+
+def count_step(base: Base, count: int, tokens: int) -> dict[str, dict[str, int]]:
+    """One forward and backward of a model with random weights."""
+    lora, adapter = adapter_of(base, count)
+    layout = Layout("resident", "counted", 1, 1, shard=1)
+    model = parallel.build(base, layout, torch.bfloat16)
+    parallel.allocate(model, layout)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    model.requires_grad_(False)
+    peft = attach(model, lora, adapter, 0)
+    causal_lm = peft.get_base_model()
+    patch_forward(causal_lm)
+    causal_lm.train()
+    calls = 0
+
+    def called(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    for module in causal_lm.modules():
+        module.register_forward_pre_hook(called)
+    ids = torch.randint(1, 64, (1, tokens))
+    with Counting() as counting:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = causal_lm(ids, torch.arange(tokens - 1), ids[0, 1:])
+        counting.phase = PHASES[1]
+        loss.backward()
+    found = {phase: dict(counting.found[phase]) for phase in PHASES}
+    found["forward"]["modules"], found["backward"]["modules"] = calls, 0
+    return found
+
+
+def count_layer(family: Family, sizes: tuple[int, ...], dense: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Features of the last layer of such a model; and what it dispatches, `forward operators` and so on."""
+    bases = [describe(family, sizes, layers, dense) for layers in (2, 3)]
+    layer = work.read_shape(bases[1], adapter_of(bases[1], sizes[-1])[1]).layers[-1]
+    few, many = ([count_step(base, sizes[-1], tokens) for base in bases] for tokens in TOKENS)
+    found = {}
+    for phase in PHASES:
+        for what in COUNTS:
+            each: float = many[1][phase].get(what, 0) - many[0][phase].get(what, 0)
+            if what == "bytes":
+                each = (each - few[1][phase]["bytes"] + few[0][phase]["bytes"]) / (TOKENS[1] - TOKENS[0])
+            found[f"{phase} {what}"] = each
+    return features(layer, sizes[0], bases[1].dims.get("top_k", 0)), found
+
+
+def count_family(family: Family, dense: bool = False) -> dict[str, Any]:
+    """Of one layer: by phase, what a layer and each adapter in it dispatch, and coefficients of bytes a token."""
+    counted = [count_layer(family, sizes, dense) for sizes in SIZES]
+    matrix = np.array([[row[name] for name in FEATURES] for row, _ in counted])
+    table: dict[str, Any] = {phase: {} for phase in PHASES}
+    for phase, what in itertools.product(PHASES, COUNTS):
+        values = [found[f"{phase} {what}"] for _, found in counted]
+        table[phase][what] = solve(matrix, values, FEATURES if what == "bytes" else COUNTED)
+    return table
+
+
+def solve(matrix: Any, values: list[float], names: tuple[str, ...]) -> dict[str, float]:
+    """Least squares without negative coefficients; what is not linear after all is an error."""
+    used = [name for name in names if names is COUNTED or name not in COUNTED]
+    matrix, target = matrix[:, [FEATURES.index(name) for name in used]], np.array(values)
+    active = [True] * len(used)
+    while True:
+        chosen = np.flatnonzero(active)
+        answer, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=1e-9)
+        if not len(chosen) or answer.min() >= 0:
+            break
+        active[chosen[answer.argmin()]] = False
+    left = np.abs(matrix[:, chosen] @ answer - target).max() / max(1.0, *map(abs, values))
+    if left > LINEAR:
+        raise SystemExit(f"{left:.1%} of {values} is left over")
+    return {used[i]: round(float(value), 2) for i, value in zip(chosen, answer, strict=True) if value > 0.005}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--show", action="store_true", help="print the table instead of writing it")
+    parser.add_argument("--only", default="", help="this family alone")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    table = {}
+    for name, family in FAMILIES.items():
+        if options.only in ("", name):
+            table[name] = count_family(family)
+            if "first_dense" in family.sizes:
+                table[f"{name}, dense"] = count_family(family, dense=True)
+            print(name, flush=True)
+    text = json.dumps(table, indent=1) + "\n"
+    print(text) if options.show else TABLE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Planned against published runs: the goals on rows that nothing was fitted to, and rows that can't be read."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+published: Any = importlib.import_module("published")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "argv", ["published.py", *arguments])
+    published.main()
+    return capsys.readouterr()
+
+
+def test_the_plan_is_near_what_others_published(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = json.loads(run(monkeypatch, capsys, "--json")[0])
+    assert {"rows", "skipped", "memory", "speed", "by_source", "bounds"} <= answer.keys()
+    assert answer["rows"] + sum(answer["skipped"].values()) == len(published.ROWS.read_text().splitlines()) - 1
+    for part in (answer, answer["held_out"]):
+        assert part["memory"]["median"] <= 0.07
+        assert part["memory"]["p90"] <= 0.15
+        assert part["speed"]["median"] <= 0.15
+        assert part["speed"]["p90"] <= 0.35
+    fitted = [one["fitted"] for one in answer["by_source"].values()]
+    assert 3 * sum(fitted) <= 2 * len(fitted)
+    assert answer["memory"]["rows"] >= 20
+    text, _ = run(monkeypatch, capsys)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_row_that_cannot_be_read_is_skipped_with_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with published.ROWS.open() as file:
+        header, *rows = list(csv.reader(file))
+    good = next(row for row in rows if "Qwen-7B" in row and "none" in row)
+
+    def changed(**cells: str) -> list[str]:
+        return [cells.get(name, cell) for name, cell in zip(header, good, strict=True)]
+
+    made = [
+        good,
+        changed(model="org/Phi-3-mini-4k-instruct"),
+        good[:5],
+        changed(tok_s_gpu="fast"),
+        changed(micro_batch="-3"),
+        changed(gpu="RTX4090"),
+        changed(model="nobody/knows-7x"),
+        changed(method="QLoRA"),
+        changed(parallelism="TP4/PP2"),
+    ]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *made])
+    out, err = run(monkeypatch, capsys, "--json", "--csv", str(path))
+    answer = json.loads(out)
+    assert answer["rows"] == 2
+    assert f"{path}:4: 5 cells, not {len(header)}" in err
+    assert f"{path}:5: " in err
+    assert answer["skipped"]["it can't be read"] == 2
+    assert sum(answer["skipped"].values()) == 7
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit, match=r"rows\.csv:1: no column source"):
+        run(monkeypatch, capsys, "--csv", str(path))
