@@ -139,7 +139,7 @@ def test_help_groups_all_commands(windlass: Windlass) -> None:
     assert "<bool>" not in text + windlass("plan", "--help")
     assert windlass("--version").startswith("windlass ")
     assert "Did you mean 'plan'" in windlass("plam", code=2)
-    for platform, answer in {"openshift": "kubernetes", "slurm": "script", "x": "choose"}.items():
+    for platform, answer in {"k8s": "kubernetes", "Run:ai": "runai", "x": "choose"}.items():
         assert answer in windlass("submit", TRAIN, "--to", platform, code=2).partition("hint: ")[2]
 
 

@@ -15,10 +15,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
 
 from windlass import __version__
 from windlass.errors import FAILED, RANK_USER_INPUT, USER_INPUT, RunError, UserError, raise_all
+from windlass.options import (
+    AFTER,
+    BEFORE,
+    DURING,
+    Accelerate,
+    Base,
+    Follow,
+    Groups,
+    JobDir,
+    Json,
+    Kustomize,
+    OtherBase,
+    Overrides,
+    Ranks,
+    Run,
+    RunDir,
+    arg,
+    flag,
+    opt,
+)
 
 if TYPE_CHECKING:
     from windlass.launch.job import Record
@@ -26,19 +45,8 @@ if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
 
 TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
-BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
 
 Command = TypeVar("Command", bound=Callable[..., None])
-
-
-class Groups(TyperGroup):
-    """Lists the commands in the order in which a run meets them."""
-
-    def format_commands(self, _context: Any, formatter: Any) -> None:
-        for title in (BEFORE, DURING, AFTER):
-            commands = [each for each in self.commands.values() if getattr(each, "rich_help_panel", None) == title]
-            with formatter.section(title):
-                formatter.write_dl([(each.name or "", each.get_short_help_str(limit=200)) for each in commands])
 
 
 app = typer.Typer(
@@ -79,33 +87,6 @@ def command(group: str, *examples: str) -> Callable[[Command], Command]:
     return app.command(
         examples[0].split()[0], rich_help_panel=group, epilog=f"Example{'s' * (len(examples) > 1)}:\n\n\b\n{lines}"
     )
-
-
-def arg(metavar: str, help: str) -> Any:
-    return typer.Argument(metavar=metavar, help=help, show_default=False)
-
-
-def opt(name: str, metavar: str, help: str, **more: Any) -> Any:
-    return typer.Option(*name.split(), metavar=metavar, help=help, show_default=False, **more)
-
-
-def flag(name: str, help: str, **more: Any) -> Any:
-    return typer.Option(*name.split(), help=help, show_default=False, **more)
-
-
-Run = Annotated[Path, arg("RUN", "The run file (YAML).")]
-RunDir = Annotated[Path, arg("RUN_DIR", "The run folder: train.output_dir.")]
-Overrides = Annotated[list[str] | None, opt("--override", "KEY=VALUE", "Set one key of the run file; repeatable.")]
-Accelerate = Annotated[Path | None, opt("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
-Json = Annotated[bool, flag("--json", "Print one JSON object instead of tables.")]
-JobDir = Annotated[Path | None, opt("--out", "DIR", "Folder of the job's files. Default: the run folder.")]
-Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arrive.")]
-Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
-Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
-
-OtherBase = Annotated[
-    bool, flag("--allow-other-base", "Accept a base model whose weights are not those the adapter was trained on.")
-]
 
 
 def print_error(error: UserError) -> None:
@@ -518,9 +499,7 @@ def submit(
     dry_run: Annotated[bool, flag("--dry-run", "Write the files, start nothing.")] = False,
     follow: Annotated[bool, flag("--follow", "Print the run's log until it ends.")] = False,
     out: JobDir = None,
-    kustomize: Annotated[
-        Path | None, opt("--kustomize", "DIR", "With --dry-run: write a kustomize base for Kubernetes there.")
-    ] = None,
+    kustomize: Kustomize = None,
 ) -> None:
     """Write the job's files for a platform and submit it.
 
@@ -528,18 +507,13 @@ def submit(
     openshift and runai use the commands sbatch, kubectl (or oc) and runai; without them, only the files are written.
     Submit an interrupted run again to resume it.
     """
-    from windlass.launch import PLATFORMS
     from windlass.launch import submit as submitting
-    from windlass.runfile.names import NOT_VALUES
 
-    if to is not None and to not in PLATFORMS:
-        hint = NOT_VALUES.get(("cluster.platform", to.lower()), f"choose {', '.join(PLATFORMS)}")
-        raise UserError(f"there is no platform {to!r}", "--to", hint)
+    submitting.require_platform(to)
     plan = make_plan(run, override, accelerate)
-    to = to or plan.loaded.run.cluster.platform
     code = submitting.submit(
         plan,
-        to,
+        to or plan.loaded.run.cluster.platform,
         overrides=override or (),
         accelerate=accelerate,
         out=out,

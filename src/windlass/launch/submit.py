@@ -15,6 +15,7 @@ from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.machines import admission
+from windlass.runfile.names import NOT_VALUES
 from windlass.variables import variables
 
 
@@ -31,6 +32,12 @@ class Platform(Protocol):
 
 PLATFORMS: dict[str, Platform] = {"local": local, "script": script, "slurm": slurm, "runai": runai}
 PLATFORMS |= {"kubernetes": kubernetes, "openshift": openshift}
+
+
+def require_platform(to: str | None) -> None:
+    if to is not None and to not in PLATFORMS:
+        hint = NOT_VALUES.get(("cluster.platform", to.lower()), f"choose {', '.join(PLATFORMS)}")
+        raise UserError(f"there is no platform {to!r}", "--to", hint)
 
 
 def review(job: Job, to: str) -> list[str]:

@@ -203,9 +203,9 @@ class Data(RowFormat):
     streaming: bool = False
     """Read the data set as a stream, if it is larger than memory."""
     mix: list[MixedSet] = Field(default=[])
-    """Several data sets instead of dataset_name_or_path."""
+    """Several data sets instead of dataset_name_or_path: [{path: a.jsonl, epochs: 2}, {path: b.jsonl, rows: 5000}]."""
     eval: dict[Text, EvalSet] = Field(default={})
-    """Evaluation sets by name, each with a curve of its own; they come in addition to val_split or val_fraction."""
+    """Evaluation sets by name, each with its own curve, besides val_split or val_fraction: {math: {path: m.jsonl}}."""
 
     @model_validator(mode="before")
     @classmethod
