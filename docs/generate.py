@@ -156,6 +156,8 @@ MARKS: dict[str, Callable[[str, list[str]], str]] = {
 def pages() -> dict[Path, str]:
     """Every generated page and its text."""
     sys.path.insert(0, str(ROOT / "docs"))
+    sys.path.insert(0, str(ROOT / "tests"))
+    import faults
     from claims import page
 
     made = {COMMANDS / f"{name}.md": command_page(name) for name in commands()}
@@ -165,7 +167,8 @@ def pages() -> dict[Path, str]:
         *(ROOT / "docs" / f"{name}.md" for name in ("layouts", "plan-example")),
     ):
         made[page_with_output] = with_output(page_with_output.read_text(encoding="utf-8"))
-    return {**made, COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
+    made |= {COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
+    return {**made, ROOT / "docs" / "faults.md": faults.page()}
 
 
 def write() -> None:

@@ -80,6 +80,7 @@ def test_a_slow_gpu_is_named_with_its_node(plan: Plan) -> None:
     assert all(each.keys() == speed.UNITS.keys() for each in speed.measure_gpus().values())
 
 
+@pytest.mark.fault("a port that is closed", "`windlass check`", "node 0 can't reach node 1 (no answer)")
 def test_a_closed_port_names_the_node_behind_it() -> None:
     with nodes.serve_time() as port:
         why, offset = nodes.read_time("127.0.0.1", port)
@@ -103,6 +104,7 @@ def add_to_clock(seconds: float) -> float:
     return time.time() + seconds
 
 
+@pytest.mark.fault("a clock that is off", "`windlass check`", "ahead of node 0")
 def test_a_clock_that_is_off_is_measured_over_the_network() -> None:
     """Node 0's clock, as node 1 reads it."""
     for ahead, verdict, seen in (
@@ -131,6 +133,7 @@ FACTS = {
 }
 
 
+@pytest.mark.fault("another torch on a node", "`windlass check`", "node 1 has torch=2.12.0")
 def test_the_node_that_differs_is_named() -> None:
     for fault, name, verdict, seen in (
         ({}, "run file", PASS, "a"),

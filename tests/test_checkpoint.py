@@ -182,6 +182,7 @@ def test_a_disk_that_is_full_harms_no_older_checkpoint(tmp_path: Path, trained: 
     assert written(tmp_path, trained, 3) == ["step     3  saved checkpoints/step-3"]
 
 
+@pytest.mark.fault("storage that changes bits of a checkpoint", "`windlass train`", "are not what was written: ")
 def test_storage_that_is_slow_or_no_folder_or_changes_bits(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,9 @@ def test_a_damaged_one_is_renamed_and_none_intact_is_an_error(tmp_path: Path, tr
         resume.newest_intact(tmp_path / "checkpoints", "here")
 
 
+@pytest.mark.fault(
+    "a checkpoint with another run's adapter", "`windlass train --resume`", "holds another adapter than this run's: "
+)
 def test_another_adapter_is_refused(tmp_path: Path, trained: Trained) -> None:
     checkpoint.save_adapter(trained.model, tmp_path)
     with pytest.raises(RunError, match=r"holds another adapter than this run's: .*2\.lora_"):

@@ -295,11 +295,27 @@ def test_a_full_disk_is_said_and_training_goes_on(two: Two, material: Path) -> N
         ("poisoned", ["non-finite"]),
     ],
 )
+@pytest.mark.fault(
+    "a signal while the disk is full", "`windlass train`", "step 7 could not be saved: No space left on device"
+)
+@pytest.mark.fault(
+    "another learning rate at the resume", "`windlass train --resume`", "was 0.01 when this run began, is 0.02 now"
+)
+@pytest.mark.fault(
+    "another batch at the resume",
+    "`windlass train --resume`",
+    "an optimizer step had 8 sequences when this run began, and would have 4 now",
+)
 def test_what_ends_a_run_on_every_rank(two: Two, name: str, messages: list[str]) -> None:
     for outcome in two[0][name]:
         assert [message for message in messages if message not in outcome["error"]] == []
 
 
+@pytest.mark.fault(
+    "the newest of several checkpoints is damaged",
+    "`windlass train --resume`",
+    "step-8: optimizer.pt is not what was written; kept as damaged-step-8",
+)
 def test_a_damaged_newest_checkpoint_is_passed_over_and_said(two: Two, material: Path) -> None:
     outcomes, said = two
     run = material / "runs" / "poisoned"
@@ -331,7 +347,8 @@ def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Tw
     runs = material / "runs"
     records = {name: read_json(runs / name / "final" / "base_model.json") for name in ("plain", "base parts")}
     loads = {name: read_json(runs / name / "load.json")["base_digest"] for name in records}
-    assert records["plain"] == {"base_name": "model", "base_digest": loads["plain"]}
+    assert (records["plain"]["base_name"], records["plain"]["base_digest"]) == ("model", loads["plain"])
+    assert records["plain"]["base_config"]["hidden_size"] == 64
     assert records["base parts"]["base_digest"] == loads["base parts"] != loads["plain"]
     assert "are not those that checkpoints/step-7" in records["base parts"]["other_base"]
     for name, record in records.items():

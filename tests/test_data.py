@@ -223,6 +223,7 @@ def test_data_that_can_not_be_trained_on(
         prepared(rows, **section)
 
 
+@pytest.mark.fault("tokens beyond the vocabulary", "`windlass data`", ", the model's vocabulary ends at 99")
 def test_too_little_supervised_and_ids_beyond_the_vocabulary(prepared: Prepare, tokenizer: Any) -> None:
     audits: list[dict[str, Any]] = []
     rows = [{"prompt": "a long question " * 5, "completion": "yes"}]

@@ -707,6 +707,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.fault("a full disk while merging", "`windlass export --merge`", "make room and repeat the command")
 def test_an_interrupted_merge_begins_anew(made: Path, tmp_path: Path) -> None:
     to = tmp_path / "out"
     largest = max(path.stat().st_size for path in (made / "base").glob("model-*"))

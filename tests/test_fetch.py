@@ -196,6 +196,7 @@ def test_an_unknown_name_and_a_local_folder(hub: Hub, tmp_path: Path) -> None:
     assert "nothing to fetch" in said
 
 
+@pytest.mark.fault("a volume that is too small for the model", "`windlass fetch`", "takes 8796093022208.0 GiB")
 def test_a_volume_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from windlass.data.hub import require_room
     from windlass.errors import UserError

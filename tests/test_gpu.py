@@ -27,6 +27,7 @@ def test_a_rank_takes_the_gpu_that_it_is_shown(local_rank: int, seen: int, wante
     assert gpu_of_rank(local_rank, seen) == wanted
 
 
+@pytest.mark.fault("two ranks that see one GPU", "`windlass train`", "rank 1 and rank 2 see the same GPU, b")
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(UserError, match="rank 2 of this node has no GPU of its own: it sees 2"):
         gpu_of_rank(2, 2)

@@ -71,6 +71,11 @@ class Run:
             time.sleep(0.1)
 
 
+@pytest.mark.fault(
+    "a node that never comes", "`launch.sh`", "node 1 did not join within 4 s (node 0, node 2 (machine-2) did)"
+)
+@pytest.mark.fault("an interface that a node has not", "`launch.sh`", "GLOO_SOCKET_IFNAME=net7 names no interface")
+@pytest.mark.fault("another run file on a node", "`launch.sh`", "node 1 (machine-1) has another run file")
 def test_nodes_that_never_meet_and_those_that_do_name_each_other(tmp_path: Path) -> None:
     """Before any rank is started: quick, so every `make test` sees real machines."""
     with hosts(3) as machines:

@@ -134,6 +134,7 @@ def test_all_join_and_leave_in_peace_whoever_comes_first(tmp_path: Path) -> None
     assert [crew.lost(rank) for rank in range(4)] == [None] * 4
 
 
+@pytest.mark.fault("two of four nodes missing", "`launch.sh`", "nodes 1, 3 did not join within 1 s (node 0, node 2")
 def test_missing_nodes_are_named_to_all_that_came(tmp_path: Path) -> None:
     crew = Nodes(tmp_path, 4, seconds=1)
     crew.start(0)

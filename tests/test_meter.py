@@ -140,6 +140,11 @@ def test_steps_are_written_in_order_once_their_time_is_known(tmp_path: Path, mon
     assert (record["non_finite"], record["loss"]) == (["loss", "grad_norm"], None)
 
 
+@pytest.mark.fault(
+    "a full disk under a script's steps",
+    "the profiler",
+    "steps-rank0.jsonl can't be written: No space left on device (",
+)
 def test_a_full_disk_is_reported_once_and_the_loop_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "steps-rank0.jsonl").symlink_to("/dev/full")
     recorder = Recorder(tmp_path)

@@ -153,6 +153,10 @@ def test_lines_that_are_cut_damaged_or_trained_again(tmp_path: Path) -> None:
     assert only(folder)["ranks"][0]["steps"] == 21
 
 
+@pytest.mark.fault(
+    "every gradient clipped", "`windlass report`", "100% of the gradients were clipped to max_grad_norm 0.5"
+)
+@pytest.mark.fault("steps slower than planned", "`windlass report`", "a step takes 4.7 s, 1.5 times the planned 3.1 s")
 def test_the_verdict_sees_what_went_wrong(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=30)
     (folder / "alarms.jsonl").unlink()

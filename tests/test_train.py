@@ -624,6 +624,9 @@ def test_what_is_wrong_with_parts_shows_against_plain_peft(alone: Outcomes, two:
     assert max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in pairs) > 10 * TOLERANCE
 
 
+@pytest.mark.fault(
+    "a loss that is no number", "`windlass train`", "non-finite loss or gradient at step 5: rank 1, rows"
+)
 def test_a_nan_stops_the_run_and_names_step_rank_and_rows(two: Outcomes) -> None:
     for outcome in (ranks_outcome["nan"] for ranks_outcome in two.ranks):
         assert outcome["kind"] == "AlarmError"
@@ -671,12 +674,33 @@ def test_a_slow_rank_is_told_from_those_that_wait_for_it(two: Outcomes, name: st
         ("resumed with another adapter", "UserError", ["was 4 when this run began, is 8 now"]),
     ],
 )
+@pytest.mark.fault("ranks with other run files", "`windlass train`", "lora.lora_alpha 8 and 16")
+@pytest.mark.fault(
+    "ranks with other base weights", "`windlass train`", "rank 0 and rank 1 plan different runs: the base model's files"
+)
+@pytest.mark.fault(
+    "ranks with other rows",
+    "`windlass train`",
+    "rank 0 and rank 1 have different data, though the run file names the same",
+)
+@pytest.mark.fault(
+    "nodes that choose other layouts",
+    "`windlass train`",
+    "rank 0 and rank 1 plan different runs: layout.base_dtype bf16 and fp8",
+)
+@pytest.mark.fault(
+    "replicas of the adapter that drift apart", "`windlass train`", "1 adapter tensors differ between ranks"
+)
+@pytest.mark.fault("a part of the adapter that gets no gradient", "`windlass train`", "layers.0.mlp.shared_experts")
 def test_a_fault_stops_every_rank(two: Outcomes, name: str, kind: str, messages: list[str]) -> None:
     for outcome in (ranks_outcome[name] for ranks_outcome in two.ranks):
         assert outcome["kind"] == kind
         assert [message for message in messages if message not in outcome["error"]] == [], outcome["error"]
 
 
+@pytest.mark.fault(
+    "gradients of split experts that are not averaged", "`windlass train`", "differ between ranks after a step"
+)
 def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
     assert [path.name for path in checkpoint.saved(two.folder / "drift" / "checkpoints")] == ["step-5"]
     assert two.steps("dead") == []
@@ -725,6 +749,11 @@ cli.main(sys.argv[3:])
 
 
 @pytest.mark.parametrize("emptied_at", [0, 14])
+@pytest.mark.fault(
+    "a full disk at every file of a run",
+    "`windlass train`",
+    "/checkpoints can't be written: No space left on device (0 bytes are free there)",
+)
 def test_a_disk_that_is_full_costs_no_training(material: Path, tmp_path: Path, emptied_at: int) -> None:
     """Steps, events, heartbeat, checkpoint, final: each is reported once, and what was saved stays."""
     disk, run, copied = tmp_path / "disk", tmp_path / "disk" / "run", tmp_path / "copy"

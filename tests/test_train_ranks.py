@@ -111,6 +111,7 @@ def work():
 """
 
 
+@pytest.mark.fault("a rank that fails, and others that lose it", "`windlass train`", "rank 1, rows 3, 9")
 def test_the_root_is_reported_and_not_what_followed_from_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     error = '    raise RunError("non-finite loss at step 7: rank 1, rows 3, 9", "watch.non_finite", "look at them")'
     with pytest.raises(RunError, match="rank 1, rows 3, 9"):
@@ -122,6 +123,7 @@ def test_the_root_is_reported_and_not_what_followed_from_it(tmp_path: Path, capf
     assert "peer is gone" not in said
 
 
+@pytest.mark.fault("a rank that is killed", "`windlass train`", "rank 1 was killed by SIGKILL while training step 12")
 def test_a_killed_rank_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
     body = """
     here.phase("training step 12")
@@ -135,6 +137,7 @@ def test_a_killed_rank_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
         crew(tmp_path, body)
 
 
+@pytest.mark.fault("a native library that ends a rank", "`windlass train`", "native library: out of luck")
 def test_a_rank_that_ends_without_a_word_shows_its_last_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +267,11 @@ def test_a_rank_that_had_not_begun_when_the_signal_came_lost_nothing(tmp_path: P
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.fault(
+    "a stop signal while the model is loaded",
+    "`windlass train`",
+    "stopped by a signal while loading the model: there was nothing new to save",
+)
 def test_a_signal_while_loading_ends_at_once_and_says_that_nothing_is_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], stopped: int
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_clean_run_has_no_alarm_and_was_scraped(runs: Outcomes) -> None:
     assert float(samples['windlass_step_seconds{run="clean",rank="1"}']) > 0
 
 
+@pytest.mark.fault("a rank that is slow", "`windlass train`", "slow in forward")
 def test_a_slow_rank_is_named_with_its_phase_and_stops_the_run(runs: Outcomes) -> None:
     alarm = runs.alarm("sleeper", "straggler")
     assert (alarm["rank"], alarm["level"]) == (1, "stop")
@@ -183,6 +184,8 @@ def test_a_poisoned_batch_is_named_by_its_rows_and_a_checkpoint_saved(runs: Outc
     assert [(a.kind, a.step) for a in raised if a.kind == "gradient_spike"] == [("gradient_spike", 23)]
 
 
+@pytest.mark.fault("memory that leaks", "`windlass train`", "GiB would be used at step")
+@pytest.mark.fault("a loss that diverges", "`windlass train`", "loss divergence")
 def test_divergence_and_a_leak_stop_the_run(runs: Outcomes) -> None:
     assert runs.alarm("rising", "loss_divergence")["step"] > 26
     assert "loss divergence" in runs["rising"]["error"]
@@ -192,6 +195,7 @@ def test_divergence_and_a_leak_stop_the_run(runs: Outcomes) -> None:
     assert "memory growth" in runs["leak"]["error"]
 
 
+@pytest.mark.fault("a learning rate that kills the adapter", "`windlass train`", "and the loss has not fallen")
 def test_an_adapter_that_dies_after_the_first_steps_stops_the_run(runs: Outcomes) -> None:
     """Also one whose steps are so fast that the watch sees it only after the last."""
     alarm = runs.alarm("dead", "dead_adapter")
@@ -212,6 +216,7 @@ def test_what_is_not_finite_is_an_alarm_too(runs: Outcomes) -> None:
     assert "update skipped; rank 0, rows" in skipped["message"]
 
 
+@pytest.mark.fault("a rank that never comes to a collective", "`windlass train`", "rank 1 absent from gloo:all_")
 def test_a_stall_names_the_absent_rank_and_its_collective_with_all_stacks(runs: Outcomes) -> None:
     alarm = runs.alarm("hang", "stall")
     assert "rank 1 absent from gloo:all_" in alarm["message"]
@@ -224,6 +229,7 @@ def test_a_stall_names_the_absent_rank_and_its_collective_with_all_stacks(runs: 
     assert "Traceback" not in runs.output
 
 
+@pytest.mark.fault("a rank that holds Python's lock", "`windlass train`", "no sign of life from rank 1 (pid")
 def test_a_rank_that_holds_pythons_lock_is_named_with_its_stack(runs: Outcomes) -> None:
     """None of its threads can run: faulthandler's timer writes, and the other rank waits for that."""
     alarm = runs.alarm("grip", "stall")

@@ -26,7 +26,14 @@ from windlass.files import read_json, write_json
 from windlass.model import Base
 from windlass.train.checkpoint import save_tensors
 from windlass.train.same_base import RECORD as RECORD_OF_BASE
-from windlass.train.same_base import digest_files, digest_size, recorded_base, require_same_base
+from windlass.train.same_base import (
+    describe_files,
+    digest_files,
+    digest_size,
+    recorded_base,
+    require_intact,
+    require_same_base,
+)
 from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
 
 __all__ = ["Exported", "export", "hints", "push"]
@@ -78,6 +85,7 @@ def export(
     """
     source = choose_adapter(path)
     say(f"adapter   {source.folder}: {source.why}")
+    require_intact(source.folder)
     name, kind = base_name(source, base, called), MERGED if merge else ADAPTER
     record = {
         "windlass": __version__,
@@ -168,7 +176,7 @@ def _export_adapter(
             break
     recorded = recorded_base(source.folder)
     if recorded:
-        write_json(to / RECORD_OF_BASE, recorded)
+        write_json(to / RECORD_OF_BASE, recorded | describe_files(to))
     write_card(source, to, name, merged=False, dtype=dtype, other_base=recorded.get("other_base", ""), openers=openers)
 
     # 3. Open it again: the same tensors, each the one that was saved.

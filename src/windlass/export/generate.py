@@ -20,7 +20,7 @@ from windlass.plan.layout import Layout
 from windlass.train import experts
 from windlass.train.load import load
 from windlass.train.logits import open_adapter
-from windlass.train.same_base import require_same_base
+from windlass.train.same_base import require_intact, require_same_base
 
 SHARE_OF_MEMORY: Final = 0.9
 
@@ -45,6 +45,7 @@ def generate(
     else:
         source = choose_adapter(folder)
         model_base = base_of(source, base)
+        require_intact(source.folder)
         read_deltas(source, model_base)  # an adapter of another model is refused here, by name
     folders = [one for one in (folder, source and source.folder, model_base.path) if one]
     named = [one for one in folders if any((one / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))]

@@ -17,7 +17,7 @@ from windlass import run_folder
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.files import FULL, read_json_lines, unwritable, write_atomic, write_json
 from windlass.train import checkpoint, group
-from windlass.train.same_base import FLAG, require_same_base
+from windlass.train.same_base import FLAG, require_intact, require_same_base
 
 if TYPE_CHECKING:
     from windlass.model import Base
@@ -144,6 +144,8 @@ def require_base_of(
     adapter = resumed or (Path(given) if given else None)
     if adapter is None:
         return ""
+    if not resumed and (adapter / checkpoint.ADAPTER).is_file():
+        require_intact(adapter)
     return require_same_base(adapter, plan.base, digest, plan.loaded.where(key), allow_other=allow_other, say=say)
 
 

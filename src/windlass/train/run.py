@@ -51,7 +51,7 @@ from windlass.train.resume import (
     require_same_data,
     resolved,
 )
-from windlass.train.same_base import RECORD, describe_base
+from windlass.train.same_base import RECORD, describe_base, describe_files, forward_config
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.saver import Saver
 from windlass.train.sync import Replicas
@@ -139,7 +139,7 @@ def run(
 
 
 def save_final(
-    plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase, base: dict[str, str], console: Console
+    plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase, base: dict[str, Any], console: Console
 ) -> None:
     """Into a folder that is there in full or not at all. A collective; rank 0 writes."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
@@ -159,7 +159,7 @@ def save_final(
                 if number := re.search(r"os error (\d+)", str(error)):
                     raise OSError(int(number[1]), os.strerror(int(number[1])), str(final / "tokenizer.json")) from None
                 raise
-            write_json(partial / RECORD, base)
+            write_json(partial / RECORD, base | describe_files(partial))
             commit_dir(partial, final)
     except OSError as error:
         error.filename = str(error.filename or final).replace(str(partial), str(final))
@@ -242,11 +242,12 @@ def require_same_plan(plan: Plan, identity: str) -> None:
         "train.gradient_accumulation_steps": plan.batch.accumulation,
     }
     of_files = {f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train") for key in run[name]}
-    plans = group.gather({**of_files, **of_node, "the base model's files": identity})
+    config = {f"config.json's {key}": value for key, value in forward_config(plan.base).items()}
+    plans = group.gather({**of_files, **of_node, "the base model's files": identity} | config)
     other = next((rank for rank, theirs in enumerate(plans) if theirs != plans[0]), None)
     if other is not None:
-        differing = [name for name, value in plans[0].items() if value != plans[other][name]]
-        differs = ", ".join(f"{name} {plans[0][name]} and {plans[other][name]}" for name in differing)
+        differing = [name for name in plans[0] | plans[other] if plans[0].get(name) != plans[other].get(name)]
+        differs = ", ".join(f"{name} {plans[0].get(name)} and {plans[other].get(name)}" for name in differing)
         hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
         if not set(differing) <= of_node.keys():
             hint = "start all ranks with the same run file, and give all nodes the same copy of the base model"

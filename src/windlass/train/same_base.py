@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, Stored
 from windlass.plan.memory import AT_ONCE, THREADS
 from windlass.run_folder import MANIFEST
+from windlass.train import checkpoint
 from windlass.train.digest import digest_box, digest_text
 from windlass.train.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, chunks, read_box
 
 RECORD: Final = "base_model.json"  # beside adapter_config.json: PEFT passes it over
 FLAG: Final = "--allow-other-base"
+CONFIG, ADAPTER = "adapter_config.json", checkpoint.ADAPTER
+# Keys of an adapter's configuration that people may change.
+RENAMED: Final = ("base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version")
+# Keys of config.json that no forward depends on.
+NO_FORWARD: Final = re.compile(
+    r"_name_or_path|architectures|auto_map|(torch_)?dtype|transformers_version|use_cache|initializer_range|.*_token_id"
+    r"|router_aux_loss_coef|router_jitter_noise|output_.*|return_dict.*|id2label|label2id|quantization_config"
+)
 Part = tuple[tuple[int, ...], tuple[int, ...], int]  # of a parameter: where it begins, its shape, its digest
 
 
@@ -70,15 +83,45 @@ def digest_size(base: Base) -> int:
     return sum(one.end - one.start for piece in pieces for one in (piece.stored, piece.scale) if one)
 
 
-def describe_base(base: Base, digest: str, other_base: str = "") -> dict[str, str]:
+def forward_config(base: Base) -> dict[str, Any]:
+    """What config.json says beside the weights: another rotary base or epsilon is another model too."""
+    return {key: value for key, value in base.config.items() if value is not None and not NO_FORWARD.fullmatch(key)}
+
+
+def describe_base(base: Base, digest: str, other_base: str = "") -> dict[str, Any]:
     """For manifests; `other_base`: what the user accepted with --allow-other-base."""
-    return {"base_name": base.name, "base_digest": digest, **({"other_base": other_base} if other_base else {})}
+    found = {"base_name": base.name, "base_digest": digest, "base_config": forward_config(base)}
+    return found | ({"other_base": other_base} if other_base else {})
 
 
 def recorded_base(adapter: Path) -> dict[str, Any]:
     """What is recorded beside an adapter of the base that it was trained on; nothing of those made elsewhere."""
     found = read_json(adapter / RECORD) or read_json(adapter / MANIFEST)
-    return {key: found[key] for key in ("base_name", "base_digest", "other_base") if found.get(key)}
+    return {key: found[key] for key in ("base_name", "base_digest", "base_config", "other_base") if found.get(key)}
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, str]]:
+    """For the record beside an adapter: what its files are, by hash; of its configuration, what changes the forward."""
+    config = {key: value for key, value in read_json(folder / CONFIG).items() if key not in RENAMED}
+    contents = {CONFIG: json.dumps(config, sort_keys=True).encode(), ADAPTER: (folder / ADAPTER).read_bytes()}
+    return {"files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}}
+
+
+def require_intact(adapter: Path) -> None:
+    """Refuse an adapter that is damaged or was changed since it was saved, or that holds no finite numbers."""
+    damaged = checkpoint.damage(adapter) if (adapter / MANIFEST).is_file() else ""
+    if recorded := read_json(adapter / RECORD).get("files"):
+        now = describe_files(adapter)["files"]
+        changed = [name for name, digest in recorded.items() if now.get(name) != digest]
+        damaged = f"{', '.join(changed)}: not what was written" if changed else ""
+    if damaged:
+        hint = f"copy the folder again; if the change is meant, remove {MANIFEST if not recorded else RECORD} from it"
+        raise UserError(damaged, str(adapter), hint)
+    with safe_open(adapter / ADAPTER, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            if not bool(file.get_tensor(name).isfinite().all()):
+                problem = f"{name} holds values that are not finite numbers"
+                raise UserError(problem, str(adapter / ADAPTER), "take an earlier checkpoint of the run")
 
 
 def require_same_base(
@@ -88,11 +131,17 @@ def require_same_base(
     recorded, name = recorded_base(adapter), "/".join(adapter.resolve().parts[-2:])
     if "base_digest" not in recorded:
         say(f"note: {name} has no digest of its base model: that it was trained on {base.name} is unproven")
-    elif recorded["base_digest"] != digest:
+        return str(recorded.get("other_base", ""))
+    then, now, problem = recorded.get("base_config") or {}, forward_config(base), ""
+    if recorded["base_digest"] != digest:
         problem = (
             f"the weights of {base.name} (digest {digest}) are not those that {name} was trained on: "
             f"{recorded.get('base_name', 'a base')} (digest {recorded['base_digest']})"
         )
+    elif then and (changed := [key for key in then.keys() | now.keys() if then.get(key) != now.get(key)]):
+        values = ", ".join(f"{key} {then.get(key)} then, {now.get(key)} now" for key in sorted(changed)[:4])
+        problem = f"config.json of {base.name} is not the one that {name} was trained with: {values}"
+    if problem:
         if not allow_other:
             raise UserError(problem, where, f"use the base model that it was trained on, or add {FLAG}")
         say(f"warning: {problem}; accepted with {FLAG}")

@@ -1,0 +1,584 @@
+"""Planted faults as data: how each is planted into a small run, the command that must name it, and what it says.
+
+tests/test_faults.py runs them with real commands. Others are planted by tests of their own, marked
+`@pytest.mark.fault(what, by, says)`. `page()` is docs/faults.md: the table of both.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Plant = Callable[[], object]  # in the folder of the run
+RUN, DATA, INDEX = "run.yaml", "data/train.jsonl", "model/model.safetensors.index.json"
+SHARD, ADAPTER = "model/model-00001-of-00002.safetensors", "run/final/adapter_model.safetensors"
+CONFIG, TRAIN, RESUME = "model/config.json", "train run.yaml", "train run.yaml --resume"
+MERGE, MERGE_FINAL = "export run --merge --to out", "export run/final --merge --to out"
+NORM, EMBEDDING, MORE = (f"language_model.model.{name}" for name in ("norm.weight", "embed_tokens.weight", "more"))
+NEW = "train run.yaml --override train.output_dir=new"
+GENERATE = "generate run --prompt import --tokens 1"
+
+
+@dataclass(frozen=True)
+class Fault:
+    what: str
+    plant: Plant
+    command: str  # after `windlass`
+    says: str  # parts of what it prints, with … between them
+    code: int = 2
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+# --- plants ---
+
+
+def nothing() -> None:
+    """It is in the command."""
+
+
+def swap(file: str, old: str, new: str) -> Plant:
+    def plant() -> None:
+        text = Path(file).read_text()
+        assert old in text, f"{file} has no {old!r}"
+        Path(file).write_text(text.replace(old, new, 1))
+
+    return plant
+
+
+def table(file: str, change: Callable[[dict[str, Any]], object]) -> Plant:
+    def plant() -> None:
+        content = json.loads(Path(file).read_text())
+        change(content)
+        Path(file).write_text(json.dumps(content))
+
+    return plant
+
+
+def text_config(**changes: Any) -> Plant:
+    return table(CONFIG, lambda config: config["text_config"].update(changes))
+
+
+def write(file: str, content: str) -> Plant:
+    return lambda: Path(file).write_text(content)
+
+
+def remove(file: str) -> Plant:
+    return lambda: Path(file).unlink()
+
+
+def cut(file: str) -> Plant:
+    return lambda: Path(file).write_bytes(Path(file).read_bytes()[:-100])
+
+
+def flip(file: str, place: int = -1) -> Plant:
+    """One bit."""
+
+    def plant() -> None:
+        content = bytearray(Path(file).read_bytes())
+        content[place] ^= 1
+        Path(file).write_bytes(content)
+
+    return plant
+
+
+def tensors(file: str, change: Callable[[dict[str, Any]], object]) -> Plant:
+    def plant() -> None:
+        from safetensors.torch import load_file, save_file
+
+        stored = load_file(file)
+        change(stored)
+        save_file({key: value.contiguous() for key, value in stored.items()}, file, {"format": "pt"})
+
+    return plant
+
+
+def weight(end: str, value: float, *place: int) -> Plant:
+    """One value of the stored tensor whose name ends so, in whichever shard it is."""
+
+    def plant() -> None:
+        key, file = next(
+            (k, f) for k, f in json.loads(Path(INDEX).read_text())["weight_map"].items() if k.endswith(end)
+        )
+
+        def change(stored: dict[str, Any]) -> None:
+            values = stored[key].float()
+            values[place] = value
+            stored[key] = values.to(stored[key].dtype)
+
+        tensors(f"model/{file}", change)()
+
+    return plant
+
+
+def unfinished(*more: Plant) -> Plant:
+    """The run as a stop after its first step leaves it."""
+
+    def plant() -> None:
+        import shutil
+
+        shutil.rmtree("run/final")
+        shutil.rmtree("run/checkpoints/step-2")
+        table("run/manifest.json", lambda manifest: manifest.update(state="stopped"))()
+        for one in more:
+            one()
+
+    return plant
+
+
+def foreign(plant: Plant) -> Plant:
+    """Of an adapter that another tool made: nothing is recorded beside it."""
+
+    def both() -> None:
+        Path("run/final/base_model.json").unlink()
+        plant()
+
+    return both
+
+
+def key(text: str) -> Plant:
+    """A line more in the section that ends before `cluster`."""
+    return swap(RUN, "cluster:", f"{text}\ncluster:")
+
+
+OVER = "plan run.yaml --override"
+FAULTS = (
+    # the run file
+    Fault(
+        "a misspelt key",
+        swap(RUN, "lora_alpha", "lora_alhpa"),
+        "plan run.yaml",
+        "run.yaml:2: lora.lora_alhpa: `lora` has no such key … did you mean lora_alpha?",
+    ),
+    Fault(
+        "another tool's name for a key",
+        swap(RUN, "{r: 4,", "{rank: 4,"),
+        "plan run.yaml",
+        "run.yaml:2: lora.rank: `lora` has no such key … write lora.r",
+    ),
+    Fault(
+        "a key twice",
+        swap(RUN, "{r: 4,", "{r: 4, r: 8,"),
+        "plan run.yaml",
+        "run.yaml:2: lora.r: is set twice, first at run.yaml:2",
+    ),
+    Fault("a section twice", key("lora: {r: 8}"), "plan run.yaml", "lora: is set twice, first at run.yaml:2"),
+    Fault(
+        "a word for a number",
+        nothing,
+        f"{OVER} train.learning_rate=fast",
+        "train.learning_rate=fast: must be a number, not 'fast'",
+    ),
+    Fault(
+        "a number that is none",
+        nothing,
+        f"{OVER} train.learning_rate=.nan",
+        "train.learning_rate=.nan: must be a number, not '.nan'",
+    ),
+    Fault(
+        "a bracket that is not closed",
+        swap(RUN, "{r: 4", "{r: [4"),
+        "plan run.yaml",
+        "run.yaml:2: is not valid YAML: expected ',' or ']'",
+    ),
+    Fault(
+        "a merge key that hides another",
+        swap(RUN, "{r: 4,", "{<<: {r: 8}, r: 4,"),
+        "plan run.yaml",
+        "run.yaml:2: lora.<<: `lora` has no such key",
+    ),
+    Fault(
+        "an override of no key", nothing, f"{OVER} lora.rnk=8", "--override lora.rnk=8: the run file has no lora.rnk"
+    ),
+    Fault(
+        "a layout that these GPUs can't make",
+        nothing,
+        f"{OVER} layout.shard=3",
+        "layout.shard=3: 3 x 1 = 3 does not make 1 ranks",
+    ),
+    Fault(
+        "two lengths of warm-up",
+        nothing,
+        f"{OVER} train.warmup_steps=5",
+        "warm-up is set both as steps and as a share (run.yaml:9: train.warmup_ratio)",
+    ),
+    Fault(
+        "best model at the end, and no evaluation",
+        nothing,
+        f"{OVER} train.load_best_model_at_end=true",
+        "the best checkpoint is wanted, but evaluation is off",
+    ),
+    # what LoRA reaches
+    Fault(
+        "a target that nothing has",
+        nothing,
+        f"{OVER} lora.target_modules=[q_proj,wq]",
+        "'wq' matches no module of Mistral4ForCausalLM … known: q_a_proj",
+    ),
+    Fault(
+        "a regular expression that reaches the least",
+        nothing,
+        OVER + r" lora.target_modules=.*attn\.(q|k|v|o)_proj",
+        "lora.target_modules reaches o_proj of self_attn, not q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj",
+        0,
+    ),
+    Fault(
+        "the head as a target",
+        nothing,
+        f"{OVER} lora.target_modules=[o_proj,lm_head]",
+        "lm_head can't be adapted: the loss is computed from its weight",
+    ),
+    Fault(
+        "DoRA with experts",
+        nothing,
+        f"{OVER} lora.use_dora=true --override lora.experts=true",
+        "DoRA doesn't work on routed experts",
+    ),
+    # the model's files
+    Fault(
+        "no model at the path",
+        nothing,
+        f"{OVER} model.model_name_or_path=models",
+        "no folder 'models', and no published model of that name is known",
+    ),
+    Fault(
+        "config.json says a key twice",
+        swap(CONFIG, "{", '{"model_type": "mistral3",'),
+        "plan run.yaml",
+        "model/config.json: it is not JSON: the key 'model_type' is there twice",
+    ),
+    Fault(
+        "one layer too many in config.json",
+        text_config(num_hidden_layers=3),
+        "plan run.yaml",
+        "missing weights (15): model.layers.2.self_attn.q_a_proj.weight",
+    ),
+    Fault(
+        "an unknown architecture",
+        text_config(model_type="mistral5"),
+        "plan run.yaml",
+        "text_config: unknown model type 'mistral5' … nearest: mistral",
+    ),
+    Fault(
+        "the index says a key twice",
+        swap(INDEX, "{", '{"weight_map": {},'),
+        "plan run.yaml",
+        "model.safetensors.index.json: it is not JSON: the key 'weight_map' is there twice",
+    ),
+    Fault(
+        "the index names another shard",
+        table(INDEX, lambda i: i["weight_map"].update({NORM: Path(SHARD).name})),
+        "plan run.yaml",
+        "disagree about which file holds a tensor (2): language_model.model.norm.weight",
+    ),
+    Fault(
+        "a shard that is away",
+        remove(SHARD),
+        "plan run.yaml",
+        "it names 2 files, 1 of them are missing: model-00001-of-00002.safetensors",
+    ),
+    Fault("a shard cut short", cut(SHARD), "plan run.yaml", "model-00001-of-00002.safetensors: it is truncated"),
+    Fault(
+        "a pointer instead of a shard",
+        write(SHARD, "version https://git-lfs.github.com/spec/v1\n"),
+        "plan run.yaml",
+        "it is a Git LFS pointer, not the weights … git lfs pull",
+    ),
+    Fault(
+        "a tensor in two shards",
+        tensors(SHARD, lambda t: t.update({NORM: t[EMBEDDING][0].clone()})),
+        "plan run.yaml",
+        "disagree about which file holds a tensor (1): language_model.model.norm.weight",
+    ),
+    Fault(
+        "a tensor that nothing uses",
+        tensors(SHARD, lambda t: t.update({MORE: t[EMBEDDING][0].clone()})),
+        "plan run.yaml",
+        "disagree about which file holds a tensor (1): language_model.model.more",
+    ),
+    Fault(
+        "a weight of another shape",
+        tensors(SHARD, lambda t: t.update({EMBEDDING: t[EMBEDDING][1:]})),
+        "plan run.yaml",
+        "embed_tokens.weight is [511, 64], not [512, 64]",
+    ),
+    # Accelerate's file, and the platform
+    Fault(
+        "a misspelt key of Accelerate",
+        write("fsdp.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_versoin: 2}\n"),
+        "plan run.yaml --accelerate fsdp.yaml",
+        "fsdp.yaml:2: fsdp_config.fsdp_versoin: no such key … did you mean fsdp_version?",
+    ),
+    Fault(
+        "other ranks in Accelerate's file",
+        write("fsdp.yaml", "distributed_type: FSDP\nnum_processes: 3\nfsdp_config: {fsdp_version: 2}\n"),
+        "plan run.yaml --accelerate fsdp.yaml",
+        "fsdp.yaml:2: num_processes: the number of ranks is 3 here, but 1",
+    ),
+    Fault(
+        "a platform that is not known",
+        nothing,
+        "submit run.yaml --to kubernets --dry-run",
+        "there is no platform 'kubernets'",
+    ),
+    Fault(
+        "a tokenizer that is away", remove("model/tokenizer.json"), "check run.yaml", "holds no tokenizer that opens", 1
+    ),
+    Fault(
+        "a tokenizer of another model",
+        swap("model/tokenizer.json", '"<unk>"', '"<unknown>"'),
+        "check run.yaml",
+        "513 tokens, and the embedding has 512 rows",
+        1,
+    ),
+    Fault(
+        "a misspelt variable of NCCL",
+        nothing,
+        NEW,
+        "warning: NCCL_SOCKET_IFNAM in the environment",
+        0,
+        {"NCCL_SOCKET_IFNAM": "eth0"},
+    ),
+    Fault(
+        "a GPU is planned, and none is here",
+        nothing,
+        f"{NEW} --override cluster.gpu=h200",
+        "the run is planned for h200, and torch … finds no usable GPU",
+    ),
+    # data
+    Fault(
+        "data that are away", nothing, f"{NEW} --override data.dataset_name_or_path=dta", "dta is not on this machine"
+    ),
+    Fault(
+        "a column that is not there",
+        nothing,
+        f"{NEW} --override data.text_field=txt",
+        "the data have no column 'txt'; they have 'text'",
+    ),
+    Fault("a row that is no JSON", swap(DATA, '{"text"', '{"text'), NEW, "data/train.jsonl:1: not JSON"),
+    Fault("a row without the column", swap(DATA, '"text"', '"test"'), "data run.yaml", "empty, dropped 1", 0),
+    Fault(
+        "rows of blanks alone",
+        write(DATA, '{"text": " "}\n' * 40),
+        NEW,
+        "no row of train has a supervised token: of 40 rows 40 are empty",
+    ),
+    Fault(
+        "validation rows that are trained on",
+        lambda: Path("data/validation.jsonl").write_text(Path(DATA).read_text()),
+        "data run.yaml --override data.val_split=validation",
+        "60 validation rows (100.0%) are in the training set as well",
+        0,
+    ),
+    # weights, read by training
+    Fault(
+        "NaN in a row of the embedding that no text uses",
+        weight("embed_tokens.weight", float("nan"), 500, 3),
+        NEW,
+        "embed_tokens.weight' holds values that are not finite numbers",
+    ),
+    Fault(
+        "an infinite weight",
+        weight(NORM, float("inf"), 5),
+        NEW,
+        "norm.weight' holds values that are not finite numbers",
+    ),
+    Fault(
+        "a scale below zero",
+        weight("experts.down_proj_scale_inv", -1e-3, 3, 0, 0),
+        NEW,
+        "down_proj_scale_inv' is a scale below zero",
+    ),
+    Fault(
+        "a scale of zero",
+        weight("experts.down_proj_scale_inv", 0.0, 3, 0, 0),
+        NEW,
+        "down_proj' holds FP8 weights that are not zero, and their scale is",
+    ),
+    # a run that goes on
+    Fault("a finished run trained again", nothing, TRAIN, "run.yaml:5: train.output_dir: run holds a finished run"),
+    Fault(
+        "an unfinished run begun anew", unfinished(), TRAIN, "run holds an unfinished run … add --resume to continue it"
+    ),
+    Fault(
+        "one bit of the base differs at the resume",
+        unfinished(flip(SHARD, -5000)),
+        RESUME,
+        "the weights of model … are not those that checkpoints/step-1 was trained on",
+    ),
+    Fault(
+        "another rotary base at the resume",
+        unfinished(text_config(rope_theta=5.0)),
+        RESUME,
+        "config.json of model is not the one that checkpoints/step-1 was trained with: rope_theta",
+    ),
+    Fault(
+        "another rank of the adapter at the resume",
+        unfinished(swap(RUN, "{r: 4,", "{r: 8,")),
+        RESUME,
+        "run.yaml:2: lora.r: was 4 when this run began, is 8 now",
+    ),
+    Fault(
+        "other rows at the resume",
+        unfinished(swap(DATA, "mast", "spar")),
+        RESUME,
+        "the data are not those that this run began with",
+    ),
+    Fault(
+        "the newest checkpoint is damaged",
+        unfinished(flip("run/checkpoints/step-1/optimizer.pt")),
+        RESUME,
+        "step-1: optimizer.pt is not what was written",
+    ),
+    Fault(
+        "the adapter of the checkpoint is another",
+        unfinished(flip("run/checkpoints/step-1/adapter_model.safetensors")),
+        RESUME,
+        "step-1: adapter_model.safetensors is not what was written",
+    ),
+    Fault(
+        "a checkpoint that says another step",
+        unfinished(swap("run/checkpoints/step-1/manifest.json", '"step": 1', '"step": 2')),
+        RESUME,
+        "step-1: manifest.json is not what was written",
+    ),
+    # an adapter that is trained on
+    Fault(
+        "trained on with another base",
+        nothing,
+        f"{NEW} --override lora.adapter=run/final --override model.model_name_or_path=other",
+        "the weights of other … are not those that run/final was trained on",
+    ),
+    Fault(
+        "trained on from no adapter",
+        nothing,
+        f"{NEW} --override lora.adapter=data",
+        "lora.adapter: no adapter_config.json in data",
+    ),
+    Fault(
+        "trained on from a part of an adapter",
+        tensors(ADAPTER, lambda t: t.pop(min(t))),
+        f"{NEW} --override lora.adapter=run/final",
+        "adapter_model.safetensors: not what was written",
+    ),
+    # export and generate
+    Fault(
+        "merged into another base",
+        nothing,
+        f"{MERGE} --base other",
+        "the weights of other … are not those that run/final was trained on",
+    ),
+    Fault(
+        "merged with another epsilon",
+        text_config(rms_norm_eps=0.1),
+        MERGE,
+        "config.json of model is not the one that run/final was trained with: rms_norm_eps 1e-06 then, 0.1 now",
+    ),
+    Fault(
+        "generated with another base",
+        nothing,
+        f"{GENERATE} --base other",
+        "the weights of other … are not those that run/final was trained on",
+    ),
+    Fault(
+        "generated with another rotary base",
+        text_config(rope_theta=5.0),
+        GENERATE,
+        "config.json of model is not the one that run/final was trained with: rope_theta",
+    ),
+    Fault(
+        "a tensor of the adapter is away",
+        foreign(tensors(ADAPTER, lambda t: t.pop(min(t)))),
+        MERGE_FINAL,
+        "has lora_B, not a pair of matrices lora_A and lora_B",
+    ),
+    Fault(
+        "NaN in the adapter",
+        foreign(tensors(ADAPTER, lambda t: t[min(t)].fill_(float("nan")))),
+        "export run/final --to out",
+        "lora_A.weight holds values that are not finite numbers",
+    ),
+    Fault(
+        "one bit of a checkpoint's adapter differs",
+        flip("run/checkpoints/step-2/adapter_model.safetensors"),
+        "export run/checkpoints/step-2 --to out",
+        "adapter_model.safetensors is not what was written",
+    ),
+    Fault(
+        "one bit of the adapter differs",
+        flip(ADAPTER),
+        MERGE_FINAL,
+        "adapter_model.safetensors: not what was written … base_model.json",
+    ),
+    Fault(
+        "another alpha beside the adapter",
+        table("run/final/adapter_config.json", lambda c: c.update(lora_alpha=800)),
+        MERGE_FINAL,
+        "adapter_config.json: not what was written",
+    ),
+    Fault(
+        "another rank beside the adapter",
+        foreign(table("run/final/adapter_config.json", lambda c: c.update(r=2))),
+        MERGE_FINAL,
+        "o_proj has rank 4, and adapter_config.json has 2",
+    ),
+    Fault(
+        "an adapter that moved its base",
+        foreign(table("run/final/adapter_config.json", lambda c: c.update(init_lora_weights="pissa"))),
+        MERGE_FINAL,
+        "init_lora_weights: pissa changed the base when training began",
+    ),
+    Fault(
+        "a class that the base is not",
+        nothing,
+        "export run --for LlamaForCausalLM --to out",
+        "--for: model is no LlamaForCausalLM",
+    ),
+    Fault(
+        "an export over the model",
+        nothing,
+        "export run --merge --to model",
+        "--to model: it is the base model's folder",
+    ),
+    Fault(
+        "a chat template where there is none",
+        remove("run/final/chat_template.jinja"),
+        "generate run/final --prompt import --tokens 1 --chat",
+        "the tokenizer has no chat template",
+    ),
+)
+
+
+def page() -> str:
+    shown = (
+        (fault, fault.command if fault.plant is nothing else fault.command.partition(" --o")[0]) for fault in FAULTS
+    )
+    rows = [(fault.what, f"`windlass {command}`".replace("|", r"\|"), fault.says) for fault, command in shown]
+    table = "".join(
+        f"| {what} | {by} | {says.replace('|', chr(92) + '|')} |\n" for what, by, says in [*rows, *marked()]
+    )
+    count = len(rows) + len([*marked()])
+    return f"""\
+# Faults that are planted, and what names them
+
+Generated by `make docs` from `tests/faults.py` and from the tests that plant a fault of their own. `make prove`
+plants all {count}, each into a run of its own, requires the message, and prints the table. `…` stands for what differs.
+
+| planted | found by | message |
+|---|---|---|
+{table}"""
+
+
+def marked() -> Iterator[tuple[str, str, str]]:
+    """(what, by, says) of every test that plants a fault of its own, read from the files."""
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
+                what, by, says = (ast.literal_eval(one) if isinstance(one, ast.Constant) else "" for one in node.args)
+                assert all(text.count(part) > 1 for part in says.split("…")), f"{path}: nothing requires {says!r}"
+                if what:
+                    yield what, by, says

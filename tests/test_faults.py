@@ -1,0 +1,81 @@
+"""The fault matrix: every fault of tests/faults.py, planted, and named by the command that meets it first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import warm
+from faults import FAULTS, Fault
+
+from windlass import tiny
+
+WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
+RUN = """\
+model: {model_name_or_path: model, torch_dtype: float32}
+lora: {r: 4, lora_alpha: 8, lora_dropout: 0, target_modules: [q_proj, o_proj]}
+data: {dataset_name_or_path: data, dataset_config_name: null, text_field: text, val_split: null, max_length: 48}
+train:
+  output_dir: run
+  max_steps: 2
+  per_device_train_batch_size: 4
+  learning_rate: 0.005
+  warmup_ratio: 0.1
+  bf16: false
+  eval_strategy: "no"
+  save_steps: 1
+  report_to: none
+cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}
+"""
+
+
+def windlass(command: str, folder: Path, **environ: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [warm.python(), "-m", "windlass", *shlex.split(command.replace("\\", "\\\\"))],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "80", **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of the same shapes, rows, a run file, and the run that it makes."""
+    folder = tmp_path_factory.mktemp("faults")
+    for seed, name in enumerate(("model", "other")):
+        tiny.write(folder / name, files=2, experts=4, seed=seed)
+    (folder / "data").mkdir()
+    chance = random.Random(0)
+    rows = [" ".join(chance.choices(WORDS.split(), k=12)) for _ in range(60)]
+    (folder / "data" / "train.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+    (folder / "run.yaml").write_text(RUN)
+    code, said = windlass("train run.yaml", folder)
+    assert code == 0, said
+    return folder
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(one, marks=pytest.mark.fault(one.what, one.command, one.says), id=one.what) for one in FAULTS],
+)
+def test_a_planted_fault_is_named(fault: Fault, material: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(material, tmp_path / "here")
+    with contextlib.chdir(folder):
+        fault.plant()
+    code, said = windlass(fault.command, folder, **fault.environ)
+    said = re.sub(r"\s+", " ", said)
+    assert "Traceback" not in said, said
+    assert code == fault.code, said
+    assert re.search(".*?".join(map(re.escape, fault.says.split("…"))), said), said
