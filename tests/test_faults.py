@@ -78,4 +78,4 @@ def test_a_planted_fault_is_named(fault: Fault, material: Path, tmp_path: Path) 
     said = re.sub(r"\s+", " ", said)
     assert "Traceback" not in said, said
     assert code == fault.code, said
-    assert re.search(".*?".join(map(re.escape, fault.says.split("…"))), said), said
+    assert re.search(".*?".join(re.escape(part.strip()) for part in fault.says.split("…")), said), said

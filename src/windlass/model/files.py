@@ -124,7 +124,9 @@ def read_header(file: Path) -> dict[str, Stored]:
     begin = LENGTH + len(text)
     try:
         header = json.loads(text, object_pairs_hook=_unique)
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        if metadata is not None and {*map(type, metadata.values())} - {str}:
+            raise TypeError("__metadata__ is no table of texts")
         stored = {}
         for key, entry in header.items():
             start, end = entry["data_offsets"]
