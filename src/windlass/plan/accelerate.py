@@ -208,7 +208,7 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
 def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Problem]) -> Entry | None:
     """The value as its key means it, and its fate; or a problem."""
     value, text, expected = raw, str(raw).strip(), ""
-    if raw is None:
+    if raw is None and key.name != "compute_environment":  # there Accelerate takes it for SageMaker
         return Entry(key, None, where, path, Fate(NO_EFFECT, "null is the same as leaving the key out"))
     if key.kind == "names" and isinstance(raw, list):
         value = ",".join(map(str, raw))
