@@ -352,6 +352,7 @@ def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Tw
     assert records["base parts"]["base_digest"] == loads["base parts"] != loads["plain"]
     assert "are not those that checkpoints/step-7" in records["base parts"]["other_base"]
     for name, record in records.items():
+        assert record.pop("files").keys() == {"adapter_config.json", "adapter_model.safetensors"}
         for manifest in (runs / name, runs / name / "checkpoints" / "step-12"):
             found = checkpoint.read_manifest(manifest)
             assert {key: found[key] for key in record} == record

@@ -97,7 +97,7 @@ class Fuzz:
                 if self.validator.is_valid(tree):
                     return True
                 holder[key] = number
-        return self.validator.is_valid(tree)
+        return bool(self.validator.is_valid(tree))
 
     def accelerate_file(self, chance: random.Random) -> bool:
         self.run.write_text(yaml.safe_dump(change(chance.choice(self.accelerate), chance), allow_unicode=True))
