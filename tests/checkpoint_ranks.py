@@ -85,7 +85,9 @@ def ours(case: dict[str, Any], file: Path, here: Any) -> dict[str, Any]:
     for path, how in case.get("damage", {}).items() if here.rank == 0 else ():
         content = bytearray(Path(path).read_bytes())
         content[int(len(content) * (0.4 if "model/" in path else 0.5))] ^= 1
-        Path(path).write_bytes(content if how == "flip" else content[: len(content) // 2])
+        changed = Path(f"{path}.changed")  # the other rank may be reading it
+        changed.write_bytes(content if how == "flip" else content[: len(content) // 2])
+        changed.replace(path)
     outcome: dict[str, Any] = plainly(case, file, here)
     return outcome
 
