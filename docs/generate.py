@@ -171,9 +171,24 @@ def pages() -> dict[Path, str]:
     return {**made, ROOT / "docs" / "faults.md": faults.page()}
 
 
+def descriptions() -> dict[Path, str]:
+    """What transformers builds of the published models that have no row in family.py, for a plan without torch."""
+    from windlass.derive import derive
+    from windlass.model.description import SHIPPED, digest
+    from windlass.model.family import FAMILIES, WRAPPERS
+    from windlass.model.published import CONFIGS
+
+    made = {}
+    for name, config in CONFIGS.items():
+        if not {config["model_type"]} & (FAMILIES.keys() | WRAPPERS.keys()):
+            found = derive({**config, "quantization_config": None}, name) | {"config": digest(config)}
+            made[SHIPPED / f"{digest(config)}.json"] = json.dumps(found) + "\n"
+    return made
+
+
 def write() -> None:
     COMMANDS.mkdir(parents=True, exist_ok=True)
-    for path, text in pages().items():
+    for path, text in {**pages(), **descriptions()}.items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
 

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,13 @@ def test_rows_for_machines_without_torch_equal_what_is_derived(row: str, tmp_pat
         assert {each[0].replace("@", number) for way in entry["stored"] for each in way} <= spelled[name]
     ours, theirs = by_row.family, found
     assert (ours.causal_lm, list(ours.layers), ours.isolates) == (theirs["class"], theirs["layers"], theirs["isolates"])
+
+
+def test_shipped_descriptions_equal_what_is_derived() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+    for file, text in importlib.import_module("generate").descriptions().items():
+        shipped, found = json.loads(file.read_text()), json.loads(text)
+        assert {**shipped, "transformers": ""} == {**found, "transformers": ""}
 
 
 def test_usual_names_mean_the_familys_own_modules(root: Path) -> None:

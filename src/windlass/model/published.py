@@ -63,6 +63,33 @@ _LLAMA_8B = _sizes("llama", 4096, 32, (32, 8), 14336, 128256)
 _LLAMA_70B = _sizes("llama", 8192, 80, (64, 8), 28672, 128256)
 _QWEN2_7B = _sizes("qwen2", 3584, 28, (28, 4), 18944, 152064)
 
+_PHI_4 = _sizes("phi3", 5120, 40, (40, 10), 17920, 100352, pad_token_id=0)
+# These have no row in family.py: what transformers builds of them is in descriptions/ (docs/generate.py writes it).
+_DEEPSEEK_V3 = _sizes(
+    *("deepseek_v3", 7168, 61, (128, 128), 18432, 129280),
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    first_k_dense_replace=3,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    n_group=8,
+    topk_group=4,
+    quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+)
+_QWEN3_NEXT = _sizes(
+    *("qwen3_next", 2048, 48, (16, 2), 5120, 151936),
+    head_dim=256,
+    num_experts=512,
+    num_experts_per_tok=10,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "Mistral-Small-4-119B-2603": _MISTRAL_SMALL_4_FP8,
     "Mistral-7B-v0.1": _MISTRAL_7B,
@@ -83,6 +110,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3.3-70B-Instruct": _LLAMA_70B,
     "Qwen2.5-7B": _QWEN2_7B,
     "Qwen2.5-7B-Instruct": _QWEN2_7B,
+    "phi-4": _PHI_4,
+    "DeepSeek-V3": _DEEPSEEK_V3,
+    "DeepSeek-V3-0324": _DEEPSEEK_V3,
+    "DeepSeek-R1": _DEEPSEEK_V3,
+    "Qwen3-Next-80B-A3B-Instruct": _QWEN3_NEXT,
     "Qwen3-8B": _sizes("qwen3", 4096, 36, (32, 8), 12288, 151936, head_dim=128),
     "Qwen3-30B-A3B": _sizes("qwen3_moe", 2048, 48, (32, 4), 6144, 151936, moe_intermediate_size=768, **_QWEN3_MOE),
     "Qwen3-235B-A22B": _sizes("qwen3_moe", 4096, 94, (64, 4), 12288, 151936, moe_intermediate_size=1536, **_QWEN3_MOE),
