@@ -343,7 +343,7 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, bool | None]:
         with torch.no_grad(), _quietly():
             one, two = (model(input_ids=each, position_ids=positions, use_cache=False).logits for each in (ids, other))
             scale, cap = logit_scale_and_cap(small)
-            states = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            states = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
             logits = model.get_output_embeddings()(states) * scale
         logits = cap * torch.tanh(logits / cap) if cap else logits
         rounding, change = LEAKS * one.abs().max(), (one - two).abs().amax(-1)[0]

@@ -74,7 +74,7 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         """
         if balance_share is not None:
             inputs["output_router_logits"] = True
-        outputs = self.base_model(input_ids=input_ids, use_cache=False, **inputs)
+        outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
         weight = self.get_output_embeddings().weight
         if isinstance(weight, DTensor):  # a head that FSDP2 has in a group of its own
