@@ -42,8 +42,7 @@ def truth(base: Base, dtype: torch.dtype) -> Any:
 def equal(base: Base, dtype: torch.dtype, layout: Layout) -> None:
     """Weights bit for bit transformers' own, in the same dtypes; the same logits."""
     true, names = truth(base, dtype)
-    attention = "sdpa" if "sdpa" in base.family.attention else "eager"
-    model, _ = load(base, layout, dtype=dtype, attn_implementation=attention)
+    model, _ = load(base, layout, dtype=dtype)
     wanted = {names[key]: tensor for key, tensor in true.state_dict().items() if key in names}
     mine = unique_tensors(model)
     assert mine.keys() == wanted.keys() - ({"lm_head.weight"} - mine.keys())

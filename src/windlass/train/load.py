@@ -49,7 +49,7 @@ FAULTY = "nothing was trained; the files changed while they were read, or a node
 
 
 def load(
-    base: Base, layout: Layout, *, dtype: torch.dtype = torch.bfloat16, attn_implementation: str = "sdpa"
+    base: Base, layout: Layout, *, dtype: torch.dtype = torch.bfloat16, attn_implementation: str = ""
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
     """The causal language model of `base`, sharded as `layout` says and filled, with its certificate (load.json).
 
@@ -57,7 +57,7 @@ def load(
     """
     started, before = time.perf_counter(), reset_peak_rss()
     where = str(base.path or base.name)
-    model = parallel.build(base, layout, dtype, attn_implementation)
+    model = parallel.build(base, layout, dtype, attn_implementation or base.family.usual_attention)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
     targets, in_fp8 = unique_tensors(model), fp8_weights(model)
