@@ -276,7 +276,7 @@ def published_rows(card: Mapping[str, Any], config: str | None) -> dict[str, Row
 # --- how many rows ---
 
 
-def count_rows(data: Data, split: str, where: Where = str) -> Rows:
+def count_rows(data: Data, split: str, where: Where = str, key: str = "data.train_split") -> Rows:
     """Rows of a split, or of slices, if they can be counted without reading the set; else None and why."""
     name = data.dataset_name_or_path
     try:
@@ -291,7 +291,7 @@ def count_rows(data: Data, split: str, where: Where = str) -> Rows:
         if not source.published:
             return Rows(None, unknown)
     total = size = blank = 0.0
-    for part in parse_split(split, source, where("data.train_split")):
+    for part in parse_split(split, source, where(key)):
         known = source.published.get(part.split, Rows(None, ""))
         rows = count_files(source.format, part.files) if source.splits else known
         rows = known if rows.count is None and known.count is not None else rows

@@ -334,12 +334,13 @@ def check_family(loaded: Loaded, base: Base) -> list[Problem]:
 
 def _count_evaluated(data: Data, where: Where) -> int | None:
     """Sequences of one evaluation over all its sets, but for a fraction that is held out. None: not known."""
-    splits = [(each, each.data.val_split) for each in mix.training_sets(data, where)]
-    splits += [(each, each.data.train_split) for each in mix.evaluation_sets(data, where)]
+    splits = [(each, "val_split") for each in mix.training_sets(data, where)]
+    splits += [(each, "train_split") for each in mix.evaluation_sets(data, where)]
     total = 0
-    for each, split in splits:
+    for each, key in splits:
+        split = getattr(each.data, key)
         if split is not None:
-            rows = count_rows(each.data, split, each.where)
+            rows = count_rows(each.data, split, each.where, f"data.{key}")
             count = rows_as_sequences(rows, data.max_length, packing=data.packing)[0]
             if count is None:
                 return None

@@ -102,7 +102,7 @@ def _lines(plan: Plan) -> Iterator[Named]:
         yield "hint:", cost.remedy
     low, high = duration(cost.step_seconds_low), duration(cost.step_seconds_high)
     rate = f"{rough(cost.tokens_per_second_low)} to {rough(cost.tokens_per_second_high)} tokens/s"
-    yield "speed", f"{rate}, {low} to {high} a step (estimated from {cost.basis})"
+    yield "speed", f"{rate}, {low} to {high} a step (estimated, {cost.basis})"
     yield "time", _length(plan)
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]

@@ -13,6 +13,8 @@ import yaml
 
 from windlass.hardware import LocalMachine
 from windlass.model import Base
+from windlass.model.family import FAMILIES
+from windlass.model.shrink import shrink
 from windlass.runfile import LayoutSection, RunFile, Secret
 from windlass.runfile.fields import EvalSet, MixedSet
 
@@ -78,6 +80,24 @@ def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[st
     experts_over: ranks that must divide the experts. vocab: rows of the embedding, which are the model's own where its
     tokenizer is used; None: those of the stand-in.
     """
+    config, dims = dict(base.config), base.dims
+    if base.family.model_type in FAMILIES:
+        config = _shrink_by_row(base, experts_over, vocab or STAND_IN_VOCAB)
+    else:
+        count = experts_over * math.ceil(8 / experts_over)
+        config = shrink(config, layers=min(4, dims["layers"]), experts=count, vocab=vocab or STAND_IN_VOCAB)
+    hidden = int(config.get("hidden_size") or config["n_embd"])
+    # Products of narrower matrices have a smaller spread: without this every answer would be the same. Much above it,
+    # 16-bit rounding decides which expert a token visits, and a merged model answers otherwise than it should.
+    deviation = float(config.get("initializer_range") or USUAL_DEVIATION) * math.sqrt(dims["hidden"] / hidden)
+    config["initializer_range"] = min(deviation, USUAL_DEVIATION * math.sqrt(USUAL_HIDDEN / hidden))
+    dropped = {"architectures", "quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
+    config |= dict.fromkeys(dropped & config.keys())
+    return config if vocab else config | STAND_IN_IDS
+
+
+def _shrink_by_row(base: Base, experts_over: int, vocab: int) -> dict[str, Any]:
+    """The sizes that the family's row knows, and the keys that go with them."""
     config, dims = dict(base.config), dict(base.dims)
     blocks = bool((base.quantization or {}).get("weight_block_size"))
     # Two layers, and as many as it takes for every kind of layer to be there.
@@ -86,7 +106,7 @@ def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[st
     shared = heads if dims["kv_heads"] == dims["heads"] else 1 if dims["kv_heads"] == 1 else max(1, heads // 2)
     new = {
         "hidden": min(dims["hidden"], WIDTH_OF_BLOCKS if blocks else WIDTH),
-        "vocab": vocab or STAND_IN_VOCAB,
+        "vocab": vocab,
         "layers": min(dims["layers"], max(2, kinds)),
         "heads": heads,
         "kv_heads": shared,  # whether keys are shared by some, all or no queries stays
@@ -118,13 +138,7 @@ def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[st
     for key in ("head_dim", "qk_head_dim") if "kv_rank" in dims else ():
         if config.get(key):
             config[key] = new["rope_dim"] + new["nope_dim"]
-    # Products of narrower matrices have a smaller spread: without this every answer would be the same. Much above it,
-    # 16-bit rounding decides which expert a token visits, and a merged model answers otherwise than it should.
-    deviation = float(config.get("initializer_range") or USUAL_DEVIATION) * math.sqrt(dims["hidden"] / new["hidden"])
-    config["initializer_range"] = min(deviation, USUAL_DEVIATION * math.sqrt(USUAL_HIDDEN / new["hidden"]))
-    dropped = {"architectures", "quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
-    config |= dict.fromkeys(dropped & config.keys())
-    return config if vocab else config | STAND_IN_IDS
+    return config
 
 
 @dataclass(frozen=True, slots=True)
