@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -81,13 +82,16 @@ plainly = train_ranks.ours
 
 
 def ours(case: dict[str, Any], file: Path, here: Any) -> dict[str, Any]:
-    """First damage what the case names, then run it."""
+    """First copy and damage what the case names, then run it."""
+    if "copy" in case and here.rank == 0:
+        shutil.copytree(*case["copy"], symlinks=True)
     for path, how in case.get("damage", {}).items() if here.rank == 0 else ():
         content = bytearray(Path(path).read_bytes())
         content[int(len(content) * (0.4 if "model/" in path else 0.5))] ^= 1
         changed = Path(f"{path}.changed")  # the other rank may be reading it
         changed.write_bytes(content if how == "flip" else content[: len(content) // 2])
         changed.replace(path)
+    torch.distributed.barrier()
     outcome: dict[str, Any] = plainly(case, file, here)
     return outcome
 
