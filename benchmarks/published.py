@@ -380,8 +380,8 @@ not measured by us: no GPU has run windlass yet.**
 ![Planned against published speed](accuracy.svg)
 
 Rows of eager transformers with PEFT on A100 are what windlass should hit. Constants of the time model were chosen with
-the sources that are marked as fitted. The others were looked at too while it was made, so they are no blind test. Figures
-are of |planned / published - 1|.
+the sources that are marked as fitted. The others were looked at too while it was made, so they are no blind
+test. Figures are of |planned / published - 1|.
 
 {table}
 
