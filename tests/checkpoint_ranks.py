@@ -84,7 +84,8 @@ plainly = train_ranks.ours
 def ours(case: dict[str, Any], file: Path, here: Any) -> dict[str, Any]:
     """First copy and damage what the case names, then run it."""
     if "copy" in case and here.rank == 0:
-        shutil.copytree(*case["copy"], symlinks=True)
+        source, target = case["copy"]
+        shutil.copytree(source, target, symlinks=True)
     for path, how in case.get("damage", {}).items() if here.rank == 0 else ():
         content = bytearray(Path(path).read_bytes())
         content[int(len(content) * (0.4 if "model/" in path else 0.5))] ^= 1
