@@ -133,16 +133,17 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_config(config: Mapping[str, Any], where: str) -> Any:
-    model_type = str(config.get("model_type") or "")
+    model_type: Any = config.get("model_type")
     known = transformers.CONFIG_MAPPING
-    if config.get("auto_map") and model_type not in known:
+    if config.get("auto_map") and isinstance(model_type, str) and model_type not in known:
         what = f"{model_type!r} is code that comes with the checkpoint, and windlass shards transformers' own models"
         raise UserError(what, where, "use a model that transformers has, or that was converted to one")
     inner = config.get("text_config")
-    inner = str(inner.get("model_type") or "") if isinstance(inner, dict) else ""
-    if unknown := next((each for each in (model_type, inner or model_type) if each not in known), ""):
-        what = f"unknown model type {reprlib.repr(unknown)}"
-        close = difflib.get_close_matches(str(unknown)[:80], list(known), 3, 0.5)
+    inner = inner.get("model_type") if isinstance(inner, dict) else None
+    types = (model_type, inner or model_type)
+    if unknown := [each for each in types if not isinstance(each, str) or each not in known]:
+        what = f"unknown model type {reprlib.repr(unknown[0])}"
+        close = difflib.get_close_matches(str(unknown[0])[:80], list(known), 3, 0.5)
         hint = f"nearest: {', '.join(close)}; " if close else ""
         hint += f"transformers {transformers.__version__} builds what windlass trains: a newer one may know it"
         raise UserError(what, where, hint)
