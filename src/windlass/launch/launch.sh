@@ -58,7 +58,8 @@ if [[ "$log_format" == json ]]; then # each line as JSON; the filter outlives si
     exec python3 -uc 'import json, sys, time
 for line in sys.stdin.buffer:
     head = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "run": sys.argv[1], "node": int(sys.argv[2])}
-    print(json.dumps(head | {"host": sys.argv[3], "message": line.decode(errors="replace").rstrip()}))' \
+    line = json.dumps(head | {"host": sys.argv[3], "message": line.decode(errors="replace").rstrip()})
+    sys.stdout.write(line + "\n")  # at once: nodes share a log' \
       "$name" "$node" "$(hostname)"
   ) 2>&1
   filter=$!
