@@ -69,3 +69,10 @@ def test_model_and_data_are_both_needed(model: Path) -> None:
     )
     assert done.returncode == 2
     assert "needs both --model and --data" in done.stderr
+
+
+def test_what_is_not_there_is_named_by_its_flag(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--data: "):
+        draft.draft(str(model), str(tmp_path / "none.jsonl"), "1xcpu", print)
+    with pytest.raises(UserError, match=r"^--model: "):
+        draft.draft(str(tmp_path / "none"), rows(tmp_path / "rows.jsonl", [3]), "1xcpu", print)

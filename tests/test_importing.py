@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.runfile import read
+from windlass.runfile.document import load
 from windlass.runfile.importing import import_file, run_file
 from windlass.runfile.names import IMPORTING, TOOLS, by_name
 from windlass.runfile.reference import keys
@@ -378,3 +380,32 @@ def test_the_command_prints_a_run_file_and_what_has_no_effect(tmp_path: Path) ->
     assert "quantize_moe_experts" in done.stderr
     file.write_text(edited(MISTRAL_4, load_in_4bit=False))
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0
+
+
+ODD: tuple[Any, ...] = (None, True, -1, 2.5, "", "odd", [], ["odd"], [{"path": 3}], {}, {"odd": [1]})
+
+
+@pytest.mark.parametrize("text", [AXOLOTL, MISTRAL_4, LLAMA_FACTORY, TRL], ids=["axolotl", "mistral 4", "lf", "trl"])
+def test_a_value_of_another_kind_is_refused_or_taken_and_never_a_traceback(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    tool = import_file(file).tool
+    extra = ("special_tokens", "test_datasets", "chat_template_kwargs", "cosine_min_lr_ratio", "evals_per_epoch")
+    for key in (*load(file).value, *extra):
+        for value in ODD:
+            file.write_text("\n".join(line for line in text.splitlines() if line.partition(":")[0] != key))
+            with file.open("a") as more:
+                more.write(f"\n{key}: {json.dumps(value)}\n")
+            with contextlib.suppress(UserError):
+                run_file(import_file(file, tool))
+
+
+def test_a_wrong_kind_and_an_open_quote_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.yml"
+    file.write_text(edited(AXOLOTL, special_tokens=True))
+    (problem,) = import_file(file).problems
+    assert str(problem).startswith(f"{file}:")
+    assert "special_tokens: is True, which Axolotl does not take" in str(problem)
+    (tmp_path / "s.sh").write_text(SWIFT.replace("'rows.jsonl#500'", "'rows.jsonl#500"))
+    with pytest.raises(UserError, match=r"s\.sh:5: is no shell command: No closing quotation"):
+        import_file(tmp_path / "s.sh")

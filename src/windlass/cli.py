@@ -158,7 +158,7 @@ def windlass(
     BEFORE, "init > run.yaml", "init --model ./Qwen3-8B --data chats.jsonl --gpus 8xh100 > run.yaml", "init --list"
 )
 def init(
-    preset: Annotated[str, arg("PRESET", "Which run file; see --list.")] = "mistral-small-4",
+    preset: Annotated[str | None, arg("PRESET", "Which run file; see --list. Default: mistral-small-4.")] = None,
     model: Annotated[
         str | None, opt("--model", "DIR", "Write one for this model, short and fast; needs --data.")
     ] = None,
@@ -172,6 +172,8 @@ def init(
     if model or data or gpus:
         from windlass import draft
 
+        if preset:
+            raise UserError(f"takes either a preset or --model, not {preset} too", "windlass init", "leave one out")
         if not (model and data):
             hint = "windlass init --model DIR --data PATH > run.yaml"
             raise UserError("needs both --model and --data", "windlass init", hint)
@@ -184,7 +186,7 @@ def init(
         for name, text in runfile.presets().items():
             print(f"{name:24} {text.splitlines()[0].removeprefix('# ')}")
     else:
-        print(runfile.init(preset), end="")
+        print(runfile.init(preset or "mistral-small-4"), end="")
 
 
 @command(BEFORE, "import axolotl.yml > run.yaml", "import sft.sh --from swift > run.yaml")

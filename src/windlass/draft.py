@@ -47,6 +47,18 @@ class Draft:
 
 def draft(model: str, data: str, gpus: str | None, say: Callable[[str], None]) -> Draft:
     """Choose what fits the data, the model and the machines."""
+    try:
+        return _draft(model, data, gpus, say)
+    except UserError as error:  # its places are in a file that is gone
+        flags = {"model.model_name_or_path": "--model", "data.dataset_name_or_path": "--data"}
+        keys = [problem.where.rpartition(": ")[2] for problem in error.problems]
+        problems = [
+            replace(problem, where=flags.get(key, key)) for problem, key in zip(error.problems, keys, strict=True)
+        ]
+        raise UserError.of(problems) from None
+
+
+def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None]) -> Draft:
     base = find_base(model, "--model")
     nodes, per_node, gpu = _machines(gpus)
     made = Draft(

@@ -53,9 +53,14 @@ class Import:
     no_effect: dict[str, str] = field(default_factory=dict)  # their key -> why
     problems: list[Problem] = field(default_factory=list)
 
-    def take(self, key: str, otherwise: Any = None) -> Any:
-        """Their value, which is dealt with from here on."""
-        return self.theirs.pop(key, otherwise)
+    def take(self, key: str, otherwise: Any = None, kind: Any = object) -> Any:
+        """Their value, which is dealt with from here on; one of another kind is refused."""
+        value = self.theirs.pop(key, otherwise)
+        entries = kind is list and isinstance(value, list) and not all(isinstance(each, dict) for each in value)
+        if value is None or (isinstance(value, kind) and not entries):
+            return value
+        self.refuse(key, f"is {value!r:.40}, which {TOOLS[self.tool]} does not take", "correct it, then import again")
+        return otherwise
 
     def set(self, key: str, value: Any, remark: str) -> None:
         values = TABLES[self.tool].get("values", {}).get(key, {})
@@ -131,7 +136,12 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
                 continue
             options: dict[str, Any] = {}
             key = ""
-            for word in shlex.split(line[found.end() :], comments=True):
+            try:
+                words = shlex.split(line[found.end() :], comments=True)
+            except ValueError as error:
+                where = f"{path}:{_line_of(text, found[0])}"
+                raise UserError(f"is no shell command: {error}", where, "close the quotes") from None
+            for word in words:
                 if word.startswith("--"):
                     key, equals, value = word[2:].partition("=")
                     options[key] = scalar(value) if equals else True
@@ -141,7 +151,7 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
                 else:
                     before = options[key]
                     options[key] = scalar(word) if before is True else [*_listed(before), scalar(word)]
-            lines = {key: _line_of(text, key) for key in options}
+            lines = {key: _line_of(text, f"--{key}") for key in options}
             for key, value in options.items():
                 if any("$" in str(item) for item in _listed(value)):
                     raise UserError("is a shell expression", f"{path}:{lines[key]}: {key}", "write its value instead")
@@ -151,7 +161,7 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
 
 
 def _line_of(text: str, key: str) -> int:
-    return next((n for n, line in enumerate(text.splitlines(), 1) if re.search(rf"--{key}\b", line)), 1)
+    return next((n for n, line in enumerate(text.splitlines(), 1) if key in line), 1)
 
 
 def _recognise(theirs: Mapping[str, Any]) -> str:
@@ -187,7 +197,7 @@ def _translate_common(made: Import) -> None:
         if strategy is not None or each:
             made.set(f"train.{what}_strategy", strategy or "steps", f"{what}_strategy")
         if each:
-            made.set(f"train.{what}_steps", int(each), f"{what}_steps")
+            made.set(f"train.{what}_steps", each, f"{what}_steps")
     bf16 = made.take("bf16", True)
     bf16 = made.take("bfloat16", bf16)
     made.set("train.bf16", bf16 in (True, "auto", "full"), "bf16")
@@ -218,7 +228,7 @@ def _axolotl(made: Import) -> None:
     if experts := made.take("lora_target_parameters"):
         made.set(
             "lora.experts",
-            {"targets": [name.rpartition(".")[2] for name in _listed(experts)]},
+            {"targets": [str(name).rpartition(".")[2] for name in _listed(experts)]},
             "lora_target_parameters",
         )
     for flag, name in (
@@ -235,14 +245,14 @@ def _axolotl(made: Import) -> None:
         made.set("train.lr_scheduler_kwargs", {"min_lr_rate": ratio}, "cosine_min_lr_ratio")
     if batch := made.take("batch_size"):
         made.set("train.global_batch_size", batch, "batch_size")
-    special = made.take("special_tokens") or {}
+    special = made.take("special_tokens", kind=dict) or {}
     if others := [name for name in special if name != "pad_token"]:
         hint = "if they differ from the tokenizer's own, change them in its files; then remove the key"
         made.refuse("special_tokens", f"windlass changes no tokenizer: {', '.join(others)}", hint)
     elif special:
         made.no_effect["special_tokens"] = "padding never counts in the loss"
-    share = made.take("val_set_size") or 0
-    tests = made.take("test_datasets")
+    share = made.take("val_set_size", kind=int | float) or 0
+    tests = made.take("test_datasets", kind=list)
     _held_out(made, share, "val_set_size")
     _evaluated_on(made, "test_datasets", [_axolotl_data(made, entry) for entry in tests or []])
     template, text = made.take("chat_template"), made.take("chat_template_jinja")
@@ -250,10 +260,10 @@ def _axolotl(made: Import) -> None:
         made.set("data.chat_template", text or template, "chat_template")
     elif template not in (None, "tokenizer_default"):
         made.no_effect["chat_template"] = TOKENIZERS_OWN
-    if kwargs := made.take("chat_template_kwargs"):
+    if kwargs := made.take("chat_template_kwargs", kind=dict):
         made.set("data.template_kwargs", kwargs, "chat_template_kwargs")
     on_prompt = made.take("train_on_inputs")
-    entries = made.take("datasets") or _listed(made.take("pretraining_dataset"))
+    entries = made.take("datasets", kind=list) or _listed(made.take("pretraining_dataset"))
     for entry in entries:
         kind = entry.get("type") if isinstance(entry, dict) else None
         if kind != "completion":
@@ -304,7 +314,7 @@ def _llamafactory(made: Import) -> None:
     if neat or packing or (packing is None and stage == "pt"):
         remark = "neat_packing" if neat else "packing; here packed rows don't see each other"
         made.set("data.packing", True, remark)
-    _held_out(made, made.take("val_size") or 0, "val_size")
+    _held_out(made, made.take("val_size", kind=int | float) or 0, "val_size")
     if stage == "sft":
         made.set("data.completion_only_loss", not made.take("train_on_prompt"), "train_on_prompt")
     if made.take("mask_history"):
@@ -326,7 +336,10 @@ def _llamafactory_names(beside: Path, folder: Path) -> dict[str, Any]:
     for parent in (Path(), beside):
         file = parent / folder / "dataset_info.json"
         if file.is_file():
-            return dict(json.loads(file.read_text(encoding="utf-8")))
+            try:
+                return dict(json.loads(file.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"is not valid JSON: {error}", str(file), "correct it, then import again") from None
     return {}
 
 
@@ -351,13 +364,13 @@ def _trl(made: Import) -> None:
     if experts := made.take("lora_target_parameters"):
         made.set(
             "lora.experts",
-            {"targets": [name.rpartition(".")[2] for name in _listed(experts)]},
+            {"targets": [str(name).rpartition(".")[2] for name in _listed(experts)]},
             "lora_target_parameters",
         )
     split = made.take("dataset_test_split")
     if made.settings.get("train.eval_strategy", "no") != "no":
         made.set("data.val_split", split or "test", "dataset_test_split")
-    if entries := made.take("datasets"):
+    if entries := made.take("datasets", kind=list):
         found = [
             {
                 "dataset_name_or_path": entry.get("data_files") or entry.get("path"),
@@ -381,7 +394,7 @@ def _swift(made: Import) -> None:
         made.refuse("system", "windlass adds no system message to rows", f"put {str(system)!r:.40} into the data")
     if made.theirs.get("gradient_accumulation_steps") is not None:
         made.settings["train.global_batch_size"] = None
-    _held_out(made, made.take("split_dataset_ratio") or 0, "split_dataset_ratio")
+    _held_out(made, made.take("split_dataset_ratio", kind=int | float) or 0, "split_dataset_ratio")
     trained, evaluated = (
         [
             {"dataset_name_or_path": path, "train_split": f"train[:{rows}]" if rows else "train"}

@@ -81,7 +81,8 @@ class Samples:
                     "text": text,
                     "ended": at_end,
                 }
-                append_json_line(self.folder / SAMPLES, line)
+                with loop.recorder.unwritten(self.folder / SAMPLES):
+                    append_json_line(self.folder / SAMPLES, line)
         loop.recorder.mark("pause")
 
     def _continue(self, loop: Loop, rows: list[list[int]], until: float) -> list[bool]:
@@ -130,8 +131,9 @@ def read_prompts(
         key = "train.sample.file"
         try:
             lines = Path(settings.file).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise UserError(f"{settings.file} can't be read: {error.strerror}", where(key), "check the path") from None
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise UserError(f"{settings.file} can't be read: {why}", where(key), "check the path") from None
         texts = [_text_of(line) for line in lines if line.strip()]
     if not texts:
         raise UserError("there is no prompt", where(key), "write a prompt per line")
