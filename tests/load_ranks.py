@@ -29,7 +29,7 @@ from windlass.model.family import FAMILIES
 from windlass.model.targets import resolve
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train import certificate, fp8, parallel
+from windlass.train import certificate, parallel, quantised
 from windlass.train.group import gather, raise_together
 from windlass.train.liveness import Liveness
 from windlass.train.load import load, own_part, unique_tensors
@@ -149,7 +149,11 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
     base = read_base(root / name)
     model, made = load(base, layout, dtype=reference.dtype)
     parallel.assert_sharded(model, layout)
-    true, mine, in_fp8 = dict(reference.named_parameters()), dict(model.named_parameters()), fp8.fp8_weights(model)
+    true, mine, in_fp8 = (
+        dict(reference.named_parameters()),
+        dict(model.named_parameters()),
+        quantised.quantised_weights(model),
+    )
     assert mine.keys() == true.keys()
     assert not any(tensor.requires_grad for tensor in mine.values())
     assert {isinstance(tensor, DTensor) for tensor in mine.values()} == {layout.name != "resident"}
@@ -171,7 +175,7 @@ def equal(root: Path, name: str, reference: Any, outcome: list[Tensor], wires: d
                 scale = in_fp8[key].scale
                 if part.ndim == 3:
                     scale = scale[offset[0] - in_fp8[key].first :][: len(part)]
-                part = fp8.dequantise(part, scale, in_fp8[key].format, reference.dtype, (offset[-2], offset[-1]))
+                part = quantised.dequantise(part, scale, in_fp8[key].format, reference.dtype, (offset[-2], offset[-1]))
             else:
                 tensor = mine[key]
                 part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -220,7 +224,7 @@ def spoilt(root: Path, what: str, base_dtype: str, layout: str, named: str) -> N
     """The certificate's finding on every rank: of parts that ranks have swapped, or one rank's wrong by a little."""
     base, number = read_base(root / "published"), dist.get_rank()
     model, _ = load(base, replace(layouts()[layout], base_dtype=base_dtype))
-    targets, in_fp8 = unique_tensors(model), fp8.fp8_weights(model)
+    targets, in_fp8 = unique_tensors(model), quantised.quantised_weights(model)
     mine = in_fp8[VICTIM].scale if "scales" in what else own_part(targets[VICTIM])[0]
     if "swapped" in what:
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

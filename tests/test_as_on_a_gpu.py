@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from windlass.plan import memory
-from windlass.train import experts, fp8
-from windlass.train.fp8 import Fp8Format
+from windlass.train import experts, quantised
+from windlass.train.quantised import Format
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch that is built with CUDA; a GPU it needs not"),
@@ -35,7 +35,7 @@ def on_a_gpu(stack: nn.Module, sides: tuple[int, int] | None) -> None:
             if sides and parameter.ndim == 3:
                 del module._parameters[name]
                 weight = torch.empty(parameter.shape, device="cuda")
-                fp8.to_fp8_param(module, name, weight, Fp8Format(E4M3, sides, torch.bfloat16))
+                quantised.to_quantised_param(module, name, weight, Format(E4M3, sides, torch.bfloat16))
             else:
                 moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
                 module._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
@@ -59,7 +59,7 @@ def test_experts_and_their_adapters(
         ways.append("by expert")
         return x.new_empty(x.shape[0], codes.shape[1] if transposed else codes.shape[2])
 
-    monkeypatch.setattr(fp8, "one_by_one", by_expert)
+    monkeypatch.setattr(quantised, "one_by_one", by_expert)
     stack = stack_of(ours_of(base(dtype=torch.bfloat16), *BOTH))
     with FakeTensorMode():
         on_a_gpu(stack, sides)
@@ -101,11 +101,11 @@ def test_the_backward_of_products_in_chunks(sides: tuple[int, int], monkeypatch:
     monkeypatch.setattr(memory, "DEQUANTISED", 6 * 48 * 2 * 16)  # two chunks of 32 columns
     with FakeTensorMode():
         module = nn.Module()
-        coding = Fp8Format(E4M3, sides, torch.bfloat16)
-        fp8.to_fp8_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
+        coding = Format(E4M3, sides, torch.bfloat16)
+        quantised.to_quantised_param(module, "weight", torch.empty(6, 48, HIDDEN, device="cuda"), coding)
         dy, ends = torch.empty(12, 48, device="cuda", dtype=torch.bfloat16), torch.empty(6, device="cuda").int()
         codes, scale = module.get_parameter("weight"), module.get_buffer("weight_scale")
-        dx = fp8.all_at_once(dy, codes, scale, ends, coding, transposed=False)
+        dx = quantised.all_at_once(dy, codes, scale, ends, coding, transposed=False)
     assert (dx.shape, dx.dtype, dx.device.type) == ((12, HIDDEN), torch.bfloat16, "cuda")
 
 

@@ -27,8 +27,8 @@ from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train import certificate, parallel
 from windlass.train.digest import MODULUS, digest_box
-from windlass.train.fp8 import fp8_weights
 from windlass.train.load import load, read_all, unique_tensors
+from windlass.train.quantised import quantised_weights
 from windlass.train.reading import chunks, decode, intersection, runs
 from windlass.train.same_base import digest_files
 
@@ -203,7 +203,7 @@ def test_what_nothing_was_read_into_is_named(root: Path) -> None:
 def test_each_tensor_and_each_expert_is_compared(root: Path, layout: Layout) -> None:
     base = read_base(root / "published")
     model, _ = load(base, layout)
-    targets, in_fp8 = unique_tensors(model), fp8_weights(model)
+    targets, in_fp8 = unique_tensors(model), quantised_weights(model)
     assert certificate.check(targets, base, 0, in_fp8)[0] == []
 
     by_name = {parameter.name: replace(base, parameters=(parameter,)) for parameter in base.parameters}
@@ -236,7 +236,7 @@ def test_each_scale_is_compared(root: Path) -> None:
     """All of them: a block's scale is wrong for rows that no sample may hit."""
     base = read_base(root / "blocks")
     model, _ = load(base, FP8)
-    targets, in_fp8 = unique_tensors(model), fp8_weights(model)
+    targets, in_fp8 = unique_tensors(model), quantised_weights(model)
     assert certificate.check(targets, base, 0, in_fp8)[0] == []
     for name in [name for name in in_fp8 if "layers.1." not in name]:
         scale = in_fp8[name].scale

@@ -96,7 +96,7 @@ def test_what_peft_cannot_do_here_is_refused_before_it_fails(monkeypatch: pytest
         with pytest.raises(UserError, match=r"lora\.bias: .* split over ranks"):
             lora.attach(model, section(experts=True, bias="all"), with_experts, 1)
     with monkeypatch.context() as patched:  # which the plan refuses
-        patched.setattr(lora, "fp8_formats", lambda _: {"weight": None})
+        patched.setattr(lora, "formats_of", lambda _: {"weight": None})
         with pytest.raises(AssertionError, match="DoRA"):
             lora.attach(model, section(use_dora=True), plan, 1)
 

@@ -159,7 +159,7 @@ def work(storage: Path) -> dict[str, Any] | None:
 
     from windlass import measure
     from windlass.observe.counters import machine_facts
-    from windlass.train import fp8
+    from windlass.train import quantised
 
     rank, world, local = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -179,9 +179,9 @@ def work(storage: Path) -> dict[str, Any] | None:
     def decode() -> float:
         side = 512 if cpu else 8192
         codes = torch.randint(0, 120, (side, side), dtype=torch.uint8, device=device)
-        format = fp8.Fp8Format(torch.float8_e4m3fn, (side, side), dtype)
+        format = quantised.Format(torch.float8_e4m3fn, (side, side), dtype)
         scale = torch.ones(1, 1, device=device)
-        return codes.numel() / measure.seconds(lambda: fp8.dequantise(codes, scale, format, dtype), device) / 1e9
+        return codes.numel() / measure.seconds(lambda: quantised.dequantise(codes, scale, format, dtype), device) / 1e9
 
     dist.barrier()
     began, used = time.perf_counter(), time.process_time()

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.model import Base, Parameter, Piece
-from windlass.train.fp8 import Fp8Weight
 from windlass.train.group import gather
+from windlass.train.quantised import Quantised
 from windlass.train.reading import Box, intersection, piece_box, stored_box
 
 ROW = 4096  # elements compared of a sampled row
@@ -70,7 +70,7 @@ def certify(
 
 
 def check(
-    targets: Mapping[str, Tensor], base: Base, rank: int, in_fp8: Mapping[str, Fp8Weight]
+    targets: Mapping[str, Tensor], base: Base, rank: int, in_fp8: Mapping[str, Quantised]
 ) -> tuple[list[str], dict[str, int]]:
     """Compare sampled rows of every parameter with the disk. Returns what differs, and how much was compared.
 
@@ -92,7 +92,7 @@ def check(
 
 
 def _check_rows(
-    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: Fp8Weight | None, counts: dict[str, int]
+    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: Quantised | None, counts: dict[str, int]
 ) -> str:
     """One parameter's sampled rows, added to `counts`. Returns the first that differs."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -122,14 +122,14 @@ def _check_rows(
     return ""
 
 
-def own_scale(weight: Fp8Weight, axes: Sequence[Tensor]) -> Tensor:
+def own_scale(weight: Quantised, axes: Sequence[Tensor]) -> Tensor:
     """The scales that this rank has for the elements at the crossings of these indices of the parameter."""
     blocks = [axis // side for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
     outer = [axis - weight.first for axis in axes[:-2]]
     return weight.scale.cpu()[torch.meshgrid(*outer, *blocks, indexing="ij")]
 
 
-def _check_scales(parameter: Parameter, weight: Fp8Weight, disk: Disk) -> str:
+def _check_scales(parameter: Parameter, weight: Quantised, disk: Disk) -> str:
     """All scales that this rank has, at the first element of each block. Returns the first that differs."""
     for piece in parameter.pieces:
         box = piece_box(piece)

@@ -5,7 +5,7 @@ W is left alone. An adapter costs two narrow products, and keeps one narrow acti
 ParamWrapper stays the container, so files are PEFT's; only its forward is passed over.
 
 This is an experts implementation of transformers (`config._experts_implementation`), for every family that has its
-experts fused. Products of the base go through fp8.grouped_linear, so the base may be in FP8.
+experts fused. Products of the base go through quantised.grouped_linear, so the base may be in FP8.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from windlass.errors import UserError
 from windlass.model.targets import by_expert, pack_experts
-from windlass.train.fp8 import fp8_formats, grouped_linear, part_of
+from windlass.train.quantised import formats_of, grouped_linear, part_of
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 ALIGN: Final = 8  # columns of 16 bits that make up the 16 bytes at which grouped kernels want every row to begin
@@ -217,7 +217,7 @@ def own_parts() -> Iterator[None]:
                 linear.out_features, linear.in_features = linear.weight.shape
             self.num_experts, self.part = part.count, part
         original(self, adapter_name, device)
-        if fp8 := fp8_formats(self.get_base_layer()).get(self.parameter_name):
+        if fp8 := formats_of(self.get_base_layer()).get(self.parameter_name):
             # PEFT gives an adapter its weight's dtype before its own, and leaves it alone if that is bytes.
             for _, linear in both:
                 linear.to(fp8.dtype)

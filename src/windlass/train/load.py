@@ -36,12 +36,12 @@ from windlass.plan.layout import Layout
 from windlass.plan.memory import THREADS
 from windlass.train import parallel
 from windlass.train.certificate import certify, check
-from windlass.train.fp8 import Fp8Weight, fp8_weights
 from windlass.train.group import gather, raise_together, rank
+from windlass.train.quantised import Quantised, quantised_weights
 from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill, fill_scale
 from windlass.train.same_base import Part, combine
 
-NO_FP8: Mapping[str, Fp8Weight] = MappingProxyType({})
+NOTHING: Mapping[str, Quantised] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
 ANOTHER = "nothing was trained; config.json and the weights must be of the same model: fetch the folder again"
 UNEQUAL = "nothing was trained; give all nodes the same copy of the base model"
@@ -60,7 +60,7 @@ def load(
     model = parallel.build(base, layout, dtype, attn_implementation or base.family.usual_attention)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
-    targets, in_fp8 = unique_tensors(model), fp8_weights(model)
+    targets, in_fp8 = unique_tensors(model), quantised_weights(model)
 
     stored = {parameter.name: parameter for parameter in base.parameters}
     unlike = [f"{name} is missing from the checkpoint" for name in targets if name not in stored]
@@ -110,7 +110,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 @torch.no_grad()
 def read_all(
-    targets: Mapping[str, Tensor], base: Base, in_fp8: Mapping[str, Fp8Weight] = NO_FP8
+    targets: Mapping[str, Tensor], base: Base, in_fp8: Mapping[str, Quantised] = NOTHING
 ) -> tuple[list[str], int, dict[str, Part]]:
     """Fill this rank's part of every parameter. Returns what went wrong, the bytes asked of files, and each digest.
 

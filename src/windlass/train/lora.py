@@ -18,8 +18,8 @@ from transformers import set_seed
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import Adapter, ExpertShards
 from windlass.train import experts
-from windlass.train.fp8 import fp8_formats, part_of
 from windlass.train.parallel import device_of_this_rank
+from windlass.train.quantised import formats_of, part_of
 from windlass.train.wrapped import read_inner_config
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     Where experts are split over ranks, each has its own experts' part of their adapter, all else is on every rank.
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    if lora.use_dora and (sharded or any(fp8_formats(module) for module in model.modules())):
+    if lora.use_dora and (sharded or any(formats_of(module) for module in model.modules())):
         raise AssertionError("DoRA was planned with base weights that this rank has only in part, or in FP8")
     stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
     if adapter.target_parameters and lora.bias != "none" and any(part_of(stack) for stack in stacks):

@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
-from windlass.train import experts, fp8, group
+from windlass.train import experts, group, quantised
 
 
 def is_sharded(layout: Layout) -> bool:
@@ -54,7 +54,7 @@ def build(
     # Tried: 2.12 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
     if is_sharded(layout) and layout.base_dtype == "fp8" and torch.__version__ < "2.13":
         what = f"torch {torch.__version__} can't shard a base that is stored in FP8: 2.13 can"
-        raise UserError(what, fp8.WHERE, f"{fp8.HINT}, set layout.name: resident, or install a newer torch")
+        raise UserError(what, quantised.WHERE, f"{quantised.HINT}, set layout.name: resident, or install a newer torch")
     # The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`, or converted by us.
     described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
     tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may rule
@@ -80,7 +80,7 @@ def build(
         model = model_class(config)
     keep_in_float32(model, dtype)
     if layout.base_dtype == "fp8":
-        fp8.convert(model, base, dtype)
+        quantised.convert(model, base, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
     if not layout.reshard_after_forward:
         # After the plan, not in it: with every layer kept by the plan, upstream no longer puts the final norm and the

@@ -1,4 +1,4 @@
-"""Weights kept in FP8 as published: dequantised just before each use, freed right after.
+"""Weights kept in few bits: dequantised just before each use, freed right after.
 
 A parameter in FP8 is its codes, as bytes: whatever casts a model's floating-point parameters (PEFT, FSDP2's mixed
 precision, `.to(dtype)`) leaves bytes alone, and every backend gathers them. Its scales are a small float32 buffer of
@@ -33,7 +33,7 @@ WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Format:
+class Format:
     """What the bytes of one parameter mean."""
 
     codes: torch.dtype  # torch.float8_e4m3fn or torch.float8_e5m2
@@ -42,11 +42,11 @@ class Fp8Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Weight:
+class Quantised:
     """The scales of a parameter in FP8, as this rank has them."""
 
     scale: Tensor
-    format: Fp8Format
+    format: Format
     first: int  # the first expert that `scale` is for: under expert parallelism a rank has only its own experts'
 
 
@@ -55,7 +55,7 @@ class Fp8Weight:
 
 @torch.no_grad()
 def dequantise(
-    codes: Tensor, scale: Tensor, fp8: Fp8Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
+    codes: Tensor, scale: Tensor, fp8: Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
     """True values of codes [..., rows, columns], the part of a parameter that begins at row and column `origin`."""
     plain = codes.is_cuda and type(codes) in (Tensor, nn.Parameter) and codes.stride(-1) == 1
@@ -63,12 +63,12 @@ def dequantise(
     return way(codes, scale, fp8, dtype, origin)
 
 
-def by_kernel(codes: Tensor, scale: Tensor, fp8: Fp8Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+def by_kernel(codes: Tensor, scale: Tensor, fp8: Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
     """One pass over memory."""
-    from windlass.train import fp8_kernel  # needs Triton
+    from windlass.train import dequantise_kernel  # needs Triton
 
     stack, scales = ((each if each.ndim == 3 else each[None]) for each in (codes.view(fp8.codes), scale))
-    return fp8_kernel.scaled(stack, scales, fp8.block, dtype, origin).view(codes.shape)
+    return dequantise_kernel.scaled(stack, scales, fp8.block, dtype, origin).view(codes.shape)
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def kernel_is_exact(device: torch.device, codes: torch.dtype, dtype: torch.dtype
             scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape)
             part, origin = stack[:, 5:37, 136:1900], (5, 136)
             one, other = (
-                way(part, scale, Fp8Format(codes, block, dtype), dtype, origin).nan_to_num().view(bits)
+                way(part, scale, Format(codes, block, dtype), dtype, origin).nan_to_num().view(bits)
                 for way in (by_kernel, by_torch)
             )
             if not torch.equal(one, other):
@@ -98,7 +98,7 @@ def kernel_is_exact(device: torch.device, codes: torch.dtype, dtype: torch.dtype
     return True
 
 
-def by_torch(codes: Tensor, scale: Tensor, fp8: Fp8Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+def by_torch(codes: Tensor, scale: Tensor, fp8: Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
     """Two passes over memory, on any device.
 
     Codes are exact in every dtype, so multiplying in place (torch takes a product with float32 in float32) rounds once.
@@ -116,16 +116,16 @@ def by_torch(codes: Tensor, scale: Tensor, fp8: Fp8Format, dtype: torch.dtype, o
 # --- a model whose parameters are in FP8 ---
 
 
-class Fp8Linear(nn.Linear):
+class QuantisedLinear(nn.Linear):
     """A linear layer over FP8 codes. Frozen: there is no gradient of the weight, only of the input (and the bias)."""
 
     weight_scale: Tensor
-    fp8: dict[str, Fp8Format]
+    fp8: dict[str, Format]
 
-    def __init__(self, linear: nn.Linear, fp8: Fp8Format) -> None:
+    def __init__(self, linear: nn.Linear, fp8: Format) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        to_fp8_param(self, "weight", linear.weight, fp8)
+        to_quantised_param(self, "weight", linear.weight, fp8)
         # PEFT 0.21 gives an adapter this dtype before its own: with the weight's, A would be rounded to bytes.
         self.compute_dtype = fp8.dtype
 
@@ -144,7 +144,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, offsets: Tensor | None, fp8: Fp8Format
+        ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, offsets: Tensor | None, fp8: Format
     ) -> Tensor:
         ctx.save_for_backward(codes, scale, offsets)
         ctx.fp8 = fp8
@@ -165,7 +165,7 @@ class _Product(torch.autograd.Function):
         return dx, None, None, db, None, None
 
 
-def to_fp8_param(module: nn.Module, name: str, weight: Tensor, fp8: Fp8Format) -> None:
+def to_quantised_param(module: nn.Module, name: str, weight: Tensor, fp8: Format) -> None:
     """Make `module.name` codes of that weight's shape, and its scales a buffer. The loader fills both."""
     rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], fp8.block, strict=True))
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
@@ -175,9 +175,9 @@ def to_fp8_param(module: nn.Module, name: str, weight: Tensor, fp8: Fp8Format) -
     module.__dict__.setdefault("fp8", {})[name] = fp8
 
 
-def fp8_formats(module: nn.Module) -> dict[str, Fp8Format]:
+def formats_of(module: nn.Module) -> dict[str, Format]:
     """The module's own parameters that are in FP8."""
-    found: dict[str, Fp8Format] = getattr(module, "fp8", {})
+    found: dict[str, Format] = getattr(module, "fp8", {})
     return found
 
 
@@ -190,16 +190,16 @@ def convert(model: nn.Module, base: Base, dtype: torch.dtype) -> None:
         if not kinds.keys() & set(NEEDS_SCALE):
             continue
         found = True
-        fp8 = Fp8Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
+        fp8 = Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
         owner, _, leaf = parameter.name.rpartition(".")
         module = model.get_submodule(owner)
         if len(kinds) > 1:
             what = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
             problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {what}", WHERE, HINT))
         elif type(module) is nn.Linear:
-            model.set_submodule(owner, Fp8Linear(module, fp8))
+            model.set_submodule(owner, QuantisedLinear(module, fp8))
         elif getattr(module, "is_transposed", None) is False and not module.has_bias:
-            to_fp8_param(module, leaf, module.get_parameter(leaf), fp8)
+            to_quantised_param(module, leaf, module.get_parameter(leaf), fp8)
         else:
             what = f"{parameter.name} belongs to {type(module).__name__}, which can't compute with FP8 weights"
             problems.append(Problem(what, WHERE, HINT))
@@ -208,17 +208,17 @@ def convert(model: nn.Module, base: Base, dtype: torch.dtype) -> None:
     raise_all(problems)
 
 
-def fp8_weights(model: nn.Module) -> dict[str, Fp8Weight]:
+def quantised_weights(model: nn.Module) -> dict[str, Quantised]:
     """The model's parameters in FP8, by name; scales cut to this rank's experts. Not filled yet."""
-    found: dict[str, Fp8Weight] = {}
+    found: dict[str, Quantised] = {}
     for prefix, module in model.named_modules():
-        for leaf, fp8 in fp8_formats(module).items():
+        for leaf, fp8 in formats_of(module).items():
             part = part_of(module.get_parameter(leaf))
             scale = module.get_buffer(f"{leaf}_scale")
             if part and scale.ndim == 3 and len(scale) != part.count:
                 scale = torch.empty_like(scale[: part.count])
                 setattr(module, f"{leaf}_scale", scale)
-            found[f"{prefix}.{leaf}"] = Fp8Weight(scale, fp8, part.first if part else 0)
+            found[f"{prefix}.{leaf}"] = Quantised(scale, fp8, part.first if part else 0)
     return found
 
 
@@ -241,7 +241,7 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     expert; what comes out for them is not defined.
     """
     weight: Tensor = getattr(experts, name)
-    fp8 = fp8_formats(experts).get(name)
+    fp8 = formats_of(experts).get(name)
     product: Tensor
     if fp8 is None:
         product = _grouped_linear(x, weight, offsets)
@@ -253,7 +253,7 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     return product
 
 
-def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format, *, transposed: bool) -> Tensor:
+def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Format, *, transposed: bool) -> Tensor:
     """x_e W_e^T (transposed) or x_e W_e for all experts.
 
     One expert after the other where fewer rows than experts leave most of them without any, as in generating, and
@@ -266,7 +266,7 @@ def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8F
     return way(x, codes, scale, offsets, fp8, transposed=transposed)
 
 
-def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format, *, transposed: bool) -> Tensor:
+def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Format, *, transposed: bool) -> Tensor:
     """One expert after the other, those without tokens not at all. Needs the offsets on the host."""
     product = x.new_zeros(x.shape[0], codes.shape[1] if transposed else codes.shape[2])
     start = 0
@@ -279,9 +279,7 @@ def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp
     return product
 
 
-def all_at_once(
-    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Fp8Format, *, transposed: bool
-) -> Tensor:
+def all_at_once(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Format, *, transposed: bool) -> Tensor:
     """All experts, some columns of the product at a time.
 
     Nothing waits for the host, nothing is summed over chunks (each column is one product), and weights exist in no

@@ -23,10 +23,10 @@ from windlass.model.targets import resolve
 from windlass.plan import memory
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train import fp8
-from windlass.train.fp8 import Fp8Format, Fp8Linear, dequantise, grouped_linear
+from windlass.train import quantised
 from windlass.train.load import load
 from windlass.train.lora import attach
+from windlass.train.quantised import Format, QuantisedLinear, dequantise, grouped_linear
 
 # PEFT asks for an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -64,16 +64,16 @@ def test_any_part_of_any_parameter_is_the_truth(data: st.DataObject) -> None:
     (top, bottom), (left, right) = (
         sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True))) for size in (rows, columns)
     )
-    got = dequantise(codes[:, top:bottom, left:right], scale, Fp8Format(E4M3, sides, dtype), dtype, (top, left))
+    got = dequantise(codes[:, top:bottom, left:right], scale, Format(E4M3, sides, dtype), dtype, (top, left))
     assert got.dtype == dtype
     assert torch.equal(got, truth(codes, scale, sides, dtype)[:, top:bottom, left:right])
 
 
-def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[Fp8Linear, nn.Linear]:
+def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantisedLinear, nn.Linear]:
     """The same layer twice: in FP8, and in `dtype`."""
-    form = Fp8Format(E4M3, (16, 16), dtype)
+    form = Format(E4M3, (16, 16), dtype)
     plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
-    in_fp8 = Fp8Linear(plain, form)
+    in_fp8 = QuantisedLinear(plain, form)
     in_fp8.weight.copy_(random_codes(24, 40))
     in_fp8.weight_scale.copy_(random_scale(2, 3))
     plain.weight.data = truth(in_fp8.weight, in_fp8.weight_scale, form.block, dtype)
@@ -114,9 +114,9 @@ OFFSETS = torch.tensor([3, 3, 10, 12, 12], dtype=torch.int32)  # of five experts
 
 def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """Five experts with ragged blocks twice: in FP8, and in `dtype`."""
-    form = Fp8Format(E4M3, (16, 32), dtype)
+    form = Format(E4M3, (16, 32), dtype)
     in_fp8, plain = nn.Module(), nn.Module()
-    fp8.to_fp8_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
+    quantised.to_quantised_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
     codes, scale = random_codes(*SHAPE), random_scale(5, 3, 2)
     in_fp8.get_parameter("gate_up_proj").copy_(codes)
     in_fp8.get_buffer("gate_up_proj_scale").copy_(scale)
@@ -136,7 +136,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grouped_products_are_the_16_bit_ones(
     dtype: torch.dtype, way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8, "products", getattr(fp8, way))
+    monkeypatch.setattr(quantised, "products", getattr(quantised, way))
     found = []
     for module in experts(dtype):
         x = torch.randn(12, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -166,8 +166,8 @@ def test_what_exists_at_once_is_what_the_plan_says(
         alive.append(weakref.ref(values.untyped_storage()))
         return values
 
-    monkeypatch.setattr(fp8, "dequantise", counted)
-    monkeypatch.setattr(fp8, "products", getattr(fp8, way))
+    monkeypatch.setattr(quantised, "dequantise", counted)
+    monkeypatch.setattr(quantised, "products", getattr(quantised, way))
     x = torch.randn(12, 48, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.grad(grouped_linear(x, experts(torch.bfloat16)[0], "gate_up_proj", OFFSETS).sum(), x)
     if way == "all_at_once":
@@ -182,25 +182,25 @@ def test_what_exists_at_once_is_what_the_plan_says(
 
 def test_a_kernel_is_trusted_only_where_its_bits_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     def off_by_one(codes: Tensor, *rest: Any) -> Tensor:
-        values = fp8.by_torch(codes, *rest)
+        values = quantised.by_torch(codes, *rest)
         values.view(torch.int16)[1, 7, 100] += 1
         return values
 
     asked = torch.device("cpu"), E4M3, torch.bfloat16
-    fp8.kernel_is_exact.cache_clear()
+    quantised.kernel_is_exact.cache_clear()
     with pytest.warns(UserWarning, match="weights in FP8 take two passes to read instead of one: "):
-        assert not fp8.kernel_is_exact(*asked)  # there is no Triton, or no GPU for it
-    for way, right in ((fp8.by_torch, True), (off_by_one, False)):
-        fp8.kernel_is_exact.cache_clear()
-        monkeypatch.setattr(fp8, "by_kernel", way)
+        assert not quantised.kernel_is_exact(*asked)  # there is no Triton, or no GPU for it
+    for way, right in ((quantised.by_torch, True), (off_by_one, False)):
+        quantised.kernel_is_exact.cache_clear()
+        monkeypatch.setattr(quantised, "by_kernel", way)
         with contextlib.nullcontext() if right else pytest.warns(UserWarning, match="1 of 169344 values differ"):
-            assert fp8.kernel_is_exact(*asked) is right
-    fp8.kernel_is_exact.cache_clear()
+            assert quantised.kernel_is_exact(*asked) is right
+    quantised.kernel_is_exact.cache_clear()
 
 
 KERNEL = """
 import math, torch
-from windlass.train.fp8_kernel import scaled
+from windlass.train.dequantise_kernel import scaled
 dice = torch.Generator().manual_seed(0)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for sides in ((40, 2100), (16, 128), (7, 5)):
@@ -221,7 +221,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windlass.train import fp8_kernel as kernel
+from windlass.train import dequantise_kernel as kernel
 names = kernel._scaled.arg_names
 for one in (True, False):
     given = {"one": one, "high": kernel.ROWS, "wide": kernel.COLUMNS}
@@ -273,14 +273,14 @@ def test_the_adapter_is_that_of_16_bits(published: Base, monkeypatch: pytest.Mon
     for name, tensor in wide.items():
         assert torch.equal(tensor, narrow[name]), name
         assert tensor.any() or "lora_B" in name
-    original = Fp8Linear.__init__
+    original = QuantisedLinear.__init__
 
-    def forgetful(self: Fp8Linear, plain: nn.Linear, form: Fp8Format) -> None:
+    def forgetful(self: QuantisedLinear, plain: nn.Linear, form: Format) -> None:
         """The fault that this guards against."""
         original(self, plain, form)
         del self.compute_dtype
 
-    monkeypatch.setattr(Fp8Linear, "__init__", forgetful)
+    monkeypatch.setattr(QuantisedLinear, "__init__", forgetful)
     rounded = adapted(published, "fp8", experts={"r": 2})
     assert any(not torch.equal(tensor, rounded[name]) for name, tensor in wide.items())
     with pytest.raises(AssertionError, match="in FP8"):
