@@ -70,7 +70,10 @@ def opens(base: Base, adapter: Path) -> bool:
     here, there = get_peft_model_state_dict(opened), load_file(adapter / "adapter_model.safetensors")
     missing = [str(each.message) for each in said if "missing" in str(each.message)]
     values = {each.float().sum().item() for each in there.values()}
-    return not missing and {each.float().sum().item() for each in here.values()} == values
+    same = {each.float().sum().item() for each in here.values()} == values
+    if missing or not same:
+        print(f"{base.name}: {missing[:1]}, {len(here)} tensors for {len(there)} saved", file=sys.stderr)
+    return not missing and same
 
 
 def main(names: list[str]) -> None:

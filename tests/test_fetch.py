@@ -16,6 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import warm
+
+from windlass import tiny
 
 SHA = "a" * 40
 CARD = "---\nconfigs:\n- config_name: small\n  data_files: [{split: train, path: small/*}]\n---\n"
@@ -39,6 +42,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.gets: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
         self.ranges: list[str] = []
         self.cut = ""
         self.delay = 0.0
@@ -77,11 +81,13 @@ class Answer(BaseHTTPRequestHandler):
         self.server.gets[name] += 1
         time.sleep(self.server.delay)
         wanted = self.headers.get("Range")
-        start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
+        first, _, last = wanted.removeprefix("bytes=").partition("-") if wanted else ("0", "", "")
+        start, content = int(first), content[: int(last) + 1 if last else None]
         if wanted:
             self.server.ranges.append(wanted)
             head["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         cut = self.server.cut == name and not start
+        self.server.sent[name] += len(content) - start
         self.send(206 if wanted else 200, head, content[start:], cut=cut)
 
     def send_api(self, path: str) -> None:
@@ -134,16 +140,19 @@ def fetch(hub: Hub, folder: Path, *, model: str = "org/model", data: str = "org/
         "data": {"dataset_name_or_path": data, "dataset_config_name": "small" if data == "org/set" else None},
         "train": {"output_dir": str(folder / "out")},
     }
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    environment |= {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1"}
-    environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, json.dumps(run)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment(hub, folder) | more,
     )
+
+
+def environment(hub: Hub, folder: Path) -> dict[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    hub_of_test = {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1"}
+    return inherited | hub_of_test | {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def result(process: Any) -> tuple[dict[str, Path], str]:
@@ -194,6 +203,44 @@ def test_an_unknown_name_and_a_local_folder(hub: Hub, tmp_path: Path) -> None:
     folders, said = result(fetch(hub, tmp_path, data=str(tmp_path / "rows.txt")))
     assert set(folders) == {"model"}
     assert "nothing to fetch" in said
+
+
+def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write_family(tmp_path / "source", "qwen2", tokenizer=True)
+    files = {file.name: file.read_bytes() for file in source.iterdir()}
+    monkeypatch.setitem(FILES, "org/tiny", files)
+    for name, value in environment(hub, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run.yaml").write_text("model: {model_name_or_path: org/tiny}\ncluster: {gpu: h100}\n")
+
+    def windlass(*arguments: str) -> tuple[int, str]:
+        command = [warm.python(), "-m", "windlass", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    def planned(*more: str) -> tuple[dict[str, Any], str]:
+        code, out = windlass("plan", "run.yaml", "--json", *more)
+        assert code == 0, out
+        plan = json.loads(out[out.index("{") :])
+        return {"parameters": plan["parameters"], "memory": plan["memory"]}, out
+
+    code, out = windlass("plan", "run.yaml")
+    assert (code, "windlass fetch RUN (with --headers-only" in " ".join(out.split())) == (2, True), out
+    code, out = windlass("fetch", "run.yaml", "--headers-only")
+    assert code == 0, out
+    weights = [name for name in files if name.endswith(".safetensors")]
+    assert weights, files
+    assert all(hub.sent[name] <= 100_001 < len(files[name]) for name in weights), hub.sent
+    expected, _ = planned("--override", f"model.model_name_or_path={source}")
+    plan, out = planned()
+    assert plan == expected
+    assert "no weights in" in out
+    code, out = windlass("train", "run.yaml")
+    assert code == 2, out
+    code, out = windlass("fetch", "run.yaml", "--override", f"data.dataset_name_or_path={tmp_path / 'run.yaml'}")
+    plan, out = planned()
+    assert plan == expected
+    assert "no weights in" not in out
 
 
 @pytest.mark.fault("a volume that is too small for the model", "`windlass fetch`", "takes 8796093022208.0 GiB")

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Sampler
+from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
 from windlass import plan as planning
@@ -244,9 +245,14 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
 
 
 class Plain(SFTTrainer):  # type: ignore[misc]
-    """TRL as it is, but for the order of the rows."""
+    """TRL as it is, but for the order of the rows, and Llama 4's loss: TRL's fused head can't find its backbone."""
 
     rows: Any = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if "llama4" in self.model.config.model_type:
+            return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.rows

@@ -297,16 +297,21 @@ def data(
 
 
 @command(BEFORE, "fetch run.yaml")
-def fetch(run: Run, override: Overrides = None) -> None:
+def fetch(
+    run: Run,
+    override: Overrides = None,
+    headers_only: Annotated[bool, flag("--headers-only", "Only what `plan` needs of the model, a few MB.")] = False,
+) -> None:
     """Download the run's model and data set from the Hugging Face Hub.
 
-    They go into the shared folder that the run file names. An interrupted download is resumed.
+    They go into the hub's cache (HF_HOME), where a run file that names them by their hub id finds them. An interrupted
+    download is resumed.
     """
     from windlass import fetch as fetching
     from windlass.runfile import read
 
     loaded = read(run, override or ())
-    for name, folder in fetching.fetch_run(loaded.run, loaded.where, say).items():
+    for name, folder in fetching.fetch_run(loaded.run, loaded.where, say, headers_only=headers_only).items():
         print(f"{name}\t{folder}")
 
 

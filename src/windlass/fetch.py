@@ -19,14 +19,20 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 DUPLICATES = ("consolidated*", "original/*", "*.bin", "*.gguf", "*.onnx*")
 
 
-def fetch_run(run: RunFile, where: Callable[[str], str], say: Callable[[str], None]) -> dict[str, Path]:
-    """Local folders of the model and the data, fetched where they are named by hub id; safe to repeat, anywhere."""
+def fetch_run(
+    run: RunFile, where: Callable[[str], str], say: Callable[[str], None], *, headers_only: bool = False
+) -> dict[str, Path]:
+    """Local folders of the model and the data, fetched where they are named by hub id; safe to repeat, anywhere.
+
+    With `headers_only` what a plan needs of the model, a few MB, and no data.
+    """
     found, name = {}, run.model.model_name_or_path
     if Path(name).expanduser().exists() or not HUB_NAME.fullmatch(name):
         say(f"model: {name} is a path: nothing to fetch")
     else:
-        found["model"] = fetch(name, "model", MODEL_FILES, where("model.model_name_or_path"), say, DUPLICATES)
-    for each in all_sets(run.data, where):
+        files, place = MODEL_FILES[headers_only:], where("model.model_name_or_path")
+        found["model"] = fetch(name, "model", files, place, say, DUPLICATES, headers=headers_only)
+    for each in () if headers_only else all_sets(run.data, where):
         name = each.data.dataset_name_or_path
         if resolve(each.data, each.where).format == "hub":
             found["data" if not (run.data.mix or run.data.eval) else name] = fetch_set(each.data, each.where, say)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from windlass.data.readers import SUFFIXES
 from windlass.data.sources import Source, card_files, read_card, requested_config, resolve
 from windlass.errors import UserError
 from windlass.files import read_json, write_json
+from windlass.model.files import HEADERS
 
 if TYPE_CHECKING:
     from windlass.runfile import Data
@@ -39,8 +42,17 @@ def fetch_set(data: Data, where: Callable[[str], str], say: Say) -> Path:
     return fetch(name, "dataset", ["README.md", *patterns], place, say)
 
 
-def fetch(name: str, kind: str, patterns: Sequence[str], place: str, say: Say, ignored: Sequence[str] = ()) -> Path:
-    """The folder with all of these files of a repository. `kind` is dataset or model.
+def fetch(
+    name: str,
+    kind: str,
+    patterns: Sequence[str],
+    place: str,
+    say: Say,
+    ignored: Sequence[str] = (),
+    *,
+    headers: bool = False,
+) -> Path:
+    """The folder with all of these files of a repository. `kind` is dataset or model; `headers`: those of its weights.
 
     The mark beside the cache is written when everything is there: the library itself takes a half-fetched folder
     for a complete one once there is no network. What was fetched before an interruption is kept.
@@ -60,6 +72,8 @@ def fetch(name: str, kind: str, patterns: Sequence[str], place: str, say: Say, i
             if not folder or not Path(folder).is_dir():
                 say(f"fetching {name} into {cache}")
                 folder = download(name, kind, patterns, ignored, place, cache)
+                if headers:
+                    fetch_headers(name, Path(folder), ignored, place, say)
                 write_json(mark, {"folder": folder})
     except OSError as error:
         raise UserError(f"{name} can't be kept in {cache}: {error}", place, "make room there, or set HF_HOME") from None
@@ -67,21 +81,52 @@ def fetch(name: str, kind: str, patterns: Sequence[str], place: str, say: Say, i
 
 
 def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[str], place: str, cache: Path) -> str:
-    import httpx2
-    from huggingface_hub import HfApi, errors, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils._paths import filter_repo_objects
 
     wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": list(ignored) or None}
-    try:
+    with explained(name, kind, place):
         info: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=REACH_SECONDS)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         needed = sum(sizes[file] for file in filter_repo_objects(list(sizes), **wanted))
         require_room(needed, cache, name, place)
-        return str(snapshot_download(name, repo_type=kind, revision=info.sha, **wanted))
+        folder = snapshot_download(name, repo_type=kind, revision=info.sha, **wanted)
+    return str(folder)
+
+
+def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, say: Say) -> None:
+    """Beside a model's config, the headers of its weight files: some kilobytes of each."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils._paths import filter_repo_objects
+
+    with explained(name, "model", place):
+        api = HfApi()
+        info: Any = api.repo_info(name, revision=folder.name, files_metadata=True, timeout=REACH_SECONDS)
+        sizes = {file.rfilename: file.size for file in info.siblings or []}
+        files = list(filter_repo_objects(list(sizes), allow_patterns="*.safetensors", ignore_patterns=list(ignored)))
+        say(f"reading the headers of {len(files)} files")
+        headers: dict[str, Any] = {}
+        for file in files:
+            tensors = api.parse_safetensors_file_metadata(name, file, revision=folder.name).tensors
+            headers[file] = {"size": sizes[file], "header": {key: asdict(each) for key, each in tensors.items()}}
+    write_json(folder / HEADERS, headers)
+
+
+@contextmanager
+def explained(name: str, kind: str, place: str) -> Iterator[None]:
+    """What the hub's client says, as an error with its next step."""
+    import httpx2
+    from huggingface_hub import errors
+
+    try:
+        yield
+        return
     except errors.GatedRepoError:
         problem, hint = f"{name} is gated and this account has no access", "ask for it on its page, then set HF_TOKEN"
     except errors.RepositoryNotFoundError:
         problem, hint = f"the hub has no {kind} {name!r}", "check the name; a private one needs HF_TOKEN"
+    except errors.SafetensorsParsingError as error:
+        problem, hint = f"a weight file of {name} has no readable header: {error}", "fetch without --headers-only"
     except (errors.HfHubHTTPError, httpx2.ReadError, httpx2.RemoteProtocolError, httpx2.ReadTimeout) as error:
         problem = f"the transfer of {name} was interrupted: {error}"
         hint = "run it again: what was fetched is kept"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import glob
+import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +17,7 @@ from typing import Any, Final
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.config import describe
 from windlass.model.family import IGNORED, TIED, UNREAD, VISION
-from windlass.model.files import CONFIG, list_names, read_table, read_tensors, some
+from windlass.model.files import CONFIG, HEADERS, list_names, read_headers, read_table, read_tensors, some
 from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 from windlass.model.published import CONFIGS
 
@@ -45,6 +48,8 @@ def find_base(model_name_or_path: str, where: str) -> Base:
         path = Path(model_name_or_path).expanduser()
         if path.exists():
             return read_base(path)
+        if (fetched := fetched_folder(model_name_or_path)) is not None:
+            return read_base(fetched)
     except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{shown} can't be opened: {why}", where, "name a model folder") from None
@@ -54,12 +59,27 @@ def find_base(model_name_or_path: str, where: str) -> Base:
         close = difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)
         known = f"nearest known: {', '.join(names[key] for key in close)}" if close else f"known: {', '.join(CONFIGS)}"
         hint = f"name the folder that holds the model, or a model that windlass can plan without weights; {known}"
+        if "/" in model_name_or_path.strip("/"):
+            hint = f"fetch it from the hub: windlass fetch RUN (with --headers-only for a plan); else {hint}"
         raise UserError(f"no folder {shown}, and no published model of that name is known", where, hint)
     note = (
         f"no weights at {model_name_or_path[:200]}: planned from the published config of {base.name}; "
         "check and train will refuse this path"
     )
     return replace(base, notes=(note, *base.notes))
+
+
+def fetched_folder(name: str) -> Path | None:
+    """The model's newest snapshot in the hub's cache: `windlass fetch` leaves a mark there, other tools refs/main."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    flat = name.replace("/", "--")
+    marks = sorted(cache.glob(f".windlass-model-{glob.escape(flat)}-*.json"), key=lambda mark: mark.stat().st_mtime)
+    folders = [Path(json.loads(mark.read_text())["folder"]) for mark in reversed(marks)]
+    main = cache / f"models--{flat}" / "refs" / "main"
+    if main.is_file():
+        folders.append(main.parents[1] / "snapshots" / main.read_text().strip())
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 
 def published_base(name: str) -> Base | None:
@@ -80,7 +100,10 @@ def read_base(path: Path) -> Base:
     name = folder.parent.parent.name.rpartition("--")[2] if hub else folder.name
     base = describe(config, str(path / CONFIG), name, path)
     if not any(Path(each).suffix in WEIGHTS for each in names):
-        note = f"no weights in {str(path)[:200]}: planned from its config.json; check and train will refuse it"
+        known = "config.json and the headers of its files" if HEADERS in names else "its config.json"
+        if HEADERS in names:
+            base = _assign(base, config, read_headers(path), str(path))
+        note = f"no weights in {str(path)[:200]}: planned from {known}; check and train will refuse it"
         return replace(base, notes=(note, *base.notes))
     return replace(_assign(base, config, read_tensors(path, names), str(path)), path=path)
 

@@ -17,6 +17,7 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.model.parameters import Stored
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+HEADERS: Final = "windlass-headers.json"  # of files that `windlass fetch --headers-only` left at the hub
 CONVERT: Final = (
     "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
     ".save_pretrained('{folder}-safetensors')\""
@@ -121,7 +122,22 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise UserError(f"the file can't be read: {error.strerror}", where, "check its owner and mode") from None
     if length == b"version ":
         raise UserError("it is a Git LFS pointer, not the weights", where, "run: git lfs pull")
-    begin = LENGTH + len(text)
+    return _parse_header(file, text, LENGTH + len(text), size)
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """Every tensor of files that are still at the hub, from the headers that were fetched alone."""
+    stored: dict[str, Stored] = {}
+    for name, entry in read_table(folder / HEADERS).items():
+        data = max((tensor["data_offsets"][1] for tensor in entry["header"].values()), default=0)
+        stored |= _parse_header(
+            folder / name, json.dumps(entry["header"]).encode(), entry["size"] - data, entry["size"]
+        )
+    return stored
+
+
+def _parse_header(file: Path, text: bytes, begin: int, size: int) -> dict[str, Stored]:
+    where = str(file)
     try:
         header = json.loads(text, object_pairs_hook=_unique)
         metadata = header.pop("__metadata__", None)

@@ -91,10 +91,8 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int | None:
-        """Bytes of the tensors that the run reads; None without weights."""
-        if self.base.path is None:
-            return None
-        return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces)
+        """Bytes of the tensors that the run reads; None without weights and their headers."""
+        return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces) or None
 
     @property
     def seconds(self) -> dict[str, float] | None:

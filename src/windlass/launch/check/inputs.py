@@ -92,7 +92,7 @@ def check_inputs(c: Context) -> list[Result]:
 def check_weights(c: Context, plan: Plan) -> Result:
     """A plan can be made from a published config, a run can't."""
     name, where = plan.loaded.run.model.model_name_or_path, c.loaded.where("model.model_name_or_path")
-    if plan.disk_bytes is not None:
+    if plan.base.path and plan.disk_bytes is not None:
         return passed("weights", f"{size(plan.disk_bytes)} in {plan.base.path}")
     if c.elsewhere:
         return not_here("weights", name)
