@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test prove browser format lint types imports docs clean
+.PHONY: demo test prove browser format lint types imports docs site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -15,7 +15,7 @@ demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 test: $(STAMP) browser lint types imports  ## what CI runs
 	$(BIN)/pytest -m "not prove" -n 2 --dist loadfile
 
-prove: $(STAMP) browser  ## everything, the long proofs too
+prove: $(STAMP) browser site  ## everything, the long proofs too
 	$(BIN)/pytest
 
 browser:  ## the report's page is tested in Debian's Chromium; where none can be had, those tests say so and skip
@@ -41,8 +41,16 @@ format: $(STAMP)  ## fix what can be fixed
 docs: $(STAMP)  ## write the generated pages again
 	$(BIN)/python docs/generate.py
 
+site: $(STAMP)  ## the documentation as a site that needs no network: site/index.html
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/site.py
+
+package: $(STAMP)  ## wheel and sdist in dist/, and the demo from the wheel in an empty folder
+	$(BIN)/python -m build
+	$(BIN)/pytest tests/test_support.py
+
 clean:
-	rm -rf $(VENV) demo-run build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo-run build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "windlass needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'

@@ -1,3 +1,3 @@
-"""windlass: LoRA fine-tuning of large language models over many GPUs that can't be silently wrong."""
+"""windlass: multi-GPU LoRA fine-tuning that fails loudly instead of training the wrong thing."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

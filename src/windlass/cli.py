@@ -10,18 +10,27 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from windlass import __version__
-from windlass.errors import FAILED, RANK_USER_INPUT, USER_INPUT, RunError, UserError, raise_all
+from windlass.errors import (
+    RANK_USER_INPUT,
+    TRAINING,
+    USER_INPUT,
+    UserError,
+    not_installed,
+    print_error,
+    raise_all,
+    require,
+)
 from windlass.options import (
     AFTER,
     BEFORE,
     DURING,
+    HELP,
     Accelerate,
     Base,
     Follow,
@@ -40,11 +49,7 @@ from windlass.options import (
 )
 
 if TYPE_CHECKING:
-    from windlass.launch.job import Record
-    from windlass.launch.submit import Platform
     from windlass.plan.script import AnyPlan
-
-TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -55,7 +60,6 @@ app = typer.Typer(
     help="Multi-GPU LoRA fine-tuning that fails loudly instead of training the wrong thing.\n\n"
     "Start with `windlass init > run.yaml`, then `windlass plan run.yaml`.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help: rich's takes longer to import than all the rest of `--help`
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -68,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments))
     except UserError as error:
         print_error(error)
-        sys.exit(FAILED if isinstance(error, RunError) else USER_INPUT)
+        sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in TRAINING:
             raise
@@ -89,19 +93,6 @@ def command(group: str, *examples: str) -> Callable[[Command], Command]:
     )
 
 
-def print_error(error: UserError) -> None:
-    """All problems of an error, on stderr."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for number, problem in enumerate(error.problems):
-        where = Text(f"{problem.where}: " if problem.where else "", style="bold")
-        console.print(Text("\n" if number else "") + Text("error: ", style="bold red") + where + Text(problem.problem))
-        if problem.hint:
-            console.print(Text("\nhint: ", style="cyan") + Text(problem.hint))
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -112,18 +103,6 @@ def write_json(value: Any) -> None:
 
 def write_result(value: Any, as_json: bool, show: Callable[[Any], None]) -> None:
     write_json(value.as_dict()) if as_json else show(value)
-
-
-def not_installed(names: str | None, command: str) -> UserError:
-    """windlass is installed without its `train` extra, as on a login node."""
-    hint = "in windlass's source folder: pip install '.[train]'"
-    return UserError(f"{names} is not installed", f"windlass {command}", hint)
-
-
-def require(libraries: Sequence[str], command: str) -> None:
-    """Look for libraries without importing them."""
-    if missing := [name for name in libraries if find_spec(name) is None]:
-        raise not_installed(", ".join(missing), command)
 
 
 def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
@@ -532,33 +511,30 @@ def submit(
     raise typer.Exit(code)
 
 
-def submitted(run: Path, override: list[str] | None, out: Path | None) -> tuple[Platform, Record]:
-    """The platform that a run was submitted to, and its record."""
-    from windlass.launch.submit import find, open_record
-    from windlass.runfile import read_any
-
-    loaded = read_any(run, override or ())
-    return open_record(find(loaded, out), Path(loaded.run.folder), say)
-
-
 @command(DURING, "status run.yaml")
 def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     """Show the state of a submitted run, as its platform reports it."""
-    platform, record = submitted(run, override, out)
+    from windlass.launch.submit import submitted
+
+    platform, record = submitted(run, override or (), out, say)
     raise typer.Exit(platform.status(record))
 
 
 @command(DURING, "logs run.yaml --follow")
 def logs(run: Run, override: Overrides = None, follow: Follow = False, out: JobDir = None) -> None:
     """Show the output of a submitted run's nodes."""
-    platform, record = submitted(run, override, out)
+    from windlass.launch.submit import submitted
+
+    platform, record = submitted(run, override or (), out, say)
     raise typer.Exit(platform.logs(record, follow=follow))
 
 
 @command(DURING, "stop run.yaml", "submit run.yaml    # resumes it")
 def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
     """Stop a submitted run after it has saved a checkpoint."""
-    platform, record = submitted(run, override, out)
+    from windlass.launch.submit import submitted
+
+    platform, record = submitted(run, override or (), out, say)
     raise typer.Exit(platform.stop(record))
 
 
@@ -703,3 +679,27 @@ def generate(
         say=screen.say,
         write=lambda text: print(text, end="", flush=True),
     )
+
+
+@command(HELP, "version", "version --json")
+def version(as_json: Json = False) -> None:
+    """Print the versions that matter for a bug report: libraries, CUDA, driver, GPUs, system."""
+    from windlass import support
+
+    found = support.versions()
+    write_json(found) if as_json else support.show(found)
+
+
+@command(HELP, "bug-report run", "bug-report run.yaml --out bug-report.tar.gz")
+def bug_report(
+    run: Annotated[Path, arg("RUN", "The run folder, or the run file.")],
+    out: Annotated[Path | None, opt("--out", "FILE", "Archive to write. Default: bug-report-RUN.tar.gz, here.")] = None,
+) -> None:
+    """Collect what explains a run into one archive, without data or secrets, and print what is in it.
+
+    Versions, the resolved run with secrets masked, plan, loading certificate, counts of the data audit, and the last
+    lines of logs and events. No rows, no weights, no samples. Read it before you send it.
+    """
+    from windlass import support
+
+    print(support.bug_report(run, out, os.environ, say))

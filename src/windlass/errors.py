@@ -1,9 +1,10 @@
-"""Errors that are printed without a traceback, with place and hint; exit codes."""
+"""Errors that are printed without a traceback, with place and hint; exit codes; libraries that are not installed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 # Exit codes of every command and rank; 0 is success.
@@ -11,6 +12,9 @@ FAILED = 1  # a check or run failed
 USER_INPUT = 2  # the input is wrong
 RANK_USER_INPUT = 13  # the same from a rank or node, which schedulers are configured not to retry
 SAVED = 75  # EX_TEMPFAIL: stopped by a signal, and everything is saved; start again with --resume
+
+# What the `train` extra installs.
+TRAINING = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "huggingface_hub")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Problem:
 
 class UserError(Exception):
     """The only exception that is printed without a traceback. It may contain several problems."""
+
+    exit_code = USER_INPUT
 
     def __init__(self, problem: str, where: str = "", hint: str = "") -> None:
         self.problems: tuple[Problem, ...] = (Problem(problem, where, hint),)
@@ -56,3 +62,30 @@ def raise_all(problems: Sequence[Problem]) -> None:
 
 class RunError(UserError):
     """A run that stopped itself although its input was right. Exits with 1, a `UserError` with 2."""
+
+    exit_code = FAILED
+
+
+def print_error(error: UserError) -> None:
+    """All problems of an error, on stderr."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for number, problem in enumerate(error.problems):
+        where = Text(f"{problem.where}: " if problem.where else "", style="bold")
+        console.print(Text("\n" if number else "") + Text("error: ", style="bold red") + where + Text(problem.problem))
+        if problem.hint:
+            console.print(Text("\nhint: ", style="cyan") + Text(problem.hint))
+
+
+def not_installed(names: str | None, command: str) -> UserError:
+    """windlass is installed without its `train` extra, as on a login node."""
+    hint = "in windlass's source folder: pip install '.[train]'"
+    return UserError(f"{names} is not installed", f"windlass {command}", hint)
+
+
+def require(libraries: Sequence[str], command: str) -> None:
+    """Look for libraries without importing them."""
+    if missing := [name for name in libraries if find_spec(name) is None]:
+        raise not_installed(", ".join(missing), command)

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
+BEFORE, DURING, AFTER, HELP = "Before a run", "During a run", "After a run", "If something is wrong"
 
 
 class Groups(TyperGroup):
     """Lists the commands in the order in which a run meets them."""
 
     def format_commands(self, _context: Any, formatter: Any) -> None:
-        for title in (BEFORE, DURING, AFTER):
+        for title in (BEFORE, DURING, AFTER, HELP):
             commands = [each for each in self.commands.values() if getattr(each, "rich_help_panel", None) == title]
             with formatter.section(title):
                 formatter.write_dl([(each.name or "", each.get_short_help_str(limit=200)) for each in commands])

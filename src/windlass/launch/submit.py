@@ -13,7 +13,7 @@ from windlass.launch import kubernetes, local, openshift, runai, script, slurm
 from windlass.launch.job import RECORD, Job, Record, job_of, words, write_files
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
-from windlass.runfile import Loaded, LoadedScript
+from windlass.runfile import Loaded, LoadedScript, read_any
 from windlass.runfile.machines import admission
 from windlass.runfile.names import NOT_VALUES
 from windlass.variables import variables
@@ -122,6 +122,16 @@ def find(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
     """Where this run's job left its record."""
     folders = [job_folder(loaded, to, out) for to in ("script", "runai")]
     return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
+
+
+def submitted(
+    run: Path, override: Sequence[str], out: Path | None, say: Callable[[str], None]
+) -> tuple[Platform, Record]:
+    """The platform that a run was submitted to, and its record. `run`: the run file, or the run folder."""
+    if run.is_dir():
+        return open_record(out or run, run, say)
+    loaded = read_any(run, override)
+    return open_record(find(loaded, out), Path(loaded.run.folder), say)
 
 
 def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, Record]:

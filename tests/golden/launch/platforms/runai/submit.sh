@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # mistral4small-lora-fsdp-2xh200: 3 x 1 h200, resident
-# Written by windlass 0.1.0 from runai.yaml: submits the run to Run:ai. launch.sh must be, with accelerate.yaml and run.yaml,
+# Written by windlass 0.2.0 from runai.yaml: submits the run to Run:ai. launch.sh must be, with accelerate.yaml and run.yaml,
 # in /data/output/Models/mistral4small-lora-fsdp-2xH200 on the volume that the pods mount.
 # Run it again with the same run folder to resume from the last checkpoint, once the ended job is deleted:
 #   runai training pytorch delete mistral4small-lora-fsdp-2xh200 --project research

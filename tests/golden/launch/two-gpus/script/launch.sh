@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # mistral4small-lora-fsdp-2xh200: 1 x 1 h200, resident
-# Written by windlass 0.1.0 from mistral4small_2xH200.yaml; runs once on every node and starts its ranks.
+# Written by windlass 0.2.0 from mistral4small_2xH200.yaml; runs once on every node and starts its ranks.
 #
 # Kubernetes, Run:ai and Slurm (--to slurm) start it by themselves. By hand, on each of the machines:
 #   PET_NNODES=1 PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
