@@ -43,7 +43,7 @@ docs: $(STAMP)  ## write the generated pages again
 
 site: $(STAMP)  ## the documentation as a site that needs no network: site/index.html
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/python docs/site.py
+	$(BIN)/python docs/build_site.py
 
 package: $(STAMP)  ## wheel and sdist in dist/, and the demo from the wheel in an empty folder
 	$(BIN)/python -m build

@@ -50,6 +50,60 @@ def command_page(name: str) -> str:
     return f"# windlass {name}\n\n{origin}\n\n```\n{windlass(name, '--help')}\n```\n"
 
 
+def run_file_page() -> str:
+    """Every key of the run file, as `windlass explain KEY` describes it."""
+    from windlass.runfile.reference import SECTIONS, describe, documented
+
+    text = (
+        "# The run file\n\nEvery key, generated from its definition by `make docs`. `windlass explain KEY` prints the"
+    )
+    text += " same in the terminal,\n`windlass schema` the JSON Schema for editors.\n"
+    top = [key for key in documented() if "." not in key and key not in SECTIONS]
+    for title, names in (("At the top", top), *((name, [name]) for name in SECTIONS)):
+        text += f"\n## {title}\n"
+        for key in (key for key in documented() if key.partition(".")[0] in names):
+            first, *rest = describe(key)
+            if key in SECTIONS:
+                text += f"\n{textwrap.fill(first, 118)}\n"
+                continue
+            items = [textwrap.fill(line, 116, initial_indent="- ", subsequent_indent="  ") for line in rest]
+            listed = "\n".join(items)
+            text += f"\n### {key}\n\n{textwrap.fill(first, 118, break_on_hyphens=False)}\n\n{listed}\n"
+    return text
+
+
+def run_folder_page() -> str:
+    """Exit codes and the run folder's files, from the comments beside their names in the source."""
+    from windlass import errors, run_folder
+
+    def rows(module: object, form: str) -> str:
+        source = Path(str(getattr(module, "__file__", ""))).read_text(encoding="utf-8")
+        return "\n".join(f"| {m[1]} | {m[2]} |" for m in re.finditer(form, source, re.MULTILINE))
+
+    codes = rows(errors, r"^[A-Z_]+ = (\d+)  # (.*)$")
+    files = rows(run_folder, r'^[A-Z]+: Final = ("[\w{}.-]+")  # (.*)$').replace('"', "`")
+    origin = "Generated from the source by `make docs`."
+    return f"""# Exit codes and the run folder
+
+{origin}
+
+## Exit codes
+
+| code | means |
+|---|---|
+| 0 | success |
+{codes}
+
+## Files of the run folder
+
+`train.output_dir` holds them; the lines of the step files are described in [the report](../report.md).
+
+| file | what it is |
+|---|---|
+{files}
+"""
+
+
 def index_page() -> str:
     links = "".join(f"- [windlass {name}]({name}.md)\n" for name in commands())
     return f"# Commands\n\n{links}\n```\n{windlass('--help')}\n```\n"
@@ -167,6 +221,8 @@ def pages() -> dict[Path, str]:
         *(ROOT / "docs" / f"{name}.md" for name in ("layouts", "plan-example")),
     ):
         made[page_with_output] = with_output(page_with_output.read_text(encoding="utf-8"))
+    reference = ROOT / "docs" / "reference"
+    made |= {reference / "run-file.md": run_file_page(), reference / "run-folder.md": run_folder_page()}
     made |= {COMMANDS / "README.md": index_page(), ROOT / "docs" / "recipe-claims.md": page()}
     return {**made, ROOT / "docs" / "faults.md": faults.page()}
 

@@ -119,7 +119,18 @@ def test_an_installed_wheel_runs_the_demo_in_an_empty_folder(wheel: Path, tmp_pa
     """Without the checkout: nothing of it is on the path."""
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
     subprocess.run(install, check=True, timeout=120)
     environ = {**os.environ, "PYTHONPATH": str(site), "HOME": str(tmp_path)}
     where = subprocess.run(

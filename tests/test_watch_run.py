@@ -129,7 +129,7 @@ def launch(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     }
     environ = {**os.environ, **stores, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SCRAPED_PORT": str(PORT)}
     program = (
-        "import json, os, sys; from windlass.train import ranks; from windlass.cli import print_error\n"
+        "import json, os, sys; from windlass.train import ranks; from windlass.errors import print_error\n"
         "from windlass.errors import UserError\n"
         "try: sys.exit(ranks.start(json.loads(sys.argv[1]), 2, dict(os.environ)))\n"
         "except UserError as error: print_error(error); sys.exit(1)"

@@ -161,7 +161,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from windlass.cli import print_error
+    from windlass.errors import print_error
 
     def work() -> int:
         main()

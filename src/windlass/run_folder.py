@@ -18,7 +18,7 @@ from windlass.errors import UserError
 from windlass.files import append_json_line, lock_file, read_json, write_json
 
 MANIFEST: Final = "manifest.json"  # the resolved run, versions, state
-PLAN: Final = "plan.json"
+PLAN: Final = "plan.json"  # the plan that the run was started with
 DATA: Final = "data.json"  # the data audit
 LOAD: Final = "load.json"  # the certificate: every weight proven against the files
 STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step
@@ -26,7 +26,7 @@ METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this r
 EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
 SAMPLES: Final = "samples.jsonl"  # step, prompt, text: what the model made of fixed prompts at evaluations
 ALARMS: Final = "alarms.jsonl"  # time, step, rank, kind, level, message
-CHECKPOINTS: Final = "checkpoints"
+CHECKPOINTS: Final = "checkpoints"  # step-N: adapter, optimizer, random numbers, position in the data
 FINAL: Final = "final"  # the adapter
 
 OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
