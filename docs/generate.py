@@ -113,7 +113,7 @@ def with_output(text: str) -> str:
     """The page with what each mark in it stands for, in the block that follows, up to `<!-- end -->`.
 
     `<!-- windlass … -->`: what the command prints; `<!-- windlass …: TITLE | TITLE -->`: of that only these tables, and
-    the lines that begin so. `<!-- layouts FILE: NAME | NAME -->`, `<!-- commands -->`, `<!-- families -->` and
+    the lines that begin so. `<!-- layouts FILE: NAME | NAME -->`, `<!-- families -->` and
     `<!-- source -->`: what the functions of these names return.
     """
 
@@ -162,16 +162,6 @@ def layouts(argument: str, names: list[str]) -> str:
     )
 
 
-def command_table(_argument: str, _titles: list[str]) -> str:
-    """Every command with the first paragraph of its help, in the help's order."""
-    rows = "| command | |\n|---|---|\n"
-    for command in app.registered_commands:
-        assert command.callback
-        name = command.name or command.callback.__name__
-        rows += f"| [`windlass {name}`](docs/commands/{name}.md) | {first_paragraph(command.callback.__doc__)} |\n"
-    return rows.rstrip()
-
-
 def families(_argument: str, _titles: list[str]) -> str:
     from windlass.model.family import FAMILIES, WRAPPERS
 
@@ -201,7 +191,6 @@ def first_paragraph(doc: str | None) -> str:
 MARKS: dict[str, Callable[[str, list[str]], str]] = {
     "windlass": printed,
     "layouts": layouts,
-    "commands": command_table,
     "families": families,
     "source": source,
 }
