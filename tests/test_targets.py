@@ -18,6 +18,7 @@ from windlass.model import Base, published_base
 from windlass.model.config import describe
 from windlass.model.targets import Adapter, resolve
 from windlass.runfile import Lora
+from windlass.train.lora import peft_config
 
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ROUTED = ("mistral4", "mixtral", "qwen3_moe")
@@ -77,9 +78,12 @@ def agree(model_type: str, ours: dict[str, Any], peft: dict[str, Any], **more: A
     return adapter
 
 
-O_PROJ = {"target_modules": ["o_proj"]}
+O_PROJ: dict[str, Any] = {"target_modules": ["o_proj"]}
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 OWN_RANK = {"rank_pattern": {r".*\.experts\.(gate_up|down)_proj": 2}}
+STACKS = ("gate_up_proj", "down_proj")
+RANKS = {"rank_pattern": {r"layers\.(0|1)\..*o_proj": 5, "mlp.down_proj": 1}, "alpha_pattern": {"o_proj": 7}}
+TWO = ["o_proj", "down_proj"]
 NAMES = (USUAL, ["q_proj", "down_proj"], ["self_attn.o_proj", "model.layers.1.mlp.up_proj"])
 # what -> families, our settings, PEFT's
 AGREE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -92,6 +96,17 @@ AGREE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         ROUTED,
         {**O_PROJ, "experts": {"targets": ["down_proj"]}},
         {**O_PROJ, "target_parameters": ["mlp.experts.down_proj"]},
+    ),
+    "ranks by pattern": (DENSE, same := {"target_modules": TWO, **RANKS}, same),
+    "two layers": (SIZES, {**O_PROJ, "layers_to_transform": [0, 2]}, {**O_PROJ, "layers_to_transform": [0, 2]}),
+    "experts of one layer": (
+        ROUTED,
+        {**O_PROJ, "experts": True, "layers_to_transform": 1},
+        {
+            **O_PROJ,
+            "layers_to_transform": 1,
+            "target_parameters": [f"layers.1.{p}" for p in EXPERTS["target_parameters"]],
+        },
     ),
     "experts of their own rank": (ROUTED, {**O_PROJ, "experts": {"r": 2}}, {**O_PROJ, **EXPERTS, **OWN_RANK}),
     **{
@@ -112,6 +127,24 @@ def test_targets_and_counts_are_those_of_peft(model_type: str, case: str) -> Non
     if case == "experts of their own rank":
         assert "rank by part: attention 3, experts 2" in adapter.notes
         assert {target.r for target in adapter.targets} == {2, 3}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+def test_patterns_give_pefts_values_and_scales() -> None:
+    """peft_config names modules exactly; PEFT given the patterns themselves makes the same adapter of the same seed."""
+    config, base = small_base("llama")
+    keys: dict[str, Any] = {"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": TWO, **RANKS}
+    adapters = []
+    for lora in (peft_config(Lora(**keys), own(base, **keys)), LoraConfig(task_type="CAUSAL_LM", **keys)):
+        torch.manual_seed(0)
+        adapters.append(get_peft_model(transformers.LlamaForCausalLM(config), lora))
+    (ours, scales), (theirs, expected) = (
+        (each.state_dict(), {n: m.scaling for n, m in each.named_modules() if isinstance(m, LoraLayer)})
+        for each in adapters
+    )
+    assert scales == expected
+    assert {scale["default"] for scale in scales.values()} == {7 / 5, 7 / 3, 6 / 1}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
 @pytest.mark.parametrize("model_type", SIZES)
@@ -240,6 +273,14 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("qwen3_moe", {"target_modules": ["down_proj"]}, [("matches no module", "adapt them with lora.experts: true")]),
     ("mixtral", {"target_modules": USUAL}, [(f"'{n}' matches", "lora.experts: true") for n in USUAL[4:]]),
     ("mixtral", {"target_modules": ["gate_up_proj"]}, [("'gate_up_proj' matches", "a fused parameter")]),
+    ("mistral", {"rank_pattern": {"q_prj": 4}}, [("'q_prj' matches no adapted module", "adapted: model.layers.0")]),
+    ("mistral", {"alpha_pattern": {"up_proj": 4}}, [("'up_proj' matches no adapted module", "adapted: ")]),
+    ("mistral", {"layers_to_transform": [0, 3]}, [("there is no layer 3", "small has layers 0 to 2")]),
+    (
+        "mistral4",
+        {"target_modules": "model.layers.0.mlp.*", "layers_to_transform": 1},
+        [("matches no module of these layers", "name layers that have it")],
+    ),
     ("mistral", {"experts": True}, [("no routed experts", "leave lora.experts out")]),
     ("mistral4", {"experts": True, "use_dora": True}, [("can't be DoRA", "lora.use_dora: false")]),
     (

@@ -7,11 +7,12 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import FUSED, USUAL
+from windlass.model.files import some
 from windlass.model.parameters import Base, Parameter
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 ALL, ALL_LINEAR, EXPERTS = "all", "all-linear", "lora.experts"
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
-LAYER: Final = re.compile(r"\.layers\.\d+\.")
+LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
 Where = Callable[[str], str]  # a key of the run file -> its place: run.yaml:12: lora.r
 
 
@@ -47,8 +48,14 @@ class Adapter:
     target_parameters: tuple[str, ...]  # exact names of fused expert parameters, for peft.LoraConfig
     trainable: int
     dtype_bytes: int  # 4 or 2
+    alphas: Mapping[str, float] = field(default_factory=dict)  # of modules that don't have `alpha`
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Of each adapted module and expert parameter."""
+        return {module: target.r or self.r for target in self.targets for module in target.modules}
 
 
 def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
@@ -61,6 +68,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
     one = lora.target_modules if isinstance(lora.target_modules, str) else ""  # all, all-linear, a regular expression
     problems: list[Problem] = []
     targets: list[Target] = []
+    chosen = _chosen_layers(lora, base, where)
     taken: dict[str, str] = {}  # module -> the pattern that came first
     for index, pattern in enumerate([one] if one else lora.target_modules):
         place = where("lora.target_modules" + ("" if one else f"[{index}]"))
@@ -73,6 +81,10 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
             # The fused loss multiplies by the head's weight, in chunks, and never calls the module.
             problem = f"{heads[0]} can't be adapted: the loss is computed from its weight, without its adapter"
             problems.append(Problem(problem, place, "leave it out, or write all-linear"))
+        if chosen is not None and modules and not (modules := [each for each in modules if _layer(each) in chosen]):
+            problem, place = f"{pattern!r} matches no module of these layers", where("lora.layers_to_transform")
+            problems.append(Problem(problem, place, "name layers that have it, or take it out of lora.target_modules"))
+            continue
         new = [module for module in modules if taken.setdefault(module, pattern) == pattern]
         if not new:
             if modules:
@@ -80,18 +92,26 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
                 note = f"{note}; {earlier}" if note else earlier
             part = linears[modules[0]].part if modules else "experts"
             targets.append(Target(pattern, names, part, (), 0, note, lora.r))
-        for part in dict.fromkeys(linears[module].part for module in new):
-            own = tuple(module for module in new if linears[module].part == part)
+        groups: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for module in new:
+            groups[linears[module].part, _own(lora.rank_pattern, module, lora.r)].append(module)
+        for (part, r), own in groups.items():
             # A is r x in, B is out x r; DoRA adds a magnitude per output
-            count = sum(lora.r * sum(linears[module].shape) for module in own)
+            count = sum(r * sum(linears[module].shape) for module in own)
             count += sum(linears[module].shape[0] for module in own if lora.use_dora)
-            targets.append(Target(pattern, names, part, own, count, note, lora.r))
+            targets.append(Target(pattern, names, part, tuple(own), count, note, r))
     try:
-        experts = _match_experts(lora, base, where)
+        experts = _match_experts(lora, base, where, chosen)
     except UserError as error:
         problems += error.problems
+    for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(_pattern_matches(pattern, module) for module in taken):
+                problem, hint = f"{pattern!r} matches no adapted module", f"adapted: {some([*taken])}"
+                problems.append(Problem(problem, where(f"lora.{key}"), hint))
     raise_all(problems)
     targets += experts
+    reached = {module: linears[module] for module in linears if chosen is None or _layer(module) in chosen}
 
     biased = [p for p in base.parameters if p.name.endswith(".bias") and lora.bias != "none"]
     biases = sum(p.count for p in biased if lora.bias == "all" or p.name.removesuffix(".bias") in taken)
@@ -103,8 +123,9 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
         target_parameters=tuple(name for target in experts for name in target.modules),
         trainable=sum(target.parameters for target in targets) + biases,
         dtype_bytes=DTYPE_BYTES[lora.dtype],
+        alphas={module: a for module in taken if (a := _own(lora.alpha_pattern, module, None)) is not None},
         notes=tuple(_list_notes(lora, base, targets, biases)),
-        warnings=tuple(_warn_of_rest(one, taken, linears)) if one not in ("", ALL, ALL_LINEAR) else (),
+        warnings=tuple(_warn_of_rest(one, taken, reached)) if one not in ("", ALL, ALL_LINEAR) else (),
     )
 
 
@@ -180,12 +201,35 @@ def _leaf(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _layer(module: str) -> str:
-    found = LAYER.search(module)
-    return module[: found.end()] if found else ""
+def _layer(name: str) -> str:
+    """`.layers.3.`"""
+    found = LAYER.search(name)
+    return found[0] if found else ""
 
 
-def _match_experts(lora: Lora, base: Base, where: Where) -> list[Target]:
+def _chosen_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
+    """The layers of `lora.layers_to_transform` as they stand in modules' names; None: all."""
+    if lora.layers_to_transform is None:
+        return None
+    numbers = lora.layers_to_transform if isinstance(lora.layers_to_transform, list) else [lora.layers_to_transform]
+    layers = {int(match[1]): match[0] for p in base.parameters if (match := LAYER.search(p.name))}
+    if wrong := [number for number in numbers if number not in layers]:
+        problem, hint = f"there is no layer {wrong[0]}", f"{base.name} has layers 0 to {max(layers)}"
+        raise UserError(problem, where("lora.layers_to_transform"), hint)
+    return {layers[number] for number in numbers}
+
+
+def _own(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    """The value of the first pattern that matches."""
+    return next((value for pattern, value in patterns.items() if _pattern_matches(pattern, module)), otherwise)
+
+
+def _pattern_matches(pattern: str, module: str) -> bool:
+    """PEFT's rule."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None) -> list[Target]:
     """Adapters on the routed experts: r x (in + out) for each expert, as PEFT's target_parameters counts."""
     fused = [p for p in base.parameters if p.part == "experts" and len(p.shape) == 3]
     if lora.experts is None and not (lora.target_modules == ALL and fused):
@@ -207,7 +251,7 @@ def _match_experts(lora: Lora, base: Base, where: Where) -> list[Target]:
     targets: dict[str, Target] = {}
     for index, name in enumerate(lora.experts.targets if lora.experts else leaves):
         leaf = name if name in leaves else FUSED.get(name, name)
-        own = [p for p in fused if p.name.endswith(f".{leaf}")]
+        own = [p for p in fused if p.name.endswith(f".{leaf}") and (chosen is None or _layer(p.name) in chosen)]
         if not own:
             problem, place = f"{name!r} is no parameter of the routed experts", where(f"lora.experts.targets[{index}]")
             problems.append(Problem(problem, place, f"known: {', '.join(leaves)}"))

@@ -182,8 +182,6 @@ def in_fp8(base: Base) -> frozenset[str]:
 def read_shape(base: Base, adapter: Adapter) -> Shape:
     """The shape of this model with this adapter."""
     fp8, top_k = in_fp8(base), base.dims.get("top_k", 0)
-    own = {target.part: target.r for target in adapter.targets if target.r}  # experts may have a rank of their own
-    ranks = {part: own.get(part, adapter.r) for part in {p.part for p in base.parameters}}
     by_layer: dict[int, dict[str, Parameter]] = {}
     outside = []
     for parameter in base.parameters:
@@ -191,18 +189,19 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
             by_layer.setdefault(int(match[1]), {})[match[2]] = parameter
         else:
             outside.append(parameter)
-    adapted: dict[int, list[str]] = {}
+    adapted: dict[int, dict[str, int]] = {}  # by layer, the rank of each adapter
+    ranks_of = adapter.ranks
     for name in (*adapter.target_modules, *adapter.target_parameters):
         if match := _LAYER.search(name):
-            adapted.setdefault(int(match[1]), []).append(match[2])
+            adapted.setdefault(int(match[1]), {})[match[2]] = ranks_of.get(name, adapter.r)
     embedding = next(p for p in outside if p.part == "embedding")
     vocab, hidden = embedding.shape
     alike: dict[object, Layer] = {}
     layers = []
     for number, parameters in sorted(by_layer.items()):
-        names = adapted.get(number, [])
-        key = (*((name, p.shape, p.name in fp8) for name, p in parameters.items()), *names)
-        layers.append(alike.get(key) or alike.setdefault(key, _read_layer(parameters, names, fp8, ranks, hidden)))
+        ranks = adapted.get(number, {})
+        key = (*((name, p.shape, p.name in fp8) for name, p in parameters.items()), *ranks.items())
+        layers.append(alike.get(key) or alike.setdefault(key, _read_layer(parameters, ranks, fp8, hidden)))
     kinds = tuple(Counter(layers).items())
     tied = not any(p.part == "head" for p in outside)
     tail = [p for p in outside if p.part in ("norm", "head") or (tied and p.part == "embedding")]
@@ -234,9 +233,7 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
     )
 
 
-def _read_layer(
-    own: dict[str, Parameter], adapted: list[str], fp8: frozenset[str], ranks: dict[str, int], hidden: int
-) -> Layer:
+def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], fp8: frozenset[str], hidden: int) -> Layer:
     """No family needs a formula of its own: the names of linear modules and their shapes say it all."""
     linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if len(p.shape) == 2}
 
@@ -255,11 +252,11 @@ def _read_layer(
             wide = re.search(r"\b(?:(q_norm|query_norm)|(k_norm|key_norm))\b", name)
             norms += (query if wide[1] else key) if wide else p.shape[0] if name.endswith("weight") else 0
     plain, stacks = list[Lora](), list[Lora]()
-    for name in adapted:
+    for name, r in ranks.items():
         weight = own.get(f"{name}.weight") or own.get(name)
         if weight is not None and len(weight.shape) >= 2:
             *stack, outputs, inputs = weight.shape
-            lora = Lora(name.rpartition(".")[2], weight.part, inputs, outputs, ranks[weight.part], *stack[:1])
+            lora = Lora(name.rpartition(".")[2], weight.part, inputs, outputs, r, *stack[:1])
             (stacks if stack else plain).append(lora)
     experts = {name: p for name, p in own.items() if p.part == "experts"}
     # Matrices that lead back to the residual stream, from as wide as the feed-forward is.

@@ -58,12 +58,23 @@ def _check_targets(value: list[str] | str) -> list[str] | str:
             raise ValueError(f"lists {', '.join(twice)} more than once")
     elif value not in ("all", "all-linear"):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a doubtful pattern is still a valid one
-                re.compile(value)
-        except (re.error, RecursionError, OverflowError) as error:
+            _check_pattern(value)
+        except ValueError as error:
             raise ValueError(f"is neither `all`, `all-linear` nor a regular expression: {error}") from error
     return value
+
+
+def _check_pattern(value: str) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a doubtful pattern is still a valid one
+            re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+Pattern = Annotated[Text, AfterValidator(_check_pattern)]
 
 
 class Lora(Section):
@@ -80,6 +91,12 @@ class Lora(Section):
         Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
     )
     """Modules to adapt: names, `all`, `all-linear`, or one regular expression over full names. Each must match."""
+    rank_pattern: dict[Pattern, Count] = Field(default={})
+    """Modules with a rank of their own, by name or regular expression, as in PEFT: {"layers.(0|1).*q_proj": 32}."""
+    alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0)]] = Field(default={})
+    """Modules with a lora_alpha of their own, in the same way."""
+    layers_to_transform: Annotated[list[Natural], Field(min_length=1)] | Natural | None = None
+    """Only adapt these layers, counted from 0. null: all."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Also train the base model's bias vectors: none, all, or those of adapted modules."""
     task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"

@@ -102,9 +102,10 @@ def unsharded_sizes() -> Iterator[None]:
 
 
 def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
-    """The run file's lora section for PEFT. Experts may have a rank of their own."""
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
+    """The run file's lora section for PEFT, with patterns as exact names. Experts may have a rank of their own."""
+    every = adapter.ranks
+    ranks = {name: every[name] for name in adapter.target_modules if every.get(name, lora.r) != lora.r}
+    alphas = dict(adapter.alphas)
     if lora.experts:
         for suffix in {".".join(name.split(".")[-2:]) for name in adapter.target_parameters}:  # experts.down_proj
             ranks[suffix.replace(".", r"\.")] = lora.experts.r or lora.r
