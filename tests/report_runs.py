@@ -129,7 +129,14 @@ def others(count: int, ranks: int) -> dict[str, Any]:
         "plan.json": {
             "batch": {"steps": count},
             "memory": {"gpu_gib": 104.2, "host_gib": 18, "gpu_memory_gib": 140.4},
-            "estimate": {"step_seconds": 3.1, "tokens_per_second": 14100, "mfu": 0.31, "hours": 1.05},
+            "estimate": {
+                "step_seconds": 3.1,
+                "tokens_per_second": 14100,
+                "tokens_per_second_low": 11000,
+                "tokens_per_second_high": 16000,
+                "mfu": 0.31,
+                "hours": 1.05,
+            },
             "layout": {"name": "expert-parallel", "ranks": ranks},
             "adapter": {"r": 16, "alpha": 32, "trainable": 27463680, "percent": 0.0231, "targets": [target]},
         },

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -82,6 +83,8 @@ def test_figures_are_computed_from_the_steps(folder: Path, made: dict[str, Any])
         "useful_share": pytest.approx(14 / 15),
         "supervised_share": pytest.approx(9 / 14),
     }
+    planned = next(chart for chart in made["charts"] if chart["id"] == "rate")["series"][1]
+    assert (planned["label"], planned["least"][5], planned["most"][5]) == ("planned", 11000, 16000)
     busy = next(chart for chart in made["charts"] if chart["id"] == "utilization")["series"][0]
     at_7 = [100 * rank[6]["gpu_utilization"] for rank in lines]
     figures = (busy["least"][6], busy["values"][6], busy["most"][6])
@@ -104,7 +107,8 @@ def test_what_other_stages_wrote_is_on_the_page_and_in_the_terminal(
     written = report.make([folder], tmp_path)
     page, text = written.html.read_text(), shown(written)
     about = "Mistral-Small-4-119B-2603 · wikitext-2 · 2026-11"
-    for wanted in (about, "10 saved; 2.5\xa0s each", "1.13 ×", "<mark>A windlass.&lt;/s&gt;</mark>"):
+    layout = "expert-parallel · LoRA of rank 16, 27.5\xa0M parameters · 3 ranks"
+    for wanted in (about, layout, "10 saved; 2.5\xa0s each", "1.13 ×", "<mark>A windlass.&lt;/s&gt;</mark>"):
         assert wanted in page
     for wanted in ("Finished after 400 of 400 steps", "waiting for ranks", "x the planned 3.1", "report.html"):
         assert wanted in text
@@ -270,11 +274,34 @@ def test_the_page_stays_small_and_keeps_the_spike(ranks: int, count: int, tmp_pa
     assert max(value for value in curve.get("most", curve["values"]) if value is not None) > SPIKE
 
 
+def test_long_files_of_other_ranks_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums within a percent of the whole reading's; the page says so; the first rank's is read in full."""
+    folder = write(tmp_path / "run", ranks=3, count=1500, stages=False)
+    whole = only(folder)
+    monkeypatch.setattr(sys.modules["windlass.observe.report.read"], "LONG", 100_000)
+    monkeypatch.setattr("windlass.observe.reader.SAMPLE", 2500)
+    sampled = report.make([folder]).runs[0]
+    assert any("2 ranks' step files" in line for line in sampled["absent"])
+    assert not any("ranks' step files" in line for line in whole["absent"])
+    assert sampled["ranks"][0] == whole["ranks"][0]
+    assert sampled["ranks"][2]["step_seconds"] != whole["ranks"][2]["step_seconds"], "not all lines were read"
+    assert sampled["ranks"][2]["step_seconds"] == pytest.approx(whole["ranks"][2]["step_seconds"], rel=0.01)
+    assert sampled["ranks"][2]["steps"] == 1500
+    assert sampled["tokens"]["useful"] == pytest.approx(whole["tokens"]["useful"], rel=0.01)
+    assert sampled["headline"]["final_loss"] == whole["headline"]["final_loss"]
+
+
 def test_several_runs_are_compared(folder: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "m4", ranks=2, count=60, seed=2)
     made = report.make([folder, other], tmp_path / "out")
     assert [run["name"] for run in made.runs] == ["m4 (1)", "m4 (2)"]
     page = (tmp_path / "out" / "report.html").read_text()
+    assert "train.max_grad_norm" not in page, "only what differs is listed"
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["run"]["train"]["max_grad_norm"] = 2
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    page = report.make([folder, other], tmp_path / "out").html.read_text()
+    assert re.search(r"train.max_grad_norm</td>\s*<td[^>]*>0.5</td>\s*<td[^>]*>2</td>", page)
     island = json.loads(page.split('id="data">')[1].split("</script>")[0])
     loss = island["charts"]["all-loss"]
     assert [curve["label"] for curve in loss["series"]] == ["m4 (1)", "m4 (2)"]

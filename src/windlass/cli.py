@@ -46,6 +46,8 @@ from windlass.options import (
     arg,
     flag,
     opt,
+    say,
+    words,
 )
 
 if TYPE_CHECKING:
@@ -93,10 +95,6 @@ def command(group: str, *examples: str) -> Callable[[Command], Command]:
     )
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def write_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
@@ -111,11 +109,6 @@ def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) ->
     from windlass.runfile import read_any
 
     return make_any(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)
-
-
-def words(option: str, value: object) -> list[str]:
-    """An option of the ranks' command line, if it was given."""
-    return [] if value is None else [option, str(value)]
 
 
 def print_version(requested: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,15 @@ class Groups(TyperGroup):
             commands = [each for each in self.commands.values() if getattr(each, "rich_help_panel", None) == title]
             with formatter.section(title):
                 formatter.write_dl([(each.name or "", each.get_short_help_str(limit=200)) for each in commands])
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def words(option: str, value: object) -> list[str]:
+    """An option of the ranks' command line, if it was given."""
+    return [] if value is None else [option, str(value)]
 
 
 def arg(metavar: str, help: str) -> Any:

@@ -17,6 +17,7 @@ from windlass.observe import steps
 
 NAN: Final = math.nan
 CHUNK: Final = 2048  # lines that are parsed together
+SAMPLE: Final = 8 * 1024  # bytes that are read at a place of a long file
 MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
 OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite", "source_loss")  # fields that are not numbers
 
@@ -48,8 +49,18 @@ class Tail:
                 if complete is not lines:
                     return
 
-    def chunks(self) -> Iterator[list[Record]]:
-        for lines in self.lines():
+    def sampled(self, places: int) -> Iterator[list[bytes]]:
+        """Some whole lines at each of so many places, from the first to the last line of the file."""
+        with suppress(OSError), self.path.open("rb") as file:
+            end = file.seek(0, 2)
+            for place in range(places):
+                file.seek(max(0, min(end * place // (places - 1), end - SAMPLE)))
+                found = file.read(SAMPLE).split(b"\n")
+                yield found[1 if place else 0 : -1]  # the first and the last are cut, but for the file's own first
+
+    def chunks(self, lines_of: Iterable[list[bytes]] | None = None) -> Iterator[list[Record]]:
+        """The objects of all new lines, or of these."""
+        for lines in self.lines() if lines_of is None else lines_of:
             try:
                 records = _decode(b"[%b]" % b",".join(lines))
             except (ValueError, RecursionError):

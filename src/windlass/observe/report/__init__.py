@@ -26,7 +26,7 @@ from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.observe.reader import ask, listed
 from windlass.observe.report import format as formats
-from windlass.observe.report.charts import PHASES, charts, compared, comparison, points
+from windlass.observe.report.charts import PHASES, charts, compared, comparison, differences, points
 from windlass.observe.report.facts import Facts, facts, peak_gib
 from windlass.observe.report.read import read
 from windlass.observe.watch.detectors import BY_KIND
@@ -135,6 +135,7 @@ def page(runs: Sequence[Facts]) -> str:
         runs=runs,
         overlays=overlays,
         figures=comparison(runs),
+        differences=differences(runs) if len(runs) > 1 else [],
         data=Markup(island),
         style=Markup(_asset("uplot.min.css") + _asset("page.css")),
         scripts=[Markup(script) for script in scripts],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, Final
 
+from windlass import run_folder
 from windlass.observe import steps
 from windlass.observe.reader import NAN, ask, listed, number
 from windlass.observe.report.facts import Facts, peak_gib
@@ -55,7 +56,7 @@ def charts(run: Run) -> list[Chart]:
         ("source_loss", "Loss by source", "", [each for name in _sources(run) for each in curve(name, _by(run, name))]),
         ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
         ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
-        ("rate", "Throughput", f"{first.unit}/s", curve("whole job", run.job_rate)),
+        ("rate", "Throughput", f"{first.unit}/s", [*curve("whole job", run.job_rate), *_planned_rate(run, len(x))]),
         (
             "time",
             "Where step time goes",
@@ -85,6 +86,16 @@ def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
     values, least, most = series
     bounds = {"least": least, "most": most} if band and least != most else {}
     return [{"label": label, "values": values, **bounds}]
+
+
+def _planned_rate(run: Run, length: int) -> list[Curve]:
+    """The plan's range behind the measured curve."""
+    names = ("tokens_per_second", "tokens_per_second_low", "tokens_per_second_high")
+    found = [number(run.ask(run_folder.PLAN, "estimate", name)) for name in names]
+    if run.first.unit != steps.TOKENS or len(every(found)) < len(names):
+        return []
+    middle, low, high = ([short(value)] * length for value in found)
+    return [{**each, "faint": True} for each in _curve("planned", (middle, low, high))]
 
 
 def _losses(run: Run, curve: Callable[..., list[Curve]]) -> list[Curve]:
@@ -186,3 +197,19 @@ def comparison(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
         ("alarms", [figure(facts["alarm_count"]) for facts in runs]),
     ]
     return [(name, values) for name, values in rows if any(value != NONE for value in values)]
+
+
+def differences(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
+    """Keys of the run file that differ between the runs, each with its value in every run."""
+    flat = [dict(_leaves(facts["run"])) for facts in runs]
+    keys = sorted({key for each in flat for key in each})
+    rows = [(key, [str(each.get(key, NONE))[:80] for each in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}".lstrip("."))
+    else:
+        yield key, value

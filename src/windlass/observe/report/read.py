@@ -32,6 +32,8 @@ CURVES: Final = (
 PHASE_FIELDS: Final = tuple(f"{phase}_seconds" for phase in steps.PHASES)
 SUMS: Final = (*PHASE_FIELDS, *CURVES, "tokens", "padded_tokens", "supervised_tokens", "gpu_temperature_celsius")
 
+LONG: Final = 64 * 2**20  # bytes of a step file from which, but for the first rank's, it is sampled
+
 Series = tuple[list[float | None], list[float | None], list[float | None]]  # mean, least and most of each stretch
 
 
@@ -100,10 +102,15 @@ def read(folder: Path, points: int = 480) -> Run:
     cuts: list[int] = []
     items: list[float] = []
     ranks: dict[int, Rank] = {}
+    sampled: list[int] = []
     for rank, path in paths.items():
         tail, columns = Tail(path), Columns(ALL if lead is None else ("step", *SUMS))
-        for records in tail.chunks():
+        sparse = lead is not None and path.stat().st_size > LONG
+        for records in tail.chunks(tail.sampled(points) if sparse else None):
             columns.add(records)
+        # What a sampled rank counts is scaled to the steps that its last line says it made.
+        scale = columns["step"][-1] / columns.length if sparse and columns.length else 1.0
+        sampled.extend([rank] * sparse)
         if tail.damaged:
             count = "a line" if len(tail.damaged) == 1 else f"{len(tail.damaged)} lines"
             absent.append(f"{count} of {path.name} can't be read, the first is line {tail.damaged[0]}")
@@ -112,8 +119,8 @@ def read(folder: Path, points: int = 480) -> Run:
         unit, per_second = steps.counted(columns.unit)
         found = {name: known(columns[name]) for name in (*SUMS, unit)}
         ranks[rank] = Rank(
-            columns.length,
-            {name: Stats(len(each), math.fsum(each), max(each, default=NAN)) for name, each in found.items()},
+            round(columns.length * scale),
+            {n: Stats(round(len(v) * scale), math.fsum(v) * scale, max(v, default=NAN)) for n, v in found.items()},
             median(columns["step_seconds"]),
             median(columns[per_second]),
             {name: thin(aligned(columns, name, lead["step"]), cuts) for name in CURVES if len(columns[name])},
@@ -122,6 +129,11 @@ def read(folder: Path, points: int = 480) -> Run:
         own = aligned(columns, lead.unit, lead["step"])
         items = [a + b for a, b in zip(items, own, strict=True)] if items else list(own)
     assert lead is not None
+    if sampled:
+        lines = (
+            f"of {len(sampled)} ranks' step files of more than {LONG >> 20} MiB some lines at {points} places were read"
+        )
+        absent.append(f"{lines}: their sums are estimates, and short peaks may be missing")
     items = list(lead["job_tokens"]) or items
 
     files = {}
