@@ -117,10 +117,6 @@ class Chromium:
     def mouse(self, kind: str, x: float, y: float) -> None:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    def picture(self, *, whole: bool = False) -> bytes:
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(shot["data"])
-
     def close(self) -> None:
         self.process.terminate()
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
+import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +119,39 @@ def test_series_are_switched_off_and_on(opened: Chromium) -> None:
     stacked = ink(opened, TIME)
     opened.run(f"{TIME}.querySelectorAll('.keys button')[2].click()")
     assert ink(opened, TIME) < stacked, "a phase is taken out of the stack"
+
+
+def test_log_scale(opened: Chromium) -> None:
+    """The curve and its axis change, what is read doesn't; a second press brings the first picture back."""
+    rate = "document.querySelector('figure[data-chart=\"r0-rate\"]')"
+    before, other = ink(opened, LOSS), ink(opened, rate)
+    opened.run("document.getElementById('log').click()")
+    assert ink(opened, LOSS) != before
+    assert ink(opened, rate) == other, "tokens per second keep their scale"
+    opened.run(f"{LOSS}.querySelector('.plot').focus()")
+    opened.press("ArrowLeft")
+    assert float(opened.run(f"{LOSS}.querySelector('.keys output').textContent")) > 0.5
+    opened.press("Escape")
+    opened.run("document.getElementById('log').click()")
+    settle(opened)
+    assert opened.run("document.getElementById('log').getAttribute('aria-pressed')") == "false"
+
+
+@pytest.mark.prove
+def test_axe_finds_nothing(chromium: Chromium, pages: dict[str, Path], tmp_path: Path) -> None:
+    """axe-core comes from npm, where there is one."""
+    packed = subprocess.run(
+        ["npm", "pack", "axe-core@4.14.1"], cwd=tmp_path, check=False, capture_output=True, timeout=90
+    )
+    if packed.returncode:
+        pytest.skip("npm can't fetch axe-core")
+    with tarfile.open(tmp_path / "axe-core-4.14.1.tgz") as archive:
+        axe = archive.extractfile("package/axe.min.js").read().decode()  # type: ignore[union-attr]
+    chromium.size(1200, 900)
+    for name, page in pages.items():
+        chromium.open(page)
+        found = "axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes[0].html.slice(0, 120)))"
+        assert chromium.run(f"(() => {{ {axe}; return {found} }})()") == [], name
 
 
 def test_mouse_reads_values_and_zooms(opened: Chromium) -> None:

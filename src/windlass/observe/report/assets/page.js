@@ -43,10 +43,14 @@
   addEventListener("afterprint", () => { printing = false; paint(); });
 
   // Curves of a chart -> columns for uPlot. A stacked chart is summed from the top down, over what is switched on.
+  // On a log scale the charts without a unit (loss, gradient norm, rate) hold logarithms, and the axis their values.
+  let log = false;
+  const logged = (spec) => log && !spec.stacked && !spec.unit;
   const columns = (spec, on) => {
     const values = spec.series.map((s) => s.values);
     if (!spec.stacked) {
-      return [spec.x, ...values, ...spec.series.flatMap((s) => (s.least ? [s.least, s.most] : []))];
+      const all = [...values, ...spec.series.flatMap((s) => (s.least ? [s.least, s.most] : []))];
+      return [spec.x, ...(logged(spec) ? all.map((each) => each.map((v) => (v > 0 ? Math.log10(v) : null))) : all)];
     }
     const sum = new Array(spec.x.length).fill(0);
     const stacked = values.map((column, i) =>
@@ -114,13 +118,13 @@
       scales: { x: { time: false, range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },
         y: { range: (u, min, max) => {
           if (min === null || max === null) return [0, 1];
-          if (spec.stacked || (min >= 0 && (spec.unit || min < max * 0.4))) return [0, max * 1.06 || 1];
+          if (spec.stacked || (!logged(spec) && min >= 0 && (spec.unit || min < max * 0.4))) return [0, max * 1.06 || 1];
           const pad = (max - min) * 0.08 || Math.abs(max) * 0.05 || 1;
           return [min - pad, max + pad];
         } } },
       axes: [
         { ...axis, label: "step", labelSize: 15, labelFont: axis.font, labelGap: -4, size: 26, space: 70, values: (u, all) => all.map((v) => (Number.isInteger(v) ? number(v) : "")) },
-        { ...axis, size: 46, gap: 4, space: 34, values: (u, all) => all.map(number) },
+        { ...axis, size: 46, gap: 4, space: 34, values: (u, all) => all.map((v) => number(logged(spec) ? 10 ** v : v)) },
       ],
       cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false,
         bind: { dblclick: () => () => { everywhere(null, null); return null; } },
@@ -176,7 +180,7 @@
     const on = spec.series.map(() => true);
     const size = { width: area.clientWidth, height: area.clientHeight };
     const u = new uPlot(options(figure, spec, prefix, on, size), columns(spec, on), area);
-    plots.set(figure, { u });
+    plots.set(figure, { u, spec, on });
     figure.querySelectorAll(".keys button").forEach((key, i) => {
       key.addEventListener("click", () => {
         on[i] = !on[i];
@@ -197,6 +201,13 @@
     }).observe(area);
   };
 
+  document.getElementById("log").addEventListener("click", (event) => {
+    log = !log;
+    event.currentTarget.setAttribute("aria-pressed", String(log));
+    for (const { u, spec, on } of plots.values()) if (!spec.unit) u.setData(columns(spec, on));
+    document.getElementById("reset").disabled = true;
+    everywhere(null, null);
+  });
   document.getElementById("reset").addEventListener("click", () => {
     everywhere(null, null);
   });
