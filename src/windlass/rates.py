@@ -46,10 +46,18 @@ class Rates:
     low: float  # measured / planned step time: the range of its residuals
     high: float
 
+    __hash__ = object.__hash__  # a key of caches
+
     def collective(self, kind: str, fabric: str, ranks: int) -> Collective:
         """Of the measured group that is most like it."""
         alike = [c for c in self.collectives if (c.kind, c.fabric) == (kind, fabric)]
         return min(alike, key=lambda c: abs(log(c.ranks / ranks)))
+
+
+@lru_cache(maxsize=10_000)
+def product_rate(rates: Rates, kind: str, rows: float, width: float) -> float:
+    """TFLOP/s of matrix products: of a dtype, or `grouped` for those of all experts at once."""
+    return interpolate(rates.grouped if kind == "grouped" else rates.products[kind], rows, width)
 
 
 def interpolate(points: Points, first: float, second: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import re
@@ -102,12 +103,17 @@ def begin_manifest(folder: Path, facts: dict[str, Any]) -> None:
     write_json(folder / MANIFEST, {"state": RUNNING, "began": began, **facts})
 
 
+@functools.cache
+def _installed(library: str) -> str:
+    return importlib.metadata.version(library)
+
+
 def versions(libraries: Iterable[str]) -> dict[str, str]:
     """Of windlass, Python and those of these libraries that are installed."""
     found = {"windlass": __version__, "python": sys.version.split()[0]}
     for name in libraries:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            found[name] = _installed(name)
     return found
 
 

@@ -12,7 +12,7 @@ from windlass.hardware import Fabric
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
 from windlass.plan.operators import dispatched
 from windlass.plan.work import Layer, Shape, Work
-from windlass.rates import interpolate
+from windlass.rates import interpolate, product_rate
 
 # Ranks wait for the slowest of them, and collectives take some of the GPU's own units and memory.
 SKEW = 1.03
@@ -170,10 +170,9 @@ def _product(
     work: Work, rows: float, inputs: float, outputs: float, *, experts: float = 0, wide: bool = False
 ) -> float:
     """Seconds of one matrix product, or of all experts' at once with `rows` for each of them."""
-    rates = work.machine.rates
     dtype = "bfloat16" if work.width == 2 and not wide else "float32"
-    points = rates.grouped if experts else rates.products[dtype]
-    rate = interpolate(points, max(rows, 1e-3), (inputs * outputs) ** 0.5)
+    kind = "grouped" if experts else dtype
+    rate = product_rate(work.machine.rates, kind, max(rows, 1e-3), (inputs * outputs) ** 0.5)
     return 2 * max(experts, 1) * rows * inputs * outputs / rate / 1e12
 
 
