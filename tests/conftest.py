@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import warm
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ[warm.SHARED] = warm.start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

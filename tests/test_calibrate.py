@@ -78,6 +78,7 @@ def test_two_ranks_measure_and_the_plan_takes_it(run: Path, tmp_path: Path) -> N
 
 
 def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", warm.python())
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"}
     with pytest.raises(UserError, match=r"rank \d failed: .*nowhere0"):
         calibrate.calibrate(2, tmp_path / "machine.json", environ, lambda _: None)

@@ -172,7 +172,7 @@ def test_the_loader_is_bit_equal(names: tuple[str, ...], ranks: int, tmp_path: P
     assert {case: why for case, why in outcomes.items() if why} == {}
 
 
-STEPS = 10
+STEPS = 6
 
 
 @pytest.fixture(scope="session")

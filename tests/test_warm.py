@@ -54,3 +54,9 @@ def test_signals_reach_the_program_and_killing_the_client_ends_it() -> None:
             while Path(f"/proc/{pid}").exists():
                 assert time.monotonic() < until, "the program outlived its client"
                 time.sleep(0.02)
+
+
+def test_torchruns_ranks_are_warm() -> None:
+    """They are started with -u."""
+    done = subprocess.run([warm.python(), "-u", "-c", "import sys; print('torch' in sys.modules)"], capture_output=True)
+    assert done.stdout == b"True\n"

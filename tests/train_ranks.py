@@ -180,10 +180,10 @@ FAULTS = {
     **{f"over all {rank}": At(1, rank, averaged_over([None])) for rank in range(2)},
     **{f"twice {rank}": At(1, rank, twice) for rank in range(2)},
     **{f"alone {rank}": At(1, rank, averaged_over([])) for rank in range(4)},
-    "nan": At(5, 1, not_a_number),
+    "nan": At(3, 1, not_a_number),
     "slow": At(1, 1, slow),
-    "drift": At(7, 1, drift),
-    "terminate": At(8, 1, terminate),
+    "drift": At(4, 1, drift),
+    **{f"terminate {step}": At(step, 1, terminate) for step in (5, 8)},
     "detach 0": At(1, 0, detach),
     "detach 1": At(1, 1, detach),
 }

@@ -1,7 +1,7 @@
 """A Python interpreter for tests that has the training libraries imported already: processes start in 0.1 s, not in 7.
 
 `warm.python()` returns the path of an interpreter to use in place of `sys.executable`, with `-m`, `-c` or a script.
-It is a small client: a server, started once for each pytest process, forks itself for every start, and the fork runs
+It is a small client: a server, started once for each run of pytest, forks itself for every start, and the fork runs
 the program with the client's arguments, environment, folder, files and network namespace. Inside it `sys.executable` is
 the same client, so what a program starts with it (ranks, for example) is warm too. The client passes signals on, and
 ends as the fork ends; if it is killed, the fork is killed.
@@ -17,16 +17,19 @@ import atexit
 import functools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+SHARED = "WARM_PYTHON"
 CLIENT = r"""#!{python} -IS
 import os, signal, socket, sys
 PREFIXES, SET_LATER = ("HF_", "TRANSFORMERS_", "PYTHON"), "HF_HUB_OFFLINE"
 imported = {{name: os.environ[name] for name in os.environ if name.startswith(PREFIXES) and name != SET_LATER}}
-arguments = sys.argv[1:]
+arguments = sys.argv[2:] if sys.argv[1:2] == ["-u"] else sys.argv[1:]  # torchrun asks for unbuffered output
 option = not arguments or arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
 if option or imported != {environ}:
     os.execv({python!r}, [{python!r}, *arguments])
@@ -59,7 +62,22 @@ os._exit(code)
 
 @functools.cache
 def python() -> str:
-    """The interpreter's path; the server starts with the first call and ends with this process."""
+    """The interpreter's path, once it is ready."""
+    client = os.environ.get(SHARED) or start()
+    until = time.monotonic() + 280
+    while True:
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(str(Path(client).with_name("socket")))
+            except OSError:
+                assert time.monotonic() < until, "the warm interpreter did not start"
+                time.sleep(0.05)
+            else:
+                return client
+
+
+def start() -> str:
+    """Start the server, which ends with this process. With `pytest -n`, conftest.py starts one for all workers."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     client, address = folder / "python", folder / "socket"
     environ = {name: value for name, value in os.environ.items() if name.startswith(("HF_", "TRANSFORMERS_", "PYTHON"))}
@@ -69,13 +87,9 @@ def python() -> str:
     server = subprocess.Popen(
         [sys.executable, __file__, str(client), str(address)],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         start_new_session=True,
     )
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n", "the warm interpreter did not start"
-    server.stdout.close()
     atexit.register(server.wait)
     atexit.register(server.kill)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -88,7 +102,6 @@ def serve(client: str, address: str) -> None:
     import ctypes
     import selectors
     import signal
-    import socket
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive pytest
     import_libraries()
@@ -103,7 +116,6 @@ def serve(client: str, address: str) -> None:
     selector.register(listening, selectors.EVENT_READ)
     selector.register(woken, selectors.EVENT_READ)
     clients: dict[int, socket.socket] = {}
-    print("ready", flush=True)
     while True:
         for key, _ in selector.select():
             if key.fileobj is listening:
@@ -154,6 +166,9 @@ def import_libraries() -> None:
     """What ranks and tests of the engine import; and nothing that starts a thread."""
     import datasets  # noqa: F401
     import peft  # noqa: F401
+    import pytest  # noqa: F401
+    from transformers.models.mistral4 import modeling_mistral4  # noqa: F401
+    from trl import SFTTrainer  # noqa: F401
 
     import windlass.cli
     import windlass.observe.report
