@@ -99,9 +99,6 @@ TWO: dict[str, Case] = {
     "another rate": case("poisoned", resume=True, train__learning_rate=0.02, lora__lora_alpha=4),
     "another batch": case("poisoned", resume=True, train__per_device_train_batch_size=2),
     "newest damaged": case("poisoned", resume=True, damage={"{out}/poisoned/checkpoints/step-8/optimizer.pt": "flip"}),
-    "still": case("still", **SAME),
-    "still, cut": case("still parts", "signal at 7", **SAME),
-    "still, other layout": resumed("still parts", "still split", **SAME, **SPLIT),
     "experts": case("experts", **EXPERTS, **SPLIT),
     "experts, cut": case("experts cut", "signal at 7", **EXPERTS, **SPLIT),
     "experts, other layout": resumed("experts cut", "experts sharded", **EXPERTS),
@@ -120,15 +117,18 @@ MORE: dict[str, Case] = {
     "packed": case("packed", **PACKED),
     "packed, cut": case("packed parts", "signal at 7", **PACKED),
     "packed, resumed": case("packed parts", resume=True, **PACKED, train__logging_steps=2),
+    "still": case("still", **SAME),
+    "still, cut": case("still parts", "signal at 7", **SAME),
+    "still, other layout": resumed("still parts", "still split", **SAME, **SPLIT),
     "stream": case("stream", **STREAM),
     "stream, cut": case("stream parts", "signal at 7", **STREAM),
     "stream, resumed": case("stream parts", resume=True, **STREAM),
 }  # fmt: skip
 ALONE: Case = {"layout__name": "resident", "cluster__gpus_per_node": 1, "train__per_device_train_batch_size": 8}
 ONE: dict[str, Case] = {
-    "still, on one rank": resumed("still parts", "still for one", **SAME, **ALONE),
     "experts, on one rank": resumed("experts cut", "experts for one", **EXPERTS, **ALONE),
 }  # fmt: skip
+MORE_ON_ONE = {"still, on one rank": resumed("still parts", "still for one", **SAME, **ALONE)}
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +207,9 @@ def test_resumed_equals_never_stopped_in_more_ways(material: Path, two: Two) -> 
     outcomes, _ = launched(material, 2, MORE)
     for name in ("packed", "stream"):
         assert_resumed(outcomes, material, name)
+    outcomes |= launched(material, 1, MORE_ON_ONE)[0]
+    for name, folder in (("still, other layout", "still split"), ("still, on one rank", "still for one")):
+        assert_same_batches(outcomes, material, name, folder)
 
 
 def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
@@ -239,8 +242,6 @@ def one(material: Path, two: object) -> Outcomes:
 @pytest.mark.parametrize(
     ("name", "folder"),
     [
-        ("still, other layout", "still split"),
-        ("still, on one rank", "still for one"),
         ("experts, other layout", "experts sharded"),
         ("experts, on one rank", "experts for one"),
     ],
@@ -248,7 +249,10 @@ def one(material: Path, two: object) -> Outcomes:
 def test_another_number_of_ranks_or_layout_goes_on_with_the_same_batches(
     two: Two, one: Outcomes, material: Path, name: str, folder: str
 ) -> None:
-    outcomes = two[0] if name in two[0] else one
+    assert_same_batches(two[0] if name in two[0] else one, material, name, folder)
+
+
+def assert_same_batches(outcomes: Outcomes, material: Path, name: str, folder: str) -> None:
     assert [outcome.get("code") for outcome in outcomes[name]] in ([0, 0], [0]), outcomes[name]
     again, whole = (steps(material / "runs" / run) for run in (folder, name.split(",")[0]))
     assert len(again) == STEPS

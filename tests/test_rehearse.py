@@ -50,10 +50,10 @@ def rehearsed(run: Path, *overrides: str, keep: Path | None = None) -> Record:
 
 @pytest.fixture(scope="module", autouse=True)
 def warm_processes() -> Iterator[str]:
-    """A rehearsal's processes start warm; they have HF_HUB_OFFLINE, and so must the interpreter they fork from."""
+    """A rehearsal's processes start warm."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        python = warm.python.__wrapped__()
+        python = warm.python()
         (Path(python).parent / "python3").symlink_to(python)
         accelerate = Path(python).parent / "accelerate"
         accelerate.write_text(f'#!/bin/sh\nexec {python} {Path(sys.executable).parent}/accelerate "$@"\n')

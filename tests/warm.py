@@ -185,6 +185,7 @@ def run(client: str, request: bytes, files: list[int]) -> None:
     import types
 
     import numpy as np
+    from datasets import config
     from huggingface_hub import constants
 
     code: int | str | None = 1
@@ -199,7 +200,7 @@ def run(client: str, request: bytes, files: list[int]) -> None:
         asked = json.loads(request)
         os.environ.clear()
         os.environ.update(asked["environ"])
-        constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
+        constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
         os.chdir(asked["cwd"])
         os.umask(asked["umask"])
         np.random.seed()
