@@ -132,7 +132,7 @@ FULL_WIDTH = {
     "vocab_size": 131072,
 }
 CASES = [
-    Case("llama", quick=True),
+    Case("llama"),
     Case("llama", checkpointing=True, micro=4),
     Case("llama", ranks=8, reshard=False, micro=2, length=512, quick=True),
     Case("llama", ranks=2, targets="attention", micro=4),
@@ -141,8 +141,8 @@ CASES = [
     Case("llama", ranks=8, checkpointing=True, micro=8, sizes={"vocab_size": 128256}),
     Case("llama", ranks=3, checkpointing=True, reshard=False, micro=8),
     Case("mistral4"),
-    Case("mistral4", checkpointing=True, micro=4, quick=True),
-    Case("mistral4", ranks=8, micro=4, reshard=False, quick=True),
+    Case("mistral4", checkpointing=True, micro=4),
+    Case("mistral4", ranks=8, micro=4, reshard=False),
     Case("mistral4", ranks=2, checkpointing=True, targets="attention", micro=2, quick=True),
     Case("mistral4", ranks=8, micro=4),
     Case("mistral4", ranks=8, checkpointing=True, micro=16),

@@ -30,7 +30,7 @@ def off_by_more_than_a_tenth(rows: Rows) -> dict[str, float]:
 
 def test_predicted_peaks_are_within_a_tenth_of_what_torch_tracks() -> None:
     rows = table("memory_model.py", "--quick")
-    assert len(rows) >= 7
+    assert len(rows) >= 5
     assert not off_by_more_than_a_tenth(rows)
     wanted: dict[str, set[Any]] = {  # the cases differ in all that matters
         "family": {"llama", "mistral4"},

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from windlass import draft, tiny
 from windlass import plan as planning
@@ -27,7 +28,7 @@ def rows(path: Path, lengths: list[int]) -> str:
 
 def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) -> None:
     data = rows(tmp_path / "rows.jsonl", [200] * 990 + [1500] * 10)
-    command = [sys.executable, "-m", "windlass", "init", "--model", str(model), "--data", data, "--gpus", "2xcpu"]
+    command = [warm.python(), "-m", "windlass", "init", "--model", str(model), "--data", data, "--gpus", "2xcpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (tmp_path / "run.yaml").write_text(done.stdout)
