@@ -6,6 +6,7 @@ The page is one file with nothing to fetch, readable without scripts; scripts on
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import importlib.resources
 import json
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from jinja2 import ChainableUndefined, Environment, PackageLoader, Template
 from markupsafe import Markup
 
 from windlass import __version__
@@ -101,7 +101,11 @@ def _visible(value: Any) -> Any:
     return "" if value is None else HIDDEN.sub("\N{REPLACEMENT CHARACTER}", str(value))
 
 
-def _template() -> Template:
+@functools.cache
+def _template() -> Any:
+    # Only here: `plan` imports this package for its formats, and writes no page.
+    from jinja2 import ChainableUndefined, Environment, PackageLoader
+
     environment = Environment(
         loader=PackageLoader("windlass.observe.report", "assets"),
         autoescape=True,
@@ -112,9 +116,6 @@ def _template() -> Template:
     )
     environment.filters |= FILTERS
     return environment.get_template("page.html.j2")
-
-
-TEMPLATE: Final = _template()
 
 
 def page(runs: Sequence[Facts]) -> str:
@@ -131,7 +132,7 @@ def page(runs: Sequence[Facts]) -> str:
     island = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     scripts = [_asset("uplot.min.js"), _asset("page.js")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    return TEMPLATE.render(
+    return _template().render(
         runs=runs,
         overlays=overlays,
         figures=comparison(runs),
