@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import stat
@@ -15,6 +16,13 @@ from windlass import plan as planning
 from windlass.plan import Plan
 from windlass.plan.accelerate import read_accelerate
 from windlass.runfile import read
+
+
+def client_model(path: str) -> Any:
+    """A class of a platform's own client; only where it is used, for they take seconds to import."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "mistral-small-4"

@@ -12,11 +12,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
-from launch_jobs import EXAMPLES, SITE, compared, example, lost, plan_of, workload_of
-from runai.models.distributed_creation_request import DistributedCreationRequest
-from test_launch_kubernetes import SCHEMA, pod_templates
-from test_launch_runai import read_back
+from launch_jobs import EXAMPLES, SITE, client_model, compared, example, lost, plan_of, workload_of
+from test_launch_kubernetes import MODELS, SCHEMA, pod_templates
+from test_launch_runai import DISTRIBUTED, read_back
 
 from windlass.cli import main
 from windlass.errors import UserError
@@ -52,7 +50,7 @@ def test_each_is_planned_and_written_as_it_stands(to: str, tmp_path: Path, capsy
         text = (tmp_path / name).read_text()
         compared(f"platforms/{to}/{name}", workload_of(text) if name == "job.yaml" else text)
     if to == "runai":
-        assert read_back(DistributedCreationRequest, json.loads((tmp_path / "payload.json").read_text())) == []
+        assert read_back(DISTRIBUTED, json.loads((tmp_path / "payload.json").read_text())) == []
     if to in ("kubernetes", "openshift"):
         valid(list(yaml.safe_load_all((tmp_path / "job.yaml").read_text())))
 
@@ -64,7 +62,7 @@ def valid(documents: list[dict[str, Any]]) -> None:
     for template in pod_templates(workload):
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": {"template": template}}
         kubernetes_validate.validate(job, SCHEMA, strict=True)
-    again = JobsetV1alpha2JobSet.from_dict(json.loads(json.dumps(workload))).to_dict()
+    again = client_model(MODELS["jobset"]).from_dict(json.loads(json.dumps(workload))).to_dict()
     assert lost(workload, json.loads(json.dumps(again, default=str))) == []
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_jobs import EVERY, EXAMPLES, FULL, SITE, calls, environ, example, lost, plan_of, program
-from runai.models.distributed_creation_request import DistributedCreationRequest
-from runai.models.training_creation_request import TrainingCreationRequest
+from launch_jobs import EVERY, EXAMPLES, FULL, SITE, calls, client_model, environ, example, lost, plan_of, program
 
 from windlass.errors import RunError, UserError
 from windlass.launch import runai
@@ -21,10 +19,13 @@ from windlass.launch import submit as submitting
 from windlass.launch.job import job_of
 from windlass.launch.submit import render
 
+DISTRIBUTED = "runai.models.distributed_creation_request.DistributedCreationRequest"
+TRAINING = "runai.models.training_creation_request.TrainingCreationRequest"
 
-def read_back(model: Any, body: dict[str, Any]) -> list[str]:
-    made = model.from_dict(body)
-    if model is DistributedCreationRequest:
+
+def read_back(model: str, body: dict[str, Any]) -> list[str]:
+    made = client_model(model).from_dict(body)
+    if model == DISTRIBUTED:
         made.spec.slots_per_worker = made.spec.ssh_auth_mount_path = None  # put there by the client, for MPI
     return lost(body, json.loads(made.to_json()))
 
@@ -32,9 +33,9 @@ def read_back(model: Any, body: dict[str, Any]) -> list[str]:
 def test_the_rest_body_is_what_runais_own_models_take() -> None:
     for site in (SITE, FULL):
         body = runai.payload(job_of(example("train", site)[0]))
-        assert read_back(DistributedCreationRequest, body) == []
+        assert read_back(DISTRIBUTED, body) == []
     body["spec"]["gpuDevices"] = 1
-    assert read_back(DistributedCreationRequest, body) == [".spec.gpuDevices: 1 -> None"], "it would be noticed"
+    assert read_back(DISTRIBUTED, body) == [".spec.gpuDevices: 1 -> None"], "it would be noticed"
     job = job_of(example("two-gpus", (*SITE, "cluster.nodes=1", "cluster.gpus_per_node=2"))[0])
     words = runai.command(job)
     assert words[:4] == ["runai", "training", "standard", "submit"]
@@ -42,7 +43,7 @@ def test_the_rest_body_is_what_runais_own_models_take() -> None:
     assert not any(word.startswith("--master-") for word in words)
     body = runai.payload(job)
     assert "numWorkers" not in body["spec"]
-    assert read_back(TrainingCreationRequest, body) == []
+    assert read_back(TRAINING, body) == []
 
 
 def test_every_option_is_on_the_command_line_and_in_the_body(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_every_option_is_on_the_command_line_and_in_the_body(tmp_path: Path) -> 
     plan, overrides, _ = example("train", site)
     submit_sh = render(plan, "runai", overrides=overrides)["submit.sh"]
     job = job_of(plan, overrides=overrides)
-    assert read_back(DistributedCreationRequest, runai.payload(job)) == []
+    assert read_back(DISTRIBUTED, runai.payload(job)) == []
     words = runai.command(job)
     for option, value in (
         ("--label", "cost-center=a1"),
