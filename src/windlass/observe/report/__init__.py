@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 from markupsafe import Markup
@@ -30,6 +30,9 @@ from windlass.observe.report.charts import PHASES, charts, compared, comparison,
 from windlass.observe.report.facts import Facts, facts, peak_gib
 from windlass.observe.report.read import read
 from windlass.observe.watch.detectors import BY_KIND
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 SCHEMA: Final = 1  # raised when a key changes its meaning or goes; new keys may come at any time
 ASSETS: Final = importlib.resources.files("windlass.observe.report") / "assets"
@@ -102,7 +105,7 @@ def _visible(value: Any) -> Any:
 
 
 @functools.cache
-def _template() -> Any:
+def _template() -> Template:
     # Only here: `plan` imports this package for its formats, and writes no page.
     from jinja2 import ChainableUndefined, Environment, PackageLoader
 
