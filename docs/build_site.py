@@ -1,6 +1,7 @@
 """Builds the documentation's site: copies the Markdown and what it links to beside each other, then calls mkdocs.
 
-python docs/build_site.py     # site/index.html, which needs neither network nor server
+python docs/build_site.py                # site/index.html, which needs neither network nor server
+python -m http.server --directory site   # its search needs a server
 """
 
 from __future__ import annotations
@@ -60,4 +61,8 @@ if __name__ == "__main__":
         "--config-file",
         str(ROOT / "mkdocs.yml"),
     ]
-    sys.exit(subprocess.run(command, check=False).returncode)
+    code = subprocess.run(command, check=False).returncode
+    for page in (ROOT / "site").rglob("*.html"):  # what lets a page that is opened from a disk search comes from a CDN
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r"<script src=\"?https://unpkg.com[^>]*></script>", "", text), encoding="utf-8")
+    sys.exit(code)
