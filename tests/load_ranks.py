@@ -27,9 +27,10 @@ from windlass.errors import UserError
 from windlass.model import Base, read_base
 from windlass.model.family import FAMILIES
 from windlass.model.targets import resolve
-from windlass.plan.layout import Layout
+from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
 from windlass.train import certificate, parallel, quantised
+from windlass.train.four_bits import TABLES
 from windlass.train.group import gather, raise_together
 from windlass.train.liveness import Liveness
 from windlass.train.load import load, own_part, unique_tensors
@@ -55,6 +56,25 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 LARGE: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024, "layers": 6}
 IN_FP8 = ("published", "blocks", "mixtral", "qwen3_moe")
+IN_FOUR_BITS = (("published", "nf4"), ("published", "int4"), ("llama", "nf4"))
+TRAINING: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("published", {"layout": "resident", "count": 20}),
+    ("published", {"layout": "full-shard"}),
+    ("published", {"layout": "full-shard", "dtype": torch.bfloat16}),
+    ("published", {"layout": "no-reshard", "micro": 2}),
+    ("blocks", {"layout": "hybrid"}),
+    ("blocks", {"layout": "expert-parallel", "checkpointing": True}),
+    ("qwen3_moe", {"layout": "expert-parallel", "base_dtype": "bf16"}),
+    ("llama", {"layout": "full-shard", "base_dtype": "bf16", "bias": "all"}),
+)
+TRAINED_IN_FOUR_BITS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("published", {"layout": "resident", "base_dtype": "nf4", "count": 20}),
+    ("published", {"layout": "full-shard", "base_dtype": "int4"}),
+    ("published", {"layout": "no-reshard", "base_dtype": "nf4", "micro": 2}),
+    ("published", {"layout": "hybrid", "base_dtype": "nf4"}),
+    ("published", {"layout": "expert-parallel", "base_dtype": "nf4", "checkpointing": True}),
+    ("llama", {"layout": "full-shard", "base_dtype": "nf4"}),
+)
 USUAL = ("full-shard", "expert-parallel")
 FOUR = ("published", "uneven", "mixtral")  # what four ranks are tried on
 DTYPE = {"tied": torch.float32}
@@ -105,6 +125,30 @@ def dequantise(directory: Path, target: Path, dtype: torch.dtype) -> None:
         true[key] = wide.to(dtype)
     target.mkdir(parents=True)
     save_file(true, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    text = config.get("text_config", config)
+    text.pop("quantization_config", None)
+    (target / "config.json").write_text(json.dumps(text))
+
+
+def write_decoded(directory: Path, target: Path, kind: str) -> None:
+    """The checkpoint that a base in 4 bits stands for, in float32: its codes by arithmetic of this file's own."""
+    base = read_base(directory)
+    alone = Layout("resident", "test", 1, 1, shard=1, base_dtype=kind, precision="no")
+    model, _ = load(base, alone, dtype=torch.float32)
+    stored, true = unique_tensors(model), {}
+    for name, weight in quantised.quantised_weights(model).items():
+        columns, block = weight.format.columns, weight.format.block[1]
+        numbers = torch.tensor(TABLES[kind])
+        rows = stored.pop(name).detach().flatten(0, -2)
+        codes = torch.stack([rows[:, : columns // 2] >> 4, rows[:, : columns // 2] & 15], -1).flatten(1)
+        scale = rows[:, columns // 2 :].contiguous().view(torch.bfloat16).float()
+        values = numbers[codes.long()] * scale[:, torch.arange(columns) // block]
+        true[name] = values.view(next(p.shape for p in base.parameters if p.name == name)).contiguous()
+    target.mkdir(parents=True)
+    save_file(
+        {**{name: tensor.detach().float() for name, tensor in stored.items()}, **true}, target / "model.safetensors"
+    )
     config = json.loads((directory / "config.json").read_text())
     text = config.get("text_config", config)
     text.pop("quantization_config", None)
@@ -343,12 +387,31 @@ def steps(
 def same_training(root: Path, name: str, layout: str, base_dtype: str = "fp8", bias: str = "none", **how: Any) -> None:
     """As with a base in 16 bits on every rank: each product is the same bit for bit, sums are in another order."""
     base, dtype = read_base(root / name), how.pop("dtype", torch.float32)
-    both = partial(steps, base, experts=bias == "none", bias=bias, dtype=dtype)
+    same = read_base(root / f"{name}-{base_dtype}") if base_dtype in FOUR_BITS else base
+    both = partial(steps, experts="experts" in base.dims and bias == "none", bias=bias, dtype=dtype)
     plain = {key: value for key, value in how.items() if key != "checkpointing"}
-    wanted = both(layouts()["resident"], **plain)
-    found = both(replace(layouts(bias == "none")[layout], base_dtype=base_dtype), **how)
+    wanted = both(same, layouts()["resident"], **plain)
+    found = both(base, replace(layouts(bias == "none")[layout], base_dtype=base_dtype), **how)
     limit = 1e-6 if dtype == torch.float32 else 5e-3
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=limit, atol=0)
+
+
+def same_bytes(root: Path, name: str, kind: str) -> None:
+    """4 bits are the same, whoever makes them: each rank's rows are those of a rank that has all."""
+    base, wanted = read_base(root / name), dict[str, Tensor]()
+    for which, layout in layouts("experts" in base.dims).items():
+        model, made = load(base, replace(layout, base_dtype=kind))
+        weights = quantised.quantised_weights(model)
+        parts = {key: own_part(tensor) for key, tensor in unique_tensors(model).items() if key in weights}
+        if not wanted:
+            whole, _ = load(base, replace(layouts()["resident"], base_dtype=kind))
+            wanted = {key: tensor for key, tensor in unique_tensors(whole).items() if key in weights}
+            rms = made["quantisation"]["relative_rms"]
+            assert 0.5 * FOUR_BITS[kind].error < rms < 1.1 * FOUR_BITS[kind].error
+        assert made["quantisation"]["relative_rms"] == rms
+        for key, (part, offset) in parts.items():
+            own = tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))
+            assert torch.equal(part, wanted[key][own]), (which, key)
 
 
 def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -368,22 +431,16 @@ def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         ("swapped parts", "fp8", "full-shard", f"{VICTIM} is not what"),
         ("swapped parts", "fp8", "expert-parallel", f"{VICTIM} is not what"),
         ("swapped scales", "fp8", "expert-parallel", VICTIM),
+        ("swapped parts", "nf4", "full-shard", f"{VICTIM} is not what"),
+        ("swapped parts", "int4", "expert-parallel", f"{VICTIM} is not what"),
         ("one rank's part", "bf16", "full-shard", "(rank 1)"),
         ("one rank's scales", "fp8", "full-shard", f"{VICTIM} is not what"),
     ):
         yield f"{what} {base_dtype} {split}", partial(spoilt, root, what, base_dtype, split, named)
+    yield from ((f"bytes of {each}", partial(same_bytes, root, each, kind)) for each, kind in IN_FOUR_BITS)
     for fault in (other_copy, unsharded, other_ranks, kept_gathered):
         yield fault.__name__, partial(fault, root)
-    for name, how in (
-        ("published", {"layout": "resident", "count": 20}),
-        ("published", {"layout": "full-shard"}),
-        ("published", {"layout": "full-shard", "dtype": torch.bfloat16}),
-        ("published", {"layout": "no-reshard", "micro": 2}),
-        ("blocks", {"layout": "hybrid"}),
-        ("blocks", {"layout": "expert-parallel", "checkpointing": True}),
-        ("qwen3_moe", {"layout": "expert-parallel", "base_dtype": "bf16"}),
-        ("llama", {"layout": "full-shard", "base_dtype": "bf16", "bias": "all"}),
-    ):
+    for name, how in (*TRAINING, *(TRAINED_IN_FOUR_BITS if ranks == 2 else ())):
         yield f"training {name} {how}", partial(same_training, root, name, **how)
 
 

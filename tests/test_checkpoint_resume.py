@@ -97,6 +97,7 @@ TWO: dict[str, Case] = {
     "disk full, and a signal": case("full", "disk full at 1", "signal at 7"),
     "poisoned": case("poisoned", "nan 10"),
     "another rate": case("poisoned", resume=True, train__learning_rate=0.02, lora__lora_alpha=4),
+    "another base": case("poisoned", resume=True, layout__base_dtype="int4"),
     "another batch": case("poisoned", resume=True, train__per_device_train_batch_size=2),
     "newest damaged": case("poisoned", resume=True, damage={"{out}/poisoned/checkpoints/step-8/optimizer.pt": "flip"}),
     "experts": case("experts", **EXPERTS, **SPLIT),
@@ -290,6 +291,7 @@ def test_a_full_disk_is_said_and_training_goes_on(two: Two, material: Path) -> N
             ["step 7 could not be saved: No space left on device", "there is no checkpoint before"],
         ),
         ("another rate", ["was 0.01 when this run began, is 0.02 now", "was 8 when this run began, is 4 now"]),
+        ("another base", ["when this run began, and would be in int4 now: other weights", "set layout.base_dtype: "]),
         (
             "another batch",
             [

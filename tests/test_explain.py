@@ -50,7 +50,7 @@ def test_names_of_the_run_file() -> None:
     assert "default: 0.0001" in [row.text for row in rows]
     for name, verdict, text in (
         ("max_seq_length", "translated", "to data.max_length"),
-        ("load_in_4bit", "refused", "never in 4 bits"),
+        ("load_in_4bit", "refused", "write layout.base_dtype: nf4"),
         ("lora.rank", "", "windlass calls it lora.r"),
         ("micro_batch_size", "", "windlass calls it train.per_device_train_batch_size"),
         ("cluster.env.HOME", "", "Environment variables"),

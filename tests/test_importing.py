@@ -167,8 +167,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "axolotl mistral 4 in 4 bits": (
         "a.yml",
         MISTRAL_4,
-        {"train.optim": "adamw_bnb_8bit", "data.val_split": None, "train.eval_strategy": "no", "lora.r": 16},
-        ["load_in_4bit"],
+        {
+            "train.optim": "adamw_bnb_8bit",
+            "data.val_split": None,
+            "train.eval_strategy": "no",
+            "lora.r": 16,
+            "layout.base_dtype": "nf4",
+        },
+        [],
     ),
     "axolotl mistral 4 in 16 bits, experts": (
         "a.yml",
@@ -241,7 +247,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     ),
     "llamafactory neat packing": ("l.yaml", edited(LLAMA_FACTORY, neat_packing=True), {"data.packing": True}, []),
     "llamafactory preferences": ("l.yaml", edited(LLAMA_FACTORY, stage="dpo"), {}, ["stage"]),
-    "llamafactory 4 bits": ("l.yaml", edited(LLAMA_FACTORY, quantization_bit=4), {}, ["quantization_bit"]),
+    "llamafactory 4 bits": ("l.yaml", edited(LLAMA_FACTORY, quantization_bit=4), {"layout.base_dtype": "nf4"}, []),
+    "llamafactory 8 bits": ("l.yaml", edited(LLAMA_FACTORY, quantization_bit=8), {}, ["quantization_bit"]),
+    "llamafactory fp4": (
+        "l.yaml",
+        edited(LLAMA_FACTORY, quantization_bit=4, quantization_type="fp4"),
+        {},
+        ["quantization_type"],
+    ),
+    "llamafactory hqq": (
+        "l.yaml",
+        edited(LLAMA_FACTORY, quantization_bit=4, quantization_method="hqq"),
+        {},
+        ["quantization_bit", "quantization_method"],
+    ),
     "llamafactory last turn": ("l.yaml", edited(LLAMA_FACTORY, mask_history=True), {"data.turns": "last"}, []),
     "llamafactory several sets": (
         "l.yaml",
@@ -370,13 +389,14 @@ def test_a_file_of_no_tool_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_prints_a_run_file_and_what_has_no_effect(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
-    file.write_text(MISTRAL_4)
+    file.write_text(edited(MISTRAL_4, load_in_8bit=True))
     command = [sys.executable, "-m", "windlass", "import", "a.yml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "  r: 16  # lora_r\n" in done.stdout
     assert "  name: auto  # the fastest that fits" in done.stdout
-    assert "a.yml:4: load_in_4bit: windlass has no" in done.stderr
+    assert "load_in_8bit: windlass stores the base in 16 bits, in FP8 as published" in done.stderr
+    assert "  base_dtype: nf4  # load_in_4bit\n" in done.stdout
     assert "quantize_moe_experts" in done.stderr
     file.write_text(edited(MISTRAL_4, load_in_4bit=False))
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0

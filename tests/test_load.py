@@ -47,6 +47,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, options in load_ranks.CHECKPOINTS.items():
         tiny.write(directory / name, tokenizer=False, **options)
         load_ranks.dequantise(directory / name, directory / f"{name}-true", load_ranks.DTYPE.get(name, torch.bfloat16))
+    for name, kind in load_ranks.IN_FOUR_BITS:
+        load_ranks.write_decoded(directory / name, directory / f"{name}-{kind}", kind)
     tiny.write(directory / "large", tokenizer=False, **load_ranks.LARGE)
     return directory
 
@@ -79,6 +81,19 @@ def damaged(root: Path, to: Path, change: Callable[[dict[str, Tensor]], None], n
     save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
     (to / "config.json").write_bytes((root / name / "config.json").read_bytes())
     return to
+
+
+@pytest.mark.parametrize(("name", "kind"), load_ranks.IN_FOUR_BITS)
+def test_4_bits_on_one_rank_are_the_model_that_they_stand_for(root: Path, name: str, kind: str) -> None:
+    """Loss and gradient in float32; several ranks: load_ranks.py."""
+    found = []
+    for folder, base_dtype in ((name, kind), (f"{name}-{kind}", "bf16")):
+        model, _ = load(read_base(root / folder), replace(ALONE, base_dtype=base_dtype), dtype=torch.float32)
+        embedded = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        loss = model(inputs_embeds=embedded, labels=torch.arange(32).view(2, 16)).loss
+        found.append((loss.detach(), *torch.autograd.grad(loss, embedded)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
 
 
 def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, Tensor]], None]:

@@ -23,6 +23,7 @@ from windlass.plan import Plan, rows_as_sequences, schedule
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.choose import EQUAL, same, undominated
 from windlass.plan.cost import HEADROOM, Batch
+from windlass.plan.layout import FOUR_BITS
 from windlass.plan.show import rough, show
 from windlass.runfile import Train, read
 
@@ -361,6 +362,7 @@ TOO_LARGE = {
     ),
     "layout.offload: true": ("layout=full-shard", "cluster.gpu=a100-40gb", "train.gradient_checkpointing=true"),
     "layout.offload: false": ("layout=full-shard", "layout.offload=true", "cluster.host_memory_gib=64"),
+    "layout.base_dtype: nf4": ("cluster.nodes=1", "cluster.gpu=h100"),
 }
 
 
@@ -373,6 +375,37 @@ def test_what_is_said_to_fit_does_when_it_is_pasted(key: str) -> None:
     assert pasted, made.cost.remedy
     again = of_train(*TOO_LARGE[key], *(one.replace(": ", "=") for one in pasted[1].split(", ")))
     assert again.cost.fits, made.cost.remedy
+
+
+def test_the_full_model_in_4_bits_fits_one_gpu_of_80_gb() -> None:
+    """As the example sets it: offered where nothing else fits, and never chosen unasked."""
+    made = planning.make(read(EXAMPLES / "one-80gb.yaml"))
+    assert (made.layout.base_dtype, made.machine.gpu.name) == ("nf4", "h100")
+    assert 65 < made.cost.gpu_gib < 0.95 * made.machine.gpu.memory_gib
+    assert made.batch.tokens >= 8192
+    base = next(row for row in made.cost.rows if row.item == "base weights")
+    narrow = sum(p.count for p in made.base.parameters if p.part in ("attention", "shared_experts", "experts"))
+    assert base.bytes == pytest.approx(narrow * 4.25 / 8 + 2 * (made.base.total - narrow), rel=1e-4)
+    unasked = planning.make(read(EXAMPLES / "one-80gb.yaml", ["layout=auto"]))
+    assert unasked.layout.base_dtype == "fp8"
+    assert "with layout.base_dtype: nf4 it needs" in unasked.cost.remedy
+    assert "about 9%" in unasked.cost.remedy
+    assert not any(c.layout.base_dtype in FOUR_BITS for c in unasked.contenders)
+
+
+REFUSED_IN_4_BITS: dict[tuple[str, ...], str] = {
+    ("layout.base_dtype=nf4", "lora.use_dora=true", "layout.name=resident"): "lora.use_dora needs the norm of base",
+    ("layout.base_dtype=int4", "layout.name=full-shard", "layout.offload=true"): "in 4 bits the base stays on the GPU",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED_IN_4_BITS)
+def test_what_4_bits_do_not_go_with_is_refused_with_its_place(overrides: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=REFUSED_IN_4_BITS[overrides]) as caught:
+        of_train(*overrides)
+    (problem,) = caught.value.problems
+    assert problem.where.startswith("--override layout.")
+    assert "base_dtype: bf16" in problem.hint or "write bf16" in problem.hint
 
 
 @pytest.mark.parametrize("case", [*CASES, "too small"])

@@ -1,4 +1,4 @@
-"""The base in FP8: the same numbers as in 16 bits, in half the bytes."""
+"""The base in FP8: the same numbers as in 16 bits, in half the bytes; and in 4 bits: the nearest numbers there are."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from windlass import tiny
 from windlass.model import Base, read_base
 from windlass.model.targets import resolve
 from windlass.plan import memory
-from windlass.plan.layout import Layout
+from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
-from windlass.train import quantised
+from windlass.train import certificate, four_bits, quantised
 from windlass.train.load import load
 from windlass.train.lora import attach
 from windlass.train.quantised import Format, QuantisedLinear, dequantise, grouped_linear
@@ -217,6 +217,21 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
             found = scaled(codes[part], scale, sides, dtype, (top, left))
             assert torch.equal(found, wanted[part]), (dtype, sides, part)
 """
+IN_FOUR_BITS = """
+import torch
+from windlass.train import four_bits
+from windlass.train.dequantise_kernel import in_four_bits
+for kind, side in (("nf4", 64), ("int4", 32)):
+    rows = torch.empty(3, 41, four_bits.row_bytes(2100, side), dtype=torch.uint8)
+    values = torch.randn(3, 41, 2100, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    four_bits.quantise(values, kind, rows)
+    codes, scale = four_bits.split(rows, 2100)
+    table = four_bits.table(kind, codes.device)
+    wanted = four_bits.decode(codes, scale, side, kind)
+    for top, bottom, left, right in ((0, 41, 0, 2100), (3, 37, 128, 1998), (5, 5, 0, 128)):
+        found = in_four_bits(codes[:, top:bottom, left // 2:right // 2], scale, table, side, torch.float32, (top, left))
+        assert torch.equal(found, wanted[:, top:bottom, left:right]), (kind, top, left)
+"""
 COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -240,11 +255,13 @@ for one in (True, False):
 """
 
 
-@pytest.mark.parametrize("script", [KERNEL, COMPILED], ids=["interpreted", "compiled for a Hopper"])
+@pytest.mark.parametrize(
+    "script", [KERNEL, IN_FOUR_BITS, COMPILED], ids=["interpreted", "4 bits interpreted", "compiled for a Hopper"]
+)
 def test_the_kernel_computes_torchs_bits(script: str, tmp_path: Path) -> None:
     """By Triton's interpreter, and as far as it can be compiled here. That a GPU's bits are these, no CPU can say."""
     pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds")
-    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": str(int(script is KERNEL))}
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": str(int(script is not COMPILED))}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -283,5 +300,102 @@ def test_the_adapter_is_that_of_16_bits(published: Base, monkeypatch: pytest.Mon
     monkeypatch.setattr(QuantisedLinear, "__init__", forgetful)
     rounded = adapted(published, "fp8", experts={"r": 2})
     assert any(not torch.equal(tensor, rounded[name]) for name, tensor in wide.items())
-    with pytest.raises(AssertionError, match="in FP8"):
-        adapted(published, "fp8", use_dora=True)
+    for base_dtype in ("fp8", "nf4"):
+        with pytest.raises(AssertionError, match="or quantised"):
+            adapted(published, base_dtype, use_dora=True)
+
+
+# --- 4 bits ---
+
+# bitsandbytes 0.50.2's quantize_4bit of `patterned()`, nf4 in blocks of 64: codes, and each block's scale.
+GOLDEN = (
+    "04c16e29f3b05d17e29f3c05d18e2af4c16e18e3b05d17e29f3b05d18e2af4c1"
+    "81d61c4fa2e81d50b3f92e71d50b3f81e61c4fa2e81d50c3f92e71d50b3f92e6"
+)
+GOLDEN_SCALES = [1.0, 1.546875]
+
+
+def patterned() -> Tensor:
+    """Two rows of numbers that BF16 has."""
+    steps = ((torch.arange(128) * 37 % 101) - 50).view(2, 64).float()
+    return (steps * torch.tensor([[0.02], [-0.031]])).bfloat16().float()
+
+
+def test_nf4_is_that_of_bitsandbytes() -> None:
+    rows = torch.empty(2, four_bits.row_bytes(64, 64), dtype=torch.uint8)
+    four_bits.quantise(patterned(), "nf4", rows)
+    codes, scale = four_bits.split(rows, 64)
+    assert bytes(codes.flatten().tolist()).hex() == GOLDEN
+    assert scale.flatten().tolist() == GOLDEN_SCALES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nf4_is_that_of_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> None:
+    theirs = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed: pip install it")
+    dice = torch.Generator().manual_seed(0)
+    values = (torch.randn(40, 192, generator=dice) * torch.rand(40, 1, generator=dice)).to(dtype)
+    values[3] = 0
+    packed, state = theirs.quantize_4bit(values, blocksize=64, quant_type="nf4")
+    codes, scale = four_bits.encode(values.float(), "nf4")
+    assert torch.equal(codes[..., ::2] << 4 | codes[..., 1::2], packed.view(40, 96))
+    assert torch.equal(scale.flatten(), state.absmax)
+    if dtype == torch.bfloat16:  # whose scales 16 bits hold exactly: the numbers, too
+        rows = torch.empty(40, four_bits.row_bytes(192, 64), dtype=torch.uint8)
+        four_bits.quantise(values.float(), "nf4", rows)
+        decoded = four_bits.decode(*four_bits.split(rows, 192), 64, "nf4")
+        assert torch.equal(decoded.to(dtype), theirs.dequantize_4bit(packed, state))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_4_bits_are_the_nearest_and_any_part_of_them_is_decoded_alike(data: st.DataObject) -> None:
+    draw = data.draw
+    kind, columns = draw(st.sampled_from(["nf4", "int4"])), 4 * draw(st.integers(1, 40))
+    coding = Format(torch.uint8, (1, FOUR_BITS[kind].block), torch.float32, kind, columns)
+    values = torch.randn(2, 5, columns, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    values *= draw(st.sampled_from([1e-30, 1.0, 0.0]))
+    rows = torch.empty(2, 5, four_bits.row_bytes(columns, coding.block[1]), dtype=torch.uint8)
+    changed, size = four_bits.quantise(values, kind, rows).tolist()
+    codes, scale = coding.parts(rows, torch.empty(0))
+    whole = dequantise(codes, scale, coding, torch.float32)
+    assert changed == pytest.approx(float((whole - values).square().sum(dtype=torch.float64)), rel=1e-9)
+    assert size == 0 or math.sqrt(changed / size) < 0.13
+    for row, true in zip(rows.flatten(0, 1), values.flatten(0, 1), strict=True):
+        assert certificate.is_nearest(row, true.double(), coding)
+    left = 2 * draw(st.integers(0, columns // 2 - 1))
+    part = dequantise(codes[:, 2:4, left // 2 :], scale, coding, torch.float32, (2, left))
+    assert torch.equal(part, whole[:, 2:4, left:])
+    place = draw(st.integers(0, columns // 2 - 1))
+    if size:  # the fault that the certificate is for
+        rows[1, 3, place] ^= 0x22
+        assert not certificate.is_nearest(rows[1, 3], values[1, 3].double(), coding)
+
+
+def test_errors_of_normal_weights_are_those_that_the_plan_names() -> None:
+    values = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))
+    for kind, four in FOUR_BITS.items():
+        rows = torch.empty(256, four_bits.row_bytes(4096, four.block), dtype=torch.uint8)
+        changed, size = four_bits.quantise(values, kind, rows).tolist()
+        assert math.sqrt(changed / size) == pytest.approx(four.error, abs=5e-4)
+        assert rows.numel() / values.numel() == four.bytes
+
+
+@pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
+def test_grouped_products_in_4_bits_are_those_of_the_dequantised(
+    way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "products", getattr(quantised, way))
+    coding = Format(torch.uint8, (1, 64), torch.float32, "nf4", SHAPE[-1])
+    module, plain = nn.Module(), nn.Module()
+    quantised.to_quantised_param(module, "gate_up_proj", torch.empty(SHAPE), coding)
+    weight = module.get_parameter("gate_up_proj")
+    four_bits.quantise(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), "nf4", weight.data)
+    true = dequantise(*coding.parts(weight.data, torch.empty(0)), coding, torch.float32)
+    plain.gate_up_proj = nn.Parameter(true, requires_grad=False)
+    found = []
+    for each in (module, plain):
+        x = torch.randn(12, 48, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        y = grouped_linear(x, each, "gate_up_proj", OFFSETS)
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * float(other.abs().max()))

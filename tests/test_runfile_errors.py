@@ -99,7 +99,7 @@ BAD_KEYS = {
     "lora: {learning_rate: 1}": ("lora.learning_rate", "it belongs to `train`", "write train.learning_rate"),
     "trian: {}": ("trian", "no such section", "did you mean train?"),
     "train: {deepspeed: x}": ("train.deepspeed", "", "full-shard"),
-    "model: {load_in_4bit: true}": ("model.load_in_4bit", "", "never in 4 bits"),
+    "model: {load_in_4bit: true}": ("model.load_in_4bit", "", "write layout.base_dtype: nf4"),
     "cluster: {volumes: [{claim: a, pth: /a, path: /b}]}": ("cluster.volumes[0].pth", "", "did you mean path?"),
     "watch: {zzzzzzz: 1}": ("watch.zzzzzzz", "", "windlass explain watch"),
     "lora: {experts: {zzzzzzz: 1}}": ("lora.experts.zzzzzzz", "", "its keys are r, lora_alpha, targets"),
@@ -120,7 +120,7 @@ BAD_KEYS = {
 }
 BAD_VALUES = {
     "layout: {state_dict: sharded}": ("layout.state_dict", "must be 'full', not 'sharded'", ""),
-    "layout: {base_dtype: nf4}": ("layout.base_dtype", "must be 'bf16' or 'fp8', not 'nf4'", "silently leave fused"),
+    "layout: {base_dtype: fp4}": ("layout.base_dtype", "'nf4' or 'int4', not 'fp4'", "write nf4"),
     "cluster: {platform: k8s}": ("cluster.platform", "not 'k8s'", "write kubernetes"),
     "lora: {r: '16'}": ("lora.r", "must be a whole number, not '16'", "without quotes"),
     "lora: {r: 16.5}": ("lora.r", "must be a whole number, not 16.5", ""),

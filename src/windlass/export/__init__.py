@@ -28,6 +28,7 @@ from windlass.train.checkpoint import save_tensors
 from windlass.train.same_base import RECORD as RECORD_OF_BASE
 from windlass.train.same_base import (
     describe_files,
+    describe_quantisation,
     digest_files,
     digest_size,
     recorded_base,
@@ -177,7 +178,10 @@ def _export_adapter(
     recorded = recorded_base(source.folder)
     if recorded:
         write_json(to / RECORD_OF_BASE, recorded | describe_files(to))
-    write_card(source, to, name, merged=False, dtype=dtype, other_base=recorded.get("other_base", ""), openers=openers)
+    other, trained_on = recorded.get("other_base", ""), describe_quantisation(recorded.get("base_quantisation", {}))
+    if trained_on:
+        say(f"trained   on the base in {trained_on}")
+    write_card(*(source, to, name), merged=False, dtype=dtype, other_base=other, trained_on=trained_on, openers=openers)
 
     # 3. Open it again: the same tensors, each the one that was saved.
     after = load_file(to / WEIGHTS)
@@ -227,6 +231,10 @@ def _merge(
     if deltas.all_zero():
         say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
     say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
+    quantisation = recorded_base(source.folder).get("base_quantisation", {})
+    if trained_on := describe_quantisation(quantisation):
+        say(f"note      trained on the base in {trained_on}")
+        say("note      merged into the published weights, which are nearer to the original; losses may differ a little")
     digest = ""
     if recorded_base(source.folder):
         with progress("comparing", digest_size(base)) as advance:
@@ -243,7 +251,8 @@ def _merge(
         say(f"left out  {', '.join(plan.left_out)}: they hold, or point to, weights without the adapter")
     with progress("merging", plan.size) as advance:
         write_merge(plan, base, deltas, to, advance, workers)
-    write_card(source, to, name, merged=True, dtype=None if plan.dtype == OWN else plan.dtype, other_base=other_base)
+    out = None if plan.dtype == OWN else plan.dtype
+    write_card(source, to, name, merged=True, dtype=out, other_base=other_base, trained_on=trained_on)
 
     # 3. Open it again and compare it with base and adapter.
     copied = sum(entry.out.end - entry.out.start for entry in plan.entries if entry.how == COPIED)
@@ -270,7 +279,8 @@ def _merge(
             f"          difference at most {logits['max_difference']:.3g}, of the median token "
             f"{logits['median_difference']:.3g} (bound on the {logits['judged']}: {logits['bound_difference']:.3g})"
         )
-    return {"dtype": plan.dtype, "base_digest": digest or None, "other_base": other_base, **asdict(proof)}
+    digests = {"base_digest": digest or None, "other_base": other_base, "base_quantisation": quantisation or None}
+    return {"dtype": plan.dtype, **digests, **asdict(proof)}
 
 
 def hints(path: Path, made: Exported, base: str | None) -> ServeHints:

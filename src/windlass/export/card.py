@@ -30,6 +30,7 @@ def write_card(
     merged: bool,
     dtype: str | None,
     other_base: str = "",
+    trained_on: str = "",
     openers: Sequence[str] = (),
 ) -> None:
     """`openers`: the class that opens the adapter as it is named, and the other one of a wrapper's two."""
@@ -48,6 +49,7 @@ def write_card(
         merged=merged,
         dtype=dtype,
         other_base=other_base,
+        trained_on=trained_on,
         openers=openers,
         data=data,
         name=run.get("name") or source.folder.name,

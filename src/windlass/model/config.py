@@ -80,6 +80,8 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
             if method == "mxfp4":
                 folder = Path(where).parent
                 hint = f"where torch is, write it in 16 bits: {CONVERT.format(folder=folder, to=f'{folder}-bf16')}"
+            elif method == "bitsandbytes":
+                hint = "name the 16-bit model that it was made of, and set layout.base_dtype: nf4: the same codes"
             problems.append(Problem(f"unsupported quantisation {reprlib.repr(method)}", spot, hint))
         elif (block := quantization.get("weight_block_size")) is not None and not (
             isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)

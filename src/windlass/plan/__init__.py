@@ -24,8 +24,8 @@ from windlass.model import targets as adapters
 from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
-from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, read_shape
-from windlass.plan.layout import AUTO, Layout, needs_weights, read_request
+from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, narrow, read_shape
+from windlass.plan.layout import AUTO, FOUR_BITS, Layout, needs_weights, read_request
 from windlass.plan.machine import own_file, read_machine
 from windlass.plan.warn import BYTES_PER_TOKEN, Warning, find_warnings, row_tokens
 from windlass.runfile import Cluster, Data, Loaded, Train, accumulation
@@ -228,9 +228,14 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     raise_all(check_family(loaded, base))
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
     machine = machine_of(run.cluster.model_copy(update=sizes), where)
-    why_not_fp8 = needs_weights(run.lora)
-    if not in_fp8(base):
-        why_not_fp8 = f"{base.name} is not published in FP8, and windlass does not quantise"
+    why_not_narrow = needs_weights(run.lora)
+    why_not_fp8 = why_not_narrow or ("" if in_fp8(base) else f"{base.name} is not published in FP8")
+    if not narrow(base):
+        why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantise"
+    elif "experts" in base.dims and not base.family.expert_adapters:
+        why_not_narrow = (
+            f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
+        )
     wishes, on_cpu = accelerate.wishes if accelerate else {}, machine.gpu.name == "cpu"
     cpu, offload = wishes.get("cpu"), wishes.get("offload")
     if request.precision == "fp16":
@@ -243,9 +248,14 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     if on_cpu and request.offload:
         what = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
         raise UserError(what, offload.where if offload else where("layout.offload"), "leave it out, or write false")
-    if request.base_dtype == "fp8" and why_not_fp8:
-        what = f"base_dtype: fp8, but {why_not_fp8}"
-        raise UserError(what, where("layout.base_dtype"), "leave it out, or write bf16")
+    why_not = {"fp8": why_not_fp8, None: "", "bf16": ""}.get(request.base_dtype, why_not_narrow)
+    if why_not:
+        hint = "leave it out, or write bf16"
+        hint += ", or nf4 or int4, which windlass quantises to as it loads" if not why_not_narrow else ""
+        raise UserError(f"base_dtype: {request.base_dtype}, but {why_not}", where("layout.base_dtype"), hint)
+    if request.base_dtype in FOUR_BITS and request.offload:
+        what = f"base_dtype: {request.base_dtype} with offload: in 4 bits the base stays on the GPU"
+        raise UserError(what, where("layout.offload"), "leave it out, or write base_dtype: bf16")
     request = replace(request, offload=False) if on_cpu else request
 
     # 2. How many sequences the rows make, and the ways to cut them into micro-batches.
@@ -270,6 +280,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         masked=run.masked,
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
         document=_usual_tokens(rows, run.data.max_length) if run.data.packing and not run.masked else None,
+        four_bits=not why_not_narrow,
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
 

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from windlass.plan.cost import HEADROOM, Batch, Cost, Work, cost
-from windlass.plan.layout import AUTO, Layout, LayoutRequest, divisors, resolve, why_not_expert_parallel
+from windlass.plan.layout import (
+    AUTO,
+    FOUR_BITS,
+    IN_NAMES,
+    Layout,
+    LayoutRequest,
+    divisors,
+    resolve,
+    why_not_expert_parallel,
+)
 from windlass.runfile import Loaded, RunFile, Train
 
 # Layouts whose best cases are this close are equal; of those the one with least to hide behind computing is taken.
@@ -67,9 +76,9 @@ def candidates(request: LayoutRequest, experts: int, fp8: bool = False) -> tuple
     found = []
     for count in (nodes, *sorted(set(others) - {nodes})):
         for dtype in dtypes:
-            suffix = ", FP8" if dtype == "fp8" else ""
+            suffix = IN_NAMES.get(dtype, "")
             suffix += "" if count == nodes else f", on {count} node{'s' * (count > 1)}"
-            for title, name, why_not, sizes in _variants(replace(free, nodes=count), experts, fp8=dtype == "fp8"):
+            for title, name, why_not, sizes in _variants(replace(free, nodes=count), experts, wide=dtype == "bf16"):
                 if why_not:
                     impossible.setdefault(title, why_not) if count == nodes else None
                     continue
@@ -88,7 +97,7 @@ def candidates(request: LayoutRequest, experts: int, fp8: bool = False) -> tuple
 def named(request: LayoutRequest, experts: int, fp8: bool = False) -> list[Named]:
     """The layout that a request names, in each dtype that the base may be stored in."""
     layouts = [resolve(replace(request, base_dtype=dtype), experts) for dtype in _dtypes(request, fp8)]
-    return [(request.name + ", FP8" * (layout.base_dtype == "fp8"), layout) for layout in layouts]
+    return [(request.name + IN_NAMES.get(layout.base_dtype, ""), layout) for layout in layouts]
 
 
 def _dtypes(request: LayoutRequest, fp8: bool) -> list[str]:
@@ -99,13 +108,13 @@ def _dtypes(request: LayoutRequest, fp8: bool) -> list[str]:
 
 
 def _variants(
-    request: LayoutRequest, experts: int, *, fp8: bool
+    request: LayoutRequest, experts: int, *, wide: bool
 ) -> Iterator[tuple[str, str, str, Mapping[str, int | bool]]]:
     """Title, layout name, why not, and the sizes that make it: one row per number of ranks to split experts over."""
     ranks, nodes, gpus = request.ranks, request.nodes, request.gpus_per_node
     alone = "one GPU: there is nothing to shard over" if ranks == 1 else ""
     yield "full-shard", "full-shard", alone, {}
-    if not fp8:
+    if wide:
         yield "full-shard, parameters offloaded", "full-shard", alone, {"offload": True}
     yield "no-reshard", "no-reshard", alone, {}
     no_hybrid = ""
@@ -205,7 +214,9 @@ def choose(contenders: Sequence[Contender]) -> Contender | None:
         if tight and best.cost.has_headroom:
             reason += f"; {tight[0].name} would be faster, but leaves less than {HEADROOM:.0%} of the GPU free"
     layout = best.layout
-    base = " with the base kept in FP8 as published" * (layout.base_dtype == "fp8")
+    base = {"fp8": " with the base kept in FP8 as published", "bf16": ""}.get(
+        layout.base_dtype, f" with the base in {layout.base_dtype.upper()} as set"
+    )
     once = f", {GATHERED_ONCE} a step" * (layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward)
     return replace(best, layout=replace(layout, reason=f"chosen{base}{once}: {reason}"))
 
@@ -240,7 +251,7 @@ def overrides(c: Contender, loaded: Loaded, fp8: bool) -> list[str]:
         keys |= {"shard": layout.shard, "replicate": layout.replicate} if layout.replicate > 1 else {}
     if layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward:
         keys["reshard_after_forward"] = "false"
-    keys |= {"base_dtype": layout.base_dtype} if fp8 else {}
+    keys |= {"base_dtype": layout.base_dtype} if fp8 or layout.base_dtype in FOUR_BITS else {}
     keys |= {"offload": "true"} if layout.offload else {}
     keys |= {"activation_checkpointing": "true"} if loaded.run.layout.activation_checkpointing else {}
     # A name alone replaces the whole section.

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.hardware import GIB
-from windlass.plan.layout import why_not_expert_parallel
+from windlass.plan.layout import FOUR_BITS, why_not_expert_parallel
 from windlass.plan.memory import Row, estimate_memory, total
 from windlass.plan.time import Flow, Time, estimate_time
-from windlass.plan.work import Batch, Work, in_fp8, read_shape
+from windlass.plan.work import Batch, Work, in_fp8, narrow, read_shape
 
-__all__ = ["Batch", "Cost", "Flow", "Row", "Work", "cost", "in_fp8", "read_shape"]
+__all__ = ["Batch", "Cost", "Flow", "Row", "Work", "cost", "in_fp8", "narrow", "read_shape"]
 
 MOST_NODES = 64  # where the search for enough of them ends
 # What a micro-batch or layout that the plan chooses leaves free of a GPU: the memory model was compared with torch's
@@ -74,8 +74,11 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
     for changes, changed in _changes(work):
         gpu_gib, host_gib, *_ = _sizes(changed)
         if _fits(changed, gpu_gib, host_gib):
-            return f"needs {short}: with {', '.join(changes)} it needs {gpu_gib:.1f} GiB and fits"
-        tried.append(f"{changes[-1]} ({gpu_gib:.1f} GiB a GPU)")
+            error = FOUR_BITS["nf4"].error if "nf4" in changes[-1] else 0
+            remark = f"; 4 bits change each weight by about {error:.0%} (relative RMS error)" * bool(error)
+            return f"needs {short}: with {', '.join(changes)} it needs {gpu_gib:.1f} GiB and fits{remark}"
+        if "nf4" not in changes[-1]:  # offered where it helps
+            tried.append(f"{changes[-1]} ({gpu_gib:.1f} GiB a GPU)")
     per_node = work.layout.gpus_per_node
     for nodes in range(work.layout.nodes + 1, MOST_NODES + 1):
         layout = replace(work.layout, nodes=nodes, shard=nodes * per_node, replicate=1, expert_parallel=1)
@@ -124,5 +127,9 @@ def _changes(work: Work) -> Iterator[tuple[list[str], Work]]:
         layouts["layout.offload: false"] = replace(recompute, offload=False)
     elif layout.shard > 1 and not work.on_cpu:
         layouts["layout.offload: true"] = replace(recompute, offload=True, base_dtype="bf16")
+    if work.four_bits and layout.base_dtype not in FOUR_BITS:
+        smallest = full if layout.name == "resident" and ranks > 1 else recompute
+        name = f"layout.name: {smallest.name}, " if smallest is full else ""
+        layouts[f"{name}layout.base_dtype: nf4"] = replace(smallest, base_dtype="nf4", offload=False)
     for key, other in layouts.items():
         yield [*keys, key], replace(work, layout=other)

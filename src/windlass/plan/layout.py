@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.family import Family
@@ -38,6 +38,23 @@ CONTRADICTIONS = {
 }
 
 
+class FourBits(NamedTuple):
+    """A way to store weights in 4 bits, each block of a row with its scale in 16."""
+
+    block: int
+    error: float  # relative RMS error of normally distributed weights
+
+    @property
+    def bytes(self) -> float:
+        """Of one weight."""
+        return 0.5 + 2 / self.block
+
+
+# nf4 in blocks of 64 is what bitsandbytes makes. Even steps need shorter blocks for as small an error.
+FOUR_BITS = {"nf4": FourBits(64, 0.092), "int4": FourBits(32, 0.086)}
+IN_NAMES = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4"}  # how a layout's name says what its base is stored in
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """shard x replicate = ranks. `expert_parallel` divides `shard`: the ranks that experts are split over."""
@@ -53,7 +70,7 @@ class Layout:
     offload: bool = False  # the frozen base is stored in host memory; the adapter and its states stay on the GPU
     activation_checkpointing: bool = False
     precision: str = "bf16"  # bf16 or no: the dtype that compute runs in
-    base_dtype: str = "bf16"  # fp8: the frozen base stays as published, dequantised layer by layer as it is used
+    base_dtype: str = "bf16"  # fp8: the frozen base stays as published; nf4, int4: made at load; dequantised when used
 
     @property
     def ranks(self) -> int:
@@ -75,7 +92,7 @@ class LayoutRequest:
     offload: bool | None = None  # False: not under any layout
     activation_checkpointing: bool = False
     precision: str = "bf16"
-    base_dtype: str | None = None  # bf16 or fp8
+    base_dtype: str | None = None  # bf16, fp8, nf4 or int4
     barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
 
     @property
@@ -201,7 +218,7 @@ def _name_by_reshard(reshard: Wish | None) -> Wish | None:
 
 
 def needs_weights(lora: Any) -> str:
-    """Which setting of the adapter computes with the base's weights, and so works with neither shards nor FP8 codes."""
+    """Which setting of the adapter computes with the base's weights, and so works with neither shards nor codes."""
     return "lora.use_dora needs the norm of base weights" if lora.use_dora else ""
 
 

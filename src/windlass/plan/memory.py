@@ -15,6 +15,7 @@ from math import ceil, prod
 
 from windlass.hardware import GIB
 from windlass.model import Parameter
+from windlass.plan.layout import FOUR_BITS
 from windlass.plan.work import Count, Layer, Lora, Shape, Work
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
@@ -24,7 +25,7 @@ RESERVE_GPU = 2.6 * GIB
 RESERVE_CPU = 0.6 * GIB  # a process that has imported torch, transformers, peft and trl
 # What the caching allocator cannot use of its memory, of everything that comes and goes; an assumption.
 FRAGMENTATION = 0.05
-# Of a stack of experts in FP8, so many bytes are in 16 bits at once, but at least so many columns of each.
+# Of a quantised stack of experts, so many bytes are in 16 bits at once, but at least so many columns of each.
 DEQUANTISED, COLUMNS = 2**30, 128
 # Resident memory of one training process on the host: interpreter, libraries, CUDA's and NCCL's host side, pinned
 # batches; an assumption, and a generous one: a pod that runs out of it is killed without a word.
@@ -110,33 +111,38 @@ def optimizer_states(name: str) -> tuple[float, float, str]:
 
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
-    """Bytes of one element: of most parameters, and of those that stay as the checkpoint has them in FP8."""
+    """Bytes of one element: of most parameters, and of those that are stored in fewer bits."""
 
     most: int
-    fp8: float
+    narrow: float
+    name: str = ""  # of the fewer bits
 
     def of(self, count: Count) -> float:
-        return (count.all - count.fp8) * self.most + count.fp8 * self.fp8
+        return (count.all - count.narrow) * self.most + count.narrow * self.narrow
 
     def describe(self, count: Count) -> str:
-        if self.fp8 == self.most or not count.fp8:
+        if self.narrow == self.most or not count.narrow:
             return f"{count.all} parameters x {self.most}"
-        return f"{count.fp8} parameters in FP8 x {self.fp8:.6g} + {count.all - count.fp8} x {self.most}"
+        rest = count.all - count.narrow
+        return f"{count.narrow} parameters in {self.name} x {self.narrow:.6g} + {rest} x {self.most}"
 
 
 def stored_bytes(work: Work) -> ElementBytes:
     """Bytes of an element of the base, as this run stores it."""
-    if work.layout.base_dtype != "fp8":
+    name = work.layout.base_dtype.upper()
+    if four := FOUR_BITS.get(work.layout.base_dtype):
+        return ElementBytes(work.base_bytes, four.bytes, name)
+    if name != "FP8" or work.shape.base.quantization is None:
         return ElementBytes(work.base_bytes, work.base_bytes)
     block = (work.shape.base.quantization or {}).get("weight_block_size")
-    return ElementBytes(work.base_bytes, 1 + FLOAT / prod(block) if block else 1)
+    return ElementBytes(work.base_bytes, 1 + FLOAT / prod(block) if block else 1, name)
 
 
 def gathered_bytes(work: Work) -> ElementBytes:
     """The same once it is gathered: FSDP2 casts float32 to the dtype of compute before it is sent."""
     size = stored_bytes(work)
     narrow = work.layout.shard > 1 and work.layout.precision == "bf16" and work.base_bytes > 2
-    return ElementBytes(2, min(size.fp8, 2)) if narrow else size  # bytes of codes are left alone
+    return ElementBytes(2, min(size.narrow, 2), size.name) if narrow else size  # bytes of codes are left alone
 
 
 def base_bytes(work: Work) -> tuple[float, str]:
@@ -274,11 +280,11 @@ def _gathered(work: Work) -> dict[str, list[Row]]:
 
 
 def _dequantised(work: Work, t: Tokens) -> list[Row]:
-    """The true values of the widest FP8 parameter, as far as they exist at once."""
-    if work.layout.base_dtype != "fp8":
+    """The true values of the widest quantised parameter, as far as they exist at once."""
+    if work.layout.base_dtype == "bf16":
         return []
     shape = work.shape
-    narrow = [p for layer, _ in shape.kinds for p in layer.parameters if p.name in shape.fp8]
+    narrow = [p for layer, _ in shape.kinds for p in layer.parameters if p.name in shape.narrow]
     if work.on_cpu:  # one expert after the other, in float32 and then in the products' dtype
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
         each = FLOAT + (t.width if t.width < FLOAT else 0)

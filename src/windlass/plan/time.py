@@ -243,14 +243,14 @@ def _syncs(work: Work) -> float:
 
 
 def _weights_seconds(work: Work) -> float:
-    """Weights decoded from FP8, and copied once gathered."""
+    """Weights decoded, of 4 bits as many a second as of FP8, and copied once gathered."""
     layout, rates, shape, size = work.layout, work.machine.rates, work.shape, gathered_bytes(work)
     passes = 3 if layout.activation_checkpointing else 2
     routed = shape.routed // layout.expert_parallel
     seconds = 0.0
-    if layout.base_dtype == "fp8":  # on GPUs unused experts too
+    if layout.base_dtype != "bf16":  # on GPUs unused experts too
         used = 1 - (1 - shape.top_k / max(shape.layers[-1].experts, 1)) ** work.batch.tokens if work.on_cpu else 1.0
-        codes = (shape.all - shape.routed).fp8 + routed.fp8 * used
+        codes = (shape.all - shape.routed).narrow + routed.narrow * used
         seconds += passes * codes / rates.decode_gb_per_second / 1e9
     if layout.shard > 1:  # written by the gather, read and written by the copy out of its buffer
         gathers = 2 if layout.reshard_after_forward else 1 / work.batch.accumulation
@@ -264,7 +264,8 @@ def _weights_seconds(work: Work) -> float:
 def _load_seconds(work: Work) -> float:
     """Each node reads what its ranks need of the files once, then every rank takes its part to the GPU."""
     rates, (mine, _) = work.machine.rates, base_bytes(work)
-    files = 2 * work.shape.all.all - work.shape.all.fp8  # FP8 codes are a byte
+    in_fp8 = work.shape.all.narrow if work.shape.base.quantization else 0
+    files = 2 * work.shape.all.all - in_fp8  # FP8 codes are a byte
     read = min(files, mine * work.layout.gpus_per_node) / rates.storage_gb_per_second
     return (read + (0.0 if work.on_cpu else mine / rates.host_link_gb_per_second)) / 1e9
 

@@ -49,6 +49,7 @@ class Work:
     masked: bool = False  # packed rows whose documents a mask separates
     document: int | None = None  # usual tokens of what packed rows are made of, if attention is within each
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
+    four_bits: bool = False  # whether the base could be stored so: see layout.FOUR_BITS
     evaluated: int = 0  # sequences per GPU in one batch of an evaluation; 0: there is none
 
     @property
@@ -63,22 +64,22 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Elements, and how many of them the checkpoint stores in FP8."""
+    """Elements, and how many of them `layout.base_dtype` is about."""
 
     all: int = 0
-    fp8: int = 0
+    narrow: int = 0
 
     def __add__(self, other: Count) -> Count:
-        return Count(self.all + other.all, self.fp8 + other.fp8)
+        return Count(self.all + other.all, self.narrow + other.narrow)
 
     def __sub__(self, other: Count) -> Count:
-        return Count(self.all - other.all, self.fp8 - other.fp8)
+        return Count(self.all - other.all, self.narrow - other.narrow)
 
     def __mul__(self, times: int) -> Count:
-        return Count(self.all * times, self.fp8 * times)
+        return Count(self.all * times, self.narrow * times)
 
     def __floordiv__(self, ranks: int) -> Count:
-        return Count(self.all // ranks, self.fp8 // ranks)
+        return Count(self.all // ranks, self.narrow // ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Shape:
 
     base: Base = field(repr=False)
     adapter: Adapter = field(repr=False)
-    fp8: frozenset[str] = field(repr=False)  # names of the parameters that are stored in FP8
+    narrow: frozenset[str] = field(repr=False)  # names of the parameters that `layout.base_dtype` is about
     outside: tuple[Parameter, ...] = field(repr=False)  # embedding, final norm, head
     layers: tuple[Layer, ...]
     kinds: tuple[tuple[Layer, int], ...]  # one layer of each kind, and how many there are
@@ -152,20 +153,20 @@ class Shape:
 
     def sharded(self, ranks: int, *, experts: bool) -> Count:
         """What the fullest rank has of everything, with or without the routed experts."""
-        found = count(self.outside, self.fp8, ranks)
+        found = count(self.outside, self.narrow, ranks)
         for layer, times in self.kinds:
-            found += count((p for p in layer.parameters if experts or p.part != "experts"), self.fp8, ranks) * times
+            found += count((p for p in layer.parameters if experts or p.part != "experts"), self.narrow, ranks) * times
         return found
 
 
-def count(parameters: Iterable[Parameter], fp8: frozenset[str], ranks: int = 1) -> Count:
+def count(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1) -> Count:
     """Elements that the fullest of so many ranks has: the first dimension is cut into equal pieces, rounded up."""
-    total = narrow = 0
+    total = own = 0
     for p in parameters:
         size = ceil(p.shape[0] / ranks) * prod(p.shape[1:])
         total += size
-        narrow += size if p.name in fp8 else 0
-    return Count(total, narrow)
+        own += size if p.name in names else 0
+    return Count(total, own)
 
 
 def in_fp8(base: Base) -> frozenset[str]:
@@ -179,9 +180,19 @@ def in_fp8(base: Base) -> frozenset[str]:
     return frozenset(p.name for p in base.parameters if base.quantization is not None and is_fp8(p))
 
 
+def narrow(base: Base) -> frozenset[str]:
+    """Names of the parameters that `layout.base_dtype` is about: what the checkpoint stores in FP8, the others are
+    left as its publisher left them; of one in 16 bits its layers' linears and experts."""
+    return in_fp8(base) or frozenset(
+        p.name
+        for p in base.parameters
+        if p.part in _FP8_PARTS and (p.linear or (p.part == "experts" and len(p.shape) == 3))
+    )
+
+
 def read_shape(base: Base, adapter: Adapter) -> Shape:
     """The shape of this model with this adapter."""
-    fp8, top_k = in_fp8(base), base.dims.get("top_k", 0)
+    names, top_k = narrow(base), base.dims.get("top_k", 0)
     by_layer: dict[int, dict[str, Parameter]] = {}
     outside = []
     for parameter in base.parameters:
@@ -200,8 +211,8 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
     layers = []
     for number, parameters in sorted(by_layer.items()):
         ranks = adapted.get(number, {})
-        key = (*((name, p.shape, p.name in fp8) for name, p in parameters.items()), *ranks.items())
-        layers.append(alike.get(key) or alike.setdefault(key, _read_layer(parameters, ranks, fp8, hidden)))
+        key = (*((name, p.shape, p.name in names) for name, p in parameters.items()), *ranks.items())
+        layers.append(alike.get(key) or alike.setdefault(key, _read_layer(parameters, ranks, names, hidden)))
     kinds = tuple(Counter(layers).items())
     tied = not any(p.part == "head" for p in outside)
     tail = [p for p in outside if p.part in ("norm", "head") or (tied and p.part == "embedding")]
@@ -210,11 +221,11 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
         matrices = sum(p.count for p in layer.parameters if p.part != "experts" and len(p.shape) > 1)
         active += times * (matrices + (layer.routed.all * top_k / layer.experts if layer.experts else 0))
         routed += layer.routed * times
-    rest = count(outside, fp8)
+    rest = count(outside, names)
     return Shape(
         base=base,
         adapter=adapter,
-        fp8=fp8,
+        narrow=names,
         outside=tuple(outside),
         layers=tuple(layers),
         kinds=kinds,
@@ -223,8 +234,8 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
         heads=base.dims.get("heads", 1),
         top_k=top_k,
         tied=tied,
-        embedding=count([embedding], fp8),
-        tail=count(tail, fp8),
+        embedding=count([embedding], names),
+        tail=count(tail, names),
         rest=rest,
         all=sum((layer.all * times for layer, times in kinds), rest),
         routed=routed,
@@ -233,7 +244,7 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
     )
 
 
-def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], fp8: frozenset[str], hidden: int) -> Layer:
+def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], names: frozenset[str], hidden: int) -> Layer:
     """No family needs a formula of its own: the names of linear modules and their shapes say it all."""
     linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if len(p.shape) == 2}
 
@@ -266,8 +277,8 @@ def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], fp8: frozenset
     stacks_of = [p for p in experts.values() if len(p.shape) == 3]
     return Layer(
         parameters=tuple(own.values()),
-        dense=count((p for p in own.values() if p.part != "experts"), fp8),
-        routed=count(experts.values(), fp8),
+        dense=count((p for p in own.values() if p.part != "experts"), names),
+        routed=count(experts.values(), names),
         norms=norms,
         query=query,
         key=key,

@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "axolotl": r"axolotl train\b|axolotl\.cli\.train",
 }
 OFF: Final[tuple[Any, ...]] = (None, False, 0, "", [], {}, "none", "no", "false", "null")
+BITS: Final = ("quantization_bit", "quant_bits")  # of 4: as load_in_4bit
 OWN: Final = ("warmup_ratio", "global_batch_size", "resume")  # of `train`, and not transformers'
 
 
@@ -198,6 +199,7 @@ def _translate_common(made: Import) -> None:
             made.set(f"train.{what}_strategy", strategy or "steps", f"{what}_strategy")
         if each:
             made.set(f"train.{what}_steps", each, f"{what}_steps")
+    _translate_four_bits(made)
     bf16 = made.take("bf16", True)
     bf16 = made.take("bfloat16", bf16)
     made.set("train.bf16", bf16 in (True, "auto", "full"), "bf16")
@@ -216,6 +218,24 @@ def _translate_common(made: Import) -> None:
         )
     if reports:
         made.set("train.report_to", list(dict.fromkeys(reports)), "its trackers")
+
+
+def _translate_four_bits(made: Import) -> None:
+    """QLoRA, as each tool asks for it: bitsandbytes' NF4. Other methods and 8 bits are refused with the other keys."""
+    theirs = made.theirs
+    asked = [key for key, value in (("load_in_4bit", True), *((key, 4) for key in BITS)) if theirs.get(key) == value]
+    if theirs.get("adapter") == "qlora" and theirs.get("load_in_4bit") is None:
+        asked.append("adapter")
+    methods = {theirs.get(key) for key in ("quantization_method", "quant_method")}
+    if not asked or methods - {None, "bnb", "bitsandbytes"}:
+        return
+    for key in (*asked, "quantization_method", "quant_method"):
+        if key != "adapter":
+            made.take(key)
+    for key in ("bnb_4bit_quant_type", "quantization_type"):
+        if (kind := theirs.get(key)) not in (None, "nf4"):
+            made.refuse(key, f"is {kind}: windlass has nf4 and int4", "write nf4, then import again")
+    made.set("layout.base_dtype", "nf4", asked[0])
 
 
 def _axolotl(made: Import) -> None:

@@ -2,10 +2,13 @@
 
 The second reading goes another way than the first: which rows are this rank's comes from transformers' own
 shard-on-read, the bytes from safetensors, the scale from the key's name, the product is taken in float64.
+Of 4 bits, sampled rows are quantised again by another rule: each block's scale is its largest value, and no other of
+the 16 numbers is nearer to a value than the one it has.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +18,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from windlass.model import Base, Parameter, Piece
+from windlass.plan.layout import FOUR_BITS, Layout
+from windlass.train.four_bits import TABLES
 from windlass.train.group import gather
-from windlass.train.quantised import Quantised
+from windlass.train.quantised import Format, Quantised
 from windlass.train.reading import Box, intersection, piece_box, stored_box
 
 ROW = 4096  # elements compared of a sampled row
@@ -28,14 +34,16 @@ ROWS = 8  # rows sampled of a matrix
 
 def certify(
     base: Base,
-    layout: str,
-    dtypes: Mapping[str, torch.dtype],
+    layout: Layout,
+    dtypes: Mapping[str, torch.dtype | str],
     digest: str,
     checked: dict[str, int],
     measured: dict[str, Any],
+    errors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """load.json: the whole run's, the same on every rank, from what each has `checked` and `measured`. A collective."""
-    ranks: list[tuple[dict[str, Any], dict[str, int]]] = gather((measured, checked))
+    everyones: list[Any] = gather((measured, checked, dict(errors)))
+    ranks: list[tuple[dict[str, Any], dict[str, int]]] = [each[:2] for each in everyones]
     parameters = []
     for parameter in base.parameters:
         sources = [  # experts stored one by one have one source each
@@ -53,7 +61,9 @@ def certify(
     return {
         "checkpoint": str(base.path or base.name),
         "base_digest": digest,
-        "layout": layout,
+        "layout": layout.name,
+        "base_dtype": layout.base_dtype,
+        "quantisation": summarise(layout.base_dtype, base, [each[2] for each in everyones]),
         "parameters": parameters,
         "loaded": min(own["parameters"] for own, _ in ranks),  # that every rank has read its part of
         "unread": [
@@ -69,8 +79,24 @@ def certify(
     }
 
 
+def summarise(kind: str, base: Base, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any] | None:
+    """How far the base in 4 bits is from the published one, over all ranks; None if it was not quantised here."""
+    sums: dict[str, Tensor] = {}
+    parts = {parameter.name: parameter.part for parameter in base.parameters}
+    for name, own in ((name, torch.tensor(own)) for each in ranks for name, own in each.items()):
+        for key in ("", parts[name], name):
+            sums[key] = sums.get(key, 0) + own
+    if not sums:
+        return None
+    errors = {key: math.sqrt(float(changed / max(all, 1e-300))) for key, (changed, all) in sums.items()}
+    worst = max(parts.keys() & errors.keys(), key=lambda name: (errors[name], name))
+    by_part = {part: round(errors[part], 5) for part in sorted({*parts.values()} & errors.keys())}
+    found = {"format": kind, "block": FOUR_BITS[kind].block, "relative_rms": round(errors[""], 5), "parts": by_part}
+    return {**found, "worst": {"name": worst, "relative_rms": round(errors[worst], 5)}}
+
+
 def check(
-    targets: Mapping[str, Tensor], base: Base, rank: int, in_fp8: Mapping[str, Quantised]
+    targets: Mapping[str, Tensor], base: Base, rank: int, quantised: Mapping[str, Quantised]
 ) -> tuple[list[str], dict[str, int]]:
     """Compare sampled rows of every parameter with the disk. Returns what differs, and how much was compared.
 
@@ -83,9 +109,10 @@ def check(
     counts = {"parameters": len(base.parameters), "slices": 0, "elements": 0}
     wrong: list[str] = []
     for parameter in base.parameters:
-        disk, weight = Disk(where, base.block), in_fp8.get(parameter.name)
-        differs = _check_rows(parameter, targets[parameter.name], disk, rank, weight, counts)
-        if weight and not differs:
+        disk, weight = Disk(where, base.block), quantised.get(parameter.name)
+        rows = _check_four_bits if weight and weight.format.kind else _check_rows
+        differs = rows(parameter, targets[parameter.name], disk, rank, weight, counts)
+        if weight and not weight.format.kind and not differs:
             differs = _check_scales(parameter, weight, disk)
         wrong += [differs] if differs else []
     return wrong, counts
@@ -120,6 +147,40 @@ def _check_rows(
             if not same:
                 return f"{parameter.name} is not what {source} holds"
     return ""
+
+
+def _check_four_bits(
+    parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: Quantised | None, counts: dict[str, int]
+) -> str:
+    """The same of one in 4 bits: of whole rows, for a block has one scale."""
+    assert weight
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    own, columns = own_indices(tensor), weight.format.columns
+    for box in sampled((*local.shape[:-1], 1), f"{parameter.name}:{rank}"):
+        rows = [(index[a], index[a] + 1) for index, (a, _) in zip(own, box[:-1], strict=False)]
+        places = [(piece, intersection((*rows, (0, columns)), piece_box(piece))) for piece in parameter.pieces]
+        found = [disk.values(piece, shared) for piece, shared in places if shared]
+        counts["slices"] += 1
+        counts["elements"] += columns
+        row = local[tuple(a for a, _ in box[:-1])].cpu()
+        if not is_nearest(row, torch.cat([values.double().flatten() for values, _ in found]), weight.format):
+            return f"{parameter.name} is not what {found[0][1]} holds, in {weight.format.kind}"
+    return ""
+
+
+def is_nearest(row: Tensor, true: Tensor, coding: Format) -> bool:
+    """Whether a row's bytes are these true values, each as near to it as 4 bits allow."""
+    numbers, side = torch.tensor(TABLES[coding.kind], dtype=torch.float64), coding.block[1]
+    codes, scale = row[: coding.columns // 2], row[coding.columns // 2 :].view(torch.bfloat16).double()
+    missing = -coding.columns % side
+    got = pad(numbers[torch.stack([codes // 16, codes % 16], -1).flatten().long()], (0, missing)).view(-1, side)
+    blocks, sign = pad(true, (0, missing)).view(-1, side), torch.where(scale < 0, -1.0, 1.0)[:, None]
+    largest = blocks.abs().amax(-1) if coding.kind == "nf4" else (-blocks * sign).amax(-1)  # which int4 has at -1
+    if not torch.equal(scale.abs(), largest.float().bfloat16().double()):
+        return False
+    units = blocks / torch.where(largest == 0, 1.0, largest)[:, None] * sign
+    best = (units[..., None] - numbers).abs().amin(-1)
+    return bool(((units - got).abs() <= best + 1e-6).all())
 
 
 def own_scale(weight: Quantised, axes: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""One pass over FP8 codes on a GPU. Needs Triton, which comes with torch's CUDA builds: import it where a GPU is.
+"""One pass over codes on a GPU. Needs Triton, which comes with torch's CUDA builds: import it where a GPU is.
 
 torch needs two passes, of which the first writes 16 bits that the second one reads again.
 """
@@ -51,5 +51,41 @@ def scaled(codes: Tensor, scale: Tensor, sides: tuple[int, int], dtype: torch.dt
         _scaled[grid](
             codes, scale, values, rows, columns, codes.stride(0), codes.stride(1), *scale.shape[1:], *sides, *origin,
             one=one, high=ROWS, wide=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_four_bits(  # type: ignore[no-untyped-def]
+    codes, scale, table, values, rows, columns, expert_stride, row_stride, scale_expert_stride, scale_row_stride,
+    first_row, first_column, side: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(columns, wide)
+    tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = ((tile // tiles) * high + tl.arange(0, high))[:, None]
+    column = ((tile % tiles) * wide + tl.arange(0, wide))[None, :]
+    inside = (row < rows) & (column < columns)
+    both = tl.load(codes + expert * expert_stride + row.to(tl.int64) * row_stride + column // 2, mask=inside, other=0)
+    code = tl.where(column % 2 == 0, both >> 4, both & 15).to(tl.int32)
+    block = scale_row_stride * (first_row + row).to(tl.int64) + (first_column + column) // side
+    factor = tl.load(scale + expert * scale_expert_stride + block, mask=inside).to(tl.float32)
+    value = tl.load(table + code) * factor
+    tl.store(values + (expert * rows + row) * columns + column, value.to(values.dtype.element_ty), mask=inside)
+
+
+def in_four_bits(
+    codes: Tensor, scale: Tensor, table: Tensor, side: int, dtype: torch.dtype, origin: tuple[int, int]
+) -> Tensor:
+    """The same of codes in 4 bits, two a byte: `scale` is all of the parameter's, one for `side` columns of a row."""
+    experts, rows, columns = codes.shape[0], codes.shape[1], 2 * codes.shape[2]
+    assert codes.stride(2) == scale.stride(2) == 1
+    values = torch.empty((experts, rows, columns), dtype=dtype, device=codes.device)
+    if not values.numel():
+        return values
+    grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
+    with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
+        _in_four_bits[grid](
+            codes, scale, table, values, rows, columns, codes.stride(0), codes.stride(1), scale.stride(0),
+            scale.stride(1), *origin, side=side, high=ROWS, wide=COLUMNS, num_warps=4,
         )  # fmt: skip
     return values

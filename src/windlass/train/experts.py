@@ -5,7 +5,7 @@ W is left alone. An adapter costs two narrow products, and keeps one narrow acti
 ParamWrapper stays the container, so files are PEFT's; only its forward is passed over.
 
 This is an experts implementation of transformers (`config._experts_implementation`), for every family that has its
-experts fused. Products of the base go through quantised.grouped_linear, so the base may be in FP8.
+experts fused. Products of the base go through quantised.grouped_linear, so the base may be quantised.
 """
 
 from __future__ import annotations
@@ -217,10 +217,10 @@ def own_parts() -> Iterator[None]:
                 linear.out_features, linear.in_features = linear.weight.shape
             self.num_experts, self.part = part.count, part
         original(self, adapter_name, device)
-        if fp8 := formats_of(self.get_base_layer()).get(self.parameter_name):
+        if coding := formats_of(self.get_base_layer()).get(self.parameter_name):
             # PEFT gives an adapter its weight's dtype before its own, and leaves it alone if that is bytes.
             for _, linear in both:
-                linear.to(fp8.dtype)
+                linear.to(coding.dtype)
 
     ParamWrapper._move_adapter_to_device_of_base_layer = cut
     try:

@@ -14,11 +14,13 @@ exactly under `distributed_config` and can be made to fail on missing keys, read
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,7 +36,7 @@ from windlass.errors import RunError
 from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.plan.memory import THREADS
-from windlass.train import parallel
+from windlass.train import four_bits, parallel
 from windlass.train.certificate import certify, check
 from windlass.train.group import gather, raise_together, rank
 from windlass.train.quantised import Quantised, quantised_weights
@@ -60,21 +62,22 @@ def load(
     model = parallel.build(base, layout, dtype, attn_implementation or base.family.usual_attention)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
-    targets, in_fp8 = unique_tensors(model), quantised_weights(model)
+    targets, quantised = unique_tensors(model), quantised_weights(model)
 
     stored = {parameter.name: parameter for parameter in base.parameters}
     unlike = [f"{name} is missing from the checkpoint" for name in targets if name not in stored]
     for name, parameter in stored.items():
         if name not in targets:
             unlike.append(f"{name} is no parameter of {base.family.causal_lm}")
-        elif tuple(targets[name].shape) != tuple(parameter.shape):
+        elif true_shape(name, targets[name].shape, quantised) != tuple(parameter.shape):
             unlike.append(f"{name} is {list(targets[name].shape)} in the model, {list(parameter.shape)} on disk")
     raise_together(unlike, where, ANOTHER)
-    problems, bytes_read, parts = read_all(targets, base, in_fp8)
+    errors: dict[str, list[float]] = {}
+    problems, bytes_read, parts = read_all(targets, base, quantised, errors)
     raise_together(problems, where, DAMAGED)
     digest, problems = combine(gather(parts))
     raise_together(problems, where, UNEQUAL)
-    wrong, checked = check(targets, base, rank(), in_fp8)
+    wrong, checked = check(targets, base, rank(), quantised)
     raise_together(wrong, where, FAULTY, RunError)
     model.requires_grad_(False)
     measured = {
@@ -85,8 +88,9 @@ def load(
         "rss_before_bytes": before,
         "seconds": round(time.perf_counter() - started, 3),
     }
-    dtypes = {name: in_fp8[name].format.codes if name in in_fp8 else each.dtype for name, each in targets.items()}
-    return model, certify(base, layout.name, dtypes, digest, checked, measured)
+    dtypes: dict[str, torch.dtype | str] = {name: each.dtype for name, each in targets.items()}
+    dtypes |= {name: each.format.kind or each.format.codes for name, each in quantised.items()}
+    return model, certify(base, layout, dtypes, digest, checked, measured, errors)
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -110,10 +114,14 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 @torch.no_grad()
 def read_all(
-    targets: Mapping[str, Tensor], base: Base, in_fp8: Mapping[str, Quantised] = NOTHING
+    targets: Mapping[str, Tensor],
+    base: Base,
+    quantised: Mapping[str, Quantised] = NOTHING,
+    errors: dict[str, list[float]] | None = None,
 ) -> tuple[list[str], int, dict[str, Part]]:
     """Fill this rank's part of every parameter. Returns what went wrong, the bytes asked of files, and each digest.
 
+    `errors`: filled, of each that is made 4 bits, with the sums of squares of what that changed and of its values.
     Those in FP8 get their codes as stored, and their scales: all of a matrix's, of a stack those of own experts.
     Whatever the headers promised: memory that nothing was read into would train as random numbers.
     """
@@ -122,22 +130,39 @@ def read_all(
     with Files() as files, ThreadPoolExecutor(THREADS) as pool:
         for parameter in base.parameters:
             part, offset = own_part(targets[parameter.name])
-            weight = in_fp8.get(parameter.name)
+            weight = quantised.get(parameter.name)
+            shape, put, sums = true_shape(parameter.name, part.shape, quantised), None, list[Tensor]()
             bare = [p.stored.key for p in parameter.pieces if p.stored.dtype in NEEDS_SCALE and p.scale is None]
             problems += [f"{key!r} is FP8 and has no scale" for key in bare]
             try:
-                if weight:
+                if weight and weight.format.kind:
+                    put = partial(make_four_bits, weight.format.kind, sums)
+                elif weight:
                     fill_scale(weight.scale, weight.first, parameter, files, base.block, weight.format.block)
                     part = part.view(weight.format.codes)
-                codes = weight is not None
-                filled, digest = fill(part, offset, parameter.pieces, files, base.block, pool, codes=codes)
-                if filled != part.numel():
+                codes = weight is not None and put is None
+                filled, digest = fill(
+                    part, offset, parameter.pieces, files, base.block, pool, codes=codes, shape=shape, put=put
+                )
+                if filled != math.prod(shape):
                     continue
-                parts[parameter.name] = offset, tuple(part.shape), digest
+                parts[parameter.name] = offset, shape, digest
+                if sums and errors is not None:
+                    errors[parameter.name] = torch.stack(sums).sum(0).tolist()
             except (OSError, DamagedError) as error:
                 problems.append(f"{parameter.name}: {error}")
             del unread[parameter.name]
         return [*problems, *(f"{name} was not read" for name in unread)], files.bytes_read, parts
+
+
+def true_shape(name: str, stored: Sequence[int], quantised: Mapping[str, Quantised]) -> tuple[int, ...]:
+    """Of a parameter, or of a part of one: 4 bits have bytes where the values have columns."""
+    return quantised[name].format.shape(stored) if name in quantised else tuple(stored)
+
+
+def make_four_bits(kind: str, sums: list[Tensor], rows: Tensor, values: Tensor) -> None:
+    """Called by several threads at once: appending is atomic."""
+    sums.append(four_bits.quantise(values, kind, rows))
 
 
 def reset_peak_rss() -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
@@ -36,7 +37,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     if lora.use_dora and (sharded or any(formats_of(module) for module in model.modules())):
-        raise AssertionError("DoRA was planned with base weights that this rank has only in part, or in FP8")
+        raise AssertionError("DoRA was planned with base weights that this rank has only in part, or quantised")
     stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
     if adapter.target_parameters and lora.bias != "none" and any(part_of(stack) for stack in stacks):
         problem = "biases of the base can't be trained with adapters of experts that are split over ranks"
@@ -83,22 +84,28 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
 
 @contextmanager
 def unsharded_sizes() -> Iterator[None]:
-    """Make PEFT size adapters by a linear layer's unsharded weight.
+    """Make PEFT size adapters by a layer's true weight: unsharded, and not by the bytes that store it in 4 bits.
 
     PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh but one named "fsdp" for tensor
     parallel and sizes the adapter by the rank's part: under hybrid sharding, a mesh of (dp_replicate, fsdp), too
     small. windlass has no tensor parallelism. To go when PEFT asks for the "tp" dimension of the mesh instead.
     """
     original: Callable[..., Any] = LoraLayer._get_in_out_features
+    of_stack: Callable[..., Any] = ParamWrapper._get_in_out_features
 
     def sizes(self: LoraLayer, module: nn.Module) -> Any:
         return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else original(self, module)
 
-    LoraLayer._get_in_out_features = sizes
+    def stack_sizes(self: ParamWrapper, module: nn.Module) -> Any:
+        rows, columns = of_stack(self, module)
+        coding = formats_of(self.get_base_layer()).get(self.parameter_name)
+        return rows, (coding and coding.columns) or columns
+
+    LoraLayer._get_in_out_features, ParamWrapper._get_in_out_features = sizes, stack_sizes
     try:
         yield
     finally:
-        LoraLayer._get_in_out_features = original
+        LoraLayer._get_in_out_features, ParamWrapper._get_in_out_features = original, of_stack
 
 
 def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:

@@ -52,8 +52,8 @@ def build(
             "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
         )
     # Tried: 2.12 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
-    if is_sharded(layout) and layout.base_dtype == "fp8" and torch.__version__ < "2.13":
-        what = f"torch {torch.__version__} can't shard a base that is stored in FP8: 2.13 can"
+    if is_sharded(layout) and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
+        what = f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
         raise UserError(what, quantised.WHERE, f"{quantised.HINT}, set layout.name: resident, or install a newer torch")
     # The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`, or converted by us.
     described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
@@ -79,8 +79,8 @@ def build(
             stack.enter_context(context)
         model = model_class(config)
     keep_in_float32(model, dtype)
-    if layout.base_dtype == "fp8":
-        quantised.convert(model, base, dtype)
+    if layout.base_dtype != "bf16":
+        quantised.convert(model, base, layout.base_dtype, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
     if not layout.reshard_after_forward:
         # After the plan, not in it: with every layer kept by the plan, upstream no longer puts the final norm and the

@@ -1,9 +1,12 @@
-"""Weights kept in few bits: dequantised just before each use, freed right after.
+"""Weights kept in 8 or 4 bits: dequantised just before each use, freed right after.
 
-A parameter in FP8 is its codes, as bytes: whatever casts a model's floating-point parameters (PEFT, FSDP2's mixed
-precision, `.to(dtype)`) leaves bytes alone, and every backend gathers them. Its scales are a small float32 buffer of
-the same module, unsharded on every rank. The true value, code x scale in float32 rounded once, is bit for bit what
-the loader makes of the same file in 16 or 32 bits; so are products and gradients. Only codes are kept for backward.
+Such a parameter is bytes: whatever casts a model's floating-point parameters (PEFT, FSDP2's mixed precision,
+`.to(dtype)`) leaves bytes alone, and every backend gathers them. Its true value is code x scale in float32, rounded
+once. Only codes are kept for backward.
+FP8, as published: codes alone, a byte each; scales are a small float32 buffer of the same module, unsharded on every
+rank. Values, products and gradients are bit for bit what the loader makes of the same file in 16 or 32 bits.
+4 bits, made at load (four_bits.py): rows of codes, each row with its scales behind it, so that whoever has a row has
+all of it. How ranks share the rows changes no bit.
 
 Not done with float8 products: the published scales of activations are static, transformers' grouped FP8 path refuses
 those, and 8-bit activations would make the gradients those of another model.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +31,9 @@ from windlass.errors import Problem, raise_all
 from windlass.model import Base
 from windlass.model.targets import ExpertShard
 from windlass.plan import memory
+from windlass.plan.layout import FOUR_BITS
+from windlass.plan.work import in_fp8, narrow
+from windlass.train import four_bits
 from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, scale_block
 
 WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
@@ -36,16 +43,30 @@ WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
 class Format:
     """What the bytes of one parameter mean."""
 
-    codes: torch.dtype  # torch.float8_e4m3fn or torch.float8_e5m2
+    codes: torch.dtype  # torch.float8_e4m3fn or torch.float8_e5m2; torch.uint8: two of 4 bits each
     block: tuple[int, int]  # rows and columns that share a scale; the last block of each may be smaller
-    dtype: torch.dtype  # what the parameter would be in, were it not in FP8
+    dtype: torch.dtype  # what the parameter would be in, were it not quantised
+    kind: str = ""  # a name of plan.layout.FOUR_BITS
+    columns: int = 0  # in 4 bits, of the true weight: the parameter's own are bytes
+
+    @property
+    def per_byte(self) -> int:
+        return 2 if self.kind else 1
+
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """The true weight's, of a parameter that is stored in this shape."""
+        return (*stored[:-1], self.columns or stored[-1])
+
+    def parts(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a parameter."""
+        return four_bits.split(weight, self.columns) if self.kind else (weight, scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """The scales of a parameter in FP8, as this rank has them."""
+    """A quantised parameter as this rank has it."""
 
-    scale: Tensor
+    scale: Tensor  # empty in 4 bits: there they are in the parameter's own rows
     format: Format
     first: int  # the first expert that `scale` is for: under expert parallelism a rank has only its own experts'
 
@@ -55,24 +76,29 @@ class Quantised:
 
 @torch.no_grad()
 def dequantise(
-    codes: Tensor, scale: Tensor, fp8: Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
+    codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
     """True values of codes [..., rows, columns], the part of a parameter that begins at row and column `origin`."""
     plain = codes.is_cuda and type(codes) in (Tensor, nn.Parameter) and codes.stride(-1) == 1
-    way = by_kernel if plain and kernel_is_exact(codes.device, fp8.codes, dtype) else by_torch
-    return way(codes, scale, fp8, dtype, origin)
+    way = by_kernel if plain and kernel_is_exact(codes.device, coding.codes, dtype, coding.kind) else by_torch
+    return way(codes, scale, coding, dtype, origin)
 
 
-def by_kernel(codes: Tensor, scale: Tensor, fp8: Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+def by_kernel(codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
     """One pass over memory."""
     from windlass.train import dequantise_kernel  # needs Triton
 
-    stack, scales = ((each if each.ndim == 3 else each[None]) for each in (codes.view(fp8.codes), scale))
-    return dequantise_kernel.scaled(stack, scales, fp8.block, dtype, origin).view(codes.shape)
+    if coding.kind:
+        table = four_bits.table(coding.kind, codes.device)
+        stack, scales = ((each if each.ndim == 3 else each[None]) for each in (codes, scale))
+        values: Tensor = dequantise_kernel.in_four_bits(stack, scales, table, coding.block[1], dtype, origin)
+        return values.view(*codes.shape[:-1], -1)
+    stack, scales = ((each if each.ndim == 3 else each[None]) for each in (codes.view(coding.codes), scale))
+    return dequantise_kernel.scaled(stack, scales, coding.block, dtype, origin).view(codes.shape)
 
 
 @functools.cache
-def kernel_is_exact(device: torch.device, codes: torch.dtype, dtype: torch.dtype) -> bool:
+def kernel_is_exact(device: torch.device, codes: torch.dtype, dtype: torch.dtype, kind: str = "") -> bool:
     """Once a process, before the kernel is used: whether all codes are the same bits as by torch. Warns if not.
 
     A part of a stack with a scale for each expert, and with one for each block. Draws no random numbers.
@@ -81,60 +107,64 @@ def kernel_is_exact(device: torch.device, codes: torch.dtype, dtype: torch.dtype
     stack = torch.arange(experts * rows * columns, device=device).to(torch.uint8).view(experts, rows, columns)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     try:
-        for block in ((rows, columns), (16, 128)):
-            shape = (experts, math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+        for block in ((1, 64),) if kind else ((rows, columns), (16, 128)):
+            coding = Format(codes, block, dtype, kind)
+            shape = (experts, math.ceil(rows / block[0]), math.ceil(coding.per_byte * columns / block[1]))
             scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape)
-            part, origin = stack[:, 5:37, 136:1900], (5, 136)
+            scale = scale.bfloat16() if kind else scale
+            part, origin = stack[:, 5:37, 136:1900], (5, 136 * coding.per_byte)
             one, other = (
-                way(part, scale, Format(codes, block, dtype), dtype, origin).nan_to_num().view(bits)
-                for way in (by_kernel, by_torch)
+                way(part, scale, coding, dtype, origin).nan_to_num().view(bits) for way in (by_kernel, by_torch)
             )
             if not torch.equal(one, other):
                 raise ArithmeticError(f"{int((one != other).sum())} of {one.numel()} values differ from torch's")
     except Exception as error:  # no Triton, no C compiler for it, a GPU that it has no float8 for, a fault of ours
         why = f"{type(error).__name__}: {error}".strip()[-300:]
-        warnings.warn(f"weights in FP8 take two passes to read instead of one: {why}", stacklevel=2)
+        warnings.warn(f"weights in {kind.upper() or 'FP8'} take two passes to read instead of one: {why}", stacklevel=2)
         return False
     return True
 
 
-def by_torch(codes: Tensor, scale: Tensor, fp8: Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
-    """Two passes over memory, on any device.
+def by_torch(codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+    """Two passes over memory, on any device; of 4 bits a few more.
 
-    Codes are exact in every dtype, so multiplying in place (torch takes a product with float32 in float32) rounds once.
+    FP8 codes are exact in every dtype, so multiplying in place (torch takes a product with float32 in float32) rounds
+    once.
     """
-    read = codes.view(fp8.codes)
+    if coding.kind:
+        return four_bits.decode(codes, scale, coding.block[1], coding.kind, origin).to(dtype)
+    read = codes.view(coding.codes)
     # A CPU multiplies 16 bits by way of float32 copies anyway.
     values = decode(read) if codes.device.type == "cpu" else read.to(dtype, memory_format=torch.contiguous_format)
-    top, rows, side = origin[0], codes.shape[-2], fp8.block[0]
-    columns = torch.arange(origin[1], origin[1] + codes.shape[-1], device=codes.device) // fp8.block[1]
+    top, rows, side = origin[0], codes.shape[-2], coding.block[0]
+    columns = torch.arange(origin[1], origin[1] + codes.shape[-1], device=codes.device) // coding.block[1]
     for i in range(top // side, math.ceil((top + rows) / side)):
         values[..., max(0, i * side - top) : (i + 1) * side - top, :].mul_(scale[..., i, :][..., None, columns])
     return values.to(dtype)
 
 
-# --- a model whose parameters are in FP8 ---
+# --- a model whose parameters are quantised ---
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer over FP8 codes. Frozen: there is no gradient of the weight, only of the input (and the bias)."""
+    """A linear layer over codes. Frozen: there is no gradient of the weight, only of the input (and the bias)."""
 
     weight_scale: Tensor
-    fp8: dict[str, Format]
+    formats: dict[str, Format]
 
-    def __init__(self, linear: nn.Linear, fp8: Format) -> None:
+    def __init__(self, linear: nn.Linear, coding: Format) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        to_quantised_param(self, "weight", linear.weight, fp8)
+        to_quantised_param(self, "weight", linear.weight, coding)
         # PEFT 0.21 gives an adapter this dtype before its own: with the weight's, A would be rounded to bytes.
-        self.compute_dtype = fp8.dtype
+        self.compute_dtype = coding.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            input.to(dtype), self.weight, self.weight_scale, bias, None, self.fp8["weight"]
+            input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"]
         )
         return product
 
@@ -144,81 +174,99 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, offsets: Tensor | None, fp8: Format
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor | None,
+        coding: Format,
     ) -> Tensor:
-        ctx.save_for_backward(codes, scale, offsets)
-        ctx.fp8 = fp8
+        ctx.save_for_backward(weight, scale, offsets)
+        ctx.coding = coding
+        codes, scale = coding.parts(weight, scale)
         if offsets is not None:
-            return products(x, codes, scale, offsets, fp8, transposed=True)
-        return nn.functional.linear(x, dequantise(codes, scale, fp8, x.dtype), bias)
+            return products(x, codes, scale, offsets, coding, transposed=True)
+        return nn.functional.linear(x, dequantise(codes, scale, coding, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        codes, scale, offsets = ctx.saved_tensors
+        weight, scale, offsets = ctx.saved_tensors
+        codes, scale = ctx.coding.parts(weight, scale)
         dx = None
         if offsets is not None:
-            dx = products(dy.contiguous(), codes, scale, offsets, ctx.fp8, transposed=False)
+            dx = products(dy.contiguous(), codes, scale, offsets, ctx.coding, transposed=False)
         elif ctx.needs_input_grad[0]:
-            dx = dy @ dequantise(codes, scale, ctx.fp8, dy.dtype)
+            dx = dy @ dequantise(codes, scale, ctx.coding, dy.dtype)
         db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return dx, None, None, db, None, None
 
 
-def to_quantised_param(module: nn.Module, name: str, weight: Tensor, fp8: Format) -> None:
-    """Make `module.name` codes of that weight's shape, and its scales a buffer. The loader fills both."""
-    rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], fp8.block, strict=True))
-    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    scale = torch.empty((*weight.shape[:-2], rows, columns), dtype=torch.float32, device=weight.device)
+def to_quantised_param(module: nn.Module, name: str, weight: Tensor, coding: Format) -> None:
+    """Make `module.name` codes of that weight, and FP8's scales a buffer. The loader fills both."""
+    rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], coding.block, strict=True))
+    shape, scales = tuple(weight.shape), (*weight.shape[:-2], rows, columns)
+    if coding.kind:
+        shape, scales = (*shape[:-1], four_bits.row_bytes(shape[-1], coding.block[1])), (0,)
+    codes = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(scales, dtype=torch.float32, device=weight.device)
     setattr(module, name, nn.Parameter(codes, requires_grad=False))
     module.register_buffer(f"{name}_scale", scale, persistent=False)  # no name of the model's own state
-    module.__dict__.setdefault("fp8", {})[name] = fp8
+    module.__dict__.setdefault("formats", {})[name] = coding
 
 
 def formats_of(module: nn.Module) -> dict[str, Format]:
-    """The module's own parameters that are in FP8."""
-    found: dict[str, Format] = getattr(module, "fp8", {})
+    """The module's own parameters that are quantised."""
+    found: dict[str, Format] = getattr(module, "formats", {})
     return found
 
 
-def convert(model: nn.Module, base: Base, dtype: torch.dtype) -> None:
-    """Make codes of what the checkpoint stores in FP8, in a model on the meta device."""
+def convert(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -> None:
+    """Make codes of what the checkpoint stores in FP8, or of what is made 4 bits, in a model on the meta device."""
     problems = []
-    found = False
+    names = in_fp8(base) if base_dtype == "fp8" else narrow(base)
     for parameter in base.parameters:
         kinds = {piece.stored.dtype: piece.stored.key for piece in parameter.pieces}
-        if not kinds.keys() & set(NEEDS_SCALE):
+        in_part = base_dtype == "fp8" and kinds.keys() & set(NEEDS_SCALE)
+        if parameter.name not in names and not in_part:
             continue
-        found = True
-        fp8 = Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
         owner, _, leaf = parameter.name.rpartition(".")
         module = model.get_submodule(owner)
+        if base_dtype in FOUR_BITS:
+            coding = Format(torch.uint8, (1, FOUR_BITS[base_dtype].block), dtype, base_dtype, parameter.shape[-1])
+        else:
+            coding = Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
         if len(kinds) > 1:
             what = "; ".join(f"{key!r} is {kind}" for kind, key in sorted(kinds.items()))
             problems.append(Problem(f"{parameter.name} is stored in more than one dtype: {what}", WHERE, HINT))
-        elif type(module) is nn.Linear:
-            model.set_submodule(owner, QuantisedLinear(module, fp8))
-        elif getattr(module, "is_transposed", None) is False and not module.has_bias:
-            to_quantised_param(module, leaf, module.get_parameter(leaf), fp8)
-        else:
-            what = f"{parameter.name} belongs to {type(module).__name__}, which can't compute with FP8 weights"
+        elif coding.columns % 4:
+            what = f"{parameter.name} has {coding.columns} columns: 4 bits take a multiple of 4"
             problems.append(Problem(what, WHERE, HINT))
-    if not found:
-        problems.append(Problem(f"{base.name} is not stored in FP8, so it can't be kept in it", WHERE, HINT))
+        elif type(module) is nn.Linear:
+            model.set_submodule(owner, QuantisedLinear(module, coding))
+        elif getattr(module, "is_transposed", None) is False and not module.has_bias:
+            to_quantised_param(module, leaf, module.get_parameter(leaf), coding)
+        else:
+            what = f"{parameter.name} belongs to {type(module).__name__}, which can't compute with "
+            problems.append(Problem(f"{what}{base_dtype.upper()} weights", WHERE, HINT))
+    if not names:
+        what = "is not stored in FP8, so it can't be kept in it" if base_dtype == "fp8" else "has nothing to quantise"
+        problems.append(Problem(f"{base.name} {what}", WHERE, HINT))
     raise_all(problems)
 
 
 def quantised_weights(model: nn.Module) -> dict[str, Quantised]:
-    """The model's parameters in FP8, by name; scales cut to this rank's experts. Not filled yet."""
+    """The model's quantised parameters, by name; FP8's scales cut to this rank's experts. Not filled yet."""
     found: dict[str, Quantised] = {}
     for prefix, module in model.named_modules():
-        for leaf, fp8 in formats_of(module).items():
+        for leaf, coding in formats_of(module).items():
             part = part_of(module.get_parameter(leaf))
             scale = module.get_buffer(f"{leaf}_scale")
             if part and scale.ndim == 3 and len(scale) != part.count:
                 scale = torch.empty_like(scale[: part.count])
                 setattr(module, f"{leaf}_scale", scale)
-            found[f"{prefix}.{leaf}"] = Quantised(scale, fp8, part.first if part else 0)
+            found[f"{prefix}.{leaf}"] = Quantised(scale, coding, part.first if part else 0)
     return found
 
 
@@ -241,19 +289,19 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     expert; what comes out for them is not defined.
     """
     weight: Tensor = getattr(experts, name)
-    fp8 = formats_of(experts).get(name)
+    coding = formats_of(experts).get(name)
     product: Tensor
-    if fp8 is None:
+    if coding is None:
         product = _grouped_linear(x, weight, offsets)
         return product
     # As transformers does it: the products' dtype is the weight's, and under mixed precision that is the input's.
-    dtype = x.dtype if x.element_size() < fp8.dtype.itemsize else fp8.dtype
+    dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
     scale = getattr(experts, f"{name}_scale")
-    product = _Product.apply(x.to(dtype), weight, scale, None, offsets, fp8)  # type: ignore[no-untyped-call]
+    product = _Product.apply(x.to(dtype), weight, scale, None, offsets, coding)  # type: ignore[no-untyped-call]
     return product
 
 
-def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Format, *, transposed: bool) -> Tensor:
+def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool) -> Tensor:
     """x_e W_e^T (transposed) or x_e W_e for all experts.
 
     One expert after the other where fewer rows than experts leave most of them without any, as in generating, and
@@ -263,37 +311,40 @@ def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Form
     few = x.shape[0] < codes.shape[0]
     at_once = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     way = all_at_once if at_once and not few else one_by_one
-    return way(x, codes, scale, offsets, fp8, transposed=transposed)
+    return way(x, codes, scale, offsets, coding, transposed=transposed)
 
 
-def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Format, *, transposed: bool) -> Tensor:
+def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool) -> Tensor:
     """One expert after the other, those without tokens not at all. Needs the offsets on the host."""
-    product = x.new_zeros(x.shape[0], codes.shape[1] if transposed else codes.shape[2])
+    product = x.new_zeros(x.shape[0], codes.shape[1] if transposed else codes.shape[2] * coding.per_byte)
     start = 0
     for expert, stop in enumerate(offsets.tolist()):
         if stop > start:
-            weight = dequantise(codes[expert], scale[expert], fp8, x.dtype)
+            weight = dequantise(codes[expert], scale[expert], coding, x.dtype)
             torch.mm(x[start:stop], weight.T if transposed else weight, out=product[start:stop])
             del weight  # or it would live on while the next one is made
         start = stop
     return product
 
 
-def all_at_once(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, fp8: Format, *, transposed: bool) -> Tensor:
+def all_at_once(
+    x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
+) -> Tensor:
     """All experts, some columns of the product at a time.
 
     Nothing waits for the host, nothing is summed over chunks (each column is one product), and weights exist in no
     more bytes at once than the plan says (`memory.dequantised_bytes`). Experts without tokens are dequantised in
     vain: with thousands of tokens a micro-batch there are none.
     """
-    experts, rows, columns = codes.shape
+    experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte
     width, other = (rows, columns) if transposed else (columns, rows)
     in_chunk = memory.DEQUANTISED // (experts * other * x.element_size())
     step = max(memory.COLUMNS, in_chunk // memory.COLUMNS * memory.COLUMNS)  # whole tiles, and 16-byte strides
     product = x.new_empty(x.shape[0], width)
     for first in range(0, width, step):
-        part = codes.narrow(-2 if transposed else -1, first, min(step, width - first))
-        weight = dequantise(part, scale, fp8, x.dtype, (first, 0) if transposed else (0, first))
+        per = 1 if transposed else coding.per_byte  # a chunk begins with a byte: 128 columns at least
+        part = codes.narrow(-2 if transposed else -1, first // per, min(step, width - first) // per)
+        weight = dequantise(part, scale, coding, x.dtype, (first, 0) if transposed else (0, first))
         product[:, first : first + step] = _grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offsets)
         del weight  # or it would live on while the next one is made
     return product

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -131,26 +131,31 @@ def fill(
     pool: ThreadPoolExecutor,
     *,
     codes: bool = False,
+    shape: Sequence[int] = (),
+    put: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[int, int]:
     """Fill `target`, the part of a parameter that begins at `offset`, with what its pieces hold of it.
 
-    Values are scaled in float32 and rounded once to the target's dtype; `codes` are left as they are. Returns how
-    many elements were filled, and the digest of what was read: a piece's scale counts where the piece begins.
+    Values are scaled in float32 and rounded once to the target's dtype; `codes` are left as they are. `put` writes
+    float32 into rows of the target instead, which stand for values of this `shape`. Returns how many elements were
+    filled, and the digest of what was read: a piece's scale counts where the piece begins.
     """
-    own = tuple((start, start + size) for start, size in zip(offset, target.shape, strict=True))
+    own = tuple((start, start + size) for start, size in zip(offset, shape or target.shape, strict=True))
 
     def fill_box(piece: Piece, box: Box, scale: Tensor | None, zeros: Tensor | None) -> int:
         """One chunk; `box` is in the parameter's coordinates; `zeros`: its scale, if any are. Returns its digest."""
-        region = target[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, own, strict=True))]
+        place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, own, strict=True))
+        region = target[place if put is None else place[:-1]]
         there = stored_box(piece, box)
         dtype = DTYPES[piece.stored.dtype]
-        if scale is None and region.dtype == dtype and region.device.type == "cpu" and region.is_contiguous():
+        in_place = region.device.type == "cpu" and region.is_contiguous() and region.dtype == dtype
+        if scale is None and put is None and in_place:
             read_box(piece.stored, there, region, files)
             require_finite(region, piece.stored.key)
             if zeros is not None:
                 require_no_erased(region, spread(zeros, piece.stored.shape, there, block), piece.stored.key)
             return digest_box(piece.stored, there, region)
-        values = torch.empty(region.shape, dtype=dtype)
+        values = torch.empty([b - a for a, b in box], dtype=dtype)
         read_box(piece.stored, there, values, files)
         require_finite(values, piece.stored.key)
         if zeros is not None:
@@ -160,7 +165,12 @@ def fill(
         if scale is not None:
             values = decode(values)
             values *= spread(scale, piece.stored.shape, there, block)
-        region.copy_(values)
+        if put is None:
+            region.copy_(values)
+        elif box[-1] != own[-1]:
+            raise DamagedError(f"{piece.stored.key!r} holds parts of rows, and 4 bits are made of whole ones")
+        else:
+            put(region, values.float())
         return digest
 
     jobs, filled, digest = [], 0, 0
@@ -173,7 +183,7 @@ def fill(
                 scale = None if codes else scale.to(target.device)
                 if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
                     digest += of_scale
-            as_stored = scale is None and target.dtype == DTYPES[piece.stored.dtype]
+            as_stored = scale is None and put is None and target.dtype == DTYPES[piece.stored.dtype]
             limit = AT_ONCE * UNCONVERTED if as_stored else AT_ONCE
             jobs += [pool.submit(fill_box, piece, box, scale, zeros) for box in chunks(shared, limit)]
             filled += math.prod(stop - start for start, stop in shared)

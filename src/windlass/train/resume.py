@@ -16,6 +16,7 @@ import torch
 from windlass import run_folder
 from windlass.errors import Problem, RunError, UserError, raise_all
 from windlass.files import FULL, read_json_lines, unwritable, write_atomic, write_json
+from windlass.plan.layout import FOUR_BITS
 from windlass.train import checkpoint, group
 from windlass.train.same_base import FLAG, require_intact, require_same_base
 
@@ -120,6 +121,11 @@ def _require_same_run(
         what = f"an optimizer step had {was} sequences when this run began, and would have {sequences} now"
         hint = f"set train.global_batch_size: {was}, which holds on any number of ranks"
         problems.append(Problem(what, plan.loaded.where("train.global_batch_size"), hint))
+    kinds = [(of.get("layout") or {}).get("base_dtype", "bf16") for of in (before, now)]
+    if kinds[0] != kinds[1] and {*kinds} & {*FOUR_BITS}:  # bf16 and fp8 are the same weights
+        what = f"the base was stored in {kinds[0]} when this run began, and would be in {kinds[1]} now: other weights"
+        hint = f"set layout.base_dtype: {kinds[0]}, or train into another folder than {folder}"
+        problems.append(Problem(what, plan.loaded.where("layout.base_dtype"), hint))
     if before.get("base", now["base"]) != now["base"] and not allow_other_base:
         what = "the base model's files are not those that this run began with"
         problems.append(Problem(what, plan.loaded.where("model.model_name_or_path"), f"{back}, or add {FLAG}"))

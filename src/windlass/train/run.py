@@ -51,7 +51,13 @@ from windlass.train.resume import (
     require_same_data,
     resolved,
 )
-from windlass.train.same_base import RECORD, describe_base, describe_files, forward_config
+from windlass.train.same_base import (
+    RECORD,
+    describe_base,
+    describe_files,
+    describe_quantisation,
+    forward_config,
+)
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.saver import Saver
 from windlass.train.sync import Replicas
@@ -99,7 +105,9 @@ def run(
         write_json(folder / LOAD, certificate)
     digest = certificate["base_digest"]
     other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
-    base = describe_base(plan.base, digest, other)
+    base = describe_base(plan.base, digest, other, certificate["quantisation"])
+    if line := describe_quantisation(certificate["quantisation"] or {}):
+        console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
     if here.rank == 0:
         update_manifest(folder, **base)
 

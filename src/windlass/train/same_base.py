@@ -88,16 +88,29 @@ def forward_config(base: Base) -> dict[str, Any]:
     return {key: value for key, value in base.config.items() if value is not None and not NO_FORWARD.fullmatch(key)}
 
 
-def describe_base(base: Base, digest: str, other_base: str = "") -> dict[str, Any]:
-    """For manifests; `other_base`: what the user accepted with --allow-other-base."""
+def describe_base(
+    base: Base, digest: str, other_base: str = "", quantisation: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """For manifests; `other_base`: what the user accepted with --allow-other-base; `quantisation`: load.json's."""
     found = {"base_name": base.name, "base_digest": digest, "base_config": forward_config(base)}
-    return found | ({"other_base": other_base} if other_base else {})
+    more = {"other_base": other_base, "base_quantisation": quantisation}
+    return found | {key: value for key, value in more.items() if value}
+
+
+def describe_quantisation(found: Mapping[str, Any]) -> str:
+    """load.json's, in a line; empty if the base was not quantised by windlass."""
+    if not found:
+        return ""
+    own, worst = f"{found['format'].upper()} in blocks of {found['block']}", found["worst"]
+    error = f"relative RMS error {found['relative_rms']:.1%}"
+    return f"{own}: {error}, at most {worst['relative_rms']:.1%} in {worst['name']}"
 
 
 def recorded_base(adapter: Path) -> dict[str, Any]:
     """What is recorded beside an adapter of the base that it was trained on; nothing of those made elsewhere."""
     found = read_json(adapter / RECORD) or read_json(adapter / MANIFEST)
-    return {key: found[key] for key in ("base_name", "base_digest", "base_config", "other_base") if found.get(key)}
+    keys = ("base_name", "base_digest", "base_config", "other_base", "base_quantisation")
+    return {key: found[key] for key in keys if found.get(key)}
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, str]]:
