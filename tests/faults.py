@@ -359,7 +359,19 @@ FAULTS = (
         "the data have no column 'txt'; they have 'text'",
     ),
     Fault("a row that is no JSON", swap(DATA, '{"text"', '{"text'), NEW, "data/train.jsonl:1: not JSON"),
-    Fault("a row without the column", swap(DATA, '"text"', '"test"'), "data run.yaml", "empty, dropped 1", 0),
+    Fault(
+        "a row without the column",
+        swap(DATA, '"text"', '"test"'),
+        NEW,
+        "warning: data: rows that are empty or lack the column, and are dropped: 1",
+        0,
+    ),
+    Fault(
+        "a number for a text",
+        swap(DATA, '"text": "', '"text": 3, "was": "'),
+        NEW,
+        "data/train.jsonl: row 1: column 'text' has a number, not text: 3",
+    ),
     Fault(
         "rows of blanks alone",
         write(DATA, '{"text": " "}\n' * 40),
@@ -369,8 +381,8 @@ FAULTS = (
     Fault(
         "validation rows that are trained on",
         lambda: Path("data/validation.jsonl").write_text(Path(DATA).read_text()),
-        "data run.yaml --override data.val_split=validation",
-        "60 validation rows (100.0%) are in the training set as well",
+        f"{NEW} --override data.val_split=validation",
+        "warning: data: 60 validation rows (100.0%) are in the training set as well",
         0,
     ),
     # weights, read by training

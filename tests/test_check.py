@@ -146,6 +146,7 @@ def test_faults_are_reported_all_at_once_with_their_places(
         "model.attn_implementation=flash_attention_2",
         "data.text_field=txet",
         f"train.output_dir={tmp_path / 'file' / 'run'}",
+        "cluster.env.NCCL_IB_HCAS=mlx5_0",
     )
     report = check.run(read(sound, faults))
     assert report.exit_code == 1
@@ -155,6 +156,7 @@ def test_faults_are_reported_all_at_once_with_their_places(
     for words in ("flash-attn", "txet", "is a file", "hint: ", "--override data.text_field=txet", "fail: 3 fail"):
         assert words in said
     assert "failing: attention, data, run folder" in said
+    assert "variable NCCL_IB_HCAS --override cluster.env.NCCL_IB_HCAS=mlx5_0: nothing reads it; did you mean" in said
 
 
 def test_what_the_plan_refuses_fails_with_its_place_and_the_rest_is_checked(sound: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.errors import UserError
-from windlass.files import read_json, read_json_lines
+from windlass.files import Unwritten, read_json, read_json_lines
 from windlass.observe.background import BackgroundReport
 from windlass.train import checkpoint, resume, run
 from windlass.train.checkpoint import Snapshot
@@ -66,7 +66,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         job, folder, console = plan.loaded.run, tmp_path / "run", Console(quiet=True)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         tokenizer = run.tokenizer_of(plan)
-        data = run.prepare_data(plan, tokenizer, console)
+        data = run.prepare_data(plan, tokenizer, console, Unwritten(print))
         model, _ = load(plan.base, plan.layout, **run.precision(job.model, plan.base.family))
         adapted = attach(model, job.lora, plan.adapter, job.train.seed)
         report = BackgroundReport(folder)
@@ -202,13 +202,14 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
 
     # Weights of another model of the same shape, under the same name.
     before = resume.base_identity(plan.base)
-    assert resume.claim(folder, plan, before, resume=False) is None
+    say = Unwritten(print)
+    assert resume.claim(folder, plan, before, say, resume=False) is None
     (folder / "steps-rank0.jsonl").write_text('{"step": 1}\n')
     tiny.write(model, seed=1)
     after = resume.base_identity(plan.base)
     with pytest.raises(UserError, match="the base model's files are not those that this run began with"):
-        resume.claim(folder, plan, after, resume=True)
-    assert resume.claim(folder, plan, before, resume=True) is None
+        resume.claim(folder, plan, after, say, resume=True)
+    assert resume.claim(folder, plan, before, say, resume=True) is None
 
     # A GPU that torch can't use would otherwise mean weeks on the CPU.
     run.require_device(plan)

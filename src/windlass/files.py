@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TextIO
 
 # Storage that offers no locks at all: some NFS and FUSE mounts.
 NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -40,6 +40,12 @@ class Unwritten:
             yield
         except OSError as error:
             self.report(path, error)
+
+    def open(self, path: Path, mode: str) -> TextIO:
+        """To write lines to; what can't be opened is reported, and its lines are lost."""
+        with self(path):
+            return path.open(mode, buffering=1, encoding="utf-8")  # type: ignore[return-value]
+        return Path(os.devnull).open(mode, encoding="utf-8")  # type: ignore[return-value]
 
     def report(self, path: Path, error: OSError) -> None:
         if path.name not in self.names:

@@ -191,6 +191,7 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     train, shared = audit["splits"]["train"], audit.get("overlap", {"documents": 0, "share": 0})
     waste, all_tokens = audit["batching"].get("padding_waste", 0), max(1, train["tokens"] + train["tokens_cut"])
     warnings = (
+        (train["empty"], f"rows that are empty or lack the column, and are dropped: {train['empty']:,}"),
         (
             train["truncated"],
             f"{train['truncated']:,} rows ({train['truncated_share']:.1%}) are cut at max_length and lose "

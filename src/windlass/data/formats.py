@@ -117,11 +117,13 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
 
 
 def as_text(value: Any, field: str) -> str:
-    """A column's text; a number is written out, an absent value is empty, anything else is no text."""
-    if value is None or isinstance(value, str | bool | int | float):
-        return "" if value is None else str(value)
-    hint = "name a column of text, or write data.prompt_template, which reaches inside: {answers[text][0]}"
-    raise UserError(f"column {field!r} has a {type(value).__name__}, not text: {str(value)[:80]}", "data", hint)
+    """A column's text; an absent value is empty, anything else is no text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    hint = "name a column of text, or write data.prompt_template, which writes numbers and reaches inside: "
+    hint += "{answers[text][0]}"
+    kind = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    raise UserError(f"column {field!r} has {kind}, not text: {str(value)[:80]}", "data", hint)
 
 
 def text_format(request: Request) -> Format:

@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from windlass.data.formats import Format, choose_format
 from windlass.data.mix import RowSet, epoch_counts, evaluation_sets, training_sets
 from windlass.data.order import Order, length_grouped, of_epoch, shuffled
 from windlass.data.packing import write_rows
-from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve
+from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve, row_place
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import Problem, UserError, raise_all
@@ -254,12 +255,17 @@ def write_tokens(
     """Everything of one fingerprint into a folder: what is trained and evaluated on, their lengths, and the audit."""
     train: dict[str, Documents] = {}
     validation: dict[str, Documents] = {}
+
+    def read(parts: tuple[Part, ...], kind: Format, most: int | None = None) -> Documents:
+        rows, place = itertools.islice(read_rows(parts), most), partial(row_place, parts)
+        return tokenize(rows, kind, tokenizer, data.max_length, place=place)
+
     for selection, kind in chosen:
         of, name = selection.of, selection.of.held_out_name
         most = STREAM_AUDIT_ROWS if data.streaming and not selection.evaluated else None
-        documents = tokenize(itertools.islice(read_rows(selection.train), most), kind, tokenizer, data.max_length)
+        documents = read(selection.train, kind, most)
         if selection.validation:
-            validation[name] = tokenize(read_rows(selection.validation), kind, tokenizer, data.max_length)
+            validation[name] = read(selection.validation, kind)
         elif selection.fraction:
             documents, validation[name] = hold_out(documents, selection.fraction)
         (validation if selection.evaluated else train)[of.name] = documents

@@ -109,10 +109,20 @@ def split_in_name(name: str) -> str | None:
 
 def read_rows(parts: Iterable[Part]) -> Iterator[Row]:
     """Every row of the parts, in the order of the files."""
+    return (row for _, _, row in placed_rows(parts))
 
-    def rows(part: Part) -> Iterator[Row]:
+
+def row_place(parts: Iterable[Part], number: int) -> str:
+    """The file that has this row of the parts, counted from 0, and which of its rows it is, counted from 1."""
+    path, own, _ = next(islice(placed_rows(parts), number, None))
+    return f"{path}: row {own}"
+
+
+def placed_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
+    def rows(part: Part) -> Iterator[tuple[Path, int, Row]]:
         for path in part.files:
-            yield from read_file(path, part.source.format)
+            for number, row in enumerate(read_file(path, part.source.format), 1):
+                yield path, number, row
 
     for part in parts:
         if part.start or part.stop:

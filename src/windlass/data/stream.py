@@ -10,7 +10,7 @@ from windlass.data.formats import Format
 from windlass.data.order import shuffled
 from windlass.data.packing import group_documents, row_columns
 from windlass.data.readers import batches
-from windlass.data.sources import read_rows
+from windlass.data.sources import read_rows, row_place
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
 
@@ -46,7 +46,11 @@ def stream_rows(
         for epoch in itertools.count():
             rows = 0
             for number, window in enumerate(batches(read_rows(selection.train), WINDOW_ROWS)):
-                documents = tokenize(window, kind, tokenizer, max_length, threads=threads)
+
+                def place(row: int, before: int = number * WINDOW_ROWS) -> str:
+                    return row_place(selection.train, before + row)
+
+                documents = tokenize(window, kind, tokenizer, max_length, threads=threads, place=place)
                 groups = group_documents(documents, capacity)
                 for chosen in shuffled(len(groups), seed + epoch, number).tolist():
                     rows += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,15 +75,31 @@ class Documents:
 
 
 def tokenize(
-    rows: Iterable[Row], kind: Format, tokenizer: PreTrainedTokenizerBase, max_length: int, *, threads: bool = True
+    rows: Iterable[Row],
+    kind: Format,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    *,
+    threads: bool = True,
+    place: Callable[[int], str] = lambda number: f"row {number + 1}",
 ) -> Documents:
-    """All rows that have a supervised token. `counts` says what became of every row."""
+    """All rows that have a supervised token. `counts` says what became of every row; `place`: where a row is."""
     counts = dict.fromkeys(("rows", "empty", "unsupervised", "truncated", "tokens_cut", "straddling"), 0)
     chunks: list[Documents] = []
+
+    def render(batch: Sequence[Row]) -> Iterator[Rendered | None]:
+        for number, row in enumerate(batch, counts["rows"]):
+            try:
+                yield kind.render(row)
+            except UserError as error:
+                first, at = error.problems[0], place(number)
+                where, what = (at, "") if first.where == "data" else (first.where, f"{at}: ")
+                raise UserError(f"{what}{first.problem}", where, first.hint) from None
+
     with rust_threads(threads), ThreadPoolExecutor(1) as other:
         pending: tuple[list[Rendered], Future[list[Encoded]]] | None = None
         for batch in itertools.chain(batches(iter(rows)), [[]]):  # the empty one collects the last
-            rendered = [one for one in map(kind.render, batch) if one is not None and (one.ids or one.text.strip())]
+            rendered = [one for one in render(batch) if one is not None and (one.ids or one.text.strip())]
             counts["rows"] += len(batch)
             counts["empty"] += len(batch) - len(rendered)
             # Rust encodes without holding Python's lock: meanwhile this thread reads, renders and collects.

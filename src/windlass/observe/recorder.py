@@ -111,8 +111,9 @@ class Recorder:
 
     def start(self, step: int = 0) -> None:
         """From here on time counts."""
-        write_json(self.folder / run_folder.METER.format(rank=self.rank), self.about)
-        self._file = (self.folder / run_folder.STEPS.format(rank=self.rank)).open("a", buffering=1, encoding="utf-8")
+        with self.unwritten(meter := self.folder / run_folder.METER.format(rank=self.rank)):
+            write_json(meter, self.about)
+        self._file = self.unwritten.open(self.folder / run_folder.STEPS.format(rank=self.rank), "a")
         self.step = step
         if self.rank == 0:
             with self.unwritten(self.folder / run_folder.EVENTS):

@@ -49,17 +49,19 @@ def show(plan: AnyPlan, *, details: bool = False, formulas: bool = False, compar
 
 
 def _summary(plan: Plan, width: int, most: int) -> list[Text]:
-    """The verdict first; of the warnings as many as there are lines for, each with what changes it."""
+    """The verdict first; warnings, each with what changes it, in full as long as every other has its first line."""
     lines = [*_paragraphs([_verdict(plan), *_lines(plan)], width)]
     texts = [w.text + (f": --override {w.override}" if w.override else "") for w in plan.warnings]
     named = [*(("warning", text) for text in texts), *(("faster", _faster(plan)) for _ in plan.advice[:1])]
-    left = len(texts)
-    for name, text in named:
+    cut = False
+    for number, (name, text) in enumerate(named, 1):
         more = [*_paragraphs([(name, text)], width)]
-        if len(lines) + len(more) < most and (name == "warning" or not left):
+        if len(lines) + len(more) + max(0, len(texts) - number) < most:
             lines += more
-            left -= name == "warning"
-    rest = [_count(left, "more warning")] * bool(left) + [_count(len(plan.notes), "note"), "tables"]
+        elif name == "warning":
+            lines += [*_paragraphs([(name, textwrap.shorten(text, width - LABEL, placeholder=" …"))], width)]
+            cut = True
+    rest = ["warnings in full"] * cut + [_count(len(plan.notes), "note"), "tables"]
     return [*lines, *_paragraphs([("more", f"--details: {', '.join(rest)}; --compare: other layouts")], width)]
 
 

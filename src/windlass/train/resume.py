@@ -15,7 +15,7 @@ import torch
 
 from windlass import run_folder
 from windlass.errors import Problem, RunError, UserError, raise_all
-from windlass.files import FULL, read_json_lines, unwritable, write_atomic, write_json
+from windlass.files import FULL, Unwritten, read_json_lines, unwritable, write_atomic, write_json
 from windlass.plan.layout import FOUR_BITS
 from windlass.train import checkpoint, group
 from windlass.train.same_base import FLAG, require_intact, require_same_base
@@ -41,7 +41,9 @@ SAMPLES, SAMPLE_BYTES = 9, 4096  # of each file of the base model
 _lock: IO[str] | None = None  # for the life of rank 0's process: the system releases it when the process ends
 
 
-def claim(folder: Path, plan: Plan, identity: str, *, resume: bool, allow_other_base: bool = False) -> Path | None:
+def claim(
+    folder: Path, plan: Plan, identity: str, unwritten: Unwritten, *, resume: bool, allow_other_base: bool = False
+) -> Path | None:
     """Claim the folder for this run, on rank 0. Returns the checkpoint to continue from, if any."""
     global _lock
     where, checkpoints = plan.loaded.where("train.output_dir"), folder / run_folder.CHECKPOINTS
@@ -66,7 +68,8 @@ def claim(folder: Path, plan: Plan, identity: str, *, resume: bool, allow_other_
     if begun:  # a run that failed before its first step left nothing to be equal to
         then = checkpoint.read_manifest(usable) if usable else before
         _require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
-    write_json(folder / run_folder.PLAN, plan.as_dict())
+    with unwritten(folder / run_folder.PLAN):
+        write_json(folder / run_folder.PLAN, plan.as_dict())
     run_folder.begin_manifest(folder, now)
     forget_after(folder, checkpoint.step_of(usable) if usable else 0)
     return usable

@@ -24,13 +24,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import SAVED, Problem, UserError
-from windlass.files import commit_dir, write_json
+from windlass.files import Unwritten, commit_dir, write_json
 from windlass.observe.background import BackgroundReport
 from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
-from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, STOPPED, update_manifest
+from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, MANIFEST, STOPPED, update_manifest
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batches, Collate
 from windlass.train.console import Progress, header, quiet
@@ -79,6 +79,7 @@ def run(
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
     console, stop_signal = quiet(here), StopSignal()
+    unwritten = Unwritten(console.print)
     require_device(plan)
     join(here, job.train.ddp_timeout, patrol.environment(os.environ, job, folder))
     identity = base_identity(plan.base)
@@ -87,14 +88,16 @@ def run(
     # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
     resume = resume or job.train.resume == "auto"
     from_checkpoint = group.on_rank_0(
-        lambda: claim(folder, plan, identity, resume=resume, allow_other_base=allow_other_base)
+        lambda: claim(folder, plan, identity, unwritten, resume=resume, allow_other_base=allow_other_base)
     )
     header(console, plan, os.environ)
 
     # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
     here.phase("preparing the data")
     tokenizer = tokenizer_of(plan)
-    data = prepare_data(plan, tokenizer, console)
+    data = prepare_data(plan, tokenizer, console, unwritten)
+    for note in data.audit["notes"]:
+        console.print(f"warning: data: {note}", style="yellow")
     require_same_data(from_checkpoint, data.fingerprint, plan)
 
     # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is trained on
@@ -102,14 +105,16 @@ def run(
     here.phase("loading the model")
     model, certificate = load(plan.base, plan.layout, **precision(job.model, plan.base.family))
     if here.rank == 0:
-        write_json(folder / LOAD, certificate)
+        with unwritten(folder / LOAD):
+            write_json(folder / LOAD, certificate)
     digest = certificate["base_digest"]
     other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
     base = describe_base(plan.base, digest, other, certificate["quantisation"])
     if line := describe_quantisation(certificate["quantisation"] or {}):
         console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
     if here.rank == 0:
-        update_manifest(folder, **base)
+        with unwritten(folder / MANIFEST):
+            update_manifest(folder, **base)
 
     # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
     here.phase("attaching the adapter")
@@ -273,13 +278,14 @@ def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console) -> Prepared:
+def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: Unwritten) -> Prepared:
     """Tokenised once, audited, the audit written before it is judged; the same rows on every rank."""
     job = plan.loaded.run
 
     def write_audit(audit: dict[str, Any]) -> None:
         if group.rank() == 0:
-            write_json(Path(job.train.output_dir) / DATA, audit)
+            with unwritten(path := Path(job.train.output_dir) / DATA):
+                write_json(path, audit)
 
     data = prepare(
         job,

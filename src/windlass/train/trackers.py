@@ -95,7 +95,10 @@ class Trackers:
     ) -> None:
         listed = [names] if isinstance(names, str) else names
         self.folder, self.unwritten = folder, unwritten or Unwritten(lambda _: None)
-        self.opened = {name: OPEN[name](folder, run_name, config) for name in listed if name != "none"}
+        self.opened: dict[str, tuple[Log, Callable[[], None]]] = {}
+        for name in listed:
+            with self.unwritten(self.folder / name):
+                self.opened |= {name: OPEN[name](folder, run_name, config)} if name != "none" else {}
         self.lines = Tail(folder / run_folder.STEPS.format(rank=0))
         self.lines.skip()  # of before a resume: they were sent then
 

@@ -47,6 +47,7 @@ def run(
     plan, results = inputs.check_plan(loaded, accelerate)
     c = Context(loaded, plan, inputs.installed(), environ, root, depth == ALONE)
     results += [*inputs.check_inputs(c), machine.check_run_folder(c), machine.check_disk_space(c)]
+    results += machine.check_run_variables(c)
     if depth == ALONE:
         results.append(skipped("machine", "--here checks this machine, --in-pod each of the run's"))
     else:

@@ -144,6 +144,13 @@ def check_variables(c: Context) -> list[Result]:
     return [warned(f"variable {name}", problem, hint) for name, problem in unread(c.environ).items()]
 
 
+def check_run_variables(c: Context) -> list[Result]:
+    """The same of those that the run file sets: known without the machine."""
+    found, where = unread(c.loaded.run.cluster.env), c.loaded.where
+    hint = "correct it there, or remove it"
+    return [warned(f"variable {name}", problem, hint, where(f"cluster.env.{name}")) for name, problem in found.items()]
+
+
 def check_interfaces(c: Context) -> list[Result]:
     """Each interface that the environment chooses exists, is up and has an address."""
     hint, results = "set it to one that has an address, or cluster.networks so that the pod gets it", []

@@ -62,7 +62,7 @@ class Heartbeat(threading.Thread):
         self.unwritten = unwritten or Unwritten(lambda _: None)
         self.period = min(SLOWEST_BEAT, (stall_seconds or 60.0) / 4)
         self.over = threading.Event()
-        self.stacks = (folder / STACKS.format(rank=rank)).open("w")
+        self.stacks = self.unwritten.open(folder / STACKS.format(rank=rank), "w")
         self.about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.stalled_since = ""
 
@@ -98,7 +98,7 @@ class Heartbeat(threading.Thread):
             empty = self.stacks.tell() == 0
             self.stacks.close()
             if empty:
-                Path(self.stacks.name).unlink(missing_ok=True)
+                (self.folder / STACKS.format(rank=self.rank)).unlink(missing_ok=True)
 
     def _beat(self, now: Position, quiet: float, collectives: Mapping[str, Any]) -> None:
         beat = {**self.about, "time": round(time.time(), 3), "step": now.step, "phase": now.phase}
