@@ -214,6 +214,11 @@ def test_no_file_gives_a_traceback(tmp_path: Path, content: str) -> None:
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
 
 
+@pytest.mark.fault(
+    "a flag of accelerate launch against its file",
+    "`accelerate launch`",
+    "num_processes: 3 is overridden by accelerate launch: WORLD_SIZE=2: its flags win",
+)
 def test_the_launchers_environment_sets_the_layout_and_its_flags_win_over_the_file() -> None:
     assert accelerate_file(None, {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"}) is None
     assert wishes(accelerate_file(None, LAUNCHED)) == {"nodes": 2, "ranks": 4}  # a precision of no is a default

@@ -202,7 +202,7 @@ def test_where_answers_begin_and_end_in_a_template(tokenizer: Any, template: str
         ({"text_field": "body"}, [{"text": "a"}], "no column 'body'; they have 'text'"),
         ({}, [{"body": "a"}], "no column 'text'; they have 'body'"),
         ({}, [{"text": ["a"]}], "has a list, not text"),
-        ({}, [{"text": "a"}, {}, {"text": 3}], r"train.jsonl: row 3: column 'text' has a number, not text: 3"),
+        ({}, [{"text": "a"}, {}, {"text": 3}], r"a.jsonl: row 3: column 'text' has a number, not text: 3"),
         ({"messages_field": "talk"}, [{"messages": CHAT}], "no column 'talk'"),
         ({"val_split": "held"}, [{"text": "a"}], "no split 'held'; it has 'train'"),
         ({"train_split": "train[5:]"}, [{"text": "a"}], "has no rows"),

@@ -102,6 +102,8 @@ def test_what_has_no_effect_there_is_reported() -> None:
     assert "must not be root" not in notes("openshift", *SITE)
     assert "restricted-v2 refuses group 7" in notes("openshift", *SITE, "cluster.fs_group=7")
     assert "runs as root (alpine:3.10)" in notes("kubernetes", *SITE, "cluster.engine=pytorchjob")
+    # OpenShift's admission gives that container a user of the namespace too.
+    assert "alpine" not in notes("openshift", *SITE, "cluster.engine=pytorchjob")
     plain = notes("kubernetes", *SITE)
     assert "alpine" not in plain
     assert "must not be root (runAsNonRoot)" in plain

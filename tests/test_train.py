@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -510,6 +511,11 @@ def test_an_evaluation_is_the_same_in_every_layout_and_disturbs_no_step(alone: O
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
 
 
+@pytest.mark.fault(
+    "a router's loss that nothing asks for",
+    "`windlass train`",
+    "added only where config.json or the run file asks for it",
+)
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_loss_and_gradients_of_a_micro_batch_are_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a router's balancing loss, in chunks of a few tokens or at once, masked prompts and padding among them."""
@@ -549,8 +555,7 @@ def test_loss_and_gradients_of_a_micro_batch_are_trls(tmp_path: Path, monkeypatc
     ours.get_output_embeddings().requires_grad_(False)
     batch = Collate(PaddedCollator(0), mark_tokens=True)(rows)
     assert batch.supervised == 5 + 4
-    # Where neither config.json nor the run file asks for it, nothing is added.
-    assert router_loss_weight(ours) == 0
+    assert router_loss_weight(ours) == 0, "added only where config.json or the run file asks for it"
     ours.config.output_router_logits = True
     assert (router_loss_weight(ours), router_loss_weight(ours, 0.0)) == (0.5, 0)
     for chunk in (2, 256):
@@ -726,61 +731,91 @@ def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
         assert "differ between ranks after a step" in outcome["experts not averaged"]["error"]
 
 
-# A run on a small file system of its own, which is full from the fifth step on, for good or until a later step.
+# A run on a small file system of its own, which is full from a step on (0: from when the model is loaded, before
+# load.json), for good or until a later step.
 FULL_DISK = """
-import ctypes, os, shutil, subprocess, sys
+import ctypes, os, shutil, subprocess, sys, time
 from contextlib import suppress
 from pathlib import Path
 from windlass import cli
+from windlass.train import run
 from windlass.train.loop import Loop
 
-disk, emptied_at = Path(sys.argv[1]), int(sys.argv[2])
+disk, full_from, emptied_at, ranks = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 own = ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
 if not own or subprocess.run(["mount", "--make-rprivate", "/"]).returncode or subprocess.run(
     ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)]
 ).returncode:
     sys.exit(99)
-if child := os.fork():  # the file system is gone with the last of these processes
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+children = []
+for rank in range(ranks):
+    if child := os.fork():  # the file system is gone with the last of these processes
+        children.append(child)
+        continue
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    break
+else:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     shutil.copytree(disk / "run", disk.parent / "copy")
-    sys.exit(code)
-plainly, filler = Loop.train_step, disk / "filler"
+    sys.exit(max(codes))
+plainly, load, filler = Loop.train_step, run.load, disk / "filler"
 
 
-def train_step(loop, batches):
-    if loop.step + 1 == 5:
+def fill():
+    if rank == 0:
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(512)):
                 pass
-    if loop.step + 1 == emptied_at:
+
+
+def loaded(*given, **more):
+    found = load(*given, **more)
+    fill() if full_from == 0 else None
+    return found
+
+
+def train_step(loop, batches):
+    if loop.step + 1 == full_from:
+        fill()
+    if loop.step + 1 == emptied_at and rank == 0:
         filler.unlink()
     return plainly(loop, batches)
 
 
-Loop.train_step = train_step
-cli.main(sys.argv[3:])
+Loop.train_step, run.load = train_step, loaded
+cli.main(sys.argv[5:])
 """
 
 
-@pytest.mark.parametrize("emptied_at", [0, 14])
+@pytest.mark.parametrize(("full_from", "emptied_at", "ranks"), [(5, 0, 1), (0, 14, 2)])
+@pytest.mark.fault(
+    "a full disk before load.json, two ranks, a tracker on it",
+    "`windlass train`",
+    "/load.json can't be written: No space left on device (0 bytes are free there)",
+)
 @pytest.mark.fault(
     "a full disk at every file of a run",
     "`windlass train`",
     "/checkpoints can't be written: No space left on device (0 bytes are free there)",
 )
-def test_a_disk_that_is_full_costs_no_training(material: Path, tmp_path: Path, emptied_at: int) -> None:
+def test_a_disk_that_is_full_costs_no_training(
+    material: Path, tmp_path: Path, full_from: int, emptied_at: int, ranks: int
+) -> None:
     """Steps, events, heartbeat, checkpoint, final: each is reported once, and what was saved stays."""
     disk, run, copied = tmp_path / "disk", tmp_path / "disk" / "run", tmp_path / "copy"
     disk.mkdir()
     values = {"output_dir": run, "max_steps": 24, "save_strategy": "steps", "save_steps": 4}
+    if importlib.util.find_spec("tensorboard"):
+        values["report_to"] = "tensorboard"
     words = ["train", str(material / "run.yaml"), "--override", "layout.name=resident"]
+    words += ["--override", f"cluster.gpus_per_node={ranks}"]
     words += [word for key, value in values.items() for word in ("--override", f"train.{key}={value}")]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = str(taken.getsockname()[1])
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rank = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = subprocess.run(
-        [warm.python(), "-c", FULL_DISK, str(disk), str(emptied_at), *words],
+        [warm.python(), "-c", FULL_DISK, str(disk), *map(str, (full_from, emptied_at, ranks)), *words],
         env={**os.environ, **rank, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -796,8 +831,14 @@ def test_a_disk_that_is_full_costs_no_training(material: Path, tmp_path: Path, e
     assert done.stderr.count("/checkpoints can't be written: No space left on device (0 bytes are free there)") == 1
     assert done.stderr.count("/heartbeat-rank0.json can't be written: ") <= 1
     if emptied_at:
+        assert "/load.json can't be written: No space left on device (0 bytes are free there)" in done.stderr
+        unwritten = ("load.json", "meter-rank0.json", "steps-rank0.jsonl", "events.jsonl")
+        unwritten += ("tensorboard",) * ("report_to" in values)
+        assert [done.stderr.count(f"/{name} can't be written: No space left on device") for name in unwritten] == [
+            1 for _ in unwritten
+        ], done.stderr
         assert (done.returncode, manifest["state"], final.is_file()) == (0, "finished", True), done.stderr
-        assert steps == sorted({*steps, *range(1, 5), *range(14, 25)}), "a line is there in full or not at all"
+        assert steps == sorted({*steps, *range(14, 25)}), "a line is there in full or not at all"
         return
     assert (done.returncode, manifest["state"], final.exists()) == (1, "failed", False), done.stderr
     assert steps == list(range(1, len(steps) + 1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -26,6 +29,7 @@ from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
 from windlass.train.rank import Rank, StopSignal
+from windlass.train.ranks import reserved_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
@@ -217,3 +221,22 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
     gpu = planning.make(runfile.read(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set", "cluster.gpu=h200"]))
     with pytest.raises(UserError, match=r"planned for h200, and torch .* finds no usable GPU"):
         run.require_device(gpu)
+
+
+@pytest.mark.fault("50 starts at once on one machine", "`windlass train`", "each has a port of its own")
+def test_starts_at_once_meet_at_ports_of_their_own() -> None:
+    """Until rank 0 listens, nobody else is given the port; and then it can."""
+
+    def start(stores: list[Any]) -> None:
+        with reserved_port() as port, socket.socket() as other:
+            together.wait(60)  # all have chosen theirs
+            other.bind(("localhost", 0))
+            stores.append(dist.TCPStore("localhost", port, 1, is_master=True))
+
+    together, stores = threading.Barrier(50), list[Any]()
+    threads = [threading.Thread(target=start, args=(stores,)) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({store.port for store in stores}) == 50, "each has a port of its own"

@@ -45,7 +45,7 @@ class Unwritten:
         """To write lines to; what can't be opened is reported, and its lines are lost."""
         with self(path):
             return path.open(mode, buffering=1, encoding="utf-8")  # type: ignore[return-value]
-        return Path(os.devnull).open(mode, encoding="utf-8")  # type: ignore[return-value]
+        return Path(os.devnull).open(mode, encoding="utf-8")
 
     def report(self, path: Path, error: OSError) -> None:
         if path.name not in self.names:

@@ -128,6 +128,9 @@ def review(job: Job) -> Iterator[Problem | str]:
     yield from findings(job)
     if job.cluster.user is None:
         yield f"{job.where('cluster.user')}: not set: the image's own user, which must not be root (runAsNonRoot)"
+    if job.engine == "pytorchjob" and job.nodes > 1:
+        what = "the Training Operator adds a container to workers that runs as root (alpine:3.10)"
+        yield f"{job.where('cluster.engine')}: {what}: a namespace with Pod Security `restricted` refuses it"
 
 
 def findings(job: Job) -> Iterator[Problem | str]:
@@ -136,9 +139,6 @@ def findings(job: Job) -> Iterator[Problem | str]:
     yield from pod_problems(job)
     yield from refused_keys(job, pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
     yield from ignored_keys(cluster, IGNORED, "Kubernetes")
-    if job.engine == "pytorchjob" and job.nodes > 1:
-        what = "the Training Operator adds a container to workers that runs as root (alpine:3.10)"
-        yield f"{job.where('cluster.engine')}: {what}: a namespace with Pod Security `restricted` refuses it"
     if job.engine == "trainer":
         hint = "use cluster.engine: jobset, which every Kubeflow Trainer comes with"
         version = cluster.trainer_version or OLDEST_TRAINER
