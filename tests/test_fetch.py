@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -37,14 +38,17 @@ FILES = {
 
 
 class Hub(ThreadingHTTPServer):
-    """As much of the hub's interface as its client asks for. The transfer of the file `cut` ends in the middle."""
+    """As much of the hub's interface as its client asks for. The transfer of the file `cut` ends in the middle.
+
+    `spoilt` is sent with another byte.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.gets: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.ranges: list[str] = []
-        self.cut = ""
+        self.cut = self.spoilt = ""
         self.delay = 0.0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -87,6 +91,7 @@ class Answer(BaseHTTPRequestHandler):
             self.server.ranges.append(wanted)
             head["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         cut = self.server.cut == name and not start
+        content = content[:-1] + b"?" if self.server.spoilt == name else content
         self.server.sent[name] += len(content) - start
         self.send(206 if wanted else 200, head, content[start:], cut=cut)
 
@@ -98,7 +103,11 @@ class Answer(BaseHTTPRequestHandler):
             self.send(404, {"X-Error-Code": "RepoNotFound"}, b"{}")
             return
         tree = [{"type": "file", "path": n, "size": len(c), "oid": f"{n}-1"} for n, c in files.items()]
-        siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+        siblings: list[dict[str, Any]] = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+        for one in siblings:
+            if one["rfilename"].endswith(".safetensors"):
+                digest = hashlib.sha256(files[one["rfilename"]]).hexdigest()
+                one["lfs"] = {"sha256": digest, "size": one["size"], "pointerSize": 130}
         info = {"id": repository, "sha": SHA, "siblings": siblings, "private": False, "tags": []}
         self.send(200, {"Content-Type": "application/json"}, json.dumps(tree if revision else info).encode())
 
@@ -186,6 +195,20 @@ def test_a_cut_transfer_goes_on_where_it_stopped(hub: Hub, tmp_path: Path) -> No
     assert (folders["model"] / "model.safetensors").read_bytes() == FILES["org/model"]["model.safetensors"]
     assert hub.ranges
     assert hub.gets["small/train.jsonl"] == 1
+
+
+@pytest.mark.fault("a file that is not what the hub publishes", "`windlass fetch`", "the hub publishes ")
+def test_a_file_without_its_published_hash_is_removed_and_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    hub.spoilt = "model.safetensors"
+    folders, said = result(fetch(hub, tmp_path))
+    assert not folders
+    assert "model.safetensors: has SHA-256 " in said
+    assert "the hub publishes " in said
+    hub.spoilt = ""
+    folders, said = result(fetch(hub, tmp_path))
+    assert folders, said
+    known = json.loads((folders["model"] / "windlass-published.json").read_text())
+    assert list(known) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("how", ["offline", "unreachable"])

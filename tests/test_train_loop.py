@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import signal
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 
 from windlass import plan as planning
 from windlass import runfile, tiny
+from windlass.data.hub import require_published
 from windlass.errors import UserError
 from windlass.files import Unwritten, read_json, read_json_lines
 from windlass.observe.background import BackgroundReport
@@ -209,7 +211,16 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
     say = Unwritten(print)
     assert resume.claim(folder, plan, before, say, resume=False) is None
     (folder / "steps-rank0.jsonl").write_text('{"step": 1}\n')
+    require_published(
+        model, {name: hashlib.sha256((model / name).read_bytes()).hexdigest() for name in ["model.safetensors"]}, print
+    )
+    assert resume.base_identity(plan.base) == before
     tiny.write(model, seed=1)
+    with pytest.raises(
+        UserError, match=r"model.safetensors: is not the file whose SHA-256 was compared with the hub's"
+    ):
+        resume.base_identity(plan.base)
+    (model / "windlass-published.json").unlink()
     after = resume.base_identity(plan.base)
     with pytest.raises(UserError, match="the base model's files are not those that this run began with"):
         resume.claim(folder, plan, after, say, resume=True)

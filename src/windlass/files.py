@@ -15,6 +15,7 @@ from typing import IO, Any, Final, TextIO
 # Storage that offers no locks at all: some NFS and FUSE mounts.
 NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
+SAMPLES, SAMPLE_BYTES = 9, 4096  # of a file, the first at its start
 FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -130,6 +131,18 @@ def discard_dir(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def file_sample(path: Path) -> bytes:
+    """Name, size and nine places of a large file: read at once, and other for nearly any other file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+
+        def place(number: int) -> bytes:
+            file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
+            return file.read(SAMPLE_BYTES)
+
+        return f"{path.name} {size}".encode() + b"".join(map(place, range(SAMPLES)))
 
 
 def lock_file(path: Path, *, wait: bool = True) -> IO[str] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,8 @@ from windlass.data.cache import one_at_a_time
 from windlass.data.readers import SUFFIXES
 from windlass.data.sources import Source, card_files, read_card, requested_config, resolve
 from windlass.errors import UserError
-from windlass.files import read_json, write_json
-from windlass.model.files import HEADERS
+from windlass.files import file_sample, read_json, write_json
+from windlass.model.files import HEADERS, PUBLISHED
 
 if TYPE_CHECKING:
     from windlass.runfile import Data
@@ -71,7 +72,7 @@ def fetch(
             folder = read_json(mark).get("folder")
             if not folder or not Path(folder).is_dir():
                 say(f"fetching {name} into {cache}")
-                folder = download(name, kind, patterns, ignored, place, cache)
+                folder = download(name, kind, patterns, ignored, place, cache, say)
                 if headers:
                     fetch_headers(name, Path(folder), ignored, place, say)
                 write_json(mark, {"folder": folder})
@@ -80,7 +81,9 @@ def fetch(
     return Path(folder)
 
 
-def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[str], place: str, cache: Path) -> str:
+def download(
+    name: str, kind: str, patterns: Sequence[str], ignored: Sequence[str], place: str, cache: Path, say: Say
+) -> str:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils._paths import filter_repo_objects
 
@@ -90,8 +93,30 @@ def download(name: str, kind: str, patterns: Sequence[str], ignored: Sequence[st
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         needed = sum(sizes[file] for file in filter_repo_objects(list(sizes), **wanted))
         require_room(needed, cache, name, place)
-        folder = snapshot_download(name, repo_type=kind, revision=info.sha, **wanted)
+        folder = Path(snapshot_download(name, repo_type=kind, revision=info.sha, **wanted))
+    published = {file.rfilename: file.lfs.sha256 for file in info.siblings or [] if file.lfs}
+    require_published(folder, {file: published[file] for file in published if (folder / file).exists()}, say)
     return str(folder)
+
+
+def require_published(folder: Path, published: Mapping[str, str], say: Say) -> None:
+    """The files that were fetched are those that the hub has; beside them is kept what training knows them by."""
+    if not published:
+        return
+    say(f"comparing {len(published)} files with their published SHA-256")
+
+    def sha256(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(published, pool.map(sha256, published), strict=True))
+    for name in (name for name in published if found[name] != published[name]):
+        (folder / name).resolve().unlink()  # or it would be taken for fetched
+        problem = f"has SHA-256 {found[name]}, the hub publishes {published[name]}: it was removed"
+        raise UserError(problem, str(folder / name), "run it again: it is fetched anew")
+    samples = {name: hashlib.blake2b(file_sample(folder / name)).hexdigest() for name in published}
+    write_json(folder / PUBLISHED, samples)
 
 
 def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, say: Say) -> None:

@@ -15,7 +15,17 @@ import torch
 
 from windlass import run_folder
 from windlass.errors import Problem, RunError, UserError, raise_all
-from windlass.files import FULL, Unwritten, read_json_lines, unwritable, write_atomic, write_json
+from windlass.files import (
+    FULL,
+    Unwritten,
+    file_sample,
+    read_json,
+    read_json_lines,
+    unwritable,
+    write_atomic,
+    write_json,
+)
+from windlass.model.files import PUBLISHED
 from windlass.plan.layout import FOUR_BITS
 from windlass.train import checkpoint, group
 from windlass.train.same_base import FLAG, require_intact, require_same_base
@@ -37,7 +47,6 @@ FIXED: Final[dict[str, set[str] | None]] = {
         *("bf16", "fp16", "seed", "data_seed"),
     },
 }
-SAMPLES, SAMPLE_BYTES = 9, 4096  # of each file of the base model
 _lock: IO[str] | None = None  # for the life of rank 0's process: the system releases it when the process ends
 
 
@@ -161,17 +170,16 @@ def require_base_of(
 def base_identity(base: Base) -> str:
     """Of the base model's files: names, sizes, headers, and samples of their weights. The same on every rank.
 
-    What can be known before loading; all weights are compared after it, by their digest.
+    What can be known before loading; all weights are compared after it, by their digest. A file that was compared with
+    its published SHA-256 when it was fetched must still be that file.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest, fetched = hashlib.blake2b(digest_size=16), read_json(base.path / PUBLISHED) if base.path else {}
     stored = (one for parameter in base.parameters for piece in parameter.pieces for one in (piece.stored, piece.scale))
     for path in sorted({one.file for one in stored if one is not None}, key=lambda path: path.name):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for number in range(SAMPLES):  # the first is of the header
-                file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
+        digest.update(sample := file_sample(path))
+        if path.name in fetched and fetched[path.name] != hashlib.blake2b(sample).hexdigest():
+            problem = "is not the file whose SHA-256 was compared with the hub's when it was fetched"
+            raise UserError(problem, str(path), f"remove {base.path}, then `windlass fetch` again")
     return digest.hexdigest()
 
 
