@@ -832,8 +832,8 @@ def test_a_disk_that_is_full_costs_no_training(
     assert done.stderr.count("/heartbeat-rank0.json can't be written: ") <= 1
     if emptied_at:
         assert "/load.json can't be written: No space left on device (0 bytes are free there)" in done.stderr
-        unwritten = ("load.json", "meter-rank0.json", "steps-rank0.jsonl", "events.jsonl")
-        unwritten += ("tensorboard",) * ("report_to" in values)
+        unwritten = ["load.json", "meter-rank0.json", "steps-rank0.jsonl", "events.jsonl"]
+        unwritten += ["tensorboard"] * ("report_to" in values)
         assert [done.stderr.count(f"/{name} can't be written: No space left on device") for name in unwritten] == [
             1 for _ in unwritten
         ], done.stderr

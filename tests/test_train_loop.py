@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
+from torch._C._distributed_c10d import TCPStore
 
 from windlass import plan as planning
 from windlass import runfile, tiny
@@ -242,7 +242,7 @@ def test_starts_at_once_meet_at_ports_of_their_own() -> None:
         with reserved_port() as port, socket.socket() as other:
             together.wait(60)  # all have chosen theirs
             other.bind(("localhost", 0))
-            stores.append(dist.TCPStore("localhost", port, 1, is_master=True))
+            stores.append(TCPStore("localhost", port, 1, is_master=True))
 
     together, stores = threading.Barrier(50), list[Any]()
     threads = [threading.Thread(target=start, args=(stores,)) for _ in range(50)]
