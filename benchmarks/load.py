@@ -32,6 +32,7 @@ from windlass import tiny
 from windlass.model import read_base
 from windlass.plan.layout import Layout
 from windlass.train import parallel, reading
+from windlass.train.digest import digest_box
 from windlass.train.load import load, own_part, peak_rss, read_all, reset_peak_rss, unique_tensors
 
 GIB = 2**30
@@ -71,7 +72,7 @@ def digest_cost(asked: argparse.Namespace) -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    real, chance = reading.digest_box, random.Random(0)
+    real, chance = digest_box, random.Random(0)
     for kind, fp8 in (("BF16", False), ("FP8 read as BF16", True), ("FP8 kept", True)):
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = write(Path(directory), asked.gib if fp8 else asked.gib / 2, fp8=fp8)
@@ -80,7 +81,7 @@ def digest_cost(asked: argparse.Namespace) -> None:
             base, taken = read_base(checkpoint), dict[bool, list[tuple[float, float]]]({True: [], False: []})
             for turn in range(asked.repeat + 1):
                 for hashed in chance.sample([True, False], 2):
-                    reading.digest_box = real if hashed else lambda *_: 0  # type: ignore[assignment]
+                    vars(reading)["digest_box"] = real if hashed else lambda *_: 0
                     if not asked.warm:
                         forget(checkpoint)
                     began = time.perf_counter(), time.process_time()
