@@ -219,12 +219,12 @@ def pages() -> dict[Path, str]:
 def descriptions() -> dict[Path, str]:
     """What transformers builds of the published models that have no row in family.py, for a plan without torch."""
     from windlass.derive import derive
+    from windlass.model.base import published_configs
     from windlass.model.description import SHIPPED, digest
     from windlass.model.family import FAMILIES, WRAPPERS
-    from windlass.model.published import CONFIGS
 
     made = {}
-    for name, config in CONFIGS.items():
+    for name, config in published_configs().items():
         if not {config["model_type"]} & (FAMILIES.keys() | WRAPPERS.keys()):
             found = derive({**config, "quantization_config": None}, name) | {"config": digest(config)}
             made[SHIPPED / f"{digest(config)}.json"] = json.dumps(found) + "\n"

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import PARTS, Piece, find_base, published_base, read_base
+from windlass.model.base import published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
-from windlass.model.published import CONFIGS
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -102,7 +102,7 @@ TOTALS = {
 
 def test_published_models_have_their_published_size() -> None:
     checked: dict[int, dict[str, tuple[int, ...]]] = {}  # several names share a config
-    for name, config in CONFIGS.items():
+    for name, config in published_configs().items():
         known = published_base(name.lower())
         assert known is not None
         assert (known.name, known.path) == (name, None)

@@ -27,9 +27,9 @@ from windlass.cli import app
 from windlass.errors import UserError
 from windlass.hardware import LocalMachine
 from windlass.model import find_base, published_base, read_base
+from windlass.model.base import published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
-from windlass.model.published import CONFIGS
 from windlass.rehearse import Record, material, rehearse, reload, stages
 from windlass.rehearse.process import Command, make_environment, node_variables
 from windlass.rehearse.record import Failed, show
@@ -414,7 +414,7 @@ def test_as_many_ranks_and_nodes_as_fit_share_the_model_as_the_run_does() -> Non
 
 
 def test_every_known_model_has_a_small_config_of_its_kind() -> None:
-    for name in CONFIGS:
+    for name in published_configs():
         base = published_base(name)
         assert base is not None
         small = scale_config(base, experts_over=3, vocab=None)

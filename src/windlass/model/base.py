@@ -7,9 +7,11 @@ import glob
 import json
 import os
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +21,6 @@ from windlass.model.config import describe
 from windlass.model.family import IGNORED, TIED, UNREAD, VISION
 from windlass.model.files import CONFIG, HEADERS, list_names, read_headers, read_table, read_tensors, some
 from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
-from windlass.model.published import CONFIGS
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 FP8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
@@ -55,9 +56,9 @@ def find_base(model_name_or_path: str, where: str) -> Base:
         raise UserError(f"{shown} can't be opened: {why}", where, "name a model folder") from None
     base = published_base(path.name)
     if base is None:
-        names = {key.lower(): key for key in CONFIGS}
+        names = {key.lower(): key for key in published_configs()}
         close = difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)
-        known = f"nearest known: {', '.join(names[key] for key in close)}" if close else f"known: {', '.join(CONFIGS)}"
+        known = ("nearest known: " if close else "known: ") + ", ".join(names[key] for key in close or names)
         hint = f"name the folder that holds the model, or a model that windlass can plan without weights; {known}"
         if "/" in model_name_or_path.strip("/"):
             hint = f"fetch it from the hub: windlass fetch RUN (with --headers-only for a plan); else {hint}"
@@ -82,10 +83,17 @@ def fetched_folder(name: str) -> Path | None:
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 
+@cache
+def published_configs() -> dict[str, dict[str, Any]]:
+    """config.json of well-known models, by name."""
+    table = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
+    return {name: config for names, config in table.items() for name in names.split()}
+
+
 def published_base(name: str) -> Base | None:
     """A known model without its weights, or None."""
-    known = next((key for key in CONFIGS if key.lower() == name.lower()), None)
-    return describe(CONFIGS[known], f"published config of {known}", known) if known else None
+    known = next((key for key in published_configs() if key.lower() == name.lower()), None)
+    return describe(published_configs()[known], f"published config of {known}", known) if known else None
 
 
 def read_base(path: Path) -> Base:

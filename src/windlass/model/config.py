@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.description import find_description
-from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper
+from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper, compute
 from windlass.model.parameters import Base, Parameter, Spelling
 
 # Far above any model, and low enough that a typing error does not make a list of a billion parameters.
@@ -155,7 +155,7 @@ def _list_parameters(
             needed = (not weight.when or dims[weight.when]) and not (weight.unless and dims[weight.unless])
             if weight.layers not in ("all", kind) or not needed:
                 continue
-            shape = tuple(dims[size] for size in weight.shape.split())
+            shape = tuple(compute(size, dims) for size in weight.shape.split())
             listed.append((weight.name, shape, weight.part))
             if weight.bias and dims.get(weight.bias):
                 listed.append((f"{weight.name.removesuffix('weight')}bias", shape[:1], weight.part))
@@ -205,16 +205,16 @@ def _read_sizes(family: Family, text: Mapping[str, Any]) -> tuple[dict[str, int]
                 faults[f"{key} is {reprlib.repr(value)}"] = "true or false"
             dims[name] = int(value is True)
         elif value is not None:
-            if type(value) is int and size.least <= value <= most:
+            least = 0 if size.default == "0" else 1
+            if type(value) is int and least <= value <= most:
                 dims[name] = value
             else:
-                faults[f"{key} is {reprlib.repr(value)}"] = f"a whole number from {size.least} to {most}"
-        elif size.default is None or (size.keys and size.required and key is None):
+                faults[f"{key} is {reprlib.repr(value)}"] = f"a whole number from {least} to {most}"
+        elif not size.default or (size.keys and size.required and key is None):
             faults[f"{size.keys[0]} is {'null' if key else 'missing'}"] = FETCH
         elif not faults:  # else one that it goes by may be missing
-            dims[name] = size.default(dims) if callable(size.default) else size.default
+            dims[name] = compute(size.default, dims)
     if not faults:
-        dims |= {name: compute(dims) for name, compute in family.derived.items()}
         if dims["heads"] % dims["kv_heads"]:
             problem = f"{dims['heads']} attention heads can't share {dims['kv_heads']} heads of keys and values"
             faults[problem] = "num_attention_heads is a multiple of num_key_value_heads"

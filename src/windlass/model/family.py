@@ -1,30 +1,34 @@
-"""What differs between model families, as data. Everything else in windlass asks these rows.
+"""What differs between model families, as data; the usual LoRA names and what they stand for in each.
 
-A family is one `model_type` of transformers' config.json. Its row says how config.json gives the sizes, which weights
-a layer has and in what shapes, how the files spell them, and what the usual LoRA names stand for.
+families.toml says of a family how config.json gives the sizes, which weights a layer has and in what shapes, and how
+files spell them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 PARTS = ("embedding", "attention", "mlp", "shared_experts", "experts", "router", "norm", "head")
 
-# The names of `Base.dims`, which shapes and costs are made of. A family has those that apply to it; flags are 0 or 1.
+# The names of `Base.dims`, which shapes and costs are made of; flags are 0 or 1. A family has those that apply to it.
 # layers · hidden: of the residual stream · vocab: rows of the embedding
 # heads, kv_heads, head_dim (of queries and keys), v_head_dim
-# query, key, attended: outputs of the query and key projections, inputs of the output projection
 # q_rank (0: queries are not compressed), kv_rank: widths that latent attention compresses to
 # rope_dim, nope_dim: parts of its heads that are, are not rotated by position
-# kv_latent, kv_expanded: outputs of its compression and expansion
-# intermediate: of a dense feed-forward · experts, top_k, expert_intermediate: routed experts
-# expert_gate_up: gate and up of an expert, fused · shared_experts, shared_intermediate: these together
+# intermediate: of a dense feed-forward · experts, top_k, expert_intermediate: routed experts · shared_experts
 # first_dense: layers before the first with routed experts
 # qkv_bias, output_bias, mlp_bias: flags
 Dims = Mapping[str, int]
+
+
+def compute(expression: str, dims: Dims) -> int:
+    """Such as `heads*head_dim`, of families.toml."""
+    return int(eval(expression, {"__builtins__": {}}, dims))  # an expression of our own table
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,8 @@ class Size:
     """How config.json gives one entry of `dims`."""
 
     keys: tuple[str, ...]  # its spellings; none: it is always `default`
-    default: int | Callable[[Dims], int] | None = None  # if config.json has null or nothing
+    default: str = ""  # an expression, if config.json has null or nothing; empty: there is none
     required: bool = True  # it must be there, even if it may be null
-    least: int = 1
     flag: bool = False  # true or false rather than a number
 
 
@@ -43,12 +46,12 @@ class Weight:
     """One parameter of a decoder layer, by the model's own name below `model.layers.N.`"""
 
     name: str
-    shape: str  # names of dims
+    shape: str  # expressions of dims
     part: str
-    layers: str = "all"  # all, dense or moe
-    when: str = ""  # only if this dim is not 0
-    unless: str = ""  # only if this dim is 0
-    bias: str = ""  # a bias comes with it if this flag is set
+    layers: str  # all, dense or moe
+    when: str  # only if this dim is not 0
+    unless: str  # only if this dim is 0
+    bias: str  # a bias comes with it if this flag is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,6 @@ class Family:
     causal_lm: str  # class that is trained: Mistral4ForCausalLM
     layer: str  # class that is sharded, layer by layer: Mistral4DecoderLayer
     sizes: Mapping[str, Size] = field(default_factory=dict, compare=False, repr=False)
-    derived: Mapping[str, Callable[[Dims], int]] = field(default_factory=dict, compare=False, repr=False)
     weights: tuple[Weight, ...] = field(default=(), compare=False, repr=False)
     spellings: tuple[tuple[str, str], ...] = ()  # parts of names in the model -> on disk
     # Fused parameter -> the matrices that it is stored as, expert by expert
@@ -155,161 +157,34 @@ VISION = "vision part"  # of a wrapper: `skipped`
 TIED = "config.json ties the head to the embedding"
 
 
-_EVERY: dict[str, Size] = {
-    "layers": Size(("num_hidden_layers",)),
-    "hidden": Size(("hidden_size",)),
-    "vocab": Size(("vocab_size",)),
-    "heads": Size(("num_attention_heads",)),
-}
-_GROUPED: dict[str, Size] = {
-    "kv_heads": Size(("num_key_value_heads",), lambda d: d["heads"]),
-    "head_dim": Size(("head_dim",), lambda d: d["hidden"] // d["heads"], required=False),
-    "v_head_dim": Size((), lambda d: d["head_dim"]),
-}
-_DENSE: dict[str, Size] = {**_GROUPED, "intermediate": Size(("intermediate_size",))}
-_BIASED: dict[str, Size] = {
-    name: Size(("attention_bias",), 0, required=False, flag=True) for name in ("qkv_bias", "output_bias")
-}
-_HEAD_DIM_128 = {"head_dim": Size(("head_dim",), 128, required=False)}
-_DERIVED: dict[str, Callable[[Dims], int]] = {
-    "query": lambda d: d["heads"] * d["head_dim"],
-    "key": lambda d: d["kv_heads"] * d["head_dim"],
-    "attended": lambda d: d["heads"] * d["v_head_dim"],
-}
-_EXPERT_DERIVED: dict[str, Callable[[Dims], int]] = {"expert_gate_up": lambda d: 2 * d["expert_intermediate"]}
-
-_LAYER_NORMS = (
-    Weight("input_layernorm.weight", "hidden", "norm"),
-    Weight("post_attention_layernorm.weight", "hidden", "norm"),
-)
-_GROUPED_ATTENTION = (
-    Weight("self_attn.q_proj.weight", "query hidden", "attention", bias="qkv_bias"),
-    Weight("self_attn.k_proj.weight", "key hidden", "attention", bias="qkv_bias"),
-    Weight("self_attn.v_proj.weight", "key hidden", "attention", bias="qkv_bias"),
-    Weight("self_attn.o_proj.weight", "hidden attended", "attention", bias="output_bias"),
-)
-_HEAD_NORMS = (
-    Weight("self_attn.q_norm.weight", "head_dim", "norm"),
-    Weight("self_attn.k_norm.weight", "head_dim", "norm"),
-)
-_LATENT_ATTENTION = (
-    Weight("self_attn.q_proj.weight", "query hidden", "attention", unless="q_rank"),
-    Weight("self_attn.q_a_proj.weight", "q_rank hidden", "attention", when="q_rank", bias="qkv_bias"),
-    Weight("self_attn.q_a_layernorm.weight", "q_rank", "norm", when="q_rank"),
-    Weight("self_attn.q_b_proj.weight", "query q_rank", "attention", when="q_rank"),
-    Weight("self_attn.kv_a_proj_with_mqa.weight", "kv_latent hidden", "attention", bias="qkv_bias"),
-    Weight("self_attn.kv_a_layernorm.weight", "kv_rank", "norm"),
-    Weight("self_attn.kv_b_proj.weight", "kv_expanded kv_rank", "attention"),
-    Weight("self_attn.o_proj.weight", "hidden attended", "attention", bias="output_bias"),
-)
-_FEED_FORWARD = (
-    Weight("mlp.gate_proj.weight", "intermediate hidden", "mlp", "dense", bias="mlp_bias"),
-    Weight("mlp.up_proj.weight", "intermediate hidden", "mlp", "dense", bias="mlp_bias"),
-    Weight("mlp.down_proj.weight", "hidden intermediate", "mlp", "dense", bias="mlp_bias"),
-)
-_ROUTED = (
-    Weight("mlp.experts.gate_up_proj", "experts expert_gate_up hidden", "experts", "moe"),
-    Weight("mlp.experts.down_proj", "experts hidden expert_intermediate", "experts", "moe"),
-    Weight("mlp.gate.weight", "experts hidden", "router", "moe"),
-)
-_SHARED = (
-    Weight("mlp.shared_experts.gate_proj.weight", "shared_intermediate hidden", "shared_experts", "moe"),
-    Weight("mlp.shared_experts.up_proj.weight", "shared_intermediate hidden", "shared_experts", "moe"),
-    Weight("mlp.shared_experts.down_proj.weight", "hidden shared_intermediate", "shared_experts", "moe"),
-)
-_DENSE_WEIGHTS = (*_GROUPED_ATTENTION, *_FEED_FORWARD, *_LAYER_NORMS)
+def _read_size(text: str) -> tuple[str, Size]:
+    """One line of [sizes]."""
+    name, _, rest = text.partition(":")
+    words, _, default = rest.partition("=")
+    keys = tuple(word for word in words.split() if word not in "?!")
+    return name, Size(keys, default.strip(), required=not {"?", "!"} & {*words.split()}, flag="!" in words)
 
 
-def _routed(*experts: str) -> dict[str, Size]:
-    """Sizes of routed experts; `experts`: the key that has their number."""
-    return {
-        "top_k": Size(("num_experts_per_tok",)),
-        "experts": Size(experts),
-        "expert_intermediate": Size(("moe_intermediate_size",)),
-    }
+def _read_weight(text: str) -> Weight:
+    """One line of [weights]."""
+    name, shape, rest = re.split(r" \[|\] ", text)
+    part, *words = rest.split()
+    options = dict(word.split("=") for word in words if "=" in word)
+    kind = next((word for word in words if "=" not in word), "all")
+    return Weight(name, shape, part, kind, *(options.get(key, "") for key in ("if", "unless", "bias")))
 
 
-def _family(
-    model_type: str,
-    name: str,
-    since: str,
-    sizes: Mapping[str, Size] = MappingProxyType({}),
-    derived: Mapping[str, Callable[[Dims], int]] = MappingProxyType({}),
-    weights: tuple[Weight, ...] = _DENSE_WEIGHTS,
-    **rest: Any,
-) -> Family:
-    """A row with what all families have; by default grouped attention and one feed-forward in each layer."""
-    causal_lm, layer = f"{name}ForCausalLM", f"{name}DecoderLayer"
-    sizes, derived = {**_EVERY, **sizes}, {**_DERIVED, **derived}
-    return Family(model_type, causal_lm, layer, sizes, derived, weights, since=since, **rest)
+def _read_families() -> dict[str, Family]:
+    table = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+    found = {}
+    for model_type, row in table["family"].items():
+        stem, lists = row.pop("class"), {key: row.pop(key).split() for key in ("sizes", "weights")}
+        sizes = [*(line for name in lists["sizes"] for line in table["sizes"][name]), *row.pop("size", ())]
+        weights = [_read_weight(line) for name in lists["weights"] for line in table["weights"][name]]
+        row["spellings"] = tuple(row.get("spellings", {}).items())
+        made = Family(model_type, f"{stem}ForCausalLM", f"{stem}DecoderLayer", dict(map(_read_size, sizes)), **row)
+        found[model_type] = replace(made, weights=tuple(weights))
+    return found
 
 
-_FAMILIES = (
-    _family(
-        "mistral4",
-        "Mistral4",
-        "5.4",
-        sizes={
-            **_BIASED,
-            "kv_heads": Size(("num_key_value_heads",), lambda d: d["heads"]),
-            "q_rank": Size(("q_lora_rank",), 0),
-            "kv_rank": Size(("kv_lora_rank",)),
-            "rope_dim": Size(("qk_rope_head_dim",)),
-            "nope_dim": Size(("qk_nope_head_dim",)),
-            "head_dim": Size((), lambda d: d["nope_dim"] + d["rope_dim"]),
-            "v_head_dim": Size(("v_head_dim",)),
-            "intermediate": Size(("intermediate_size",)),
-            **_routed("n_routed_experts", "num_local_experts"),
-            "shared_experts": Size(("n_shared_experts",)),
-            "first_dense": Size(("first_k_dense_replace",), 0, required=False, least=0),
-        },
-        derived={
-            **_EXPERT_DERIVED,
-            "kv_latent": lambda d: d["kv_rank"] + d["rope_dim"],
-            "kv_expanded": lambda d: d["heads"] * (d["nope_dim"] + d["v_head_dim"]),
-            "shared_intermediate": lambda d: d["shared_experts"] * d["expert_intermediate"],
-        },
-        weights=(*_LATENT_ATTENTION, *_ROUTED, *_SHARED, *_FEED_FORWARD, *_LAYER_NORMS),
-    ),
-    _family("mistral", "Mistral", "4.34", _DENSE),
-    _family("ministral3", "Ministral3", "5.0", {**_DENSE, **_HEAD_DIM_128}),
-    _family(
-        "llama",
-        "Llama",
-        "4.28",
-        {
-            **_DENSE,
-            **_BIASED,
-            "kv_heads": Size(("num_key_value_heads",), lambda d: d["heads"], required=False),
-            "mlp_bias": Size(("mlp_bias",), 0, required=False, flag=True),
-        },
-    ),
-    _family("qwen2", "Qwen2", "4.37", {**_DENSE, "qkv_bias": Size((), 1)}),
-    _family("qwen3", "Qwen3", "4.51", {**_DENSE, **_BIASED, **_HEAD_DIM_128}, weights=(*_DENSE_WEIGHTS, *_HEAD_NORMS)),
-    _family(
-        "mixtral",
-        "Mixtral",
-        "4.36",
-        {
-            **_GROUPED,
-            **_routed("num_local_experts", "num_experts"),
-            "expert_intermediate": Size(("intermediate_size",)),
-        },
-        _EXPERT_DERIVED,
-        (*_GROUPED_ATTENTION, *_ROUTED, *_LAYER_NORMS),
-        spellings=(("mlp.", "block_sparse_moe."),),
-        experts_on_disk={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
-    ),
-    _family(
-        "qwen3_moe",
-        "Qwen3Moe",
-        "4.51",
-        {**_GROUPED, **_BIASED, **_routed("num_experts", "num_local_experts")},
-        _EXPERT_DERIVED,
-        (*_GROUPED_ATTENTION, *_HEAD_NORMS, *_ROUTED, *_LAYER_NORMS),
-        experts_on_disk={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-        narrow_routing=True,
-        default_only={"mlp_only_layers": [], "decoder_sparse_step": 1},
-    ),
-)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
+FAMILIES: dict[str, Family] = _read_families()
