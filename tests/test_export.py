@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from windlass import cli, tiny
 from windlass.errors import RunError, UserError
-from windlass.export import export, hints, push
+from windlass.export import export, push
 from windlass.export.deltas import read_deltas
 from windlass.export.generate import generate, load_model
 from windlass.export.merge import plan_merge, write_merge
@@ -377,18 +377,6 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     assert front["base_model"] == "base"
     assert front["datasets"] == ["wiki"]
     assert "license" not in front
-
-
-def test_what_servers_do_with_each_target(cases: dict[str, Case], tmp_path: Path) -> None:
-    source = cases["published"].adapter
-    answer = hints(source, export(source, tmp_path / "out", say=silent), None)
-    vllm = {row.target: row for row in answer.rows if row.server == "vLLM"}
-    assert vllm["kv_b_proj"].unmerged == "not applied"
-    assert "48974" in vllm["kv_b_proj"].source
-    assert vllm["experts"].adapters == 4
-    assert vllm["q_a_proj"].unmerged == "applied"
-    assert "--merge" in answer.advice
-    assert "--max-lora-rank 8" in answer.commands["base and adapter"]
 
 
 def test_generate_gives_the_same_merged_and_unmerged(cases: dict[str, Case], tmp_path: Path) -> None:
@@ -761,12 +749,11 @@ def test_a_hub_that_is_not_there(made: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_commands(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = [str(made / "adapter"), "--to", str(tmp_path / "out"), "--merge", "--serve-check", "--json"]
+    run = [str(made / "adapter"), "--to", str(tmp_path / "out"), "--merge", "--json"]
     with pytest.raises(SystemExit, match="0"):
         cli.main(["export", *run])
     record = json.loads(capsys.readouterr().out)
     assert record["deviations"] == []
-    assert record["served"]["commands"]["merged model"].startswith("vllm serve")
     with pytest.raises(SystemExit, match="0"):
         cli.main(["generate", str(tmp_path / "out"), "--prompt", "import", "--tokens", "3"])
     assert read_base(tmp_path / "out").wrapper

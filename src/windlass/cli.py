@@ -600,7 +600,7 @@ def best(
     raise typer.Exit(code)
 
 
-@command(AFTER, "export run --to my-adapter --serve-check", "export run --to my-model --merge --dtype bf16")
+@command(AFTER, "export run --to my-adapter", "export run --to my-model --merge --dtype bf16")
 def export(
     source: Annotated[Path, arg("RUN_DIR|CHECKPOINT", "A run folder, or a folder with an adapter.")],
     to: Annotated[Path, opt("--to", "DIR", "Folder to write to.")],
@@ -610,7 +610,6 @@ def export(
     base_name: Annotated[str | None, opt("--base-name", "NAME", "Name of the base model in the model card.")] = None,
     model_class: Annotated[str | None, opt("--for", "CLASS", "Model class that opens it, if the base has two.")] = None,
     workers: Annotated[int | None, opt("--workers", "N", "Write N files at a time.", min=1)] = None,
-    serve_check: Annotated[bool, flag("--serve-check", "Print which servers load it, and how to start one.")] = False,
     push: Annotated[str | None, opt("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
@@ -635,12 +634,9 @@ def export(
         say=screen.say,
         progress=screen.progress,
     )
-    served = exporting.hints(source, made, base) if serve_check else None
-    if served and not as_json:
-        screen.show_hints(served)
     address = exporting.push(to, push, say=screen.say) if push else None
     if as_json:
-        write_json({**made.record, "served": asdict(served) if served else None, "pushed": address})
+        write_json({**made.record, "pushed": address})
     else:
         print(to)
 

@@ -9,13 +9,14 @@ import platform
 import re
 import socket
 import struct
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import UserError
 from windlass.rates import KINDS, Collective, Points, Rates
 
 GIB = 2**30
@@ -28,7 +29,6 @@ class Gpu:
     bf16_tflops: float  # dense peak
     achieved_tflops: float  # what its largest products sustain, for estimates
     memory_gb_per_second: float  # achieved
-    source: str
     link: str = "nvlink4"  # fabric between such GPUs of one node
     host_link: str = "pcie5"
 
@@ -37,7 +37,6 @@ class Gpu:
 class Fabric:
     name: str
     gb_per_second: float  # achieved, per GPU and direction
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,85 +64,23 @@ ACHIEVED_SHARE, AMPERE_SHARE = 0.7, 0.8
 MEMORY_SHARE = 0.9
 
 
-def _gpu(name: str, mib: int, tflops: float, tb_per_second: float, link: str, host_link: str, sheet: str) -> Gpu:
-    """One row. `mib` is what nvidia-smi (or rocm-smi) reports as total, which is what a process can hope for."""
+def _read_gpu(name: str, row: Mapping[str, Any]) -> Gpu:
     share = AMPERE_SHARE if name.startswith("a1") else ACHIEVED_SHARE
-    source = (
-        f"memory: {mib} MiB as the driver reports it; peak and memory rate: {sheet}; "
-        f"sustained: {share:.0%} of the dense peak, {MEMORY_SHARE:.0%} of the memory rate"
-    )
-    rate = tb_per_second * 1000 * MEMORY_SHARE
-    return Gpu(name, mib / 1024, tflops, tflops * share, rate, source, link, host_link)
+    rate = row["tb_per_second"] * 1000 * MEMORY_SHARE
+    return Gpu(name, row["mib"] / 1024, row["tflops"], row["tflops"] * share, rate, row["link"], row["host_link"])
 
 
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("h200", 143771, 989, 4.8, "nvlink4", "pcie5", "NVIDIA H200 data sheet, SXM"),
-        _gpu("h200-nvl", 143771, 836, 4.8, "nvlink4", "pcie5", "NVIDIA H200 data sheet, NVL"),
-        _gpu("h100", 81559, 989, 3.35, "nvlink4", "pcie5", "NVIDIA H100 data sheet, SXM"),
-        _gpu("h100-nvl", 95830, 835, 3.9, "nvlink4", "pcie5", "NVIDIA H100 data sheet, NVL"),
-        _gpu("h100-pcie", 81559, 756, 2.0, "pcie5", "pcie5", "NVIDIA H100 data sheet, PCIe"),
-        _gpu("a100-80gb", 81920, 312, 2.039, "nvlink3", "pcie4", "NVIDIA A100 data sheet, SXM"),
-        _gpu("a100-40gb", 40960, 312, 1.555, "nvlink3", "pcie4", "NVIDIA A100 data sheet, SXM"),
-        _gpu("b200", 183359, 2250, 8.0, "nvlink5", "pcie5", "NVIDIA DGX B200 data sheet, per GPU"),
-        _gpu("l40s", 46068, 362, 0.864, "pcie4", "pcie4", "NVIDIA L40S data sheet"),
-        _gpu("l4", 23034, 121, 0.3, "pcie4", "pcie4", "NVIDIA L4 data sheet"),
-        _gpu("a10", 23028, 125, 0.6, "pcie4", "pcie4", "NVIDIA A10 data sheet"),
-        _gpu("mi300x", 196592, 1307, 5.3, "xgmi", "pcie5", "AMD Instinct MI300X data sheet"),
-    )
-}
-_ROUND = "a round figure for two CPU cores; memory: what this machine has"
-GPUS["cpu"] = Gpu("cpu", 16.0, 0.1, 0.03, 10.0, _ROUND, "loopback", "memory")
-
-
-def _by_alias(aliases: dict[str, str]) -> dict[str, str]:
-    return {alias: name for name, words in aliases.items() for alias in words.split()}
-
-
-ALIASES = _by_alias(
-    {
-        "h200": "h200-sxm h200-sxm5 h200-141gb",
-        "h100": "h100-sxm h100-sxm5 h100-80gb h100-80gb-hbm3",
-        "h100-nvl": "h100-94gb",
-        "a100-80gb": "a100 a100-sxm4-80gb a100-80",
-        "a100-40gb": "a100-sxm4-40gb a100-40",
-        "b200": "b200-180gb gb200",
-        "mi300x": "mi300",
-        "cpu": "none",
-    }
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ALIASES, FABRIC_ALIASES = (
+    {alias: name for name, row in _TABLE[kind].items() for alias in row.get("names", "").split()}
+    for kind in ("gpus", "fabrics")
 )
+FABRICS = {name: Fabric(name, row["gb"]) for name, row in _TABLE["fabrics"].items()}
+GPUS = {name: _read_gpu(name, row) for name, row in _TABLE["gpus"].items()}
+# A round figure for two CPU cores; memory: what this machine has.
+GPUS["cpu"] = Gpu("cpu", 16.0, 0.1, 0.03, 10.0, "loopback", "memory")
+ALIASES["none"] = "cpu"
 
-_NETWORK = "line rate x 0.9, what NCCL's all-gather reaches on InfiniBand with RDMA"
-_TCP = "line rate x 0.8, TCP sockets without RDMA"
-FABRICS: dict[str, Fabric] = {
-    fabric.name: fabric
-    for fabric in (
-        Fabric("nvlink3", 240.0, "300 GB/s a direction (A100 data sheet) x 0.8"),
-        Fabric("nvlink4", 360.0, "450 GB/s a direction (H100 data sheet) x 0.8"),
-        Fabric("nvlink5", 720.0, "900 GB/s a direction (B200 data sheet) x 0.8"),
-        Fabric("xgmi", 310.0, "448 GB/s a direction (MI300X data sheet) x 0.7"),
-        Fabric("pcie4", 25.0, "31.5 GB/s for 16 lanes x 0.8"),
-        Fabric("pcie5", 49.5, "63 GB/s for 16 lanes x 0.8"),
-        *(Fabric(f"infiniband-{gigabits}", gigabits * 0.9 / 8, _NETWORK) for gigabits in (100, 200, 400, 800)),
-        *(Fabric(f"roce-{gigabits}", gigabits * 0.9 / 8, _NETWORK) for gigabits in (100, 200, 400)),
-        *(Fabric(f"ethernet-{gigabits}", gigabits * 0.8 / 8, _TCP) for gigabits in (10, 25, 100)),
-        Fabric("loopback", 1.0, "gloo between two processes of one machine, order of magnitude"),
-        Fabric("memory", 10.0, "copies within host memory, order of magnitude"),
-    )
-}
-FABRIC_ALIASES = _by_alias(
-    {
-        "nvlink4": "nvlink",
-        "pcie5": "pcie",
-        "infiniband-100": "ib-100",
-        "infiniband-200": "ib-200 hdr",
-        "infiniband-400": "infiniband ib ib-400 ndr",
-        "infiniband-800": "xdr",
-        "roce-400": "roce",
-        "ethernet-25": "ethernet",
-    }
-)
 # Host time: a launch takes about 5 us, and autograd and the dispatcher as much again; a module's call in Python, with
 # hooks and adapters, several times that. Collectives: 20-40 us through PyTorch for small ones (NCCL on NVLink 10-16).
 OPERATOR, MODULE, SYNC, LATENCY = 8e-6, 20e-6, 50e-6, 25e-6
@@ -195,13 +132,13 @@ def data_sheet_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric,
 
 
 FIGURES = ("name", "memory_gib", "bf16_tflops", "memory_gb_per_second")
-SUSTAINED = "achieved_tflops"  # may be given besides
 
 
 def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
-    """The table's row, or one built from given figures. An unknown name asks for them."""
+    """The table's row, or one built from the run file's figures. An unknown name asks for them."""
     if isinstance(name, Mapping):
-        return _given_gpu(name, where)
+        gib, peak, rate = (float(name[key]) for key in FIGURES[1:])
+        return Gpu(name["name"], gib, peak, name.get("achieved_tflops", peak * ACHIEVED_SHARE), rate * MEMORY_SHARE)
     key = re.sub(r"[\s_/]+", "-", name.strip().lower())
     key = re.sub(r"^(nvidia|amd|instinct|tesla)-", "", re.sub(r"^(nvidia|amd)-(?=instinct)", "", key))
     figures = ", ".join(f"{figure}: …" for figure in FIGURES)
@@ -212,7 +149,7 @@ def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
 def fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fabric:
     """The table's row by name or alias, or one built from given figures."""
     if isinstance(name, Mapping):
-        return Fabric(str(name["name"]), float(name["gb_per_second"]), "given in the run file")
+        return Fabric(str(name["name"]), float(name["gb_per_second"]))
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     key = FABRIC_ALIASES.get(key, key)
     return FABRICS[_find("fabric", name, key, [*FABRICS, *FABRIC_ALIASES], "{name: …, gb_per_second: …}", where)]
@@ -224,28 +161,6 @@ def _find(what: str, name: str, key: str, known: list[str], figures: str, where:
     close = difflib.get_close_matches(key, known, 3, 0.4)
     nearest = "nearest: " + ", ".join(close) if close else "known: " + ", ".join(known)
     raise UserError(f"the {what} {name!r} is not in the table", where, f"{nearest}; or give its figures: {figures}")
-
-
-def _given_gpu(figures: Mapping[str, Any], where: str) -> Gpu:
-    known = f"known: {', '.join(FIGURES)}"
-    problems = [
-        Problem(f"{key!r} is not a figure of a GPU", f"{where}.{key}", known)
-        for key in figures
-        if key not in (*FIGURES, SUSTAINED)
-    ]
-    name = figures.get("name")
-    if not isinstance(name, str) or not name.strip():
-        problems.append(Problem("name is missing", f"{where}.name", "what to call this GPU in the plan"))
-    for key in FIGURES[1:]:
-        value = figures.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-            problem = f"{key} is missing" if value is None else f"{key} is {value!r}"
-            problems.append(Problem(problem, f"{where}.{key}", "a positive number, from the GPU's data sheet"))
-    raise_all(problems)
-    gib, peak, rate = (float(figures[key]) for key in FIGURES[1:])
-    sustained = float(figures.get(SUSTAINED) or peak * ACHIEVED_SHARE)
-    source = f"given in the run file; sustained: {sustained:,.0f} TFLOP/s, {MEMORY_SHARE:.0%} of the memory rate"
-    return Gpu(str(name), gib, peak, sustained, rate * MEMORY_SHARE, source)
 
 
 @dataclass(frozen=True, slots=True)

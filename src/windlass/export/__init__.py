@@ -20,7 +20,7 @@ from windlass.export.card import write_card
 from windlass.export.deltas import read_deltas
 from windlass.export.merge import BF16, COPIED, OWN, Advance, plan_merge, write_merge
 from windlass.export.proof import GIB, compare_logits, prove_files
-from windlass.export.serve import ServeHints, push, serve_hints
+from windlass.export.push import push
 from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
 from windlass.files import read_json, write_json
 from windlass.model import Base
@@ -37,7 +37,7 @@ from windlass.train.same_base import (
 )
 from windlass.train.wrapped import inner_name, outer_name, rename_config, rename_keys
 
-__all__ = ["Exported", "export", "hints", "push"]
+__all__ = ["Exported", "export", "push"]
 
 ADAPTER, MERGED, RECORD = "adapter", "merged", "export.json"
 DTYPES: Final = {BF16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -281,10 +281,3 @@ def _merge(
         )
     digests = {"base_digest": digest or None, "other_base": other_base, "base_quantisation": quantisation or None}
     return {"dtype": plan.dtype, **digests, **asdict(proof)}
-
-
-def hints(path: Path, made: Exported, base: str | None) -> ServeHints:
-    """What servers do with what was exported."""
-    source = choose_adapter(path)
-    base_here = local_base(source, base)
-    return serve_hints(source, base_here, made.folder, base_name=made.base, merged=made.kind == MERGED)

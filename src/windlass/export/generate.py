@@ -98,7 +98,7 @@ def choose_base_dtype(base: Base, folder: Path) -> str:
         if needed <= SHARE_OF_MEMORY * free:
             return dtype
     problem = f"the model needs {min(stored, 2 * base.total) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
-    hint = "serve it where it fits: windlass export --serve-check prints the command line"
+    hint = "generate where it fits, or on more GPUs with a server such as vLLM"
     raise UserError(problem, str(folder), hint)
 
 

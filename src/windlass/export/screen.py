@@ -1,4 +1,4 @@
-"""Export's messages and progress on stderr, and the table of what servers do."""
+"""Export's messages and progress on stderr."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from threading import Lock
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from windlass.export.merge import Advance
-from windlass.export.serve import ServeHints
 
 LOG_SECONDS = 30  # between lines in a log
 
@@ -46,16 +43,3 @@ def progress(stage: str, size: int) -> Iterator[Advance]:
                 say(f"{stage:<9} {done / size:.0%} at {rate / 2**20:,.0f} MiB/s, {left:.0f} min left")
 
     yield advance
-
-
-def show_hints(hints: ServeHints) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("server", "target", "adapters", "unmerged", "source"):
-        table.add_column(heading, overflow="fold")
-    for row in hints.rows:
-        table.add_row(*map(str, astuple(row)))
-    console = Console()
-    console.print(table)
-    console.print(hints.advice, soft_wrap=True)
-    for what, command in hints.commands.items():
-        print(f"# {what}\n{command}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +18,7 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
-from windlass.observe.reader import NAN, JoinedSteps, Tail, ask, known, listed, median, number
-from windlass.observe.verdict import concerns
+from windlass.observe.reader import JoinedSteps, Tail, ask, known, number
 from windlass.observe.watch.detectors import BY_KIND
 from windlass.observe.watch.heartbeat import read_beats
 
@@ -52,11 +51,6 @@ class View:
         self.evaluation = ""
         self.curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         self.seconds: deque[float] = deque(maxlen=20)
-        self.max_grad_norm = self.planned_seconds = self.planned_gib = NAN  # the plan's are those for GPUs
-        self.steps = self.norms = self.clipped = 0
-        self.step_seconds: list[float] = []
-        self.busiest: list[list[float]] = []
-        self.peak_gib = NAN
         self.beats: dict[int, dict[str, Any]] = {}
         self.state = ""
 
@@ -66,12 +60,7 @@ class View:
             if not isinstance(ranks, int) or not 0 < ranks <= 1 << 20:
                 ranks = len(run_folder.step_files(self.folder))
             self.joined = JoinedSteps(self.folder, ranks)
-            manifest, plan = run_folder.read_manifest(self.folder), read_json(self.folder / run_folder.PLAN)
-            self.max_grad_norm = number(ask(ask(ask(manifest, "run"), "train"), "max_grad_norm"))
-            self.planned_seconds = number(ask(ask(plan, "estimate"), "step_seconds"))
-            self.planned_gib = number(ask(ask(plan, "memory"), "gpu_gib"))
         for _, records in self.joined.new():
-            self._count(records)
             for name, curve in self.curves.items():
                 if abs(found := number(records[0].get(name))) < HUGE:
                     curve.append(found)
@@ -86,34 +75,6 @@ class View:
                 self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {value(event, 'step'):.0f}"
         self.beats = read_beats(self.folder)
         self.state = str(run_folder.read_manifest(self.folder).get("state") or "unknown")
-
-    def _count(self, records: Mapping[int, Mapping[str, Any]]) -> None:
-        """For what is judged over the whole run; of long runs every second step, every fourth …"""
-        self.steps += 1
-        norm = number(records[0].get("grad_norm"))
-        self.norms += norm == norm
-        self.clipped += norm > self.max_grad_norm > 0
-        self.step_seconds.append(number(records[0].get("step_seconds")))
-        if layers := listed(ask(records[0].get("experts"), "busiest")):
-            self.busiest.append(list(map(number, layers)))
-        for samples in (self.step_seconds, self.busiest):
-            if len(samples) > MAX_POINTS:
-                del samples[::2]
-        self.peak_gib = max(
-            known([self.peak_gib, *(number(r.get("gpu_peak_gib")) for r in records.values())]), default=NAN
-        )
-
-    def concerns(self) -> list[str]:
-        """The same as in the report's verdict."""
-        on_gpu = self.peak_gib == self.peak_gib
-        return concerns(
-            self.steps,
-            self.clipped / self.norms if self.norms and self.max_grad_norm > 0 else NAN,
-            self.max_grad_norm,
-            self.busiest,
-            step_seconds=(self.planned_seconds if on_gpu else NAN, median(self.step_seconds)),
-            peak_gib=(self.planned_gib, self.peak_gib),
-        )
 
     @property
     def over(self) -> bool:
@@ -165,7 +126,6 @@ class View:
             table.add_row(*map(Text, cells))
         lines.append(table)
 
-        lines += [Text(concern, style="yellow") for concern in self.concerns()]
         if not self.alarm_count:
             return Group(*lines, Text("no alarm", style="green"))
         lines.append(Text(f"{self.alarm_count} alarm{'s' if self.alarm_count > 1 else ''}", style="bold"))

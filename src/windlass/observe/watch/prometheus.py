@@ -18,10 +18,10 @@ ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 def exposition(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mapping[str, int]) -> str:
     """`windlass_FIELD{run,rank}` for every field of the step files that is a number, and `windlass_alarms_total`."""
     counted = {name for record in latest.values() for name in steps.counted(steps.unit(record))}
-    fields = steps.FIELDS | dict.fromkeys(sorted(counted - steps.FIELDS.keys()), ("", "as the script's meter counts"))
+    own = {name: ["", "as the script's meter counts"] for name in sorted(counted - steps.FIELDS.keys())}
     named = f'run="{run.translate(ESCAPES)}"'
     lines = []
-    for field, (unit, meaning) in fields.items():
+    for field, (unit, meaning) in (steps.FIELDS | own).items():
         found = {rank: record[field] for rank, record in latest.items() if type(record.get(field)) in (int, float)}
         if found:
             lines.append(f"# HELP windlass_{field} {meaning}{f' ({unit})' if unit else ''}")
