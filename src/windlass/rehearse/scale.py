@@ -30,7 +30,7 @@ OTHER_NETWORK = ("NCCL_", "GLOO_", "MASTER_", "UCX_")  # variables that name ano
 # Ids of the stand-in tokenizer, which has Mistral's order: tiny.SPECIAL.
 STAND_IN_IDS = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
 STAND_IN_VOCAB = 1024
-WIDTH, WIDTH_OF_BLOCKS = 64, 256  # FP8 with a scale a block: two blocks in each direction
+WIDTH_OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}  # FP8, a scale a block
 USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' own, where config.json says none; and for what width
 
 
@@ -80,65 +80,21 @@ def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[st
     experts_over: ranks that must divide the experts. vocab: rows of the embedding, which are the model's own where its
     tokenizer is used; None: those of the stand-in.
     """
-    config, dims = dict(base.config), base.dims
-    if base.family.model_type in FAMILIES:
-        config = _shrink_by_row(base, experts_over, vocab or STAND_IN_VOCAB)
-    else:
-        count = experts_over * math.ceil(8 / experts_over)
-        config = shrink(config, layers=min(4, dims["layers"]), experts=count, vocab=vocab or STAND_IN_VOCAB)
+    own = base.config
+    unit = math.lcm(experts_over, 4 if own.get("n_group") else 1)
+    # The usual families have one kind of layer, or two; others keep every kind that four can have.
+    layers = min(2 if base.family.model_type in FAMILIES else 4, base.dims["layers"])
+    config = shrink(own, layers=layers, experts=unit * math.ceil(8 / unit), vocab=vocab or STAND_IN_VOCAB)
+    if (base.quantization or {}).get("weight_block_size"):  # two blocks in each direction
+        config |= {key: min(width, own[key]) for key, width in WIDTH_OF_BLOCKS.items() if key in own}
     hidden = int(config.get("hidden_size") or config["n_embd"])
     # Products of narrower matrices have a smaller spread: without this every answer would be the same. Much above it,
     # 16-bit rounding decides which expert a token visits, and a merged model answers otherwise than it should.
-    deviation = float(config.get("initializer_range") or USUAL_DEVIATION) * math.sqrt(dims["hidden"] / hidden)
+    deviation = float(config.get("initializer_range") or USUAL_DEVIATION) * math.sqrt(base.dims["hidden"] / hidden)
     config["initializer_range"] = min(deviation, USUAL_DEVIATION * math.sqrt(USUAL_HIDDEN / hidden))
     dropped = {"architectures", "quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
     config |= dict.fromkeys(dropped & config.keys())
     return config if vocab else config | STAND_IN_IDS
-
-
-def _shrink_by_row(base: Base, experts_over: int, vocab: int) -> dict[str, Any]:
-    """The sizes that the family's row knows, and the keys that go with them."""
-    config, dims = dict(base.config), dict(base.dims)
-    blocks = bool((base.quantization or {}).get("weight_block_size"))
-    # Two layers, and as many as it takes for every kind of layer to be there.
-    kinds = len(set(config.get("layer_types") or ()))
-    heads = min(4, dims["heads"])
-    shared = heads if dims["kv_heads"] == dims["heads"] else 1 if dims["kv_heads"] == 1 else max(1, heads // 2)
-    new = {
-        "hidden": min(dims["hidden"], WIDTH_OF_BLOCKS if blocks else WIDTH),
-        "vocab": vocab,
-        "layers": min(dims["layers"], max(2, kinds)),
-        "heads": heads,
-        "kv_heads": shared,  # whether keys are shared by some, all or no queries stays
-        "head_dim": 16,
-    }
-    for name, width in (("intermediate", 256 if blocks else 128), ("expert_intermediate", 128 if blocks else 32)):
-        if name in dims:
-            new[name] = min(width, dims[name])
-    if "kv_rank" in dims:  # latent attention's parts of a head keep their ratios: positions are rotated by it
-        parts = {name: dims[name] for name in ("rope_dim", "nope_dim", "v_head_dim")}
-        new |= {name: 8 * value // min(parts.values()) // 2 * 2 for name, value in parts.items()}
-        new |= {"kv_rank": 16, "q_rank": 32 if dims.get("q_rank") else 0}
-    if "experts" in dims:  # that the ranks divide, in groups as they were, enough to choose from
-        unit = math.lcm(experts_over, 2 * int(config.get("n_group") or 1))
-        wanted = max(min(8, dims["experts"]), min(2 * dims["top_k"], dims["experts"]))
-        new["experts"] = unit * math.ceil(wanted / unit)
-        new |= {"top_k": min(dims["top_k"], new["experts"]), "first_dense": min(1, dims.get("first_dense", 0))}
-    for name, value in new.items():
-        size = base.family.sizes.get(name)
-        for key in size.keys if size else ():
-            if config.get(key) is not None:
-                config[key] = value
-
-    # Keys beside the sizes that must go with them.
-    for key, value in config.items():
-        if isinstance(value, list) and len(value) == dims["layers"]:  # an entry for each layer
-            distinct = list({str(one): one for one in value}.values())
-            config[key] = [distinct[i % len(distinct)] for i in range(new["layers"])]
-    for key in ("head_dim", "qk_head_dim") if "kv_rank" in dims else ():
-        if config.get(key):
-            config[key] = new["rope_dim"] + new["nope_dim"]
-    return config
 
 
 @dataclass(frozen=True, slots=True)
