@@ -33,7 +33,7 @@ from windlass.model import targets as adapters
 from windlass.model.family import FAMILIES, Family
 from windlass.plan import work
 from windlass.plan.layout import Layout
-from windlass.plan.operators import COUNTED, FEATURES, features
+from windlass.plan.operators import COUNTED, features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import parallel
@@ -161,18 +161,19 @@ def count_layer(family: Family, sizes: tuple[int, ...], dense: bool) -> tuple[di
 def count_family(family: Family, dense: bool = False) -> dict[str, Any]:
     """Of one layer: by phase, what a layer and each adapter in it dispatch, and coefficients of bytes a token."""
     counted = [count_layer(family, sizes, dense) for sizes in SIZES]
-    matrix = np.array([[row[name] for name in FEATURES] for row, _ in counted])
+    every = tuple(counted[0][0])
+    matrix = np.array([[row[name] for name in every] for row, _ in counted])
     table: dict[str, Any] = {phase: {} for phase in PHASES}
     for phase, what in itertools.product(PHASES, COUNTS):
         values = [found[f"{phase} {what}"] for _, found in counted]
-        table[phase][what] = solve(matrix, values, FEATURES if what == "bytes" else COUNTED)
+        table[phase][what] = solve(matrix, values, every, every if what == "bytes" else COUNTED)
     return table
 
 
-def solve(matrix: Any, values: list[float], names: tuple[str, ...]) -> dict[str, float]:
+def solve(matrix: Any, values: list[float], every: tuple[str, ...], names: tuple[str, ...]) -> dict[str, float]:
     """Least squares without negative coefficients; what is not linear after all is an error."""
     used = [name for name in names if names is COUNTED or name not in COUNTED]
-    matrix, target = matrix[:, [FEATURES.index(name) for name in used]], np.array(values)
+    matrix, target = matrix[:, [every.index(name) for name in used]], np.array(values)
     active = [True] * len(used)
     while True:
         chosen = np.flatnonzero(active)

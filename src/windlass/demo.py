@@ -8,49 +8,6 @@ from pathlib import Path
 
 from windlass.errors import UserError
 
-RUN = """\
-# A tiny Mistral 4 in the published layout (multimodal wrapper, FP8 experts), trained on two ranks of this machine.
-name: demo
-
-model:
-  model_name_or_path: {model}
-
-lora:
-  r: 8
-  lora_alpha: 16
-  lora_dropout: 0.0
-  target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-
-data:
-  dataset_name_or_path: {data}
-  dataset_config_name: null
-  text_field: text
-  train_split: train
-  val_split: validation
-  max_length: 128
-  packing: true
-
-train:
-  output_dir: {output}
-  max_steps: 60
-  per_device_train_batch_size: 4
-  per_device_eval_batch_size: 4
-  gradient_accumulation_steps: 1
-  learning_rate: 0.003
-  warmup_ratio: 0.05
-  bf16: false
-  logging_steps: 5
-  eval_steps: 20
-  save_steps: 20
-
-layout: full-shard
-
-cluster:
-  nodes: 1
-  gpus_per_node: 2
-  gpu: cpu
-"""
-
 
 def make(directory: Path) -> Path:
     """Write `model/`, `data/` and `run.yaml` into `directory`; returns the run file. Nothing there is overwritten."""
@@ -72,7 +29,8 @@ def make(directory: Path) -> Path:
         for split, lines in splits.items():
             (directory / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         places = {"model": directory / "model", "data": directory / "data", "output": directory / "run"}
-        filled = RUN.format(**{name: json.dumps(str(path)) for name, path in places.items()})
+        text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+        filled = text.format(**{name: json.dumps(str(path)) for name, path in places.items()})
         run.write_text(filled, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", str(directory), "give another --dir") from None

@@ -126,7 +126,6 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
         **{key: found[key] for key in ("isolates", "logits", "expert_parallel", "expert_adapters")},
         peft_takes=frozenset(found["peft_takes"]),
         ignored=tuple(found["ignored"]),
-        derived_by=found["transformers"],
     )
     return Base(
         name=name,

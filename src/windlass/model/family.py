@@ -81,7 +81,6 @@ class Family:
     expert_adapters: bool = True  # whether its experts are of a form that adapters are written for
     peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT takes for routed experts
     ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers leaves aside
-    derived_by: str = ""  # the version of transformers that described it; empty: a row below
 
     @property
     def layers(self) -> tuple[str, ...]:

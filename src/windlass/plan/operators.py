@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,30 +14,13 @@ from windlass.plan.work import Layer, Shape
 # A view costs the host so much of what an operator costs that launches something.
 VIEW = 0.3
 
-# What the operators of a layer are counted by, and what its bytes are linear in.
+# What the operators of a layer are counted by; its bytes are linear in all features.
 COUNTED = ("layer", "adapters", "expert_adapters")
-FEATURES = (
-    *COUNTED,
-    "hidden",
-    "norms",
-    "query",
-    "key",
-    "attended",
-    "mlp",
-    "routed_hidden",
-    "routed_width",
-    "experts",
-    "adapted_in",
-    "adapted_out",
-    "adapted_r",
-    "routed_in",
-    "routed_out",
-)
 ADAPTED = ("adapted_in", "adapted_out", "adapted_r")
 
 
 def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
-    """Of one layer, by the names of FEATURES."""
+    """Of one layer."""
     plain, stacks = layer.plain_lora, layer.expert_lora
     return {
         "layer": 1.0,
@@ -82,7 +66,7 @@ def dispatched(shape: Shape, layer: Layer, phase: str) -> Dispatched:
     row = rows.get(name, rows["mixtral" if layer.experts else "qwen3"])[phase]
     size = features(layer, shape.hidden, shape.top_k)
 
-    def of(what: str, names: tuple[str, ...] = FEATURES) -> float:
+    def of(what: str, names: Collection[str] = size) -> float:
         return float(sum(size[name] * value for name, value in row[what].items() if name in names))
 
     adapters = of("bytes", ADAPTED)

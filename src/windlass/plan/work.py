@@ -136,7 +136,6 @@ class Shape:
     vocab: int
     heads: int
     top_k: int
-    tied: bool
     embedding: Count
     # The group that stays gathered from the end of the forward to the start of the backward: final norm and head.
     # transformers' plans name both `keep_full_weight`; a tied head is the embedding.
@@ -233,7 +232,6 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
         vocab=vocab,
         heads=base.dims.get("heads", 1),
         top_k=top_k,
-        tied=tied,
         embedding=count([embedding], names),
         tail=count(tail, names),
         rest=rest,
