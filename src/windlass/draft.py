@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,22 +27,24 @@ MOST_SEQUENCES: Final = 128  # of an optimizer step
 MOST_EPOCHS: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
 class Draft:
-    """The settings by section, each with its reason, and warnings."""
+    """Settings by key, each with its reason, and warnings."""
 
-    settings: dict[str, tuple[Any, str]]
-    warnings: tuple[str, ...] = ()
-
-    def with_settings(self, **changes: tuple[Any, str]) -> Draft:
-        return replace(self, settings={**self.settings, **{key.replace("__", "."): v for key, v in changes.items()}})
+    def __init__(self, settings: dict[str, tuple[Any, str]]) -> None:
+        self.settings, self.warnings = settings, list[str]()
 
     @property
     def text(self) -> str:
-        settings = {key: value for key, (value, _) in self.settings.items()}
-        return text_of(
-            settings, {key: why for key, (_, why) in self.settings.items()}, "Next step: windlass plan run.yaml"
-        )
+        values, reasons = ({key: each[i] for key, each in self.settings.items()} for i in (0, 1))
+        return text_of(values, reasons, "Next step: windlass plan run.yaml")
+
+    def load(self, **changes: Any) -> Loaded:
+        """As a run file that is read, with other values under the same keys."""
+        changed = Draft(self.settings | {key.replace("__", "."): (value, "") for key, value in changes.items()})
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "run.yaml"
+            path.write_text(changed.text, encoding="utf-8")
+            return read(path)
 
 
 def draft(model: str, data: str, gpus: str | None, say: Callable[[str], None]) -> Draft:
@@ -91,10 +93,12 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None]) 
         }
     )
     if nodes > 1:
-        made = made.with_settings(cluster__network=("infiniband-400", "between nodes: put in what you have"))
+        made.settings["cluster.network"] = ("infiniband-400", "between nodes: put in what you have")
     if gpu == "cpu":
-        made = made.with_settings(model__torch_dtype=("float32", "CPUs compute in it"))
-    return _fit(_follow_data(made, base, say))
+        made.settings["model.torch_dtype"] = ("float32", "CPUs compute in it")
+    _follow_data(made, base, say)
+    _fit(made)
+    return made
 
 
 def _machines(gpus: str | None) -> tuple[int, int, str]:
@@ -109,41 +113,38 @@ def _machines(gpus: str | None) -> tuple[int, int, str]:
     return nodes, per_node, "cpu" if name == "cpu" else hardware.gpu(name, "--gpus").name
 
 
-def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> Draft:
+def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
     """Length, batch and epochs from how long the rows are and how many there are."""
     lengths, rows = _sample(made, base, say)
     longest, why = UNKNOWN, "how long rows are is not known: see `windlass data run.yaml`"
     if len(lengths) > 1:
-        longest = _round_up(min(LONGEST, max(SHORTEST, _percentile(lengths, COVERED))), 256)
+        covered = sorted(lengths)[math.ceil(len(lengths) * COVERED / 100) - 1]
+        longest = -(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256
         share = sum(length <= longest for length in lengths) / len(lengths)
         why = f"{share:.1%} of the rows fit uncut, by the first {len(lengths):,}"
-    made = made.with_settings(data__max_length=(longest, why))
+    made.settings["data.max_length"] = (longest, why)
     if rows is None or not lengths:
-        return replace(
-            made, warnings=(*made.warnings, "the rows can't be counted: set train.global_batch_size yourself")
-        )
+        made.warnings.append("the rows can't be counted: set train.global_batch_size yourself")
+        return
     mean = sum(min(length, longest) for length in lengths) / len(lengths)
     sequences = max(1, math.ceil(rows * 0.98 * mean / longest))
     ranks = made.settings["cluster.nodes"][0] * made.settings["cluster.gpus_per_node"][0]
     epochs = min(MOST_EPOCHS, max(1, math.ceil(FEW_STEPS * 2 * ranks / sequences)))
     batch = min(MOST_SEQUENCES, max(ranks, epochs * sequences // MANY_STEPS)) // ranks * ranks or ranks
     steps = max(1, epochs * sequences // batch)
-    every = max(1, steps // 10)
-    made = made.with_settings(
-        train__num_train_epochs=(epochs, f"{steps} optimizer steps of about {batch * longest:,} tokens"),
-        train__global_batch_size=(batch, "sequences per optimizer step, over all GPUs"),
-        train__eval_steps=(every, ""),
-        train__save_steps=(every, ""),
-    )
+    made.settings |= {
+        "train.num_train_epochs": (epochs, f"{steps} optimizer steps of about {batch * longest:,} tokens"),
+        "train.global_batch_size": (batch, "sequences per optimizer step, over all GPUs"),
+        **dict.fromkeys(("train.eval_steps", "train.save_steps"), (max(1, steps // 10), "")),
+    }
     if steps < FEW_STEPS:
         warning = f"{rows:,} rows make only {steps} optimizer steps: an adapter hardly learns in fewer than {FEW_STEPS}"
-        made = replace(made, warnings=(*made.warnings, warning))
-    return made
+        made.warnings.append(warning)
 
 
 def _sample(made: Draft, base: Any, say: Callable[[str], None]) -> tuple[list[int], int | None]:
     """The lengths of the first rows in tokens, and how many rows there are."""
-    loaded = _read(made)
+    loaded = made.load()
     split = loaded.run.data.train_split
     rows = count_rows(loaded.run.data, split, loaded.where)
     if base.path is None:
@@ -154,55 +155,29 @@ def _sample(made: Draft, base: Any, say: Callable[[str], None]) -> tuple[list[in
         return [], rows.count
     audits: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
-        sampled = made.with_settings(
-            train__output_dir=(folder, ""),
-            data__train_split=(f"{split}[:{SAMPLED}]", ""),
-            data__val_fraction=(None, ""),
-            data__packing=(False, ""),
-            train__eval_strategy=("no", ""),
-        )
-        audit_data(_read(sampled), say=lambda _: None, audited=audits.append)
+        sampled = {"data__train_split": f"{split}[:{SAMPLED}]", "data__val_fraction": None, "data__packing": False}
+        loaded = made.load(train__output_dir=folder, train__eval_strategy="no", **sampled)
+        audit_data(loaded, say=lambda _: None, audited=audits.append)
     found = audits[0]["splits"]["train"]
     say(f"{found['documents']:,} rows tokenized, {found['lengths'].get('mean', 0):.0f} tokens each on average")
-    return _spread(found), rows.count
-
-
-def _spread(found: dict[str, Any]) -> list[int]:
-    """Lengths that are distributed as the audit's histogram: evenly within each of its bins."""
-    most, lengths = found["lengths"]["most"], []
-    for low, high, count in found["histogram"]:
+    most, lengths = found["lengths"]["most"], list[int]()
+    for low, high, count in found["histogram"]:  # spread evenly within each of its bins
         high = min(high, most)
         lengths += [low + (high - low) * (i + 1) // count for i in range(count)]
-    return lengths
+    return lengths, rows.count
 
 
-def _percentile(values: Sequence[int], percent: float) -> int:
-    return sorted(values)[min(len(values) - 1, math.ceil(len(values) * percent / 100) - 1)]
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
-def _fit(made: Draft) -> Draft:
+def _fit(made: Draft) -> None:
     """Recompute activations only if the run doesn't fit otherwise, and pack only where rows can't see each other."""
     try:
-        plan = planning.make(_read(made))
+        plan = planning.make(made.load())
     except UserError as error:
         if not any("packing" in problem.where for problem in error.problems):
             raise
-        made = made.with_settings(data__packing=(False, error.problems[0].problem))
-        plan = planning.make(_read(made))
+        made.settings["data.packing"] = (False, error.problems[0].problem)
+        plan = planning.make(made.load())
     if not plan.cost.fits:
-        made = made.with_settings(train__gradient_checkpointing=(True, "it doesn't fit without"))
-        plan = planning.make(_read(made))
+        made.settings["train.gradient_checkpointing"] = (True, "it doesn't fit without")
+        plan = planning.make(made.load())
     if not plan.cost.fits:
-        made = replace(made, warnings=(*made.warnings, plan.cost.remedy))
-    return made
-
-
-def _read(made: Draft) -> Loaded:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.yaml"
-        path.write_text(made.text, encoding="utf-8")
-        return read(path)
+        made.warnings.append(plan.cost.remedy)
