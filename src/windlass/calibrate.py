@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,14 @@ def _points(rows: list[list[float]], busy: float) -> Points:
 def show(content: Mapping[str, Any]) -> None:
     """What was measured, in a dozen lines."""
     rates, conditions = content["rates"], content["conditions"]
-    best = {name: max(rate for *_, rate in rows) for name, rows in rates["products"].items()}
+    curves = {f"products, {name}": rows for name, rows in rates["products"].items()}
+    curves |= {name: rates[name] for name in ("grouped", "attention")}
     rows = {
         "machine": f"{content['ranks']} x {content['kind']}, {conditions['processor']}, load {conditions['load']:g}",
-        **{f"products, {name}": f"to {rate:,.3g} TFLOP/s" for name, rate in best.items()},
-        "grouped": f"to {max(rate for *_, rate in rates['grouped']):,.3g} TFLOP/s",
-        "attention": f"to {max(rate for *_, rate in rates['attention']):,.3g} TFLOP/s",
-        **{name: f"{rates[key]:,.3g} GB/s" for name, key in RATES_SHOWN.items()},
+        **{name: f"to {max(rate for *_, rate in points):,.3g} TFLOP/s" for name, points in curves.items()},
+        **{
+            name: f"{rates[f'{name}_gb_per_second']:,.3g} GB/s" for name in ("memory", "decode", "host_link", "storage")
+        },
         "host": f"{rates['operator_seconds'] * 1e6:,.3g} us an operator, {rates['module_seconds'] * 1e6:,.3g} a module",
     }
     for each in rates["collectives"]:
@@ -138,14 +140,6 @@ def show(content: Mapping[str, Any]) -> None:
     rows["spread"] = f"{conditions['spread']:.0%}: the plan's range is {rates['low']:.2f} to {rates['high']:.2f} of it"
     for name, text in rows.items():
         print(f"{name:20} {text}")
-
-
-RATES_SHOWN = {
-    "memory": "memory_gb_per_second",
-    "FP8 decoding": "decode_gb_per_second",
-    "host link": "host_link_gb_per_second",
-    "storage": "storage_gb_per_second",
-}
 
 
 # --- one rank ------------------
@@ -170,11 +164,12 @@ def work(storage: Path) -> dict[str, Any] | None:
     dist.init_process_group("gloo" if cpu else "nccl")
     rows = (1, 8, 64, 512, 4096) if cpu else (1, 16, 64, 256, 1024, 4096, 16384)
     widths = (32, 64, 128, 256, 512, 1024) if cpu else (64, 256, 1024, 2048, 4096, 8192)
+    lengths, heads = ((32, 128, 512), (16, 64, 128)) if cpu else ((128, 512, 2048, 8192), (64, 128))
     dtype = torch.float32 if cpu else torch.bfloat16
 
     def reference() -> float:
         """A product that the machine's state shows in, before and after."""
-        return measure.product_rates(device, dtype, rows[3:4], widths[3:4])[0][2]
+        return measure.product_rates(device, dtype, [(rows[3], widths[3])])[0][2]
 
     def decode() -> float:
         side = 512 if cpu else 8192
@@ -189,16 +184,14 @@ def work(storage: Path) -> dict[str, Any] | None:
         states = [reference()]
         found: dict[str, Any] = {
             "products": {
-                name: measure.product_rates(device, each, rows, widths)
-                for name, each in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
+                str(each).removeprefix("torch."): measure.product_rates(device, each, product(rows, widths))
+                for each in (torch.bfloat16, torch.float32)
             }
         }
         states.append(reference())
-        found["grouped"] = measure.grouped_rates(device, dtype, rows[:-1], widths[:-1], _grouped_linear)
-        lengths, tokens = ((32, 128, 512), 1024) if cpu else ((128, 512, 2048, 8192), 16384)
-        found["attention"] = measure.attention_rates(
-            device, dtype, lengths, (16, 64, 128) if cpu else (64, 128), tokens
-        )
+        narrower = product(rows[:-1], widths[:-1])
+        found["grouped"] = measure.grouped_rates(device, dtype, narrower, _grouped_linear)
+        found["attention"] = measure.attention_rates(device, dtype, product(lengths, heads), 1024 if cpu else 16384)
         states.append(reference())
         found["memory_gb_per_second"] = measure.memory_rate(device, 1 << (18 if cpu else 28))
         found["decode_gb_per_second"] = decode()

@@ -19,7 +19,8 @@ from windlass.rates import KINDS, Collective, Points
 
 TURNS = 5  # of which the median counts
 TURN_SECONDS = 2e-3  # that a turn takes at least
-MOST_FLOPS = {"cpu": 1e9, "cuda": 4e12}  # of one product
+MOST_FLOPS = {"cpu": 1e9, "cuda": 4e12}  # of one call
+EXPERTS = 8
 SMALL_BYTES = 1 << 10  # of each rank, where latency alone counts
 LARGE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # where it doesn't
 
@@ -47,54 +48,55 @@ def seconds(call: Callable[[], Any], device: torch.device, turns: int = TURNS) -
     return statistics.median(times)
 
 
-def product_rates(device: torch.device, dtype: torch.dtype, rows: Iterable[int], widths: Iterable[int]) -> Points:
-    """TFLOP/s of x W^T with a square W."""
-    found, widths = [], tuple(widths)
-    for n in rows:
-        for width in widths:
-            flops = 2.0 * n * width**2
-            if flops <= MOST_FLOPS[device.type]:
-                x, w = (torch.randn(size, width, device=device).to(dtype) for size in (n, width))
-                found.append((float(n), float(width), flops / seconds(partial(torch.mm, x, w.T), device) / 1e12))
-    return tuple(found)
+def rates(
+    device: torch.device,
+    sizes: Iterable[tuple[int, int]],
+    flops: Callable[[int, int], float],
+    prepare: Callable[[int, int], Callable[[], Any]],
+) -> Points:
+    """TFLOP/s at each pair of sizes that isn't too large for this device."""
+    return tuple(
+        (float(a), float(b), flops(a, b) / seconds(prepare(a, b), device) / 1e12)
+        for a, b in sizes
+        if flops(a, b) <= MOST_FLOPS[device.type]
+    )
+
+
+def product_rates(device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]]) -> Points:
+    """Of x W^T with a square W: rows, width."""
+
+    def prepare(rows: int, width: int) -> Callable[[], Any]:
+        x, w = (torch.randn(size, width, device=device).to(dtype) for size in (rows, width))
+        return partial(torch.mm, x, w.T)
+
+    return rates(device, sizes, lambda rows, width: 2.0 * rows * width**2, prepare)
 
 
 def grouped_rates(
     device: torch.device,
     dtype: torch.dtype,
-    rows: Iterable[int],
-    widths: Iterable[int],
+    sizes: Iterable[tuple[int, int]],
     product: Callable[[Tensor, Tensor, Tensor], Tensor],
-    experts: int = 8,
 ) -> Points:
     """The same of all experts at once: product(x, weights, offsets) with equally many rows for each."""
-    found, widths = [], tuple(widths)
-    for n in rows:
-        for width in widths:
-            flops = 2.0 * experts * n * width**2
-            if flops <= MOST_FLOPS[device.type]:
-                x = torch.randn(experts * n, width, device=device).to(dtype)
-                w = torch.randn(experts, width, width, device=device).to(dtype)
-                ends = torch.arange(n, experts * n + 1, n, device=device, dtype=torch.int32)
-                taken = seconds(partial(product, x, w, ends), device)
-                found.append((float(n), float(width), flops / taken / 1e12))
-    return tuple(found)
+
+    def prepare(rows: int, width: int) -> Callable[[], Any]:
+        x = torch.randn(EXPERTS * rows, width, device=device).to(dtype)
+        w = torch.randn(EXPERTS, width, width, device=device).to(dtype)
+        return partial(product, x, w, torch.arange(rows, EXPERTS * rows + 1, rows, device=device, dtype=torch.int32))
+
+    return rates(device, sizes, lambda rows, width: 2.0 * EXPERTS * rows * width**2, prepare)
 
 
-def attention_rates(
-    device: torch.device, dtype: torch.dtype, lengths: Iterable[int], heads: Iterable[int], tokens: int
-) -> Points:
-    """TFLOP/s of the unmasked half, for `tokens` tokens of such lengths and widths of a head."""
-    found, heads = [], tuple(heads)
-    for length in lengths:
-        for width in heads:
-            shape = (max(1, tokens // length), 4, length, width)
-            q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+def attention_rates(device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]], tokens: int) -> Points:
+    """Of the unmasked half, for `tokens` tokens: length, width of a head."""
 
-            attend = partial(nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
-            flops = 2.0 * shape[0] * shape[1] * length**2 * width
-            found.append((float(length), float(width), flops / seconds(attend, device) / 1e12))
-    return tuple(found)
+    def prepare(length: int, width: int) -> Callable[[], Any]:
+        q, k, v = (torch.randn(max(1, tokens // length), 4, length, width, device=device).to(dtype) for _ in range(3))
+        return partial(nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
+
+    flops = lambda length, width: 2.0 * max(1, tokens // length) * 4 * length**2 * width  # noqa: E731
+    return rates(device, sizes, flops, prepare)
 
 
 def memory_rate(device: torch.device, elements: int) -> float:
