@@ -33,7 +33,7 @@ from windlass.model import targets as adapters
 from windlass.model.family import FAMILIES, Family
 from windlass.plan import work
 from windlass.plan.layout import Layout
-from windlass.plan.operators import COUNTED, features
+from windlass.plan.time import COUNTED, features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import parallel

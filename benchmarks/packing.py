@@ -32,7 +32,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from windlass import tiny
 from windlass.data.collate import PaddedCollator, PaddingFreeCollator
-from windlass.data.order import shuffled
+from windlass.data.packing import shuffled
 from windlass.data.prepare import Prepared, prepare
 from windlass.runfile import RunFile
 

@@ -220,7 +220,7 @@ def descriptions() -> dict[Path, str]:
     """What transformers builds of the published models that have no row in family.py, for a plan without torch."""
     from windlass.derive import derive
     from windlass.model.base import published_configs
-    from windlass.model.description import SHIPPED, digest
+    from windlass.model.config import SHIPPED, digest
     from windlass.model.family import FAMILIES, WRAPPERS
 
     made = {}

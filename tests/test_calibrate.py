@@ -15,10 +15,9 @@ import warm
 from windlass import calibrate, hardware
 from windlass import plan as planning
 from windlass.errors import UserError
-from windlass.hardware import Machine
+from windlass.hardware import KINDS, Machine
 from windlass.plan import Plan
 from windlass.plan.machine import own_file, read_machine, write_machine
-from windlass.rates import KINDS
 from windlass.runfile import read
 
 RUN = """

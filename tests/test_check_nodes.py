@@ -20,11 +20,11 @@ from launch_hosts import Hosts, hosts, why_not
 from test_launch_rendezvous import free_port, meet
 
 from windlass import demo
+from windlass.hardware import interpolate
 from windlass.launch.check import IN_POD, Report, bandwidth, machine, nodes, speed
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result, failed, passed
 from windlass.launch.rendezvous import Node, Rendezvous, first_error
 from windlass.plan import Plan, make
-from windlass.rates import interpolate
 from windlass.runfile import Loaded, read
 
 ROOT = Path(__file__).parent.parent

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from windlass import model as weights
-from windlass.hardware import GPUS, Machine, fabric, gpu
+from windlass.hardware import GPUS, Machine, fabric, gpu, interpolate
 from windlass.model import Base, Parameter
 from windlass.model.family import FAMILIES, Family
 from windlass.model.targets import Adapter, Target
-from windlass.plan import memory, operators
+from windlass.plan import memory
+from windlass.plan import time as operators
 from windlass.plan.cost import Batch, Cost, Work, cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.work import Shape
-from windlass.rates import interpolate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 dispatched: Any = importlib.import_module("dispatched")

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from windlass import tiny
 from windlass.data.mix import RowSet, count_all, epoch_counts
-from windlass.data.order import of_epoch
+from windlass.data.packing import of_epoch
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.runfile import RunFile, read

@@ -27,8 +27,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import tiny
 from windlass.data.collate import Collator, PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
-from windlass.data.order import length_grouped, shuffled
-from windlass.data.packing import pack
+from windlass.data.packing import length_grouped, pack, shuffled
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import UserError
 from windlass.observe.recorder import token_counts

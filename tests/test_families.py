@@ -22,8 +22,7 @@ from peft import LoraConfig, get_peft_model
 from windlass import derive, tiny
 from windlass.errors import UserError
 from windlass.model import PARTS, read_base
-from windlass.model.config import describe
-from windlass.model.description import find_description
+from windlass.model.config import describe, find_description
 from windlass.model.family import FAMILIES as ROWS
 from windlass.model.targets import resolve
 from windlass.runfile import Lora

@@ -23,9 +23,9 @@ from rich.console import Console
 from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.observe import report, steps
+from windlass.observe.report import show
 from windlass.observe.report.charts import smooth
 from windlass.observe.report.read import edges, thin
-from windlass.observe.report.show import show
 
 ROOT = Path(__file__).parent.parent
 

@@ -32,7 +32,7 @@ from windlass.launch.job import job_of
 from windlass.launch.submit import render
 from windlass.meter import StepProfiler
 from windlass.observe import report
-from windlass.observe.watch.prometheus import exposition
+from windlass.observe.watch.patrol import exposition
 from windlass.plan.script import ScriptPlan, make_any
 from windlass.runfile import LoadedScript, init, read, read_any
 from windlass.train import ranks, script

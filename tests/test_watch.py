@@ -24,7 +24,7 @@ from windlass.errors import UserError
 from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
-from windlass.observe.watch import live, prometheus
+from windlass.observe.watch import live, patrol
 from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm
 from windlass.observe.watch.heartbeat import absent_ranks
 from windlass.observe.watch.patrol import Patrol, ScriptWatch, environment, report_alarm
@@ -329,7 +329,7 @@ def test_the_page_for_prometheus() -> None:
         0: {"step": 3, "loss": 2.5, "rss_gib": 1.0, "gpu_throttle": []},
         1: {"step": 3, "rss_gib": 2},
     }
-    text = prometheus.exposition('a "b"\n', latest, {"straggler": 2})
+    text = patrol.exposition('a "b"\n', latest, {"straggler": 2})
     lines = text.splitlines()
     assert 'windlass_loss{run="a \\"b\\"\\n"} 2.5' in lines
     assert 'windlass_rss_gib{run="a \\"b\\"\\n",rank="1"} 2.0' in lines

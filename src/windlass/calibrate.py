@@ -15,8 +15,8 @@ from typing import Any
 
 from windlass import hardware
 from windlass.errors import RunError, UserError
+from windlass.hardware import KINDS, Collective, Points, Rates
 from windlass.plan.machine import own_file, write_machine
-from windlass.rates import KINDS, Collective, Points, Rates
 from windlass.train import ranks
 
 # Measured / planned step time of calibrated plans (benchmarks/cpu_plan.py), wider where the machine itself varies.

@@ -555,7 +555,7 @@ def report(
 ) -> None:
     """Write report.html and report.json for one run, or compare several."""
     from windlass.observe import report as reporting
-    from windlass.observe.report.show import show
+    from windlass.observe.report import show
 
     write_result(reporting.make(folders, out), as_json, show)
 

@@ -26,8 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from windlass.errors import UserError
-from windlass.model.config import MAX_LAYERS
-from windlass.model.description import digest
+from windlass.model.config import MAX_LAYERS, digest
 from windlass.model.shrink import shrink
 
 ATTENTION: Final = re.compile(r"Attention|DeltaNet|Mamba|Mixer|Conv|LinearAttn")

@@ -15,7 +15,7 @@ from windlass.data.sources import count_rows
 from windlass.errors import UserError
 from windlass.model import find_base
 from windlass.runfile import Loaded, read
-from windlass.runfile.write import text_of
+from windlass.runfile.reference import text_of
 
 SAMPLED: Final = 2000  # rows that are tokenized to see how long they are
 SHORTEST, LONGEST = 512, 16_384  # of data.max_length

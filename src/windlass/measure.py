@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.rates import KINDS, Collective, Points
+from windlass.hardware import KINDS, Collective, Points
 
 TURNS = 5  # of which the median counts
 TURN_SECONDS = 2e-3  # that a turn takes at least

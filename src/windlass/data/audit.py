@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from windlass.data.order import length_grouped, shuffled
-from windlass.data.packing import pack
+from windlass.data.packing import length_grouped, pack, shuffled
 from windlass.data.tokenize import Documents
 from windlass.errors import Problem
 

@@ -13,8 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.data.chat import FLAGS, ChatTemplate, Span, chat_template
-from windlass.data.readers import Row
-from windlass.data.sources import Where
+from windlass.data.sources import Row, Where
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.runfile.fields import CHAT_KEYS

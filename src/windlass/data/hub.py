@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.cache import one_at_a_time
-from windlass.data.readers import SUFFIXES
-from windlass.data.sources import Source, card_files, read_card, requested_config, resolve
+from windlass.data.sources import SUFFIXES, Source, card_files, read_card, requested_config, resolve
 from windlass.errors import UserError
 from windlass.files import file_sample, read_json, write_json
 from windlass.model.files import HEADERS, PUBLISHED

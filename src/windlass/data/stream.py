@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.formats import Format
-from windlass.data.order import shuffled
+from windlass.data.packing import shuffled
 from windlass.data.packing import group_documents, row_columns
-from windlass.data.readers import batches
+from windlass.data.sources import batches
 from windlass.data.sources import read_rows, row_place
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.data.formats import Format, Rendered
-from windlass.data.readers import Row, batches
+from windlass.data.sources import Row, batches
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 

@@ -13,8 +13,7 @@ from typing import Any
 from windlass import __version__
 from windlass.errors import Problem, UserError, raise_all
 from windlass.files import write_json
-from windlass.hardware import Gpu
-from windlass.rates import Collective, Rates
+from windlass.hardware import Collective, Gpu, Rates
 
 AGAIN = "measure again: windlass calibrate --out FILE"
 FOLDER = Path("~/.cache/windlass/machines")

@@ -22,8 +22,7 @@ from windlass.data.audit import audit_split, find_problems
 from windlass.data.formats import choose_format, parse_template
 from windlass.data.mix import RowSet, evaluation_sets, training_sets
 from windlass.data.prepare import check_selection, select_rows
-from windlass.data.readers import Row
-from windlass.data.sources import Where, read_rows, resolve
+from windlass.data.sources import Row, Where, read_rows, resolve
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, raise_all
 from windlass.files import read_json

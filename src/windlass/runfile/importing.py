@@ -23,7 +23,7 @@ from windlass.runfile.fields import Train
 from windlass.runfile.names import IMPORTING as TABLES
 from windlass.runfile.names import TOOLS, by_name
 from windlass.runfile.read import read
-from windlass.runfile.write import text_of
+from windlass.runfile.reference import text_of
 
 # What starts each tool on a command line; the options follow.
 COMMANDS: Final = {

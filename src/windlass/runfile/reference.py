@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -19,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from windlass.errors import UserError
-from windlass.runfile.document import Steps
+from windlass.runfile.document import Steps, scalar
 from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.names import OTHER_NAMES, RENAMED, close_names
 from windlass.runfile.values import Section
@@ -232,3 +233,28 @@ def init(preset: str = "mistral-small-4") -> str:
         near = close_names(preset, texts) or texts
         raise UserError(f"there is no preset {preset!r}", "windlass init", f"choose {', '.join(near)}")
     return texts[preset]
+
+
+def text_of(settings: Mapping[str, Any], remarks: Mapping[str, str], head: str) -> str:
+    """`settings`: key -> value; `remarks` by key, for a comment behind the line."""
+    lines, section = [f"# {head}"], ""
+    ordered = [key for key in keys(RunFile) if key in settings]
+    for key in sorted(ordered, key=lambda key: SECTIONS.index(key.partition(".")[0])):
+        top, _, name = key.partition(".")
+        lines += ["", f"{top}:"] if top != section else []
+        section = top
+        text, remark = f"  {name}: {as_yaml(settings[key])}", remarks.get(key, "")
+        lines.append(text if remark in ("", name) else f"{text}  # {remark}")
+    return "\n".join([*lines, ""])
+
+
+def as_yaml(value: Any) -> str:
+    """A value on one line, as `document.scalar` reads it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {as_yaml(inner)}" for key, inner in value.items()) + "}"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    plain = re.fullmatch(r"[A-Za-z0-9_./~][-A-Za-z0-9_./~+ ]*", value) and scalar(value) == value
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from windlass.hardware import interpolate
 from windlass.launch.check.machine import OTHER_NODE
 from windlass.launch.check.results import Context, Result, passed, skipped, warned
-from windlass.rates import interpolate
 
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan

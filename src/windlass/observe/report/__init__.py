@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from windlass import __version__
 from windlass.errors import UserError
@@ -28,6 +31,7 @@ from windlass.observe.reader import ask, listed
 from windlass.observe.report import format as formats
 from windlass.observe.report.charts import PHASES, charts, compared, comparison, differences, points
 from windlass.observe.report.facts import Facts, facts, peak_gib
+from windlass.observe.report.format import duration, figure, percent
 from windlass.observe.report.read import read
 from windlass.observe.watch.detectors import BY_KIND
 
@@ -156,3 +160,34 @@ def page(runs: Sequence[Facts]) -> str:
 
 def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8").strip()
+
+
+STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Figures to stdout, one column per run."""
+    console = console or Console(highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=len(report.runs) > 1)
+    table.add_column("")
+    for run in report.runs:
+        verdict, style = run["verdict"], STYLES[run["verdict"]["level"]]
+        console.print(Text(f"{run['name']}: ", style="bold") + Text(verdict["text"], style=style))
+        for reason in verdict["against"]:
+            console.print(Text(f"  {reason}", style=style))
+        table.add_column(Text(run["name"]), justify="right")
+    times = [run["step_time"] for run in report.runs]
+    rows = comparison(report.runs)
+    for phase, label in PHASES.items():
+        if any(time["shares"].get(phase) for time in times):
+            cells = [f"{duration(t['seconds'].get(phase))} {percent(t['shares'].get(phase)):>6}" for t in times]
+            rows.append((f"  {label}", cells))
+    for name, values in rows:
+        table.add_row(Text(name), *map(Text, values))
+    console.print(table)
+    for run in report.runs:
+        for row in run["planned"]:
+            if row["ratio"] is not None:
+                ratio = f"{row['ratio']:.2f} x the planned {figure(row['planned'])}"
+                console.print(Text(f"{row['what']}: {figure(row['measured'])}, {ratio}"))
+    console.print(Text(f"{report.html}\n{report.json}"), soft_wrap=True)
