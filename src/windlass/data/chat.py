@@ -199,14 +199,8 @@ def read_content(content: Any) -> tuple[Any, list[str]]:
         raise UserError(f"a message has a part of the type {min(other)!r}", "data", hint)
     if "thinking" not in kinds:
         return "".join(part["text"] for part in parts), []
-    return parts, ["".join(thought_texts(part.get("thinking"))) for part in parts if part["type"] == "thinking"]
-
-
-def thought_texts(thinking: Any) -> list[str]:
-    return [
-        part["text"] if isinstance(part, dict) else str(part)
-        for part in ([thinking] if isinstance(thinking, str) else thinking or [])
-    ]
+    thoughts = [part.get("thinking") or [] for part in parts if part["type"] == "thinking"]  # text, or parts of it
+    return parts, ["".join(part["text"] if isinstance(part, dict) else str(part) for part in each) for each in thoughts]
 
 
 def read_call(call: Any) -> Any:

@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -158,15 +158,7 @@ def completion_format(request: Request) -> Format:
     return Format("prompt-completion", description, f"{prompt}:{completion}:{everything}:{rendering}", render)
 
 
-def messages_format(request: Request) -> Format:
-    return chat_format(request, "messages")
-
-
-def sharegpt_format(request: Request) -> Format:
-    return chat_format(request, "conversations")
-
-
-def chat_format(request: Request, column: str) -> Format:
+def chat_format(request: Request, column: str = "messages") -> Format:
     """A list of messages, with the tools that they may call; a system prompt may have a column of its own."""
     field = request.column(column, "messages_field")
     tools, system = request.optional("tools"), request.optional("system")
@@ -358,14 +350,14 @@ TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 FORMATS = (
     FormatRow("template", ("prompt_template",), (), (), template_format),
     FormatRow(
-        "messages", ("messages_field",), ("messages",), ("role", "content", "tools", "system", *FLAGS), messages_format
+        "messages", ("messages_field",), ("messages",), ("role", "content", "tools", "system", *FLAGS), chat_format
     ),
     FormatRow(
         "sharegpt",
         ("messages_field",),
         ("conversations",),
         ("from", "value", "tools", "system", *FLAGS),
-        sharegpt_format,
+        partial(chat_format, column="conversations"),
     ),
     FormatRow(
         "prompt-completion",

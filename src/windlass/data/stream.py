@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.formats import Format
-from windlass.data.packing import shuffled
-from windlass.data.packing import group_documents, row_columns
-from windlass.data.sources import batches
-from windlass.data.sources import read_rows, row_place
+from windlass.data.packing import group_documents, row_columns, shuffled
+from windlass.data.sources import batches, read_rows, row_place
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
 

@@ -228,7 +228,7 @@ def _merge(
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, to, dtype or OWN)
     counts = ", ".join(f"{count} {how}" for how, count in Counter(entry.how for entry in plan.entries).items())
-    if deltas.all_zero():
+    if not any(bool(torch.any(deltas.factors(name).b)) for name in deltas.by_name):
         say("note      every lora_B is zero: the adapter was never trained, and the merged model is the base")
     say(f"base      {base.name}: {len(deltas.by_name)} parameters are adapted")
     quantisation = recorded_base(source.folder).get("base_quantisation", {})

@@ -94,10 +94,6 @@ class Deltas:
             b = b.reshape(b.shape[0], -1, delta.experts).permute(2, 0, 1).contiguous()
         return Factors(delta, a, b, None if delta.magnitude is None else magnitude.reshape(-1))
 
-    def all_zero(self) -> bool:
-        """Whether every factor B is zero, as before training: the adapter changes nothing."""
-        return not any(bool(torch.any(self.factors(name).b)) for name in self.by_name)
-
 
 def require_supported(config: Mapping[str, Any], where: str) -> None:
     problems = []

@@ -41,10 +41,6 @@ def digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(bare(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass" / "models"
-
-
 def find_description(config: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any]:
     """The description of this config. Derived in a process of its own: torch takes seconds, and memory."""
     key, code = digest(config), hashlib.sha256(CODE.read_bytes()).hexdigest()[:8]
@@ -52,7 +48,8 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         version = ""
-    cached = cache_folder() / f"{key}-{version}-{code}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cached = cache / "windlass" / "models" / f"{key}-{version}-{code}.json"
     beside = folder / BESIDE if folder else cached
     for file in (SHIPPED / f"{key}.json", cached, beside):
         try:

@@ -35,7 +35,6 @@ from windlass.runfile.names import ATTENTION
 Where = Callable[[str], str]
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZER_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
-LEAST_PRIME = 3  # next to smaller numbers a step would be quite another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +318,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
         notes=(),
     )
     notes = [*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes]
-    notes += [*_own_notes(plan, len(ways)), *row_notes, *admission(run.cluster, where)]
+    notes += [*row_notes, *admission(run.cluster, where)]
     return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=tuple(notes))
 
 
@@ -355,17 +354,6 @@ def _count_evaluated(data: Data, where: Where) -> int | None:
                 return None
             total += count
     return total
-
-
-def _own_notes(plan: Plan, ways: int) -> list[str]:
-    notes = []
-    count = plan.batch.micro * plan.batch.accumulation
-    if ways == 2 and count > LEAST_PRIME:
-        notes.append(
-            f"the {count} sequences of a GPU and step make micro-batches of 1 or of {count} alone: a number with more "
-            f"divisors, such as {count - 1} or {count + 1}, may be faster"
-        )
-    return notes
 
 
 def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:

@@ -83,7 +83,9 @@ def import_file(path: Path, tool: str = "") -> Import:
     if tool and tool not in TOOLS:
         raise UserError(f"windlass imports from {', '.join(TOOLS)}, not from {tool!r}", "--from", "choose one of them")
     named, theirs, lines = _read_theirs(path)
-    if not (tool := tool or named or _recognise(theirs)):
+    marks = {each: sum(key in theirs for key in TABLES[each]["marks"].split()) for each in TOOLS}
+    likely = [each for each in TOOLS if marks[each] == max(marks.values())]
+    if not (tool := tool or named or ("" if likely[1:] else likely[0])):
         hint = f"name it: windlass import {path} --from {'|'.join(TOOLS)}"
         raise UserError("is not clearly a configuration of one tool", str(path), hint)
     made = Import(tool, str(path), dict(theirs), lines)
@@ -163,13 +165,6 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
 
 def _line_of(text: str, key: str) -> int:
     return next((n for n, line in enumerate(text.splitlines(), 1) if key in line), 1)
-
-
-def _recognise(theirs: Mapping[str, Any]) -> str:
-    """The tool with the most keys that only it has."""
-    score = {tool: sum(key in theirs for key in TABLES[tool]["marks"].split()) for tool in TOOLS}
-    best = sorted(score, key=lambda tool: -score[tool])
-    return best[0] if score[best[0]] > score[best[1]] else ""
 
 
 def _listed(value: Any) -> list[Any]:

@@ -121,7 +121,8 @@ def describe(path: str) -> list[str]:
     top, _, name = path.rpartition(".")
     lines = [_docstrings(model)[name]]
     if section(field.annotation) and field.default_factory:
-        lines.append(f"keys: {', '.join(key.removeprefix(f'{path}.') for key in _children(path))}")
+        inside = [name for above, _, name in (key.rpartition(".") for key in documented()) if above == path]
+        lines.append(f"keys: {', '.join(inside)}")
     else:
         lines.append(f"type: {_words(TypeAdapter(field.rebuild_annotation()).json_schema())}")
         if not field.is_required():
@@ -134,7 +135,8 @@ def describe(path: str) -> list[str]:
         )
         if not in_list and (example := _example(field)):
             lines.append(f"example: --override {path}={example}")
-    if effect := _effects().get(top, {}).get(name):
+    effects = tomllib.loads(Path(__file__).with_name("effects.toml").read_text(encoding="utf-8"))
+    if effect := effects.get(top, {}).get(name):  # on memory, speed and the result
         lines += re.split(r"\. (?=[a-z ]+: )", effect)
     upstream, own = UPSTREAM.get(top, ("", set()))
     if upstream and name not in own:
@@ -143,12 +145,6 @@ def describe(path: str) -> list[str]:
         if names := [name for name, key in table.items() if key == path]:
             lines.append(f"{title}: {', '.join(names)}")
     return lines
-
-
-@cache
-def _effects() -> dict[str, dict[str, str]]:
-    """What keys do to memory, speed and the result, by section."""
-    return tomllib.loads(Path(__file__).with_name("effects.toml").read_text(encoding="utf-8"))
 
 
 def _example(field: FieldInfo) -> str:
@@ -160,10 +156,6 @@ def _example(field: FieldInfo) -> str:
         other = not field.default
     value = field.default if other is None else other
     return "" if field.is_required() or value is None or field.default_factory else shown(value).replace(" ", "")
-
-
-def _children(path: str) -> list[str]:
-    return [key for key in documented() if key.rpartition(".")[0] == path]
 
 
 def _words(rule: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
@@ -24,10 +24,6 @@ from windlass.runfile import ScriptRun, Watch
 
 REQUESTS: Final = {CHECKPOINT: 1, STOP: 1000}  # what rank 0 adds to a step's all-reduce
 SCRIPT_STALL_SECONDS: Final = 300.0  # for a script that sets none: half of torch's own timeout with NCCL
-
-
-class HasPosition(Protocol):
-    def position(self) -> Position: ...
 
 
 class RunWatch:
@@ -47,7 +43,7 @@ class RunWatch:
         rank: int,
         ranks: int,
         limits: Watch,
-        recorder: HasPosition,
+        recorder: Any,  # whose position() is where the rank is
         *,
         name: str,
         network: str = "",
