@@ -89,9 +89,20 @@ def import_file(path: Path, tool: str = "") -> Import:
         hint = f"name it: windlass import {path} --from {'|'.join(TOOLS)}"
         raise UserError("is not clearly a configuration of one tool", str(path), hint)
     made = Import(tool, str(path), dict(theirs), lines)
-    _translate_common(made)
-    SPECIAL[tool](made)
     table, common = TABLES[tool], TABLES["common"]
+    _translate_common(made)
+    for key, rule in table.get("needs", {}).items():
+        if (value := made.take(key, rule["without"])) not in rule["is"]:
+            made.refuse(key, f"is {value!r}: windlass trains LoRA adapters", f"write {rule['write']}")
+    for key, ours in table.get("if_set", {}).items():
+        for name, value in ours.items() if made.take(key) else ():
+            made.set(name, value, key)
+    if experts := made.take(table.get("experts", "")):
+        names = [str(name).rpartition(".")[2] for name in _listed(experts)]
+        made.set("lora.experts", {"targets": names}, table["experts"])
+    if held_out := table.get("held_out"):
+        _held_out(made, made.take(held_out, kind=int | float) or 0, held_out)
+    SPECIAL[tool](made)
     no_effect, refused = (
         {**by_name(common[kind]), **by_name(table.get(kind, {}))} for kind in ("no_effect", "refused")
     )
@@ -234,49 +245,25 @@ def _translate_four_bits(made: Import) -> None:
 
 
 def _axolotl(made: Import) -> None:
-    if (adapter := made.take("adapter")) not in ("lora", "qlora"):
-        what = "trains all weights" if adapter is None else f"is {adapter}"
-        made.refuse("adapter", f"this configuration {what}; windlass trains LoRA adapters", "write adapter: lora")
-    if made.take("lora_target_linear"):
+    if "lora.target_modules" in made.settings:  # by lora_target_linear
         made.take("lora_target_modules")
-        made.set("lora.target_modules", "all-linear", "lora_target_linear")
-    if experts := made.take("lora_target_parameters"):
-        made.set(
-            "lora.experts",
-            {"targets": [str(name).rpartition(".")[2] for name in _listed(experts)]},
-            "lora_target_parameters",
-        )
-    for flag, name in (
-        ("flash_attention", "flash_attention_2"),
-        ("sdp_attention", "sdpa"),
-        ("flex_attention", "flex_attention"),
-        ("eager_attention", "eager"),
-    ):
-        if made.take(flag):
-            made.set("model.attn_implementation", name, flag)
     if isinstance(ratio := made.take("cosine_min_lr_ratio"), float):
         made.take("lr_scheduler")
         made.set("train.lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler, cosine_min_lr_ratio")
         made.set("train.lr_scheduler_kwargs", {"min_lr_rate": ratio}, "cosine_min_lr_ratio")
-    if batch := made.take("batch_size"):
-        made.set("train.global_batch_size", batch, "batch_size")
     special = made.take("special_tokens", kind=dict) or {}
     if others := [name for name in special if name != "pad_token"]:
         hint = "if they differ from the tokenizer's own, change them in its files; then remove the key"
         made.refuse("special_tokens", f"windlass changes no tokenizer: {', '.join(others)}", hint)
     elif special:
         made.no_effect["special_tokens"] = "padding never counts in the loss"
-    share = made.take("val_set_size", kind=int | float) or 0
     tests = made.take("test_datasets", kind=list)
-    _held_out(made, share, "val_set_size")
     _evaluated_on(made, "test_datasets", [_axolotl_data(made, entry) for entry in tests or []])
     template, text = made.take("chat_template"), made.take("chat_template_jinja")
     if template in TEMPLATES or (template == "jinja" and text):
         made.set("data.chat_template", text or template, "chat_template")
     elif template not in (None, "tokenizer_default"):
         made.no_effect["chat_template"] = TOKENIZERS_OWN
-    if kwargs := made.take("chat_template_kwargs", kind=dict):
-        made.set("data.template_kwargs", kwargs, "chat_template_kwargs")
     on_prompt = made.take("train_on_inputs")
     entries = made.take("datasets", kind=list) or _listed(made.take("pretraining_dataset"))
     for entry in entries:
@@ -314,8 +301,6 @@ def _axolotl_data(made: Import, entry: Mapping[str, Any]) -> dict[str, Any]:
 def _llamafactory(made: Import) -> None:
     if (stage := made.take("stage", "sft")) not in ("sft", "pt"):
         made.refuse("stage", f"is {stage}: windlass trains supervised on text", "write stage: sft")
-    if (kind := made.take("finetuning_type", "lora")) != "lora":
-        made.refuse("finetuning_type", f"is {kind}: windlass trains LoRA adapters", "write finetuning_type: lora")
     rank = made.theirs.get("lora_rank", 8)
     if made.theirs.get("lora_alpha") is None and isinstance(rank, int):
         made.take("lora_alpha")
@@ -323,17 +308,12 @@ def _llamafactory(made: Import) -> None:
     target = made.take("lora_target", "all")
     names = [name.strip() for name in str(target).split(",")] if not isinstance(target, list) else target
     made.set("lora.target_modules", "all-linear" if "all" in names else names, "lora_target")
-    if made.take("disable_gradient_checkpointing"):
-        made.set("train.gradient_checkpointing", False, "disable_gradient_checkpointing")
     neat, packing = made.take("neat_packing"), made.take("packing")
     if neat or packing or (packing is None and stage == "pt"):
         remark = "neat_packing" if neat else "packing; here packed rows don't see each other"
         made.set("data.packing", True, remark)
-    _held_out(made, made.take("val_size", kind=int | float) or 0, "val_size")
     if stage == "sft":
         made.set("data.completion_only_loss", not made.take("train_on_prompt"), "train_on_prompt")
-    if made.take("mask_history"):
-        made.set("data.turns", "last", "mask_history")
     if made.take("enable_thinking") is False:
         made.set("data.template_kwargs", {"enable_thinking": False}, "enable_thinking")
     folder, rows = Path(str(made.take("dataset_dir", "data"))), made.take("max_samples")
@@ -372,16 +352,6 @@ def _llamafactory_data(name: str, known: Any, folder: Path) -> dict[str, Any]:
 
 
 def _trl(made: Import) -> None:
-    if made.take("use_peft") is not True:
-        made.refuse(
-            "use_peft", "this configuration trains all weights; windlass trains LoRA adapters", "use_peft: true"
-        )
-    if experts := made.take("lora_target_parameters"):
-        made.set(
-            "lora.experts",
-            {"targets": [str(name).rpartition(".")[2] for name in _listed(experts)]},
-            "lora_target_parameters",
-        )
     split = made.take("dataset_test_split")
     if made.settings.get("train.eval_strategy", "no") != "no":
         made.set("data.val_split", split or "test", "dataset_test_split")
@@ -398,18 +368,13 @@ def _trl(made: Import) -> None:
 
 
 def _swift(made: Import) -> None:
-    if (kind := made.take("tuner_type", made.take("train_type", "lora"))) != "lora":
-        made.refuse("tuner_type", f"is {kind}: windlass trains LoRA adapters", "write --tuner_type lora")
     if (targets := made.take("target_modules")) is not None:
         names = _listed(targets)
         made.set("lora.target_modules", "all-linear" if "all-linear" in names else names, "target_modules")
-    if (trackers := made.take("report_to")) is not None:
-        made.set("train.report_to", trackers, "report_to")
     if system := made.take("system"):
         made.refuse("system", "windlass adds no system message to rows", f"put {str(system)!r:.40} into the data")
     if made.theirs.get("gradient_accumulation_steps") is not None:
         made.settings["train.global_batch_size"] = None
-    _held_out(made, made.take("split_dataset_ratio", kind=int | float) or 0, "split_dataset_ratio")
     trained, evaluated = (
         [
             {"dataset_name_or_path": path, "train_split": f"train[:{rows}]" if rows else "train"}
