@@ -37,9 +37,8 @@ from windlass.meter import LLMStepProfiler, nvml_gpu_stats, print_hw_summary
 from windlass.model.family import FAMILIES
 from windlass.observe import steps
 from windlass.observe.counters import Counters, rss_gib
-from windlass.observe.experts import ExpertBalance
 from windlass.observe.flops import count
-from windlass.observe.recorder import Recorder, mean_loss, token_counts
+from windlass.observe.recorder import ExpertBalance, Recorder, mean_loss, token_counts
 
 # PEFT and TRL still use names that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")

@@ -20,7 +20,6 @@ from windlass.export.card import write_card
 from windlass.export.deltas import read_deltas
 from windlass.export.merge import BF16, COPIED, OWN, Advance, plan_merge, write_merge
 from windlass.export.proof import GIB, compare_logits, prove_files
-from windlass.export.push import push
 from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
 from windlass.files import read_json, write_json
 from windlass.model import Base
@@ -281,3 +280,29 @@ def _merge(
         )
     digests = {"base_digest": digest or None, "other_base": other_base, "base_quantisation": quantisation or None}
     return {"dtype": plan.dtype, **digests, **asdict(proof)}
+
+
+def push(folder: Path, repository: str, *, private: bool = True, say: Callable[[str], None] = print) -> str:
+    """Upload the folder with the hub's own client and token; a new repository is private. Returns its address."""
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    where, again = f"--push {repository}", f"the export in {folder} is complete: push it again"
+    api = HfApi()
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    try:
+        address = str(api.create_repo(repository, private=private, exist_ok=True))
+        say(f"pushing {size / 2**30:.2f} GiB to {address}")
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except HFValidationError as error:
+        raise UserError(str(error).split("\n")[0], where, "write it as organisation/name") from None
+    except LocalTokenNotFoundError:
+        raise UserError("this machine has no token for the hub", where, "run: hf auth login") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        token = "; run `hf auth login` with a token that may write there" * (status in (401, 403))
+        raise RunError(f"the hub answered {status}{token}", where, again) from None
+    except (httpx2.TransportError, OfflineModeIsEnabled, OSError) as error:
+        raise RunError(f"the hub can't be reached ({type(error).__name__})", where, again) from None
+    return address

@@ -1,4 +1,4 @@
-"""Arithmetic of one token, counted on the live model, and the rates that follow: tokens/s, TFLOP/s, MFU."""
+"""Arithmetic of one token, counted on the live model, the rates that follow (tokens/s, TFLOP/s, MFU), and the routers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from torch import Tensor, nn
 
 from windlass import hardware
 from windlass.errors import UserError
-from windlass.observe.experts import routers
+
+
+def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """Every module that chooses experts, in the order of the layers, with the number of experts.
+
+    transformers' routers all return (logits, weights, indices) and have `num_experts` and `top_k`.
+    """
+    found = []
+    for module in model.modules():
+        experts, top_k, weight = (getattr(module, name, None) for name in ("num_experts", "top_k", "weight"))
+        if isinstance(experts, int) and isinstance(top_k, int) and isinstance(weight, Tensor):
+            found.append((module, experts))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from typing import Any, Final, TextIO
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import Unwritten, write_json
 from windlass.observe import steps
 from windlass.observe.counters import Counters, machine_facts
-from windlass.observe.experts import ExpertBalance
-from windlass.observe.flops import Rates
+from windlass.observe.flops import Rates, routers
 from windlass.observe.watch.heartbeat import Position
 
 BUDGET: Final = 0.005  # share of the run's time that sampling counters may take
@@ -287,6 +287,47 @@ class Recorder:
         # once there is room again.
         with self.unwritten(Path(self._file.name)):
             self._file.write(json.dumps(self.latest, separators=(",", ":")) + "\n")
+
+
+class ExpertBalance:
+    """Between `start` and `stop`, counts on the device how often each expert of each layer is chosen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers = routers(model)
+        self.counts: dict[int, Tensor] = {}
+        self.hooks: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        self.stop()
+        for layer, (router, experts) in enumerate(self.routers):
+
+            def count(_module: Any, _inputs: Any, output: Any, layer: int = layer, experts: int = experts) -> None:
+                chosen = output[-1] if isinstance(output, tuple) else output
+                # No gradients: an evaluation between two steps.
+                if torch.is_grad_enabled() and isinstance(chosen, Tensor) and not chosen.is_floating_point():
+                    flat = chosen.detach().reshape(-1).long()
+                    # scatter_add and not bincount, which reads the largest value and so waits for the GPU.
+                    total = self.counts.setdefault(layer, torch.zeros(experts, device=flat.device))
+                    total.scatter_add_(0, flat.clamp(0, experts - 1), torch.ones(flat.shape, device=flat.device))
+
+            # Before all other hooks: expert parallelism appends one that renumbers the experts for its own rank.
+            self.hooks.append(router.register_forward_hook(count, prepend=True))
+
+    def stop(self) -> dict[str, Any] | None:
+        """The balance, or None if no router ran. 1.0 is an even share; `busiest` 2.0 is twice an even share."""
+        while self.hooks:
+            self.hooks.pop().remove()
+        counts = [self.counts[layer].tolist() for layer in sorted(self.counts)]
+        self.counts = {}
+        if not counts:
+            return None
+        even = [max(sum(layer) / len(layer), 1e-9) for layer in counts]
+        return {
+            "experts": len(counts[0]),
+            "busiest": [round(max(layer) / share, 4) for layer, share in zip(counts, even, strict=True)],
+            "idlest": [round(min(layer) / share, 4) for layer, share in zip(counts, even, strict=True)],
+            "unused": [layer.count(0) for layer in counts],
+        }
 
 
 def token_counts(batch: Mapping[str, Any]) -> Tensor | None:

@@ -93,18 +93,8 @@ def show(record: Record) -> None:
         if failure["log"]:
             console.print(Text(f"\nits whole log: {failure['log']}", "dim"), soft_wrap=True)
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="changed for the rehearsal", title_justify="left")
-    table.add_column("key", no_wrap=True)
-    table.add_column("yours -> here", overflow="fold")
-    table.add_column("why")
-    for change in record.changes:
-        yours, here = (
-            "unset" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for value in (change.yours, change.here)
-        )
-        table.add_row(change.key, f"{yours} -> {here}", change.why)
-    if record.changes:
-        console.print(table)
+    changes = [f"{c.key}: {_written(c.yours)} -> {_written(c.here)}; {c.why}" for c in record.changes]
+    show_list(console, "changed for the rehearsal", changes)
     show_list(console, "not proven here", [f"{each['what']}: {each['why']}" for each in record.not_proved])
     ranks = record.ranks
     if not ranks["here"]:
@@ -116,13 +106,10 @@ def show(record: Record) -> None:
     console.print(Text.assemble(("passed: ", "green"), summary))
 
 
-def show_list(console: Console, title: str, lines: list[str]) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _written(value: Any) -> str:
+    return "unset" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left")
-    for line in lines:
-        table.add_row("-", Text(line))
+
+def show_list(console: Console, title: str, lines: list[str]) -> None:
     if lines:
-        console.print(table)
-        console.print()
+        console.print("\n".join([title, *(f"- {line}" for line in lines), ""]))
