@@ -1,4 +1,4 @@
-"""Arithmetic of one token, counted on the live model, the rates that follow (tokens/s, TFLOP/s, MFU), and the routers."""
+"""Arithmetic of one token, counted on the live model, and the rates that follow: tokens/s, TFLOP/s, MFU."""
 
 from __future__ import annotations
 
