@@ -632,7 +632,6 @@ def export(
         workers=workers,
         allow_other_base=allow_other_base,
         say=screen.say,
-        progress=screen.progress,
     )
     address = exporting.push(to, push, say=screen.say) if push else None
     if as_json:

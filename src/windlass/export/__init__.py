@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,9 +15,10 @@ from safetensors.torch import load_file
 
 from windlass import __version__
 from windlass.errors import RunError, UserError
+from windlass.export import screen
 from windlass.export.card import write_card
 from windlass.export.deltas import read_deltas
-from windlass.export.merge import BF16, COPIED, OWN, Advance, plan_merge, write_merge
+from windlass.export.merge import BF16, COPIED, OWN, plan_merge, write_merge
 from windlass.export.proof import GIB, compare_logits, prove_files
 from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
 from windlass.files import read_json, write_json
@@ -59,11 +59,6 @@ class Exported:
     record: dict[str, Any]
 
 
-@contextmanager
-def no_progress(_stage: str, _size: int) -> Iterator[Advance]:
-    yield lambda _count: None
-
-
 def export(
     path: Path,
     to: Path,
@@ -76,7 +71,7 @@ def export(
     workers: int | None = None,
     allow_other_base: bool = False,
     say: Say = print,
-    progress: Progress = no_progress,
+    progress: Progress = screen.progress,
 ) -> Exported:
     """Write and prove. `base`: the folder that holds it, `called`: its name; without them the adapter gives both.
     `model_class`: on which an adapter for a multimodal model is to be opened.
