@@ -141,12 +141,6 @@ def test_auto_divides_a_given_global_batch_also_on_other_numbers_of_nodes() -> N
         of_train(*AUTO, "train.global_batch_size=70")
 
 
-def test_a_prime_number_of_sequences_is_noted() -> None:
-    made = of_train(AUTO[0], "train.gradient_accumulation_steps=17", "layout=full-shard")
-    assert any("17 sequences of a GPU and step make micro-batches of 1 or of 17 alone" in note for note in made.notes)
-    assert not any("alone" in note for note in of_train(AUTO[0]).notes)
-
-
 def test_what_the_advice_gains_is_what_the_changed_plan_says() -> None:
     plain, packed = of_train(), of_train("data.packing=true")
     advice = {advice.change: advice for advice in plain.advice}["data.packing: true"]
