@@ -19,8 +19,7 @@ from windlass.data import audit as auditing
 from windlass.data.cache import Say, cached_folder, hash_file
 from windlass.data.formats import Format, choose_format
 from windlass.data.mix import RowSet, epoch_counts, evaluation_sets, training_sets
-from windlass.data.packing import Order, length_grouped, of_epoch, shuffled
-from windlass.data.packing import write_rows
+from windlass.data.packing import Order, length_grouped, of_epoch, shuffled, write_rows
 from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve, row_place
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import Documents, tokenize
