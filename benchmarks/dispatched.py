@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,13 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase, self.found = PHASES[0], {phase: Counter[str]() for phase in PHASES}
+        self.phase, self.found = PHASES[0], defaultdict[str, Counter[str]](Counter)
+        self.names = Counter[tuple[str, str]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
         name, count = func.overloadpacket.__name__, self.found[self.phase]
+        self.names[self.phase, name] += 1
         view = func.is_view or name in ("_unsafe_view", "detach", "lift_fresh") or "empty" in name
         count["views" if view else "operators"] += 1
         if not view and not any(word in name for word in PRODUCTS):

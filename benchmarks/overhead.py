@@ -90,7 +90,9 @@ class Bench:
 
     def engine(self, kind: str) -> tuple[Callable[[], None], Any, str]:
         """What trains, and the object and name of its method for one optimizer step's worth of micro-batches."""
-        self.model.get_base_model().__dict__.pop("forward", None)  # each engine puts its own in its place
+        for module in self.model.modules():  # windlass's fused layers: each engine puts its own in their place
+            for name in ("forward", "expand_kv"):
+                module.__dict__.pop(name, None)
         return self._trl() if kind == "TRL" else self._windlass()
 
     def _windlass(self) -> tuple[Callable[[], None], Any, str]:

@@ -398,6 +398,8 @@ slower. Planned / published:
 
 - **Host**: what a layer dispatches in its forward and backward is counted from transformers' own model by family
   (`python benchmarks/dispatched.py` writes the table), times the host's time for an operator and for a module's call.
+  Layers are counted as a CPU trains them. On a GPU windlass fuses them, to [about half as many
+  kernels](benchmarks.md#kernels-of-a-layer); until a GPU has shown what that saves, the plan doesn't count on it.
 - **Products**: by rows, width and dtype: the operations at the sustained rate, and the matrices' way through memory.
 - **Elementwise operators**: the bytes that they read and write, counted by the same trace, at the memory's rate.
 - **Attention** by length; recomputation; FP8 decoded; loss, head, optimizer.

@@ -14,6 +14,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     Mistral4Config,
     Mistral4ForCausalLM,
     MixtralConfig,
@@ -38,20 +42,24 @@ R, E = 3, 6
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 2**10,
-    "experts_implementation": "grouped_mm",
 }  # fmt: skip
+GROUPED: dict[str, Any] = {"experts_implementation": "grouped_mm"}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DENSE: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+    "gemma3_text": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=16)),
+}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "mistral4": lambda: Mistral4ForCausalLM(Mistral4Config(**SIZES, **LATENT, n_routed_experts=E)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=E)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=E, head_dim=16)),
+    "mistral4": lambda: Mistral4ForCausalLM(Mistral4Config(**SIZES, **GROUPED, **LATENT, n_routed_experts=E)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **GROUPED, num_local_experts=E)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **GROUPED, num_experts=E, head_dim=16)),
 }
 BOTH = ("gate_up_proj", "down_proj")
 
 
 def base(family: str = "mistral4", dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return FAMILIES[family]().to(dtype).requires_grad_(False)
+    return (FAMILIES | DENSE)[family]().to(dtype).requires_grad_(False)
 
 
 def stacks(model: nn.Module, *leaves: str) -> tuple[str, ...]:

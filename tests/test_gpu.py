@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from windlass import tiny
-from windlass.errors import UserError
+from windlass.errors import RunError, UserError
 from windlass.launch.check.bandwidth import nccl_log
 from windlass.model import published_base, read_base
 from windlass.observe.counters import Counters
@@ -19,6 +20,7 @@ from windlass.train import group, parallel
 from windlass.train.checkpoint import random_state, restore_random
 from windlass.train.console import Progress
 from windlass.train.rank import Rank
+from windlass.train.ranks import allocate_by_segments
 from windlass.train.run import gpu_of_rank, require_own_gpus
 
 
@@ -112,3 +114,31 @@ def test_a_model_that_is_built_takes_no_attention_of_cudnns(tmp_path: Any) -> No
     parallel.build(checkpoint, Layout("resident", "test", 1, 1, shard=1), torch.bfloat16)
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
+def test_every_start_allocates_by_segments_unless_the_user_has_a_setting() -> None:
+    environ: dict[str, str] = {}
+    allocate_by_segments(environ)
+    assert set(environ.values()) == {"expandable_segments:True"}
+    for name in environ:
+        own = {name: "max_split_size_mb:64"}
+        allocate_by_segments(own)
+        assert own == {name: "max_split_size_mb:64"}
+
+
+def test_links_are_tried_and_time_is_given_before_the_weights_are_loaded(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group.require_links(torch.device("cpu"))
+    group.wait_at_most(99)  # a single process: nothing to wait for
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group.require_links(torch.device("cpu"))
+        group.wait_at_most(99)
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == 99
+        monkeypatch.setattr(group, "world", lambda: 8)  # seven whose sums are lost
+        with pytest.raises(RunError, match="8 ranks added up 1 each, and got 1"):
+            group.require_links(torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()

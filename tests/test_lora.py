@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_experts import BOTH, E, R, base, batch, live, plan_of, section, stacks
+from test_experts import BOTH, E, R, apart, base, batch, live, plan_of, section, stacks, step
 from torch import Tensor, nn
 
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
 from windlass.model.targets import ExpertShard
-from windlass.train import checkpoint, lora, sync
+from windlass.train import checkpoint, fused, lora, sync
 from windlass.train.liveness import Liveness
 from windlass.train.sync import Replicas, fingerprints
 from windlass.train.wrapped import outer_name, rename_config, rename_keys
@@ -302,3 +303,108 @@ def test_the_norm_of_no_gradients_is_where_the_others_are() -> None:
     """Adapters on split experts alone: beside a GPU's norms, one on the CPU can't be stacked."""
     assert sync._norm([], torch.device("meta")).device.type == "meta"
     assert float(sync._norm([nn.Parameter(torch.ones(3))], torch.device("cpu"))) == 0  # without a gradient
+
+
+# --- fewer kernels ---
+
+SHARED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def peft_alone(family: str, **keys: Any) -> PeftModel:
+    """All linear layers of attention and of what is dense, with norms and biases that aren't 1 and 0."""
+    model: Any = base(family)
+    model.config._experts_implementation = "eager"
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += torch.linspace(-0.3, 0.4, parameter.numel())
+    names = [name for name, each in model.named_modules() if type(each) is nn.Linear and name.endswith(SHARED)]
+    return live(get_peft_model(model, LoraConfig(r=R, lora_alpha=2 * R, target_modules=names, **keys)))
+
+
+@pytest.mark.filterwarnings("ignore:Careful, disabling adapter layers with bias:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "keys", "checkpointing"),
+    [
+        ("mistral4", {}, False),
+        ("mistral4", {}, True),
+        ("mixtral", {"use_rslora": True}, False),
+        ("qwen3_moe", {}, False),
+        ("llama", {"bias": "all", "lora_dropout": 0.3}, True),
+        ("llama", {"use_dora": True}, False),
+        ("gemma3_text", {}, False),
+    ],
+)
+def test_fused_layers_have_pefts_values_and_gradients(family: str, keys: dict[str, Any], checkpointing: bool) -> None:
+    """Against PEFT in float64: from that PEFT in float32 is as far away, where it is further than 1e-5."""
+    ours, theirs, exact = (peft_alone(family, **keys) for _ in range(3))
+    assert not fused.fuse(ours).groups  # on a CPU, where they are not faster
+    adapters = fused.fuse(ours, always=True)
+    assert bool(adapters.groups) != bool(keys.get("use_dora"))
+    models: dict[PeftModel, Callable[[], Any]] = {
+        ours: adapters.unchanged,
+        theirs: nullcontext,
+        exact.double(): nullcontext,
+    }
+    for turn in range(2):  # the second time with other weights
+        found = []
+        for model, unchanged in models.items():
+            torch.manual_seed(turn)
+            model.zero_grad()
+            with unchanged():
+                logits, gradients = step(model, checkpointing=checkpointing)
+            found.append({"logits": logits, **gradients})
+            for parameter in trained(model).values():
+                parameter.data *= 0.9
+        assert found[0].keys() == found[2].keys()
+        for name, truth in found[2].items():
+            assert apart(found[0][name], truth) < max(1e-5, 2 * apart(found[1][name], truth)), name
+
+    def logits_of(model: PeftModel) -> Tensor:
+        with torch.no_grad():
+            output: Tensor = model.eval()(**batch()).logits
+            return output
+
+    adapted = logits_of(ours)
+    assert apart(adapted, logits_of(exact)) < 1e-4
+    with ours.disable_adapter(), exact.disable_adapter():
+        bare = logits_of(ours)
+        assert apart(bare, logits_of(exact)) < 1e-4
+    assert apart(bare, adapted) > 0.01
+    ours.merge_adapter()
+    assert apart(logits_of(ours), adapted) < 1e-3
+    assert not any(group.waiting for group in adapters.groups)
+
+
+def test_adapters_cast_once_a_step_are_never_those_of_an_older_one() -> None:
+    model = peft_alone("llama").to(torch.bfloat16)
+    for parameter in trained(model).values():
+        parameter.data = parameter.data.float()
+    adapters = fused.fuse(model, torch.bfloat16, always=True)
+
+    def logits() -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            output: Tensor = model.eval()(**batch()).logits
+            return output
+
+    for _ in range(2):
+        with adapters.unchanged():
+            cast_once = logits()
+        torch.testing.assert_close(cast_once, logits(), rtol=0, atol=0)
+        for parameter in trained(model).values():
+            parameter.data = parameter.data * 1.5  # new memory, and no version that counts it
+        assert apart(logits(), cast_once) > 0.01
+
+
+def test_a_norm_or_a_rotation_of_another_kind_is_left_alone() -> None:
+    class OnePlus(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.rms_norm(x, (8,), 1 + self.weight, self.eps)
+
+    here = torch.device("cpu")
+    assert fused.fuse_norm(OnePlus(), here) is None
+    assert not fused._same_rotation(lambda q, k, cos, sin: (q * cos, k * sin), fused.rotate_halves, here)
+    assert not fused._same_rotation(None, fused.rotate_halves, here)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_experts import live, same, step
 from torch import Tensor, nn
 
 from windlass import tiny
@@ -23,7 +24,7 @@ from windlass.model.targets import resolve
 from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.runfile import Lora
-from windlass.train import certificate, four_bits, quantised
+from windlass.train import certificate, four_bits, fused, quantised
 from windlass.train.load import load
 from windlass.train.lora import attach
 from windlass.train.quantised import Format, QuantisedLinear, dequantise, grouped_linear
@@ -303,6 +304,22 @@ def test_the_adapter_is_that_of_16_bits(published: Base, monkeypatch: pytest.Mon
     for base_dtype in ("fp8", "nf4"):
         with pytest.raises(AssertionError, match="or quantised"):
             adapted(published, base_dtype, use_dora=True)
+
+
+@pytest.mark.parametrize("base_dtype", ["fp8", "nf4"])
+def test_fused_adapters_have_the_gradients_of_separate_ones(published: Base, base_dtype: str) -> None:
+    """What a GPU trains with, forced on a CPU."""
+    layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
+    lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "experts": {"r": 2}})
+    base = load(published, layout, dtype=torch.float32)[0]
+    model = live(attach(base, lora, resolve(lora, published, lambda key: key), seed=1), 0.05)
+    separate = step(model)
+    model.zero_grad()
+    adapters = fused.fuse(model, always=True)
+    layers = [each.get_base_layer() for group in adapters.groups for each in group.modules]
+    assert any(isinstance(layer, QuantisedLinear) for layer in layers)
+    with adapters.unchanged():
+        same(step(model), separate)
 
 
 # --- 4 bits ---

@@ -143,6 +143,7 @@ EQUAL: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "full-shard": case(2),
         "resident": case(2, layout="resident"),
+        "fused": case(2, fused=True, accumulation=2),
         "expert-parallel": case(2, **SPLIT, **CHECKPOINTING),
         "packed": case(2, **PACKED),
         "packed in FP8": case(2, layout="resident", layout__base_dtype="fp8", **PACKED),
@@ -226,6 +227,8 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
         "accumulated": case(2, accumulation=4),
         "packed accumulated": case(2, accumulation=2, **PACKED),
         "checkpointing": case(2, **CHECKPOINTING),
+        "experts split, fused": case(2, **SPLIT, fused=True, accumulation=2, **CHECKPOINTING, **EXPERTS),
+        "kept, fused": case(2, layout="no-reshard", fused=True, accumulation=2, **AS_LOADED),
         "experts split, checkpointing": case(2, **SPLIT, accumulation=2, **CHECKPOINTING, **EXPERTS),
         "experts split, kept": case(2, **SPLIT, **KEPT, accumulation=2, **EXPERTS),
         "experts kept": case(2, layout="no-reshard", accumulation=4, **EXPERTS),

@@ -31,6 +31,7 @@ from windlass.model import find_base
 from windlass.observe.background import BackgroundReport
 from windlass.train import experts, run
 from windlass.train.best import best as evaluate_all
+from windlass.train.fused import fuse
 from windlass.train.load import load
 from windlass.train.loop import Loop
 from windlass.train.lora import attach
@@ -211,6 +212,9 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
     def loop_of(*arguments: Any, **others: Any) -> Loop:
         seen["placements"] = placements(arguments[2])
         loop = original(*arguments, **others)
+        if case.get("fused"):  # as on a GPU
+            loop.adapters = fuse(loop.causal_lm, torch.bfloat16 if loop.train.bf16 else None, always=True)
+            assert loop.adapters.groups
         watched.plant(loop)
         for name in case.get("faults", []):
             FAULTS[name].plant(loop)

@@ -6,13 +6,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import operators
 import torch
+import vision_operators
 from torch import Tensor, nn
 
 from windlass.errors import UserError
 
-operators.provide()
+vision_operators.provide()
 
 from torchvision.models.detection import RetinaNet  # noqa: E402
 from torchvision.models.detection.anchor_utils import AnchorGenerator  # noqa: E402

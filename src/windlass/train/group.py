@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
-from windlass.errors import UserError
+from windlass.errors import RunError, UserError
 
 SHOWN: Final = 8  # items of a list in a message
 
@@ -23,6 +25,22 @@ def world() -> int:
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def wait_at_most(seconds: float) -> None:
+    """From now on a collective of all ranks fails after so long."""
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def require_links(device: torch.device) -> None:
+    """A sum over all ranks, before minutes of loading: links between GPUs that fail or lose data do it here."""
+    total = torch.ones((), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    if total.item() != world():
+        what = f"{world()} ranks added up 1 each, and got {total.item():g}"
+        raise RunError(what, "windlass train", "the links between GPUs or nodes lose data: run windlass check --here")
 
 
 def gather(value: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batch, Batches
+from windlass.train.fused import fuse
 from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
 from windlass.train.noise import add_embedding_noise
 from windlass.train.optimizer import create_optimizer, create_scheduler, follows_evaluation
@@ -91,6 +92,7 @@ class Loop:
         self.waits = Waits(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
         self.sources = SourceLosses(self.batches.names, self.device)  # of a mix
         patch_forward(self.causal_lm, self.sources)
+        self.adapters = fuse(self.causal_lm, torch.bfloat16 if self.train.bf16 else None)
         if self.train.neftune_noise_alpha:
             add_embedding_noise(self.causal_lm.get_input_embeddings(), self.train.neftune_noise_alpha)
         if self.train.gradient_checkpointing or layout.activation_checkpointing:
@@ -160,24 +162,25 @@ class Loop:
             balance_share = self._balance_share(all_of_step)
 
         # Forward and backward.
-        for number, host_batch in enumerate(of_step, 1):
-            self.recorder.count_tokens(host_batch.collated)
-            batch = host_batch.to(self.device)
-            self.recorder.mark("data")
-            if self.kept_gathered:
-                keep_gathered(self.kept_gathered, keep=number < self.accumulation)
-            self.waits.on = number == 1
-            with self.autocast:
-                outcome = self.causal_lm(**batch.inputs, balance_share=balance_share)
-            of_batch, of_router = outcome if self.router_weight else (outcome, None)
-            self.waits.on = False
-            self.recorder.mark("forward")
-            of_batch.backward()
-            self.recorder.mark("backward")
-            loss += of_batch.detach()
-            if of_router is not None:
-                balance += of_router
-            rows, tokens, supervised = rows + batch.rows, tokens + batch.tokens, supervised + batch.supervised
+        with self.adapters.unchanged():
+            for number, host_batch in enumerate(of_step, 1):
+                self.recorder.count_tokens(host_batch.collated)
+                batch = host_batch.to(self.device)
+                self.recorder.mark("data")
+                if self.kept_gathered:
+                    keep_gathered(self.kept_gathered, keep=number < self.accumulation)
+                self.waits.on = number == 1
+                with self.autocast:
+                    outcome = self.causal_lm(**batch.inputs, balance_share=balance_share)
+                of_batch, of_router = outcome if self.router_weight else (outcome, None)
+                self.waits.on = False
+                self.recorder.mark("forward")
+                of_batch.backward()
+                self.recorder.mark("backward")
+                loss += of_batch.detach()
+                if of_router is not None:
+                    balance += of_router
+                rows, tokens, supervised = rows + batch.rows, tokens + batch.tokens, supervised + batch.supervised
 
         # One collective: the gradients, and with them loss, tokens, faults, signals, and what the watch requests.
         sums = self.replicas.average(self._own_sums(loss, balance, supervised, tokens))
@@ -285,20 +288,21 @@ class Loop:
         by_set = SourceLosses(self.validation.names, self.device, torch.float64)
         # Loss, right first choices, entropy, tokens; interruptions; then by set.
         sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64)
-        for host_batch in self.validation.epoch(0):
-            self.recorder.mark("pause")
-            self.progress.evaluating(self.step)
-            with torch.no_grad(), self.autocast:
-                figures = self.causal_lm(**(inputs := host_batch.to(self.device).inputs), per_token=True)
-            if by_set.names and "sources" in inputs:
-                by_set.add(inputs["sources"], figures[0])
-            counts = figures.new_tensor([host_batch.supervised, self.stop_signal.received])
-            of_batch = torch.cat([figures.double().sum(1), counts.double(), by_set.take()])
-            if self.replicas.world > 1:
-                dist.all_reduce(of_batch)
-            sums += of_batch.cpu()
-            if sums[4]:  # an evaluation can take longer than the time to save after a signal
-                break
+        with self.adapters.unchanged():
+            for host_batch in self.validation.epoch(0):
+                self.recorder.mark("pause")
+                self.progress.evaluating(self.step)
+                with torch.no_grad(), self.autocast:
+                    figures = self.causal_lm(**(inputs := host_batch.to(self.device).inputs), per_token=True)
+                if by_set.names and "sources" in inputs:
+                    by_set.add(inputs["sources"], figures[0])
+                counts = figures.new_tensor([host_batch.supervised, self.stop_signal.received])
+                of_batch = torch.cat([figures.double().sum(1), counts.double(), by_set.take()])
+                if self.replicas.world > 1:
+                    dist.all_reduce(of_batch)
+                sums += of_batch.cpu()
+                if sums[4]:  # an evaluation can take longer than the time to save after a signal
+                    break
         self.causal_lm.train()
         loss, right, entropy, tokens, interrupted, *of_sets = sums.tolist()
         self.stopped = self.evaluation_due = interrupted > 0

@@ -159,6 +159,11 @@ class QuantisedLinear(nn.Linear):
         # PEFT 0.21 gives an adapter this dtype before its own: with the weight's, A would be rounded to bytes.
         self.compute_dtype = coding.dtype
 
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The matrix, anew for every product."""
+        coding = self.formats["weight"]
+        return dequantise(*coding.parts(self.weight, self.weight_scale), coding, dtype)
+
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype

@@ -21,6 +21,7 @@ from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 from windlass.runfile import LoadedFile
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.train.rank import SIGNALS, STATUS_DIR, SUPERVISED, end_with_parent, read_status
+from windlass.variables import DEFAULTS
 
 PATIENCE_SECONDS: Final = 20.0  # for the other ranks to end, once one has failed
 SAME_SECONDS: Final = 1.0  # a signal sent to a process and to its group comes twice, and is one
@@ -93,6 +94,16 @@ def clear_accelerate(environ: MutableMapping[str, str]) -> None:
     for key in list(environ):
         if key.startswith("FSDP_") or key in (f"ACCELERATE_{name}" for name in others):
             del environ[key]
+
+
+def allocate_by_segments(environ: MutableMapping[str, str]) -> None:
+    """What submitted jobs get, also under torchrun: batches of unlike shapes leave memory in pieces otherwise.
+
+    Call before CUDA starts. A setting of the user's own, by either name, stays alone.
+    """
+    names = [name for name in DEFAULTS if name.endswith("ALLOC_CONF")]
+    if not any(name in environ for name in names):
+        environ.update({name: DEFAULTS[name] for name in names})
 
 
 def start_process(

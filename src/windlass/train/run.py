@@ -41,7 +41,7 @@ from windlass.train.lora import attach
 from windlass.train.loss import router_loss_weight
 from windlass.train.parallel import assert_sharded, device_of_this_rank
 from windlass.train.rank import Rank, StopSignal
-from windlass.train.ranks import clear_accelerate
+from windlass.train.ranks import allocate_by_segments, clear_accelerate
 from windlass.train.resume import (
     base_identity,
     claim,
@@ -71,6 +71,10 @@ if TYPE_CHECKING:
     from windlass.runfile import Model
 
 
+# One node may have the weights in memory that another reads from slow storage.
+LOADING_SECONDS = 2 * 3600
+
+
 def run(
     plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
 ) -> int:
@@ -82,6 +86,8 @@ def run(
     unwritten = Unwritten(console.print)
     require_device(plan)
     join(here, job.train.ddp_timeout, patrol.environment(os.environ, job, folder))
+    group.require_links(device_of_this_rank())
+    group.wait_at_most(max(LOADING_SECONDS, job.train.ddp_timeout))
     identity = base_identity(plan.base)
     require_same_plan(plan, identity)
 
@@ -107,6 +113,7 @@ def run(
     if here.rank == 0:
         with unwritten(folder / LOAD):
             write_json(folder / LOAD, certificate)
+    group.wait_at_most(job.train.ddp_timeout)
     digest = certificate["base_digest"]
     other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
     base = describe_base(plan.base, digest, other, certificate["quantisation"])
@@ -198,6 +205,7 @@ def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = Mapp
     clear_accelerate(os.environ)
     os.environ |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank), "WORLD_SIZE": str(here.world)}
     os.environ |= recorders
+    allocate_by_segments(os.environ)
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(gpu_of_rank(here.local_rank, torch.cuda.device_count()))
