@@ -408,3 +408,16 @@ def test_a_norm_or_a_rotation_of_another_kind_is_left_alone() -> None:
     assert fused.fuse_norm(OnePlus(), here) is None
     assert not fused._same_rotation(lambda q, k, cos, sin: (q * cos, k * sin), fused.rotate_halves, here)
     assert not fused._same_rotation(None, fused.rotate_halves, here)
+
+
+def test_a_device_with_other_gradients_is_not_trained_on_in_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = fused.LoraLinears.backward
+
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The fault: a scaling is forgotten."""
+        ctx.scalings = [1.0] * len(ctx.scalings)
+        return original(ctx, *gradients)
+
+    monkeypatch.setattr(fused.LoraLinears, "backward", staticmethod(backward))
+    with pytest.warns(UserWarning, match="layers are not fused"):
+        assert not fused.fuse(peft_alone("llama"), always=True).groups

@@ -3,14 +3,15 @@
 A small micro-batch leaves a GPU waiting for the host, which takes about as long for a small kernel as for a large one.
 `fuse` gives single instances of modules another `forward`, once PEFT has built the adapter; no class is touched, and
 modules stay what PEFT and transformers know: files, hooks and names do not change. What is computed otherwise for
-whole families (norms, rotary positions, routers) is compared first with what the family computes, forward and back,
-on the device that trains: nothing that isn't equal there is replaced.
+whole families (norms, rotary positions, routers) is compared first with what the family computes, and adapters with
+plain operations, forward and back, on the device that trains: nothing that isn't equal there is replaced.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -39,6 +40,9 @@ def fuse(model: nn.Module, dtype: torch.dtype | None = None, *, always: bool = F
     """
     adapted = next((each for each in model.parameters() if each.requires_grad), None)
     if adapted is None or not (always or adapted.is_cuda):
+        return Adapters([], dtype)
+    if not linears_agree(adapted.device):
+        warnings.warn("layers are not fused: this device computes fused adapters otherwise", stacklevel=2)
         return Adapters([], dtype)
     attempts = (fuse_norm, fuse_router, fuse_positions)
     for module in list(model.modules()):
@@ -247,6 +251,22 @@ class LoraLinears(torch.autograd.Function):
         ]
         for_x = None if for_x is None else for_x.view(ctx.shape)
         return for_x, for_dropped, None, None, None, None, *for_downs, *of_ups, *biases
+
+
+def linears_agree(device: torch.device) -> bool:
+    """Whether `LoraLinears` is what plain operations are, on this device: two layers with one x, of unlike ranks."""
+    bases = [types.SimpleNamespace(weight=_numbers(device, rows, 8), bias=None) for rows in (6, 4)]
+    scalings, pair = (0.5, 2.0), (_numbers(device, 2, 8), _numbers(device, 3, 8))
+
+    def ours(x: Tensor, *trained: Tensor) -> Any:
+        down, ups = torch.cat(trained[:2]).detach(), [each.detach() for each in trained[2:]]
+        return LoraLinears.apply(x, None, bases, scalings, down, ups, *trained, None, None)  # type: ignore[no-untyped-call]
+
+    def plain(x: Tensor, *trained: Tensor) -> Any:
+        each = zip(bases, scalings, trained[:2], trained[2:], strict=True)
+        return [x @ base.weight.t() + scaling * (x @ a.t() @ b.t()) for base, scaling, a, b in each]
+
+    return same(ours, plain, _numbers(device, 5, 8), *pair, _numbers(device, 6, 2), _numbers(device, 4, 3))
 
 
 # --- what whole families compute ---
