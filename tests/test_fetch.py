@@ -232,6 +232,8 @@ def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeyp
     source = tiny.write_family(tmp_path / "source", "qwen2", tokenizer=True)
     files = {file.name: file.read_bytes() for file in source.iterdir()}
     monkeypatch.setitem(FILES, "org/tiny", files)
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
     for name, value in environment(hub, tmp_path).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "run.yaml").write_text("model: {model_name_or_path: org/tiny}\ncluster: {gpu: h100}\n")
