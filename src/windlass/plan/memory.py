@@ -23,8 +23,8 @@ FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # CUDA does not give of the driver's total: an H100 has 79.65 GiB for nvidia-smi, 79.11 for torch (vllm#27508).
 RESERVE_GPU = 2.6 * GIB
 RESERVE_CPU = 0.5 * GIB  # a process that has imported torch, transformers and PEFT
-# oneDNN keeps 1,024 products prepared, one for each shape. Experts get another number of tokens each time, so that a run
-# fills them in its first hundred steps: measured with the demo, 0.55 GiB after 60 steps, 0.65 after 240.
+# oneDNN keeps 1,024 products prepared, one for each shape. Experts get another number of tokens each time, so a run
+# prepares that many in its first hundred steps: measured with the demo, 0.55 GiB after 60 steps, 0.65 after 240.
 PREPARED_CPU = 0.6 * GIB
 # What the caching allocator cannot use of its memory, of everything that comes and goes; an assumption.
 FRAGMENTATION = 0.05
