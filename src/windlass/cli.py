@@ -460,16 +460,13 @@ def demo(
     directory: Annotated[Path, opt("--dir", "DIR", "Folder to create it in. Default: demo-run.")] = Path("demo-run"),
     make_only: Annotated[bool, flag("--make-only", "Create model, data and run file, but don't train.")] = False,
 ) -> None:
-    """Create a tiny Mistral 4, measure this CPU and train on it with two workers."""
-    from windlass import calibrate as calibrating
+    """Create a tiny Mistral 4 and train it on this CPU with two workers."""
     from windlass import demo as demonstration
 
     run = demonstration.make(directory)
     say(f"created {directory / 'model'}, {directory / 'data'} and {run}")
     if not make_only:
-        require(TRAINING, "demo")
-        calibrating.calibrate(2, machine := directory / "machine.json", os.environ, say)
-        train(run, [f"cluster.machine={machine}"])
+        train(run)
 
 
 @command(DURING, "submit run.yaml --to kubernetes --dry-run", "submit run.yaml --to runai --follow")
