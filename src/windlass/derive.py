@@ -145,7 +145,7 @@ def _read_config(config: Mapping[str, Any], where: str) -> Any:
         close = difflib.get_close_matches(str(unknown[0])[:80], list(known), 3, 0.5)
         hint = f"nearest: {', '.join(close)}; " if close else ""
         hint += f"transformers {transformers.__version__} builds what windlass trains: a newer one may know it"
-        raise UserError(what, where, hint)
+        raise UserError(what, where if unknown[0] == model_type else f"{where}: text_config", hint)
     try:
         with _quietly():
             return known[model_type].from_dict({k: v for k, v in config.items() if k != "quantization_config"})
