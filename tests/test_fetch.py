@@ -20,6 +20,9 @@ import pytest
 import warm
 
 from windlass import tiny
+from windlass.errors import UserError
+from windlass.model.base import fetched_folder
+from windlass.model.files import HEADERS, read_headers
 
 SHA = "a" * 40
 CARD = "---\nconfigs:\n- config_name: small\n  data_files: [{split: train, path: small/*}]\n---\n"
@@ -266,6 +269,26 @@ def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeyp
     plan, out = planned()
     assert plan == expected
     assert "no weights in" not in out
+
+
+def test_a_model_whose_name_begins_alike_is_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    hub = tmp_path / "hub"
+    other, own = (hub / f"models--org--{name}" / "snapshots" / SHA for name in ("tiny-chat", "tiny"))
+    for folder in (other, own):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    (hub / ".windlass-model-org--tiny-chat-0123456789abcdef.json").write_text(json.dumps({"folder": str(other)}))
+    assert fetched_folder("org/tiny") is None
+    assert fetched_folder("org/tiny-chat") == other
+    (hub / ".windlass-model-org--tiny-0123456789abcdef.json").write_text(json.dumps({"folder": str(own)}))
+    assert fetched_folder("org/tiny") == own
+    (own / HEADERS).write_text('{"model.safetensors": {"size": 8}}')
+    with pytest.raises(UserError, match="no header: KeyError"):
+        read_headers(own)
 
 
 @pytest.mark.fault("a volume that is too small for the model", "`windlass fetch`", "takes 8796093022208.0 GiB")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import glob
-import json
 import os
 import re
 import tomllib
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
+from windlass.files import read_json
 from windlass.model.config import describe
 from windlass.model.family import IGNORED, TIED, UNREAD, VISION
 from windlass.model.files import CONFIG, HEADERS, list_names, read_headers, read_table, read_tensors, some
@@ -76,11 +76,13 @@ def fetched_folder(name: str) -> Path | None:
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     flat = name.replace("/", "--")
     marks = sorted(cache.glob(f".windlass-model-{glob.escape(flat)}-*.json"), key=lambda mark: mark.stat().st_mtime)
-    folders = [Path(json.loads(mark.read_text())["folder"]) for mark in reversed(marks)]
+    folders = [Path(str(read_json(mark).get("folder"))) for mark in reversed(marks)]
     main = cache / f"models--{flat}" / "refs" / "main"
     if main.is_file():
         folders.append(main.parents[1] / "snapshots" / main.read_text().strip())
-    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+    # A mark's name may be that of a longer name: of org/model-chat for org/model.
+    own = (folder for folder in folders if folder.parents[1:2] and folder.parents[1].name == f"models--{flat}")
+    return next((folder for folder in own if (folder / CONFIG).is_file()), None)
 
 
 @cache

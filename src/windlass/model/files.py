@@ -130,10 +130,15 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     """Every tensor of files that are still at the hub, from the headers that were fetched alone."""
     stored: dict[str, Stored] = {}
     for name, entry in read_table(folder / HEADERS).items():
-        data = max((tensor["data_offsets"][1] for tensor in entry["header"].values()), default=0)
-        stored |= _parse_header(
-            folder / name, json.dumps(entry["header"]).encode(), entry["size"] - data, entry["size"]
-        )
+        try:
+            header, size = entry["header"], entry["size"]
+            begin = size - max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            why = f"{name!r} has no header: {type(error).__name__}: {error}"
+            raise UserError(
+                why, str(folder / HEADERS), "remove it, and run windlass fetch --headers-only again"
+            ) from None
+        stored |= _parse_header(folder / name, json.dumps(header).encode(), begin, size)
     return stored
 
 
