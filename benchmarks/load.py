@@ -99,9 +99,9 @@ def digest_cost(asked: argparse.Namespace) -> None:
 
 
 def write(directory: Path, gib: float, *, fp8: bool = True) -> Path:
-    """A mixture of experts in the published layout: 16 experts of 3 x 1024 x 1024 a layer, 50 MB of them."""
-    sizes: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024}
-    layers = max(1, round(gib * GIB / (17 * 3 * 1024**2)))
+    """A mixture of experts in the published layout and with its widths: 4 experts of 3 x 4096 x 2048 a layer."""
+    sizes: dict[str, Any] = {"hidden": 4096, "heads": 8, "experts": 4, "moe_intermediate": 2048}
+    layers = max(1, round(gib * GIB / (5 * 3 * 4096 * 2048)))
     sizes |= {} if fp8 else {"quantization": "none"}
     return tiny.write(directory, layers=layers, files=4, tokenizer=False, **sizes)
 

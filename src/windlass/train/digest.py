@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from windlass.model import Stored
 
-WORD: Final = 8  # bytes
+WORD: Final = 8  # bytes of a hash
 MODULUS: Final = 2**64
+hash_row: Callable[[Any], int] = xxh3_64_intdigest
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def digest_box(stored: Stored, box: Sequence[tuple[int, int]], values: Tensor) -> int:
-    """Of the rows of `stored` inside `box`, of which `values` are the stored bytes. Any thread may call it.
-
-    einsum multiplies and adds up a row's words in one pass, for all rows at once.
-    """
+    """Of the rows of `stored` inside `box`, of which `values` are the stored bytes. Any thread may call it."""
     shape = stored.shape if len(stored.shape) > 1 else (*stored.shape, 1)  # a vector's rows are its elements
     box = box if len(stored.shape) > 1 else (*box, (0, 1))
     if box[-1] != (0, shape[-1]):
@@ -35,27 +34,16 @@ def digest_box(stored: Stored, box: Sequence[tuple[int, int]], values: Tensor) -
     if not values.numel():
         return 0
     width = shape[-1] * values.element_size()
-    data = values.detach().reshape(-1).view(torch.uint8).numpy().reshape(-1, width)
-    if width % WORD:
-        data = np.pad(data, ((0, 0), (0, -width % WORD)))
-    keys = _keys(data.shape[1] // WORD)
-    sums: Words = np.einsum("ij,j->i", data.view(np.uint64), keys)
-    # Again by words that begin in the middle of the first ones: alone, two of their highest bits would cancel out.
-    sums ^= _mixed(np.einsum("ij,j->i", data[:, WORD // 2 : -WORD // 2].view(np.uint64), keys[1:]))
+    rows = values.detach().reshape(-1).view(torch.uint8).numpy().reshape(-1, width)
+    hashes: Words = np.fromiter(map(hash_row, rows), np.uint64, len(rows))
     place = np.zeros(1, np.uint64)
     for (start, stop), size in zip(box[:-1], shape[:-1], strict=True):
         place = np.add.outer(place * np.uint64(size), np.arange(start, stop, dtype=np.uint64)).reshape(-1)
-    return int(_mixed(sums ^ _mixed(place ^ _name_key(stored))).sum(dtype=np.uint64))
+    return int(_mixed(hashes ^ _mixed(place ^ _name_key(stored))).sum(dtype=np.uint64))
 
 
 def digest_text(total: int) -> str:
     return f"{total % MODULUS:016x}"
-
-
-@functools.lru_cache(maxsize=64)
-def _keys(count: int) -> Words:
-    """One odd number for each word of a row."""
-    return _mixed(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
 
 
 @functools.lru_cache(maxsize=4096)
