@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -27,6 +28,7 @@ from windlass.launch import kubectl, local
 from windlass.launch import submit as submitting
 from windlass.launch.job import job_of
 from windlass.launch.submit import open_record, render
+from windlass.runfile import machines
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,24 @@ def test_a_run_of_several_nodes_is_not_for_this_machine() -> None:
         render(plan, "local")
 
 
+@pytest.mark.parametrize("to", submitting.PLATFORMS)
+def test_every_key_has_an_effect_or_is_reported(to: str) -> None:
+    """By the words of what renders a platform's files, plans and checks."""
+    folder, windlass = Path(submitting.__file__).parent, Path(submitting.__file__).parent.parent
+    pods = ("kubernetes.py", "pod.py", "kubectl.py", "job.yaml.j2")
+    modules = {
+        "kubernetes": pods,
+        "openshift": (*pods, "openshift.py"),
+        "local": ("local.py",),
+        "script": ("local.py",),
+    }
+    own = [folder / name for name in modules.get(to, (f"{to}.py",))]
+    shared = [*(windlass / "plan").glob("*.py"), windlass / "hardware.py", folder / "script.py", folder / "job.py"]
+    text = "".join(path.read_text() for path in [*own, *shared])
+    silent = [key for key in machines.Cluster.model_fields if not re.search(rf'cluster\.{key}\b|"{key}"', text)]
+    assert silent == []
+
+
 def test_what_has_no_effect_there_is_reported() -> None:
     def notes(to: str, *overrides: str) -> str:
         return "\n".join(submitting.review(job_of(example("train", overrides)[0]), to))
@@ -97,6 +117,20 @@ def test_what_has_no_effect_there_is_reported() -> None:
     ):
         assert part in said
     assert "NCCL_IB_HCA" not in said
+    volumes = "cluster.volumes=[{host: /data, path: /data}]"
+    said = notes("slurm", volumes, "cluster.memory_request=64Gi", "cluster.memory_limit=96Gi", "cluster.runtime=r")
+    for key in ("volumes", "memory_request", "runtime"):
+        assert f"cluster.{key} has no effect on Slurm" in said
+    assert "cluster's queue, labels" in notes("script", "cluster.queue=gpus", "cluster.labels={a: b}")
+    one = (
+        "cluster.nodes=1",
+        "cluster.gpus_per_node=1",
+        "cluster.gpu=cpu",
+        "cluster.host_memory_gib=4000",
+        "cluster.queue=gpus",
+        "cluster.install=[a]",
+    )
+    assert "cluster's queue\ncluster.install has no effect" in notes("local", *one)
     assert "OURS" not in said
     assert "the SCC nonroot-v2" in "\n".join(example("train", FULL)[0].notes), "the plan has it too"
     assert "must not be root" not in notes("openshift", *SITE)

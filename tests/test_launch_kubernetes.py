@@ -313,6 +313,7 @@ def test_what_pods_cannot_have_is_refused_with_its_place() -> None:
         ("cluster.labels={app.kubernetes.io/instance: a}", "windlass finds the run's objects by it"),
         ("cluster.hugepages={4Mi: 1Gi}", "must be 2Mi or 1Gi, not '4Mi'"),
         ("cluster.queue_priority=high", "no queue to have a place in"),
+        ("cluster.topology=preferred", "no label for the nodes to share"),
         ("cluster.pod_monitor=true", "nothing to scrape"),
         ("cluster.extended_resources={gpu: 1}", "a device as domain/name"),
         ("cluster.gpu_resource=gpu", "a device as domain/name"),

@@ -16,13 +16,38 @@ from typing import Any
 from windlass import run_folder
 from windlass.errors import Problem, UserError
 from windlass.files import read_json, read_json_lines
-from windlass.launch.job import RECORD, Job, Record, keep_record
+from windlass.launch.job import RECORD, Job, Record, ignored_keys, keep_record
 from windlass.observe.watch.heartbeat import read_beats
 
 ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5
 
 
+# Keys of `cluster` that only a scheduler can do something about.
+SCHEDULED = (
+    *("engine", "trainer_version", "runtime", "image", "image_pull_secrets", "image_pull_policy", "container"),
+    *("project", "namespace", "service_account", "queue", "queue_priority", "priority_class", "preemptible", "gang"),
+    *("scheduler_name", "node_pools", "node_selector", "affinity", "tolerations", "topology_key", "topology", "sbatch"),
+    *("volumes", "networks", "network_policy", "labels", "annotations", "gpu_resource", "extended_resources", "cpu"),
+    *("cpu_limit", "memory_request", "memory_limit", "large_shm", "hugepages", "ephemeral_storage", "runtime_class"),
+    *("user", "fs_group", "supplemental_groups", "pod_monitor", "max_restarts", "deadline_seconds", "ttl_seconds"),
+)
+
+IGNORED = {
+    "working_dir": "the run starts in this folder",
+    "install": "install it in this environment",
+    "log_format": "nothing collects these lines",
+}
+
+
+def unscheduled(job: Job) -> Iterator[str]:
+    """What the run file asks of a scheduler, where there is none."""
+    if keys := [key for key in SCHEDULED if key in job.cluster.model_fields_set]:
+        yield f"no effect without a scheduler (--to kubernetes, runai or slurm): cluster's {', '.join(keys)}"
+
+
 def review(job: Job) -> Iterator[Problem | str]:
+    yield from unscheduled(job)
+    yield from ignored_keys(job.cluster, IGNORED, "this machine")
     if job.nodes > 1:
         hint = "--to script writes a script for each node; --to runai and --to kubernetes start them"
         yield Problem(f"{job.nodes} nodes, and this is one", job.where("cluster.nodes"), hint)

@@ -38,6 +38,7 @@ IGNORED = {
     "affinity": "use the project's node pools",
     "deadline_seconds": "the project's policy has time limits",
     "gpu_resource": "Run:ai counts GPUs in its own way, and the project's node pools decide the kind",
+    **dict.fromkeys(("engine", "trainer_version", "runtime"), "it is Kubernetes'"),
     "container": "it is Slurm's",
     "sbatch": "they are Slurm's",
 }

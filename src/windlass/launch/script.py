@@ -97,8 +97,8 @@ def launch_sh(job: Job, *, exports: bool) -> str:
     return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
 
 
-def review(_: Job) -> Iterator[Problem | str]:
-    yield from ()
+def review(job: Job) -> Iterator[Problem | str]:
+    yield from local.unscheduled(job)
 
 
 def files(job: Job) -> dict[str, str]:

@@ -39,12 +39,13 @@ IGNORED = {
     "user": "a job runs as the user who submits it",
     "node_pools": "they are Run:ai's",
     "preemptible": "set the QOS by cluster.priority_class",
+    **dict.fromkeys(("engine", "trainer_version", "runtime", "gpu_resource"), "it is Kubernetes'"),
 }
 _OPTION = "write sbatch's own option: cluster.sbatch: {{{}}}".format
 REFUSED = {
     "node_selector": _OPTION("constraint: FEATURE"),
     "affinity": _OPTION("constraint: FEATURE"),
-    "topology_key": _OPTION("switches: 1"),
+    **dict.fromkeys(("topology_key", "topology"), _OPTION("switches: 1")),
     "extended_resources": _OPTION("gres: NAME"),
     "ephemeral_storage": _OPTION("tmp: 100G"),
     "hugepages": _OPTION("gres: NAME"),
@@ -141,6 +142,10 @@ def review(job: Job) -> Iterator[Problem | str]:
         yield Problem(f"nothing for {cluster.container} to run", job.where("cluster.image"), "set cluster.image")
     if cluster.image and not cluster.container:
         yield "cluster.image has no effect on Slurm unless cluster.container is pyxis or apptainer"
+    if cluster.volumes and not cluster.container:
+        yield "cluster.volumes has no effect on Slurm unless cluster.container is pyxis or apptainer"
+    if cluster.memory_request and cluster.memory_limit:
+        yield "cluster.memory_request has no effect on Slurm: a job gets cluster.memory_limit"
     for index, volume in enumerate(cluster.volumes if cluster.container else ()):
         if not volume.host:
             hint = f"mount a folder of the nodes: {{host: {volume.path}, path: {volume.path}}}"

@@ -198,6 +198,9 @@ def _machines(run: Run) -> Iterator[Clash]:
             yield key, "only an empty_dir has a medium", "remove medium"
     if cluster.queue_priority and not cluster.queue:
         yield "cluster.queue_priority cluster.queue", "there is no queue to have a place in", "set cluster.queue"
+    if "topology" in cluster.model_fields_set and not cluster.topology_key:
+        hint = "set cluster.topology_key, such as topology.kubernetes.io/zone"
+        yield "cluster.topology cluster.topology_key", "there is no label for the nodes to share", hint
     if cluster.pod_monitor and run.watch.prometheus_port is None:
         yield "cluster.pod_monitor watch.prometheus_port", "nothing to scrape", "set watch.prometheus_port: 9400"
     elif cluster.pod_monitor and run.watch.prometheus_address == "127.0.0.1":
