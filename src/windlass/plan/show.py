@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.hardware import GIB, Machine
-from windlass.observe.report.format import count, duration
+from windlass.observe.format import count, duration
 from windlass.plan import Plan
 from windlass.plan.choose import OF_ALL, Contender, overrides, same, undominated
 from windlass.plan.cost import HEADROOM, Cost, in_fp8

@@ -27,11 +27,11 @@ from rich.text import Text
 from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_atomic
+from windlass.observe import format as formats
+from windlass.observe.format import duration, figure, percent
 from windlass.observe.reader import ask, listed
-from windlass.observe.report import format as formats
 from windlass.observe.report.charts import PHASES, charts, compared, comparison, differences, points
 from windlass.observe.report.facts import Facts, facts, peak_gib
-from windlass.observe.report.format import duration, figure, percent
 from windlass.observe.report.read import read
 from windlass.observe.watch.detectors import BY_KIND
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from windlass import run_folder
 from windlass.observe import steps
+from windlass.observe.format import NONE, duration, figure, percent
 from windlass.observe.reader import NAN, ask, listed, number
 from windlass.observe.report.facts import Facts, peak_gib
-from windlass.observe.report.format import NONE, duration, figure, percent
 from windlass.observe.report.read import Run, Series, every, short, thin
 
 SMOOTHED: Final = 160  # steps from which a smoothed loss is worth a curve

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from windlass import run_folder
 from windlass.observe import steps
+from windlass.observe.format import count_of, duration
 from windlass.observe.reader import NAN, ask, known, listed, mean, median, number
-from windlass.observe.report.format import count_of, duration
 from windlass.observe.report.read import Run, every
 
 Facts = dict[str, Any]
