@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,10 @@ from windlass.errors import UserError
 from windlass.hardware import GIB, Machine
 from windlass.model import config
 from windlass.model import targets as adapters
+from windlass.plan import memory
 from windlass.plan.cost import Batch, Cost, Work, cost, read_shape
-from windlass.plan.layout import Layout
+from windlass.plan.layout import FOUR_BITS, Layout
+from windlass.plan.time import AHEAD, Time, estimate_time
 from windlass.runfile import Lora
 
 ROWS = Path(__file__).with_name("published_runs.csv")
@@ -43,17 +47,47 @@ FITTED = ("refs/a100_80gb.csv", "QwenLM/Qwen ")
 # PEFT's policy for FSDP1 makes every adapter matrix a unit of its own, gathered and reduced by itself, and FSDP1 waits
 # before each gather. windlass has no such units: rows of FSDP1 are planned with so many seconds for each.
 FSDP1_UNIT = 0.25e-3
+# Bytes that the memory moves to decode a weight of 4 bits: a kernel reads half a byte and writes two at about half the
+# memory's rate; AutoGPTQ of 2023 shifts and masks int32 copies with torch's own operators.
+DECODE_KERNEL, DECODE_TORCH = 5.0, 22.0
+TORCH_OPERATORS, TORCH_BYTES = (
+    14,
+    24,
+)  # of AutoGPTQ's torch operators: how many for each matrix, and their copies a weight
+GPTQ_BYTES = 0.52  # of a weight: 4 bits, a scale in 16 and a zero in 4 for 128 of them
 # What an engine has beside transformers and PEFT: kernels, compilation, offloading, another trainer.
 OTHER_ENGINE = (
     "foak|liger|triton|unsloth|megatron|transformerengine|nemo|litgpt|torchtune|torchtitan|scattermoe|fused lora|"
-    "axolotl|deepspeed|zero-?[123]|atorch|mosaic|llm-foundry|swift|compile|lora kernels|offload|padding-free"
+    "axolotl|deepspeed|zero-?[123]|atorch|mosaic|llm-foundry|swift|compile|lora kernels|offload|padding-free|"
+    "answerdotai|fsdp_qlora|\\bhqq"
 )
-EAGER = "transformers|peft|hugging ?face|\\btrl\\b|eager|hf trainer|framework_config=none"
-GPUS = {  # by what a name contains
-    "h200": "h200",
-    "h100|h800": "h100",
-    "a100.*40": "a100-40gb",
-    "a100|a800": "a100-80gb",
+EAGER = "transformers|peft|hugging ?face|\\btrl\\b|eager|hf trainer"
+# One source names its acceleration. These leave the model's operators alone: bases in 4 bits are decoded by
+# bitsandbytes or AutoGPTQ, then multiplied by torch.
+PLAIN_CONFIGS = ("none", "baseline-peft-bnb", "accelerated-peft-bnb", "accelerated-peft-autogptq")
+# Seconds that are not of steps alone: PEFT's comparison has the generation for its test set in its train_time.
+MORE_THAN_STEPS = r"\btrain_time\b|includ\w+ (evaluation|loading|start-?up|compilation|generation)"
+GPUS = {  # by what a name contains, in this order
+    r"h200.*nvl": "h200-nvl",
+    r"h200": "h200",
+    r"h100.*(nvl|94)": "h100-nvl",
+    r"h100.*pcie": "h100-pcie",
+    r"h100.*(96|64)\s*gb|a100.*pcie|a100x|h20\b": None,  # other cards than their name's first part says
+    r"\b(h100|h800)": "h100",
+    r"\b(a100|a800).*40": "a100-40gb",
+    r"\b(a100|a800)": "a100-80gb",
+    r"\bg?b200": "b200",
+    r"\bl40s": "l40s",
+    r"\bl4\b": "l4",
+    r"\ba10\b": "a10",
+    r"\bmi300": "mi300x",
+}
+UNITS = {  # what a figure is multiplied with, by what is written behind it
+    "memory": {"gib": 1, "mib": 1 / 1024, "gb": 1e9 / 2**30, "mb": 1e6 / 2**30, "g": 1, "": 1},
+    "seconds": {"s": 1, "sec": 1, "seconds": 1, "ms": 1e-3, "min": 60, "": 1},
+    "rate": {"tok/s": 1, "tokens/s": 1, "t/s": 1, "k": 1e3, "k tok/s": 1e3, "": 1},
+    "tokens": {"k": 1024, "tokens": 1, "": 1},
+    "count": {"": 1},
 }
 TARGETS = {  # what sources call them; a fused projection is one adapter
     "q,k,v,o": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -64,7 +98,7 @@ TARGETS = {  # what sources call them; a fused projection is one adapter
     "mlp": ["gate_proj", "up_proj", "down_proj"],
     "all": "all",
 }
-FUSED_TARGETS = ("c_attn", "qkv")
+LETTERS = {name.removesuffix("_proj"): name for name in (*TARGETS["q,k,v,o"], *TARGETS["mlp"])}
 
 
 class SkipError(Exception):
@@ -87,107 +121,225 @@ class Replay:
     planned_tokens: float  # per GPU and second
     published_gib: float | None
     published_tokens: float | None
+    timed: tuple[Work, Engine] = field(repr=False)  # what its speed is planned of
 
 
-def number(text: str, what: str, *, empty: float | None = None) -> float:
-    text = text.strip().replace(",", "")
-    if not text and empty is not None:
+def number(text: str, what: str, kind: str = "count", *, empty: float | None = None) -> float:
+    """A positive figure, whatever stands around it: `~62 GB`, `4k`, `1,024`, `8 (inferred)`."""
+    text = re.sub(r"\([^)]*\)|(?<=\d),(?=\d{3})", "", text).strip().lower().lstrip("~≈ ")
+    if text in ("", "-", "?", "n/a", "na", "nan", "none", "not stated", "unknown"):
+        if empty is None:
+            raise SkipError(f"{what} is not stated")
         return empty
-    if not text:
-        raise SkipError(f"{what} is not stated")
-    try:
-        value = float(text)
-    except ValueError:
-        raise SkipError(f"{what} is not a number") from None
+    found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*([a-z/ ]*)", text)
+    if not found or (unit := UNITS[kind].get(found[2].strip())) is None:
+        raise SkipError(f"{what} is not a number")
+    value = float(found[1]) * unit
     if not 0 < value < 1e12:
         raise SkipError(f"{what} is not a positive number")
     return value
 
 
+def whole(text: str, what: str, *, empty: float | None = None) -> int:
+    value = number(text, what, empty=empty)
+    if value != int(value) or value > 1e6:
+        raise SkipError(f"{what} is not a whole number of reasonable size")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a row's engine does in another way than windlass."""
+
+    eager: bool  # transformers' own operators, and PEFT
+    four_bits: str  # "", nf4 or int4
+    gptq: bool
+    upcast: bool  # all that isn't in 4 bits is in float32, and so is what the layers hand on
+    old: bool  # of 2023: before PEFT 0.12 adapters had the base's dtype
+    autocast: bool
+    fsdp1: bool
+
+    @property
+    def torch_decodes(self) -> bool:
+        """AutoGPTQ of 2023, which trains in float16 under DeepSpeed: without autocast, so is the loss."""
+        return self.gptq and self.old
+
+    @classmethod
+    def of(cls, row: dict[str, str]) -> Engine:
+        words = " ".join(row[key] for key in ("source", "notes", "attn", "compile", "parallelism")).lower()
+        words = re.sub(r"\b(no|not|without) (torch[. ]?)?(compile|offload\w*)", "", words)
+        dtype, qlora = row["base_dtype"].strip().lower(), "qlora" in row["method"].lower()
+        if re.search("8[- ]?bit|int8|fp8|mxfp4|nvfp4|hqq only", dtype):
+            raise SkipError("a base in 8 bits, or multiplied as it is quantised")
+        narrow = qlora or bool(re.search("int4|nf4|fp4|4[- ]?bit|gptq|awq", dtype))
+        gptq = narrow and bool(re.search("gptq|int4|awq", dtype))
+        config = re.search(r"framework_config=([^;\s]+)", words)
+        other = config[1] not in PLAIN_CONFIGS if config else bool(re.search(OTHER_ENGINE, words))
+        eager = bool(config or re.search(EAGER, words)) and not other and not row["compile"].lower().startswith("yes")
+        return cls(
+            eager=eager,
+            four_bits="" if not narrow else "int4" if gptq else "nf4",
+            gptq=gptq,
+            # PEFT's prepare_model_for_kbit_training does so, but not to GPTQ's models, and sharded ones are left alone
+            upcast=narrow and eager and not re.search(r"gptq|accelerated-|fsdp|zero-?3", words + dtype),
+            old="2023 stack" in words,
+            autocast="no autocast" not in words,
+            fsdp1="fsdp1" in words,
+        )
+
+
+def lengths_of(text: str) -> tuple[int, int | None]:
+    """Tokens of the longest row, and of a usual one if that is known."""
+    text = text.strip().lower()
+    longest = re.search(r"(?:<=|≤|max(?:imum)?|up to)\s*(\d[\d,]*\d\b|\d+k\b)", text)
+    if not longest:
+        length = int(number(text, "seq_len", "tokens"))
+        return length, length
+    mean = re.search(r"(?:mean|average|avg)\s*[~≈]?\s*(\d[\d,]*\d)", text)
+    return int(number(longest[1], "seq_len", "tokens")), int(number(mean[1], "seq_len")) if mean else None
+
+
+def gpu_of(text: str) -> hardware.Gpu:
+    words = text.lower()
+    for pattern, name in GPUS.items():
+        if re.search(pattern, words) and name:
+            return hardware.gpu(name)
+        if re.search(pattern, words):
+            break
+    named = re.search(r"[a-z]+ ?\d{2,}|\d{4}|[a-z]\d+", re.sub(r"\d+ ?(x|gb)\b\+?", "", words))
+    raise SkipError("a GPU that windlass has no data sheet of" if named else "the GPU is not stated")
+
+
+def ranks_of(row: dict[str, str]) -> tuple[int, int]:
+    """Nodes, and GPUs of each."""
+    times, per_node = re.match(r"\s*(\d+) ?x\b", row["gpu"].lower()), row["gpus_per_node"]
+    if not per_node.strip():
+        per_node = times[1] if times else "1" if row["parallelism"].strip().lower() == "none" else ""
+    return whole(row["nodes"], "nodes", empty=1), whole(per_node, "gpus_per_node")
+
+
+def published_of(row: dict[str, str], column: str, kind: str) -> float | None:
+    """What the row reports, if it can be read."""
+    try:
+        return number(row[column], column, kind)
+    except SkipError as why:
+        if str(why).endswith("not stated"):
+            return None
+        raise ValueError(str(why)) from None
+
+
 def replay(row: dict[str, str], line: int) -> Replay:
     """Raises SkipError for what windlass has no equivalent of."""
-    words = " ".join(row[key] for key in ("source", "notes", "attn", "compile", "parallelism")).lower()
-    if not row["method"].strip().lower().startswith("lora"):
-        kind = "4-bit base: windlass has none" if "qlora" in row["method"].lower() else "not LoRA"
-        raise SkipError(kind)
-    name = next((gpu for pattern, gpu in GPUS.items() if re.search(pattern, row["gpu"].lower())), None)
-    if name is None:
-        raise SkipError("another GPU than A100, H100 or H200")
-    nodes, per_node = int(number(row["nodes"], "nodes")), int(number(row["gpus_per_node"], "gpus_per_node"))
-    described = config_of(row["model"])
-    if described is None:
-        raise SkipError("a model whose config is not known here")
-    base_dtype = row["base_dtype"].strip().lower()
-    if re.search("int4|nf4|4bit|4-bit|gptq|int8|fp8|mxfp4", base_dtype):
-        raise SkipError("a quantised base")
-    length = int(number(row["seq_len"], "seq_len"))
-    micro = int(number(row["micro_batch"], "micro_batch", empty=1))
-    recompute = row["checkpointing"].strip().lower()
-    if not re.match("full|yes|true|none|no\\b|off", recompute):
-        raise SkipError("whether activations are recomputed is not stated")
-    base = config.describe(described, row["model"], row["model"])
-    layout = replace(
-        layout_of(row["parallelism"].strip(), nodes, per_node, base.dims.get("experts", 0)),
-        activation_checkpointing=bool(re.match("full|yes|true", recompute)),
-        precision="no" if "no autocast" in words else "bf16",
-    )
-    accumulation = row["accum"].strip()
-    if in_all := re.fullmatch(r"GBS (\d+)", accumulation):
-        accumulation = str(max(1, int(in_all[1]) // (layout.ranks * micro)))
-    batch = Batch(micro, int(number(accumulation, "accum", empty=1)), length)
-
-    old = "2023 stack" in words  # before PEFT 0.12 adapters had the base's dtype
-    asked, routed = targets_of(row)
-    lora = {
-        "r": int(number(row["lora_r"], "lora_r")),
-        "target_modules": asked,
-        "dtype": "bfloat16" if old else "float32",
-    }
-    given = Lora.model_validate(lora | {"lora_dropout": 0.0} | ({"experts": {"r": lora["r"]}} if routed else {}))
-    try:
-        shape = read_shape(base, adapters.resolve(given, base, str))
-    except UserError as error:
-        raise SkipError(f"targets: {str(error).splitlines()[0]}") from None
-    gpu = hardware.gpu(name)
-    network = hardware.fabric(network_of(row["network"]))
-    machine = Machine(gpu, hardware.fabric(gpu.link), network, hardware.fabric(gpu.host_link), per_node, None)
-    kernels = re.search(r"framework_config=([^;\s]+)", words)  # of one source, which names its acceleration
-    other = kernels[1] != "none" if kernels else bool(re.search(OTHER_ENGINE, words))
-    eager = bool(re.search(EAGER, words)) and not other and "yes" not in row["compile"]
-    work = Work(
-        shape=shape,
-        layout=layout,
-        batch=batch,
-        machine=machine,
-        optim="adamw_torch",
-        base_bytes=4 if base_dtype.startswith("fp32") else 2,
-        full_logits="liger" not in row["notes"],
-    )
-    planned = cost(work, advise=False)
-    gib = memory_of(planned, words)
-    units = sum(2 * len(layer.plain_lora) * times for layer, times in shape.kinds) if "fsdp1" in words else 0
-    step = planned.step_seconds + 3 * units * FSDP1_UNIT * batch.accumulation
-    tokens = batch.tokens * batch.accumulation / step
-    published_gib = float(row["peak_gib"]) if row["peak_gib"].strip() else None
-    published = float(row["tok_s_gpu"]) if row["tok_s_gpu"].strip() else None
-    if published is None and row["step_s"].strip():
-        published = batch.tokens * batch.accumulation / float(row["step_s"])
+    if "lora" not in row["method"].lower():
+        raise SkipError("not LoRA")
+    work, engine, usual = work_of(row)
+    planned = cost(work, usual, advise=False)
+    batch, layout = work.batch, work.layout
+    gib = memory_of(work, planned, engine, row)
+    step = seconds_of(work, planned, engine)
+    published_gib = published_of(row, "peak_gib", "memory")
+    published, seconds = published_of(row, "tok_s_gpu", "rate"), published_of(row, "step_s", "seconds")
+    tokens = (usual or batch.length) * batch.micro * batch.accumulation / step
+    if published is None and seconds:
+        published = tokens * step / seconds
     if not published and not published_gib:
         raise SkipError("neither speed nor memory is stated")
+    if usual is None or re.search(MORE_THAN_STEPS, row["notes"].lower()):
+        published = None
+        if not published_gib:
+            raise SkipError("a speed of rows of unknown length, or of more than steps")
+    words = f"{layout.name} {layout.ranks} {batch.micro}x{batch.length}x{batch.accumulation} {work.machine.gpu.name}"
     return Replay(
         line=line,
         source=row["source"],
         model=row["model"],
-        eager=eager,
+        eager=engine.eager,
         fitted=any(name in row["source"] for name in FITTED),
-        words=f"{layout.name} {layout.ranks} {batch.micro}x{batch.length}x{batch.accumulation} {name} r{lora['r']}",
+        words=f"{words} r{work.shape.adapter.r} {engine.four_bits}".strip(),
         memory=gib / published_gib if published_gib else None,
         speed=tokens / published if published else None,
         planned_gib=gib,
         planned_tokens=tokens,
         published_gib=published_gib,
         published_tokens=published,
+        timed=(replace(work, batch=replace(batch, length=usual or batch.length)), engine),
     )
+
+
+def work_of(row: dict[str, str]) -> tuple[Work, Engine, int | None]:
+    """What is planned of a row, its engine, and how long its rows usually are."""
+    engine = Engine.of(row)
+    gpu, (nodes, per_node) = gpu_of(row["gpu"]), ranks_of(row)
+    described = config_of(row["model"]) or by_size(row)
+    length, usual = lengths_of(row["seq_len"])
+    micro = whole(row["micro_batch"], "micro_batch")
+    recompute = row["checkpointing"].strip().lower()
+    if not recompute and engine.four_bits and engine.eager:
+        recompute = "full"  # as prepare_model_for_kbit_training does
+    if not re.match(r"full|yes|true|none|no\b|off|false", recompute):
+        raise SkipError("whether activations are recomputed is not stated, or in part")
+    base = config.describe(described, row["model"], row["model"])
+    layout = replace(
+        layout_of(row["parallelism"].strip(), nodes, per_node, base.dims.get("experts", 0)),
+        activation_checkpointing=bool(re.match("full|yes|true", recompute)),
+        precision="bf16" if engine.autocast and not engine.upcast else "no",
+        base_dtype=engine.four_bits or "bf16",
+    )
+    accumulation = row["accum"].strip()
+    if in_all := re.fullmatch(r"GBS (\d+)", accumulation):
+        accumulation = str(max(1, int(in_all[1]) // (layout.ranks * micro)))
+    asked, routed = targets_of(row)
+    lora = {
+        "r": whole(row["lora_r"], "lora_r", empty=16),
+        "target_modules": asked,
+        "dtype": "bfloat16" if engine.old and not engine.four_bits else "float32",
+    }
+    given = Lora.model_validate(lora | {"lora_dropout": 0.0} | ({"experts": {"r": lora["r"]}} if routed else {}))
+    try:
+        shape = read_shape(base, adapters.resolve(given, base, str))
+    except UserError as error:
+        raise SkipError(f"targets: {str(error).splitlines()[0]}") from None
+    network = hardware.fabric(network_of(row["network"]))
+    machine = Machine(gpu, hardware.fabric(gpu.link), network, hardware.fabric(gpu.host_link), per_node, None)
+    rates = machine.rates
+    if engine.four_bits:
+        decoded = DECODE_TORCH if engine.torch_decodes else DECODE_KERNEL
+        rates = replace(rates, decode_gb_per_second=rates.memory_gb_per_second / decoded)
+    if engine.upcast:  # products are made in 16 bits all the same
+        rates = replace(rates, products={**rates.products, "float32": rates.products["bfloat16"]})
+    work = Work(
+        shape=shape,
+        layout=layout,
+        batch=Batch(micro, whole(accumulation, "accum", empty=1), length),
+        machine=replace(machine, measured=rates),
+        optim="adamw_8bit" if "8-bit" in row["notes"].lower() or "8bit" in row["notes"].lower() else "adamw_torch",
+        base_bytes=4 if engine.upcast or row["base_dtype"].strip().lower().startswith("fp32") else 2,
+        scores=row["attn"].strip().lower() == "eager",
+        full_logits=not re.search("liger|fused cross|cut cross|chunked", row["notes"].lower()),
+    )
+    return work, engine, usual
+
+
+def by_size(row: dict[str, str]) -> dict[str, Any]:
+    """The shape of a dense model that is known by its parameters alone: the known one of most alike size, with as many
+    of its layers as that takes."""
+    try:
+        size, active = number(row["params_b"], "params_b"), number(row["active_b"], "active_b")
+    except SkipError:
+        raise SkipError("a model whose config is not known here") from None
+    if not 0.9 < active / size < 1.1 or not 0.1 < size < 500 or not re.search(r"\d\s*b\b", row["model"].lower()):
+        raise SkipError("a model whose config is not known here")
+    described, counted = min(ladder(), key=lambda known: abs(math.log(known[1] / size)))
+    layers = max(1, round(described["num_hidden_layers"] * size / counted))
+    return {**described, "num_hidden_layers": layers}
+
+
+@cache
+def ladder() -> list[tuple[dict[str, Any], float]]:
+    """Dense models by billions of parameters."""
+    names = ["TinyLlama", "Llama-3.2-3B", "Mistral-7B-v0.1", "Llama-2-13b", "Llama-1-30b", "Llama-2-70b"]
+    known = [found for name in names if (found := config_of(name))]
+    return [(each, sum(p.count for p in config.describe(each, "x", "x").parameters) / 1e9) for each in known]
 
 
 def layout_of(words: str, nodes: int, per_node: int, experts: int) -> Layout:
@@ -223,17 +375,8 @@ def targets_of(row: dict[str, str]) -> tuple[Sequence[str], bool]:
         return "all", row["experts_adapted"].strip().lower().startswith("yes")
     if re.fullmatch(r"[a-z_]+_proj([, ]+[a-z_]+_proj)*", text):
         return re.split(r"[, ]+", text), False
-    letters = {
-        "q": "q_proj",
-        "k": "k_proj",
-        "v": "v_proj",
-        "o": "o_proj",
-        "gate": "gate_proj",
-        "up": "up_proj",
-        "down": "down_proj",
-    }
-    if text and all(part in letters for part in text.split(",")):
-        return [letters[part] for part in text.split(",")], False
+    if text and all(part in LETTERS for part in text.split(",")):
+        return [LETTERS[part] for part in text.split(",")], False
     raise SkipError("the adapter's targets are not stated")
 
 
@@ -244,15 +387,42 @@ def network_of(words: str) -> str:
     return "infiniband-200" if "hdr" in lower or "800" in lower else "infiniband-400"
 
 
-def memory_of(planned: Cost, words: str) -> float:
+def seconds_of(work: Work, planned: Time, engine: Engine) -> float:
+    """Of a step, with what this engine's host dispatches beside."""
+    batch, layers = work.batch, work.shape.kinds
+    if engine.fsdp1:
+        units = sum(2 * len(layer.plain_lora) * times for layer, times in layers)
+        return planned.step_seconds + 3 * units * FSDP1_UNIT * batch.accumulation
+    if not engine.torch_decodes:
+        return planned.step_seconds
+    linears = sum(times * sum(p.name in work.shape.narrow for p in layer.parameters) for layer, times in layers)
+    passes = 3 if work.layout.activation_checkpointing else 2
+    more = passes * linears * TORCH_OPERATORS * work.machine.rates.operator_seconds
+    each, host = planned.step_seconds / batch.accumulation, planned.host_seconds
+    gpu = max(each**AHEAD - host**AHEAD, 0)
+    return float((gpu + (host + more) ** AHEAD) ** (1 / AHEAD)) * batch.accumulation
+
+
+def memory_of(work: Work, planned: Cost, engine: Engine, row: dict[str, str]) -> float:
     """In the publisher's way of counting: what torch allocated, what it reserved, or what the driver reports."""
-    without: set[str] = set()
+    words, without = row["notes"].lower(), set[str]()
     if "allocated" in words:
         without = {"reserve", "fragmentation"}
     elif "reserved" in words:
         without = {"reserve"}
     rows = [row for row in planned.rows if (row.phase, row.place) == ("step", "gpu") and row.item not in without]
-    return sum(row.bytes for row in rows) / GIB
+    moments = {name: {row.item: row.bytes for row in each} for name, each in memory.training_moments(work).items()}
+    always = sum(row.bytes for row in rows) - sum(moments[planned.peak].values())
+    if engine.gptq:
+        always -= work.shape.all.narrow / work.layout.shard * (FOUR_BITS["int4"].bytes - GPTQ_BYTES)
+    if engine.fsdp1 and work.layout.activation_checkpointing:
+        # Layers' inputs stay allocated until the backward is over, and so do their gradients.
+        stream = (len(work.shape.layers) - 1) * work.batch.tokens * work.shape.hidden * work.width
+        moments["backward of a layer"]["gradients"] = stream
+    for each in moments.values() if engine.torch_decodes else ():
+        each["dequantised weights"] = each.get("dequantised weights", 0) * TORCH_BYTES / 2
+        each["loss"] = each.get("loss", 0) * 2 / 3  # logits, their shifted copy, softmax and gradient, in 16 bits
+    return (always + max(sum(each.values()) for each in moments.values())) / GIB
 
 
 # --- all rows ------------------
@@ -261,12 +431,13 @@ def memory_of(planned: Cost, words: str) -> float:
 def read_rows(path: Path) -> tuple[list[Replay], Counter[str], list[str]]:
     """The rows that were planned, how many were skipped and why, and what could not be read, with its line."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_bytes().decode("utf-8-sig", errors="replace")
+    except OSError as error:
         raise SystemExit(
             f"{path}: it can't be read: {error}\nhint: give a CSV file with the columns of {ROWS}"
         ) from None
-    lines = csv.reader(text.splitlines())
+    csv.field_size_limit(1 << 30)
+    lines = csv.reader(io.StringIO(text.replace("\0", ""), newline=""))
     header = next(lines, [])
     with ROWS.open() as known:
         expected = next(csv.reader(known))
@@ -283,9 +454,10 @@ def read_rows(path: Path) -> tuple[list[Replay], Counter[str], list[str]]:
             found.append(replay(dict(zip(header, cells, strict=True)), line))
         except SkipError as why:
             skipped[str(why)] += 1
-        except (ValueError, UserError) as error:
+        except Exception as error:  # rows of others: whatever is odd about one, the rest is planned
             skipped["it can't be read"] += 1
-            unread.append(f"{path}:{line}: {str(error).splitlines()[0]}")
+            words = str(error).splitlines() or [""]
+            unread.append(f"{path}:{line}: {words[0] or type(error).__name__}")
     return found, skipped, unread
 
 
@@ -303,6 +475,49 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     at = share * (len(ordered) - 1)
     low = int(at)
     return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (at - low)
+
+
+# What of the time model is fitted again without a source: each is multiplied with one of these.
+SCALED, FACTORS = ("products", "memory", "host"), (0.7, 0.77, 0.85, 0.92, 1.0, 1.08, 1.17, 1.3, 1.43)
+
+
+def scaled(row: Replay, scale: dict[str, float]) -> float:
+    """Planned / published speed with other constants."""
+    work, engine = row.timed
+    rates = work.machine.rates
+    points = {
+        name: tuple((a, b, rate * scale["products"]) for a, b, rate in each) for name, each in rates.products.items()
+    }
+    rates = replace(
+        rates,
+        products=points,
+        memory_gb_per_second=rates.memory_gb_per_second * scale["memory"],
+        decode_gb_per_second=rates.decode_gb_per_second * scale["memory"],
+        operator_seconds=rates.operator_seconds * scale["host"],
+        module_seconds=rates.module_seconds * scale["host"],
+    )
+    work = replace(work, machine=replace(work.machine, measured=rates))
+    tokens = work.batch.tokens * work.batch.accumulation
+    return tokens / seconds_of(work, estimate_time(work), engine) / (row.published_tokens or math.nan)
+
+
+def left_out(rows: Sequence[Replay]) -> dict[str, Any]:
+    """Each source's speed with constants that were fitted to the others alone."""
+    timed, found = [row for row in rows if row.speed], {}
+    for source in dict.fromkeys(row.source for row in timed):
+        others = [row for row in timed if row.source != source]
+        best, least = dict.fromkeys(SCALED, 1.0), math.inf
+        for name in (*SCALED, *SCALED) if others else ():
+            for factor in FACTORS:
+                tried = {**best, name: factor}
+                off = sum(abs(math.log(scaled(row, tried))) for row in others)
+                if off < least:
+                    best, least = tried, off
+        found[source] = {
+            **errors(scaled(row, best) for row in timed if row.source == source),
+            "constants": {name: best[name] for name in SCALED},
+        }
+    return found
 
 
 def summary(rows: Sequence[Replay]) -> dict[str, Any]:
@@ -379,9 +594,10 @@ not measured by us: no GPU has run windlass yet.**
 
 ![Planned against published speed](accuracy.svg)
 
-Rows of eager transformers with PEFT on A100 are what windlass should hit. Constants of the time model were chosen with
-the sources that are marked as fitted. The others were looked at too while it was made, so they are no blind
-test. Figures are of |planned / published - 1|.
+Rows of eager transformers with PEFT are what windlass should hit, with a base in 16 bits or, by bitsandbytes or
+AutoGPTQ, in 4. Constants were chosen with the sources that are marked as fitted. The others were looked at too while
+the model was made, so they are no blind test. "Left out": the rates of products, memory and host were fitted again, to
+all other sources alone. Figures are of |planned / published - 1|.
 
 {table}
 
@@ -408,26 +624,38 @@ slower. Planned / published:
 - **The range** is what measured steps were of the planned ones: from these rows, or from `windlass calibrate`.
 
 Assumed, not fitted: loading at {storage:g} GB/s a node, the first step's extra seconds, FSDP2's operators for a layer.
-Rows of FSDP1 are planned with {unit:g} ms for each adapter matrix and gather: PEFT makes each a unit of its own there,
-which windlass does not.
+PEFT's own comparison has its generation for the test set in its training time, so that only its memory counts here.
+
+## What other engines do in another way
+
+So much is added to a row's plan, and nothing of it to a plan of windlass:
+
+- **FSDP1**: {unit:g} ms for each adapter matrix and gather, since PEFT makes each a unit of its own; with
+  checkpointing, each layer's gradient stays until the backward is over.
+- **PEFT's preparation of a base in 4 bits**, on one GPU: all that isn't quantised is in float32, and so is what layers
+  hand on.
+- **AutoGPTQ of 2023** under DeepSpeed: weights are decoded by {operators} of torch's operators, which move {decode:g}
+  bytes for each; copies of {copies} bytes for each weight of a matrix; the loss in 16 bits.
 """
 
 
 def write_page(found: Sequence[Replay], skipped: Counter[str]) -> None:
-    whole = answer(found, skipped)
+    whole, without = answer(found, skipped), left_out([row for row in found if row.eager])
 
     def share(part: dict[str, Any]) -> str:
         return f"{part['median']:.1%} | {part['p90']:.1%}" if part["rows"] else " | "
 
     def line(name: str, part: dict[str, Any]) -> str:
         memory, speed = part["memory"], part["speed"]
-        return f"| {name} | {memory['rows']} | {share(memory)} | {speed['rows']} | {share(speed)} |"
+        refitted = share(without.get(name.removesuffix(" (fitted)"), {"rows": 0}))
+        return f"| {name} | {memory['rows']} | {share(memory)} | {speed['rows']} | {share(speed)} | {refitted} |"
 
     def bound(name: str, part: dict[str, Any], what: str) -> str:
         cells = " | ".join(f"{part[what][f'p{p}']:.2f}" for p in (50, 10, 90)) if what in part else " | | "
         return f"| {name} | {what} | {part[what]['rows'] if what in part else 0} | {cells} |"
 
-    head = "| source | rows | memory, median | p90 | rows | speed, median | p90 |\n|---|---|---|---|---|---|---|"
+    head = "| source | rows | memory, median | p90 | rows | speed, median | p90 | left out: median | p90 |\n"
+    head += "|---|---|---|---|---|---|---|---|---|"
     rows = [line(f"{name}{' (fitted)' * one['fitted']}", one) for name, one in whole["by_source"].items()]
     rows += [line("**all**", whole), line("**not fitted**", whole["held_out"])]
     bounds = [bound(name, one, what) for name, one in whole["bounds"].items() for what in one]
@@ -439,6 +667,9 @@ def write_page(found: Sequence[Replay], skipped: Counter[str]) -> None:
         reasons="\n".join(f"- {count}: {why}" for why, count in skipped.most_common()),
         storage=hardware.STORAGE,
         unit=FSDP1_UNIT * 1e3,
+        operators=TORCH_OPERATORS,
+        decode=DECODE_TORCH,
+        copies=TORCH_BYTES,
     )
     (DOCS / "accuracy.md").write_text(text)
     (DOCS / "accuracy.svg").write_text(picture([row for row in found if row.published_tokens]))
@@ -486,9 +717,13 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=ROWS, help="the rows (default: those of this repository)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--rows", action="store_true", help="each row")
+    parser.add_argument("--left-out", action="store_true", help="each source, with constants fitted to the others")
     parser.add_argument("--write", action="store_true", help="write docs/accuracy.md and its picture")
     options = parser.parse_args()
     found, skipped, unread = read_rows(options.csv)
+    if options.left_out:
+        print(json.dumps(left_out([row for row in found if row.eager]), indent=1))
+        return
     if options.write:
         write_page(found, skipped)
         return

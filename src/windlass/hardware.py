@@ -164,8 +164,8 @@ ALIASES["none"] = "cpu"
 # hooks and adapters, several times that. Collectives: 20-40 us through PyTorch for small ones (NCCL on NVLink 10-16).
 OPERATOR, MODULE, SYNC, LATENCY = 8e-6, 20e-6, 50e-6, 25e-6
 STORAGE = 2.0  # GB/s a node from a shared volume, an assumption
-# Measured / planned step time where nothing was measured: benchmarks/published.py has eager runs at 0.96 to 1.23, and
-# the fastest of the other engines at 0.8.
+# Measured / planned step time where nothing was measured: benchmarks/published.py has nine tenths of the eager runs at
+# 0.97 to 1.2, and the fastest of the other engines at 0.8.
 UNTRIED = (0.8, 1.3)
 
 

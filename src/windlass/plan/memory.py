@@ -83,7 +83,7 @@ def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     prepared = Row("prepared products", PREPARED_CPU * routed, "oneDNN's, one for each number of an expert's tokens")
     permanent = [base, adapter, optimizer, reserve, prepared]
     training = [base, adapter, gradients, optimizer, reserve, prepared]
-    moments = {name: [*training, *rows] for name, rows in _training(work).items()}
+    moments = {name: [*training, *rows] for name, rows in training_moments(work).items()}
     moments |= {name: [*permanent, *rows] for name, rows in _evaluation(work).items()}
     peak = max(moments, key=lambda name: sum(row.bytes for row in moments[name]))
     moving = sum(row.bytes for row in moments[peak] if row not in permanent)
@@ -178,7 +178,7 @@ def adapter_share(work: Work) -> tuple[int, str]:
 # --- what comes and goes in a step ------------------
 
 
-def _training(work: Work) -> dict[str, list[Row]]:
+def training_moments(work: Work) -> dict[str, list[Row]]:
     """Each moment of training that can be the peak."""
     shape, t, g = work.shape, Tokens.of(work), _gathered(work)
     layers = len(shape.layers)
