@@ -82,7 +82,7 @@ GPUS = {  # by what a name contains, in this order
     r"\ba10\b": "a10",
     r"\bmi300": "mi300x",
 }
-UNITS = {  # what a figure is multiplied with, by what is written behind it
+UNITS: dict[str, dict[str, float]] = {  # what a figure is multiplied with, by what is written behind it
     "memory": {"gib": 1, "mib": 1 / 1024, "gb": 1e9 / 2**30, "mb": 1e6 / 2**30, "g": 1, "": 1},
     "seconds": {"s": 1, "sec": 1, "seconds": 1, "ms": 1e-3, "min": 60, "": 1},
     "rate": {"tok/s": 1, "tokens/s": 1, "t/s": 1, "k": 1e3, "k tok/s": 1e3, "": 1},
