@@ -406,8 +406,8 @@ def test_a_norm_or_a_rotation_of_another_kind_is_left_alone() -> None:
 
     here = torch.device("cpu")
     assert fused.fuse_norm(OnePlus(), here) is None
-    assert not fused._same_rotation(lambda q, k, cos, sin: (q * cos, k * sin), fused.rotate_halves, here)
-    assert not fused._same_rotation(None, fused.rotate_halves, here)
+    assert not fused.same_rotation(lambda q, k, cos, sin: (q * cos, k * sin), fused.rotate_halves, here)
+    assert not fused.same_rotation(None, fused.rotate_halves, here)
 
 
 def test_a_device_with_other_gradients_is_not_trained_on_in_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:

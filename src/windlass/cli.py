@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-
 app = typer.Typer(
     name="windlass",
     cls=Groups,
@@ -317,14 +316,15 @@ def calibrate(
         say(f"written to {path}")
 
 
-@command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --wait 600 --json")
+@command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --json", "check --self-test")
 def check(
-    run: Run,
+    run: Annotated[Path | None, arg("RUN", "The run file (YAML). None with --self-test.")] = None,
     override: Overrides = None,
     accelerate: Accelerate = None,
     here: Annotated[bool, flag("--here", "Check this machine too: the run will use it.")] = False,
     in_pod: Annotated[bool, flag("--in-pod", "Run on every node: checks the nodes and their network.")] = False,
     wait: Annotated[float, opt("--wait", "SECONDS", "How long nodes wait for others. Default: 300.", min=1)] = 300.0,
+    self_test: Annotated[bool, flag("--self-test", "Test kernels and training on this machine, in 3 minutes.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check what would stop the run: files, libraries, GPUs, network.
@@ -337,6 +337,14 @@ def check(
     from windlass.plan.script import refuse_accelerate
     from windlass.runfile import LoadedScript, read_any
 
+    if (run is None) != self_test or (self_test and (override or accelerate or here or in_pod)):
+        raise UserError("give a run file, or --self-test alone", "windlass check", "windlass check run.yaml")
+    if run is None:
+        from windlass import self_test as testing
+
+        report = testing.run(os.environ, Path("self-test.json"), say)
+        write_result(report, as_json, checking.show)
+        raise typer.Exit(report.exit_code)
     try:
         loaded = read_any(run, override or ())
         if isinstance(loaded, LoadedScript):
@@ -362,8 +370,7 @@ def check(
     else:  # whoever reads this node's log alone
         for result in report.failures:
             say(f"check failed: {result.title}: {result.seen}")
-    if "WINDLASS_STATUS_DIR" in os.environ:
-        checking.leave_error(report, Path(os.environ["WINDLASS_STATUS_DIR"]))
+    checking.leave_error(report, os.environ)
     raise typer.Exit(report.exit_code)
 
 

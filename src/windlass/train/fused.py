@@ -255,8 +255,8 @@ class LoraLinears(torch.autograd.Function):
 
 def linears_agree(device: torch.device) -> bool:
     """Whether `LoraLinears` is what plain operations are, on this device: two layers with one x, of unlike ranks."""
-    bases = [types.SimpleNamespace(weight=_numbers(device, rows, 8), bias=None) for rows in (6, 4)]
-    scalings, pair = (0.5, 2.0), (_numbers(device, 2, 8), _numbers(device, 3, 8))
+    bases = [types.SimpleNamespace(weight=numbers(device, rows, 8), bias=None) for rows in (6, 4)]
+    scalings, pair = (0.5, 2.0), (numbers(device, 2, 8), numbers(device, 3, 8))
 
     def ours(x: Tensor, *trained: Tensor) -> Any:
         down, ups = torch.cat(trained[:2]).detach(), [each.detach() for each in trained[2:]]
@@ -266,7 +266,7 @@ def linears_agree(device: torch.device) -> bool:
         each = zip(bases, scalings, trained[:2], trained[2:], strict=True)
         return [x @ base.weight.t() + scaling * (x @ a.t() @ b.t()) for base, scaling, a, b in each]
 
-    return same(ours, plain, _numbers(device, 5, 8), *pair, _numbers(device, 6, 2), _numbers(device, 4, 3))
+    return same(ours, plain, numbers(device, 5, 8), *pair, numbers(device, 6, 2), numbers(device, 4, 3))
 
 
 # --- what whole families compute ---
@@ -275,7 +275,7 @@ def linears_agree(device: torch.device) -> bool:
 def same(one: Callable[..., Any], other: Callable[..., Any], *inputs: Tensor) -> bool:
     """Whether two functions have the same values and gradients."""
     with suppress(Exception), torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-        found, wanted = _values(one, inputs), _values(other, inputs)
+        found, wanted = values_of(one, inputs), values_of(other, inputs)
         return len(found) == len(wanted) and all(map(_close, found, wanted))
     return False
 
@@ -287,12 +287,12 @@ def twin_of(module: nn.Module, weight: Tensor) -> nn.Module:
     return twin
 
 
-def _values(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+def values_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
     inputs = [each.detach().requires_grad_() for each in inputs]
     answer = function(*inputs)
     outputs = [answer] if isinstance(answer, Tensor) else list(answer)
     smooth = [each for each in outputs if each.is_floating_point()]
-    sent = [_numbers(each.device, *each.shape) for each in smooth]
+    sent = [numbers(each.device, *each.shape).to(each.dtype) for each in smooth]
     return [*outputs, *torch.autograd.grad(smooth, inputs, sent)]
 
 
@@ -300,7 +300,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=CLOSE, atol=CLOSE)
 
 
-def _numbers(device: torch.device, *shape: int) -> Tensor:
+def numbers(device: torch.device, *shape: int) -> Tensor:
     """The same every time; nothing is drawn from the run's own random numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
 
@@ -320,9 +320,9 @@ def fuse_norm(module: nn.Module, device: torch.device) -> Callable[..., Tensor] 
         product: Tensor = RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return product
 
-    twin = twin_of(module, _numbers(device, 8))
+    twin = twin_of(module, numbers(device, 8))
     ours, theirs = functools.partial(forward, twin), functools.partial(type(module).forward, twin)
-    return forward if same(ours, theirs, _numbers(device, 3, 8)) else None
+    return forward if same(ours, theirs, numbers(device, 3, 8)) else None
 
 
 class RmsNorm(torch.autograd.Function):
@@ -394,9 +394,9 @@ def fuse_router(module: nn.Module, device: torch.device) -> Callable[..., Any] |
             weights = Normalised.apply(weights)  # type: ignore[no-untyped-call]
         return logits, weights if self.routed_scaling_factor == 1 else weights * self.routed_scaling_factor, indices
 
-    twin = twin_of(module, _numbers(device, gate.num_experts, gate.hidden_dim))
+    twin = twin_of(module, numbers(device, gate.num_experts, gate.hidden_dim))
     ours, theirs = functools.partial(forward, twin), functools.partial(type(module).forward, twin)
-    return forward if same(ours, theirs, _numbers(device, 5, gate.hidden_dim) / 8) else None
+    return forward if same(ours, theirs, numbers(device, 5, gate.hidden_dim) / 8) else None
 
 
 class Normalised(torch.autograd.Function):
@@ -422,7 +422,7 @@ class Normalised(torch.autograd.Function):
 
 def fuse_positions(module: nn.Module, device: torch.device) -> Callable[..., Any] | None:
     """An attention layer's own forward, in which the function that it calls by name is ours."""
-    if hasattr(module, "expand_kv") and _same_keys(module, device):
+    if hasattr(module, "expand_kv") and same_keys(module, device):
         module.__dict__["expand_kv"] = types.MethodType(expand_kv, module)
     plain: Any = type(module).forward
     return _with_positions(plain, device) if isinstance(plain, types.FunctionType) else None
@@ -433,7 +433,7 @@ def _with_positions(plain: Any, device: torch.device) -> Callable[..., Any] | No
     found = {
         name: other
         for name, other in POSITIONS.items()
-        if name in plain.__code__.co_names and _same_rotation(plain.__globals__.get(name), other, device)
+        if name in plain.__code__.co_names and same_rotation(plain.__globals__.get(name), other, device)
     }
     if "get_llama_4_attn_scale" in plain.__code__.co_names:
         found["get_llama_4_attn_scale"] = remember(plain.__globals__["get_llama_4_attn_scale"])
@@ -445,10 +445,10 @@ def _with_positions(plain: Any, device: torch.device) -> Callable[..., Any] | No
     return bound
 
 
-def _same_rotation(theirs: Any, ours: Callable[..., Any], device: torch.device) -> bool:
-    cos, sin = _numbers(device, 2, 2, 4, 4).repeat(1, 1, 1, 2)
+def same_rotation(theirs: Any, ours: Callable[..., Any], device: torch.device) -> bool:
+    cos, sin = numbers(device, 2, 2, 4, 4).repeat(1, 1, 1, 2)
     one, other = (functools.partial(_rotated_by, way, cos, sin) for way in (ours, theirs))
-    return same(one, other, _numbers(device, 2, 3, 4, 8), _numbers(device, 2, 1, 4, 8))
+    return same(one, other, numbers(device, 2, 3, 4, 8), numbers(device, 2, 1, 4, 8))
 
 
 def _rotated_by(way: Callable[..., Any], cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> Any:
@@ -463,12 +463,12 @@ def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
     return torch.cat((keys, k_rot.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
 
 
-def _same_keys(module: Any, device: torch.device) -> bool:
+def same_keys(module: Any, device: torch.device) -> bool:
     twin = types.SimpleNamespace(
         qk_nope_head_dim=4, v_head_dim=6, qk_rope_head_dim=2, kv_lora_rank=20, kv_b_proj=nn.Identity()
     )
     ours, theirs = (functools.partial(way, twin) for way in (expand_kv, type(module).expand_kv))
-    return same(ours, theirs, _numbers(device, 2, 1, 3, 20), _numbers(device, 2, 1, 3, 2))
+    return same(ours, theirs, numbers(device, 2, 1, 3, 20), numbers(device, 2, 1, 3, 2))
 
 
 def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:

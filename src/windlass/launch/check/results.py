@@ -124,12 +124,13 @@ class Report:
         return None
 
 
-def leave_error(report: Report, status_dir: Path) -> None:
+def leave_error(report: Report, environ: Mapping[str, str]) -> None:
     """For the process next to this one that tells the other nodes why this one ends: as ranks leave theirs."""
-    if seen := "; ".join(f"{result.title}: {result.seen}" for result in report.failures):
+    status_dir = environ.get("WINDLASS_STATUS_DIR")
+    if status_dir and (seen := "; ".join(f"{result.title}: {result.seen}" for result in report.failures)):
         text = json.dumps({"problems": [{"where": "windlass check", "problem": seen}], "time": time.monotonic()})
         with suppress(OSError):
-            write_atomic(status_dir / "error-check", text)
+            write_atomic(Path(status_dir) / "error-check", text)
 
 
 def show(report: Report) -> None:

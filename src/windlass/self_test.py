@@ -1,0 +1,473 @@
+"""`windlass check --self-test`: does what windlass computes on this machine's devices come out right?
+
+Parts of a training step are compared with plain torch on the CPU in float32, collectives with what they must give.
+Then a tiny mixture trains for a few steps in each way that these devices can, held against one process on the CPU.
+Each rank writes what it finds at once: a kernel that kills its process is known by the test that it was in.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Mistral4Config, Mistral4ForCausalLM
+
+from windlass import hardware, runfile, tiny
+from windlass import plan as planning
+from windlass.errors import UserError
+from windlass.files import append_json_line, read_json_lines, write_json
+from windlass.hardware import GIB
+from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, passed, skipped, warned
+from windlass.model.targets import by_expert
+from windlass.observe.counters import machine_facts
+from windlass.plan.layout import FOUR_BITS
+from windlass.run_folder import is_finished
+from windlass.train import experts, four_bits, fused, loss, parallel, quantised, ranks
+from windlass.train import run as training
+from windlass.train.rank import Rank, read_rank
+
+LIMIT_SECONDS: Final = 170.0
+COMMAND: Final = (sys.executable, "-m", "windlass.self_test")
+CLOSE: Final = 0.02  # relative, of bfloat16 on a device to float32 on the CPU
+LOSS, NORM = 0.01, 0.1  # relative, of a loss and of a gradient's norm: tokens change sides between near experts
+PLANNED, WORKSPACE = 1.25, 0.0625  # times what was planned, and GiB of cuBLAS's own: more is a warning
+EXPERTS: Final = 8
+BEGUN: Final = "did not end"
+REFERENCES: Final = ("bf16", "nf4")  # FP8 as published has the same values in 16 bits
+CPU_ALONE: Final = "WINDLASS_SELF_TEST_CPU"  # the process that trains on the CPU: for so many ranks
+SEND: Final = "and send self-test.json with your report"
+WRONG: Final = f"what is trained here can't be trusted: try another node, driver or torch {SEND}"
+MEANS: Final = {  # how the test's name begins: what to do
+    "reference": f"the CPU itself, torch or transformers: see windlass version {SEND}",
+    "FP8": f"set layout.base_dtype: bf16 {SEND}",
+    "4 bits": f"set layout.base_dtype: bf16 {SEND}",
+    "attention": f"set model.attn_implementation: eager {SEND}",
+    "fused": f"training leaves out what differs: it is right, and slower; go on {SEND}",
+    "experts": f"leave lora.experts out {SEND}",
+    "collectives": f"ranks can't add up: links, driver or NCCL; see windlass check RUN --here {SEND}",
+}
+RUN: Final = """
+model: {{model_name_or_path: {folder}/model}}
+lora: {{r: 8, lora_alpha: 16, lora_dropout: 0, target_modules: all-linear, experts: {{r: 4}}}}
+data: {{dataset_name_or_path: {folder}/rows.jsonl, dataset_config_name: null, val_split: null, max_length: 128}}
+train: {{output_dir: {folder}/{name}, max_steps: 5, per_device_train_batch_size: 2, global_batch_size: {batch},
+  learning_rate: 0.003, warmup_ratio: 0, max_grad_norm: 100, bf16: true, logging_steps: 1, save_strategy: "no",
+  eval_strategy: "no"}}
+layout: {{name: {layout}, base_dtype: {dtype}}}
+cluster: {{nodes: 1, gpus_per_node: {ranks}{gpu}}}
+"""
+
+
+class Untested(Exception):  # noqa: N818
+    """Why a test does not apply here."""
+
+
+class Doubt(Exception):  # noqa: N818
+    """Right, but not as planned."""
+
+
+# --- the process that a user starts ---
+
+
+def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> Report:
+    """Test this machine's GPUs, or its CPU with two ranks, and write the file."""
+    began, found = time.monotonic(), hardware.read_gpus()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    what = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "this CPU with 2 ranks"
+    say(f"testing {what}: takes a minute, {LIMIT_SECONDS:.0f} s at most")
+    results = [passed("GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}")] if gpus else []
+    if not gpus and found.gpus:
+        why = f"{len(found.gpus)} GPUs, and torch {torch.__version__} can use none"
+        results = [failed("GPUs", why, "see windlass check RUN --here")]
+    elif not gpus:
+        results = [skipped("GPUs", f"none tested: {found.error}; below is this CPU")]
+    with tempfile.TemporaryDirectory(prefix="windlass-self-test-") as made:
+        folder = Path(made)
+        tiny.write(folder / "model", hidden=256, experts=EXPERTS, vocab=1024, config={"initializer_range": 0.1})
+        texts = (text for page in topics.values() for text in page.split("\n\n") if len(text) > 300)
+        rows = [json.dumps({"text": text}) + "\n" for text in texts][: 2 * 5 * max(2, gpus)]
+        (folder / "rows.jsonl").write_text("".join(rows))
+        results += in_ranks(folder, gpus or 2, environ, began + LIMIT_SECONDS)
+    report = Report("self-test", tuple(results), seconds=time.monotonic() - began)
+    facts = {key: value for key, value in machine_facts().items() if key != "host"}
+    try:
+        write_json(file, {**report.as_dict(), "machine": facts})
+    except OSError as error:
+        raise UserError(f"can't be written: {error.strerror}", str(file), "start it in another folder") from None
+    say(f"written to {file}")
+    return report
+
+
+def in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float) -> list[Result]:
+    """A rank on each device, and a process on the CPU that trains what they are held against."""
+    with ranks.reserved_port() as port, ranks.reserved_port() as other:
+        alone = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
+        everyone = [*ranks.environments(1, alone, other), *ranks.environments(count, environ, port)]
+        command = [*COMMAND, str(folder)]
+        started = [ranks.start_process(command, each, folder / f"output-{n}") for n, each in enumerate(everyone)]
+        while time.monotonic() < until and any(each.poll() is None for each in started):
+            if any(each.poll() for each in started):  # the others wait for it
+                until = min(until, time.monotonic() + 5)
+            time.sleep(0.1)
+        codes = [each.poll() for each in started]
+        for each in started:
+            each.kill()
+            each.wait()
+    return merge(folder, codes)
+
+
+def merge(folder: Path, codes: Sequence[int | None]) -> list[Result]:
+    """The gravest result of each test. A process that died is the fault of the test that it was in."""
+    rows: dict[str, list[Result]] = {}
+    for number, code in enumerate(codes):  # 0 is the CPU's, the ranks follow
+        path = folder / f"results-{number}.jsonl"
+        found = {line["name"]: Result(**line) for line in read_json_lines(path)} if path.exists() else {}
+        if code:
+            last = (folder / f"output-{number}").read_text(errors="replace").strip().splitlines()[-1:]
+            name = next((name for name, result in found.items() if result.seen == BEGUN), "start")
+            found[name] = failed(name, f"its process ended with {code}: {''.join(last)[-300:]}", _meaning(name))
+        for name, result in found.items():
+            if not (result.seen == BEGUN and any(codes)):  # then it waited for the one that died
+                node = f"rank {number - 1}" if result.verdict == FAIL and number and len(codes) > 2 else ""
+                rows.setdefault(name, []).append(replace(result, node=node))
+    return [max(each, key=lambda result: list(STYLES).index(result.verdict)) for each in rows.values()]
+
+
+def _meaning(name: str) -> str:
+    return next((hint for begins, hint in MEANS.items() if name.startswith(begins)), WRONG)
+
+
+# --- one rank ---
+
+
+def work(folder: Path) -> None:
+    """All tests of this rank, or the CPU's part."""
+    warnings.simplefilter("ignore")
+    here, alone = read_rank(os.environ), os.environ.get(CPU_ALONE)
+    assert here is not None
+    training.join(here, 60)
+    device, world = parallel.device_of_this_rank(), int(alone or here.world)
+    every: dict[str, Callable[[], str]] = {
+        f"reference on the CPU, {dtype}": partial(reference, here, folder, dtype, world) for dtype in REFERENCES
+    }
+    if not alone:
+        every = parts(device) | collectives(device) | trainings(here, folder)
+    path = folder / f"results-{0 if alone else here.rank + 1}.jsonl"
+    for name, test in every.items():
+        append_json_line(path, asdict(failed(name, BEGUN, _meaning(name))))
+        append_json_line(path, asdict(result_of(name, test)))
+    torch.distributed.destroy_process_group()
+
+
+def result_of(name: str, test: Callable[[], str]) -> Result:
+    try:
+        return passed(name, test())
+    except Untested as why:
+        return skipped(name, str(why))
+    except Doubt as doubt:
+        return warned(name, str(doubt), SEND)
+    except Exception as error:
+        text = str(error) if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {error}"
+        return failed(name, " ".join(text.split())[-400:], _meaning(name))
+
+
+# --- parts of a step against plain torch ---
+
+
+def parts(device: torch.device) -> dict[str, Callable[[], str]]:
+    """By name: what it found, in a few words. ArithmeticError: values differ."""
+    return {
+        "product of matrices": partial(compare, device, torch.matmul, torch.matmul, (96, 256), (256, 128)),
+        "attention, flash": partial(attention, device, SDPBackend.FLASH_ATTENTION),
+        "attention, efficient": partial(attention, device, SDPBackend.EFFICIENT_ATTENTION),
+        "attention, masked": partial(attention, device, None),
+        "norm": partial(norm, device),
+        "loss": partial(head_loss, device),
+        "fused layers": partial(fused_layers, device),
+        "FP8 decoding": partial(decoding, device, ""),
+        **{f"4 bits decoding, {kind}": partial(decoding, device, kind) for kind in ("int4", "nf4")},
+        **{f"grouped products, {dtype}": partial(grouped, device, dtype) for dtype in ("bf16", "FP8", "nf4")},
+        "experts with adapters": partial(adapted_experts, device),
+    }
+
+
+def compare(
+    device: torch.device, ours: Callable[..., Tensor], plain: Callable[..., Tensor], *shapes: tuple[int, ...]
+) -> str:
+    """Values and gradients in bfloat16 on the device against the plain function's in float32 on the CPU."""
+    dice = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=dice).bfloat16() for shape in shapes]
+    found = fused.values_of(ours, [each.to(device) for each in inputs])
+    wanted = fused.values_of(plain, [each.float() for each in inputs])
+    pairs = zip((each.cpu().float() for each in found), wanted, strict=True)
+    apart = max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)
+    if not apart < CLOSE:
+        raise ArithmeticError(f"{apart:.2g} away from torch's float32 on the CPU, {CLOSE:g} allowed")
+    return f"within {apart:.1e} of torch's float32 on the CPU"
+
+
+def attention(device: torch.device, backend: SDPBackend | None) -> str:
+    """Causal by this backend; without one, of documents that a mask keeps apart, by what torch takes for them."""
+    position = torch.arange(160)
+    allowed = position[:, None] >= position
+    if backend is None:
+        allowed &= position[:, None] // 40 == position // 40
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if backend is None:
+            return functional.scaled_dot_product_attention(q, k, v, allowed.to(q.device))
+        with sdpa_kernel([backend]):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
+        product: Tensor = scores.softmax(-1) @ v
+        return product
+
+    try:
+        return compare(device, ours, plain, *[(2, 4, 160, 64)] * 3)
+    except RuntimeError as error:
+        if not str(error).startswith(("No available kernel", "No viable backend")):
+            raise
+        raise Untested(
+            f"torch has none for {torch.cuda.get_device_name() if device.type == 'cuda' else 'a CPU'}"
+        ) from None
+
+
+def norm(device: torch.device) -> str:
+    weight = fused.numbers(device, 512).bfloat16()
+
+    def ours(x: Tensor) -> Tensor:
+        product: Tensor = fused.RmsNorm.apply(x, weight, 1e-6)  # type: ignore[no-untyped-call]
+        return product
+
+    def plain(x: Tensor) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight.cpu().float(), 1e-6)
+
+    return compare(device, ours, plain, (3, 33, 512))
+
+
+def head_loss(device: torch.device) -> str:
+    """The chunked cross entropy, in chunks that don't divide the tokens."""
+    head, targets = fused.numbers(torch.device("cpu"), 999, 64).bfloat16(), torch.arange(77) * 7
+
+    def ours(hidden: Tensor) -> Tensor:
+        total: Tensor = loss.ChunkedCrossEntropy.apply(hidden, head.to(device), targets.to(device))  # type: ignore[no-untyped-call]
+        return total
+
+    def plain(hidden: Tensor) -> Tensor:
+        return functional.cross_entropy(hidden @ head.float().t(), targets, reduction="sum")
+
+    return compare(device, ours, plain, (77, 64))
+
+
+def fused_layers(device: torch.device) -> str:
+    """What training puts in the place of layers of a mixture with latent attention: it does if values are equal."""
+    with torch.device("meta"):
+        sizes = {"hidden_size": 64, "n_routed_experts": 8, "num_hidden_layers": 1, "vocab_size": 64}
+        model = Mistral4ForCausalLM(Mistral4Config(**sizes, q_lora_rank=32, kv_lora_rank=32))
+    modules, names = list(model.modules()), vars(sys.modules[type(model).__module__])
+    positions = {name: ours for name, ours in fused.POSITIONS.items() if name in names}
+    same = {
+        "norms": any(fused.fuse_norm(module, device) for module in modules),
+        "routers": any(fused.fuse_router(module, device) for module in modules),
+        "keys": all(fused.same_keys(module, device) for module in modules if hasattr(module, "expand_kv")),
+        "rotary positions": all(fused.same_rotation(names[name], ours, device) for name, ours in positions.items()),
+        "adapted linear layers": fused.linears_agree(device),
+    }
+    if differing := [name for name, equal in same.items() if not equal]:
+        raise ArithmeticError(f"{', '.join(differing)} differ from plain operations on this device")
+    return f"{', '.join(same)} equal plain operations to {fused.CLOSE:g}"
+
+
+def codes_of(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor, Tensor, Tensor]:
+    """A stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the CPU."""
+    cpu, (count, rows, columns) = torch.device("cpu"), (5, 48, 320)
+    values = fused.numbers(cpu, count, rows, columns).bfloat16().float()
+    if kind:
+        block = FOUR_BITS[kind].block
+        coding = quantised.Format(torch.uint8, (1, block), torch.bfloat16, kind, columns)
+        codes = torch.empty(count, rows, four_bits.row_bytes(columns, block), dtype=torch.uint8)
+        four_bits.quantise(values, kind, codes)
+        bytes_of, scales = four_bits.split(codes, columns)
+        units = four_bits.table(kind, cpu)[torch.stack([bytes_of >> 4, bytes_of & 15], -1).flatten(-2).long()]
+        wanted = units * scales.float().repeat_interleave(block, -1)[..., :columns]
+        return coding, codes.to(device), torch.empty(0), wanted
+    coding = quantised.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)
+    codes, scale = values.to(coding.codes), fused.numbers(cpu, count, 3, 3).abs() + 0.1
+    wanted = codes.float() * scale.repeat_interleave(16, 1).repeat_interleave(128, 2)[..., :columns]
+    return coding, codes.view(torch.uint8).to(device), scale.to(device), wanted
+
+
+def decoding(device: torch.device, kind: str) -> str:
+    """Bit for bit; on a GPU by our kernel, which is left out where it differs from torch's passes."""
+    coding, codes, scale, wanted = codes_of(kind, device)
+    with warnings.catch_warnings(record=True) as doubts:
+        warnings.simplefilter("always")
+        quantised.kernel_is_exact.cache_clear()
+        codes, scale = coding.parts(codes, scale)
+        found = quantised.dequantise(codes, scale, coding, torch.bfloat16).cpu()
+    if differing := int((found != wanted.bfloat16()).sum()):
+        raise ArithmeticError(f"{differing} of {wanted.numel()} values differ from torch's on the CPU")
+    if device.type == "cuda" and doubts:
+        raise ArithmeticError(f"right, but {doubts[0].message}")
+    way = "our kernel" if device.type == "cuda" else "torch: our kernel is for GPUs"
+    return f"equal to torch's on the CPU, bit for bit, by {way}"
+
+
+def grouped(device: torch.device, dtype: str) -> str:
+    """Each expert's rows times its own matrix; one expert has none."""
+    ends = torch.tensor([7, 7, 40, 41, 64])
+    module: Any = nn.Module()
+    coding, codes, scale, matrices = codes_of({"nf4": "nf4"}.get(dtype, ""), device)
+    if dtype == "bf16":
+        matrices = fused.numbers(torch.device("cpu"), 5, 48, 320).bfloat16().float()
+        module.weight = matrices.to(device, torch.bfloat16)
+    else:
+        module.weight, module.weight_scale, module.formats = codes, scale, {"weight": coding}
+
+    def ours(x: Tensor) -> Tensor:
+        return quantised.grouped_linear(x, module, "weight", ends.to(device, torch.int32))
+
+    def plain(x: Tensor) -> Tensor:
+        rows = torch.tensor_split(x, ends[:-1])
+        return torch.cat([each @ matrix.t() for each, matrix in zip(rows, matrices, strict=True)])
+
+    return compare(device, ours, plain, (64, 320))
+
+
+def adapted_experts(device: torch.device) -> str:
+    """Unmerged adapters of rank 3, which grouped kernels want filled up."""
+    ends, r, scaling = torch.tensor([7, 7, 40, 41, 64]), 3, 0.5
+
+    def ours(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        base = x.new_zeros(64, 48)
+        given = base, x, x.detach(), lambda rows: rows, ends.to(device, torch.int32), a, b, scaling
+        added: Tensor = experts._LowRank.apply(*given)  # type: ignore[no-untyped-call]
+        return added
+
+    def plain(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        down, up = by_expert(".lora_A.", a, 5), by_expert(".lora_B.", b, 5)
+        rows = enumerate(torch.tensor_split(x, ends[:-1]))
+        return torch.cat([scaling * (each @ down[i].t()) @ up[i] for i, each in rows])
+
+    return compare(device, ours, plain, (64, 64), (5 * r, 64), (48, 5 * r))
+
+
+# --- between ranks ---
+
+
+def collectives(device: torch.device) -> dict[str, Callable[[], str]]:
+    """Over all ranks, and over each dimension of a mesh, which has a communicator of its own."""
+    world = dist.get_world_size()
+    groups: dict[str, Any] = {f"all {world} ranks": None}
+    if world > 2 and world % 2 == 0:
+        mesh = init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        groups |= {f"{mesh[name].size()} ranks of {name}": mesh.get_group(name) for name in ("replicate", "shard")}
+    return {f"collectives, {name}": partial(exchange, device, group) for name, group in groups.items()}
+
+
+def exchange(device: torch.device, group: Any) -> str:
+    """What each rank has afterwards is known: nothing is compared with another collective."""
+    world, rank, size = dist.get_world_size(group), dist.get_rank(group), 1 << 20
+    if world == 1:
+        raise Untested("one rank sends nothing")
+    everyone = torch.arange(1.0, world + 1, device=device)
+    mine, parts = everyone[rank].expand(size).clone(), everyone[:, None].expand(world, size)
+    gathered, scattered, received = (torch.zeros(n, device=device) for n in (world * size, size, world * (rank + 1)))
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    dist.reduce_scatter_tensor(scattered, (parts + rank).flatten(), group=group)  # the sum of all ranks' numbers
+    counts = [each + 1 for each in range(world)]
+    sent = mine[:1].expand(sum(counts)).contiguous()
+    dist.all_to_all_single(received, sent, [rank + 1] * world, counts, group=group)
+    dist.all_reduce(mine, group=group)
+    total = world * (world + 1) / 2
+    off = {
+        "all-reduce": mine - total,
+        "all-gather": gathered.view(world, size) - parts,
+        "reduce-scatter": scattered - world * (rank + 1) - total + world,
+        "all-to-all": received.view(world, -1) - everyone[:, None],
+    }
+    if wrong := [name for name, difference in off.items() if difference.any()]:
+        raise ArithmeticError(f"{', '.join(wrong)} gave wrong numbers")
+    return f"{', '.join(off)} right with {size * 4 >> 20} MiB a rank"
+
+
+# --- a tiny model ---
+
+
+def train(
+    here: Rank, folder: Path, name: str, layout: str, dtype: str, count: int
+) -> tuple[list[dict[str, Any]], float]:
+    """A run of this process as one of its ranks, as `windlass train` makes it: its steps, and the planned GiB."""
+    path, cpu = folder / f"{name}-{here.rank}.yaml", "" if torch.cuda.is_available() else ", gpu: cpu"
+    given = {"folder": folder, "name": name, "layout": layout, "dtype": dtype, "ranks": here.world, "gpu": cpu}
+    path.write_text(RUN.format(**given, batch=2 * count))
+    plan = planning.make(runfile.read(path))
+    gc.collect()  # what an earlier one left
+    training.run(plan, here)
+    only_there = ("reserve", "fragmentation")  # nothing that torch counts
+    rows = (row for row in plan.cost.rows if (row.phase, row.place) == ("step", "gpu") and row.item not in only_there)
+    return read_steps(folder / name), sum(row.bytes for row in rows) / GIB
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    return list(read_json_lines(folder / "steps-rank0.jsonl"))
+
+
+def reference(here: Rank, folder: Path, dtype: str, count: int) -> str:
+    steps, _ = train(here, folder, f"reference-{dtype}", "resident", dtype, count)
+    return f"loss {steps[0]['loss']:.4f} to {steps[-1]['loss']:.4f} in {len(steps)} steps of one process"
+
+
+def trainings(here: Rank, folder: Path) -> dict[str, Callable[[], str]]:
+    layouts = ("full-shard", "expert-parallel") if here.world > 1 else ("resident",)
+    cases = [(layout, dtype) for layout in layouts for dtype in ("bf16", "fp8", "nf4")]
+    return {f"training, {layout}, {dtype}": partial(trained, here, folder, layout, dtype) for layout, dtype in cases}
+
+
+def trained(here: Rank, folder: Path, layout: str, dtype: str) -> str:
+    """Losses and gradients' norms of each step against the CPU's; peak memory against the plan."""
+    if layout == "expert-parallel" and EXPERTS % here.world:
+        raise Untested(f"{here.world} ranks can't share {EXPERTS} experts")
+    steps, planned = train(here, folder, f"{layout}-{dtype}", layout, dtype, here.world)
+    by_cpu = folder / f"reference-{dtype if dtype in REFERENCES else REFERENCES[0]}"
+    while not is_finished(by_cpu):  # this process is ended if it never is
+        time.sleep(0.1)
+    wanted, apart = read_steps(by_cpu), {}
+    for what, close in (("loss", LOSS), ("grad_norm", NORM)):
+        each = [abs(a[what] / b[what] - 1) for a, b in zip(steps, wanted, strict=True)]
+        apart[what] = max(each)
+        if not all(one <= close for one in each):  # NaN is not
+            values = ", ".join(f"{a[what]:.4g} and {b[what]:.4g}" for a, b in zip(steps, wanted, strict=True))
+            raise ArithmeticError(f"{what} here and on the CPU: {values}; {close:.0%} apart at most are noise")
+    seen = (
+        f"loss within {apart['loss']:.2%} of the CPU's in {len(steps)} steps, gradients' norm {apart['grad_norm']:.1%}"
+    )
+    if not (peak := max((step.get("gpu_peak_gib", 0.0) for step in steps), default=0.0)):
+        return seen
+    seen += f"; peak {peak:.2f} GiB, planned {planned:.2f}"
+    if peak > PLANNED * planned + WORKSPACE:
+        raise Doubt(f"{seen}: more than {PLANNED:.0%} of it")
+    return seen
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))

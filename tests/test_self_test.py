@@ -1,0 +1,200 @@
+"""`windlass check --self-test`: on this CPU all that applies passes, and what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import warm
+from torch import Tensor
+from torch.nn import functional
+
+from windlass import self_test
+from windlass.files import append_json_line
+from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, failed, passed
+from windlass.train import experts, fused, loss, quantised
+from windlass.train.rank import Rank
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore")  # as its own process does: torch's, of kernels that it lacks
+
+
+def verdicts(*names: str) -> dict[str, str]:
+    tests = self_test.parts(CPU)
+    return {name: self_test.result_of(name, tests[name]).verdict for name in names or tests}
+
+
+def test_each_part_passes_on_a_cpu_or_says_that_it_was_not_tested() -> None:
+    found = verdicts()
+    assert found.pop("attention, efficient") == SKIPPED
+    assert set(found.values()) == {PASS}
+    assert len(found) == 13
+
+
+def doubled(function: Any) -> Any:
+    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+
+
+def off_by_one(codes: Tensor, *rest: Any) -> Tensor:
+    values = WAY(codes, *rest)
+    values.view(torch.int16)[0, 1, 2] += 1
+    return values
+
+
+WAY = quantised.by_torch
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "test"),
+    [
+        (quantised, "by_torch", off_by_one, "FP8 decoding"),
+        (quantised, "by_torch", off_by_one, "4 bits decoding, nf4"),
+        (quantised, "grouped_linear", doubled(quantised.grouped_linear), "grouped products, bf16"),
+        (quantised, "products", doubled(quantised.products), "grouped products, nf4"),
+        (experts, "stack_by_expert", lambda a, b, n, dtype: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),
+        (fused, "_rotated", doubled(fused._rotated), "fused layers"),
+        (torch.ops.windlass, "rms_norm_backward", doubled(torch.ops.windlass.rms_norm_backward), "norm"),
+        (loss, "_times_weight", doubled(loss._times_weight), "loss"),
+        (
+            functional,
+            "scaled_dot_product_attention",
+            doubled(functional.scaled_dot_product_attention),
+            "attention, masked",
+        ),
+    ],
+)
+@pytest.mark.fault("a kernel that computes something else", "`windlass check --self-test`", "4 bits decoding, nf4")
+def test_a_broken_part_is_named(owner: Any, name: str, broken: Any, test: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    fused._with_positions.cache_clear()
+    (full,) = (each for each in self_test.parts(CPU) if each.startswith(test))
+    result = self_test.result_of(full, self_test.parts(CPU)[full])
+    fused._with_positions.cache_clear()
+    assert result.verdict == FAIL, result
+    assert "self-test.json" in result.hint
+
+
+def test_collectives_of_one_rank_and_of_a_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ((name, test),) = self_test.collectives(CPU).items()
+        assert self_test.result_of(name, test).verdict == SKIPPED
+        monkeypatch.setattr(dist, "get_world_size", lambda _=None: 2)  # the other one's numbers are lost
+        for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+            monkeypatch.setattr(dist, kind, lambda *_, **__: None)
+        lost = self_test.result_of(name, test)
+        assert "all-reduce, all-gather, reduce-scatter, all-to-all gave wrong numbers" in lost.seen
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_worst_rank_is_named_and_one_that_died_by_the_test_it_was_in(tmp_path: Path) -> None:
+    def written(number: int, *results: Any) -> None:
+        (tmp_path / f"output-{number}").write_text("first\nCUDA error: an illegal memory access\n")
+        for result in results:
+            append_json_line(tmp_path / f"results-{number}.jsonl", asdict(result))
+
+    begun = failed("norm", self_test.BEGUN, "")
+    written(0, passed("reference", "fine"))
+    written(1, passed("loss", "right"), begun)
+    written(2, failed("loss", "wrong", ""), begun)
+    written(3)
+    died = self_test.merge(tmp_path, [0, None, -6, 1])
+    assert [(result.title, result.verdict) for result in died] == [
+        ("reference", PASS), ("loss on rank 1", FAIL), ("norm on rank 1", FAIL), ("start on rank 2", FAIL)
+    ]  # fmt: skip
+    assert died[2].seen == "its process ended with -6: CUDA error: an illegal memory access"
+    slow = self_test.merge(tmp_path, [0, None])
+    assert [result.seen for result in slow] == ["fine", "right", "did not end"]
+
+
+def steps(*losses: float, **more: float) -> list[dict[str, float]]:
+    return [{"loss": loss, "grad_norm": 1.0, **more} for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "words"),
+    [
+        (steps(2.0, 1.9), PASS, "loss within 0.00%"),
+        (steps(2.0, 1.8), FAIL, "loss here and on the CPU: 2 and 2, 1.8 and 1.9; 1% apart"),
+        (steps(2.0, float("nan")), FAIL, "nan and 1.9"),
+        (steps(2.0), FAIL, "ValueError"),
+        (steps(2.0, 1.9, gpu_peak_gib=1.1), PASS, "peak 1.10 GiB, planned 1.00"),
+        (steps(2.0, 1.9, gpu_peak_gib=1.9), WARN, "peak 1.90 GiB, planned 1.00"),
+    ],
+)
+def test_training_is_held_against_the_cpu_and_the_plan(
+    found: Any, verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "train", lambda *_: (found, 1.0))
+    monkeypatch.setattr(self_test, "is_finished", lambda folder: folder.name == "reference-bf16")
+    monkeypatch.setattr(self_test, "read_steps", lambda _: steps(2.0, 1.9))
+    tests = self_test.trainings(Rank(world=8), tmp_path)
+    result = self_test.result_of("training", tests["training, expert-parallel, fp8"])
+    assert result.verdict == verdict
+    assert words in result.seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run.yaml", "--self-test"], "or --self-test alone"),
+        (["--self-test", "--here"], "or --self-test alone"),
+        ([], "give a run file"),
+    ],
+)
+def test_what_is_not_used_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
+    command = [warm.python(), "-m", "windlass", "check", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+BROKEN = """
+import os, sys, torch
+from windlass import self_test
+from windlass.train import experts
+original = experts.stack_by_expert
+def broken(*given):
+    if "WINDLASS_SELF_TEST_CPU" in os.environ:
+        return original(*given)
+    if {dies}:
+        os.abort()
+    down, up = original(*given)
+    return down * 1.5, up
+experts.stack_by_expert = broken
+self_test.work(self_test.Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("fault", ["none", "wrong", "dies"])
+def test_all_of_it(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user starts, on this CPU: sound, with a kernel that is wrong, and with one that ends its process."""
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN.format(dies=fault == "dies"))
+    if fault != "none":
+        monkeypatch.setattr(self_test, "COMMAND", (sys.executable, str(script)))
+    report = self_test.run(dict(os.environ), tmp_path / "self-test.json", lambda _: None)
+    written = json.loads((tmp_path / "self-test.json").read_text())
+    assert written["verdict"] == report.verdict
+    assert report.exit_code == (fault != "none")
+    failing = {result.title.partition(" on ")[0] for result in report.failures}
+    trained = {name for name in (result.name for result in report.results) if name.startswith("training")}
+    if fault == "none":
+        assert len(trained) == 6
+        assert report.results[0].verdict == SKIPPED
+    elif fault == "wrong":
+        assert failing == {"experts with adapters"}
+    else:
+        assert "experts with adapters" in failing
+        assert not trained
