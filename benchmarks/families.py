@@ -52,13 +52,18 @@ def try_family(folder: Path, name: str) -> list[str]:
     worst = max(abs(a[key] / b[key] - 1) for a, b in pairs for key in ("loss", "grad_norm"))
     row["equal to TRL"] = f"{worst:.0e}"
     run = two.folder / name
-    row["opens in PEFT"] = "yes" if opens(base, run / "final") else "no"
-    command = [sys.executable, "-m", "windlass", "export", str(run), "--merge", "--to", str(folder / f"{name} merged")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    row["merge"] = "yes" if done.returncode == 0 else "no"
-    if done.returncode:
-        print(f"{name}: {(done.stderr or done.stdout)[-600:]}", file=sys.stderr)
+    exported = folder / f"{name} exported"
+    row["opens in PEFT"] = "yes" if export(run, exported) and opens(base, exported) else "no"
+    row["merge"] = "yes" if export(run, folder / f"{name} merged", "--merge") else "no"
     return list(row.values())
+
+
+def export(run: Path, to: Path, *more: str) -> bool:
+    command = [sys.executable, "-m", "windlass", "export", str(run), "--to", str(to), *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{run.name}: {(done.stderr or done.stdout)[-600:]}", file=sys.stderr)
+    return done.returncode == 0
 
 
 def opens(base: Base, adapter: Path) -> bool:

@@ -26,6 +26,7 @@ from windlass.model.config import describe, find_description
 from windlass.model.family import FAMILIES as ROWS
 from windlass.model.targets import resolve
 from windlass.runfile import Lora
+from windlass.train.wrapped import outer_name
 
 test_train: Any = importlib.import_module("test_train")
 
@@ -84,6 +85,11 @@ def test_counts_and_targets_are_transformers_and_pefts(root: Path, name: str) ->
     # What PEFT itself would adapt, but for what it takes for routed experts.
     taken = tuple(f".{leaf}" for leaf in base.family.peft_takes)
     assert set(adapter.target_modules) == {each for each in linears if not each.endswith(taken)}
+    if base.wrapper:  # where an export for the multimodal class finds them
+        with torch.device("meta"):
+            config = transformers.AutoConfig.from_pretrained(written(root, name))
+            modules = dict(getattr(transformers, base.wrapper.architecture)(config).named_modules())
+        assert {outer_name(each, base.wrapper.place) for each in (*adapter.target_modules, "lm_head")} <= modules.keys()
 
 
 @pytest.mark.parametrize("row", [pytest.param(r, marks=[] if r == "qwen3_moe" else pytest.mark.prove) for r in ROWS])

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -152,7 +153,8 @@ def _export_adapter(
     config = {**source.config, "base_model_name_or_path": name, "inference_mode": True}
     expected = saved = load_file(source.weights)
     if found and found.wrapper:
-        rename = inner_name if openers[0] == found.family.causal_lm else outer_name
+        outer = partial(outer_name, place=found.wrapper.place)
+        rename = inner_name if openers[0] == found.family.causal_lm else outer
         config, expected = {**config, **rename_config(config, saved, rename)}, rename_keys(saved, rename)
         say(f"named     for {openers[0]}; for {openers[1]}: --for {openers[1]}")
     # PEFT writes this list as a set, in another order each time: sorted, two exports can be compared.
@@ -175,7 +177,9 @@ def _export_adapter(
     other, trained_on = recorded.get("other_base", ""), describe_quantisation(recorded.get("base_quantisation", {}))
     if trained_on:
         say(f"trained   on the base in {trained_on}")
-    write_card(*(source, to, name), merged=False, dtype=dtype, other_base=other, trained_on=trained_on, openers=openers)
+    place = found.wrapper.place if found and found.wrapper else ""
+    card = partial(write_card, source, to, name, merged=False, dtype=dtype, openers=openers, place=place)
+    card(other_base=other, trained_on=trained_on)
 
     # 3. Open it again: the same tensors, each the one that was saved.
     after = load_file(to / WEIGHTS)

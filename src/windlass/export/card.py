@@ -32,8 +32,10 @@ def write_card(
     other_base: str = "",
     trained_on: str = "",
     openers: Sequence[str] = (),
+    place: str = "",
 ) -> None:
-    """`openers`: the class that opens the adapter as it is named, and the other one of a wrapper's two."""
+    """`openers`: the class that opens the adapter as it is named, and the other one of a wrapper's two, which calls
+    the language model's `model.` `place`."""
     events = source.run_folder / EVENTS if source.run_folder else None
     lines = list(read_json_lines(events)) if events and events.is_file() else []
     evaluations = {line["step"]: line["eval_loss"] for line in lines if isinstance(line.get("eval_loss"), float)}
@@ -51,6 +53,7 @@ def write_card(
         other_base=other_base,
         trained_on=trained_on,
         openers=openers,
+        place=place,
         data=data,
         name=run.get("name") or source.folder.name,
         why=source.why,

@@ -194,7 +194,9 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
         stems = [key.removesuffix("embed_tokens.weight") for key in names]
         heads = [way[0].name.removesuffix("weight") for each in last for way in each.spellings if each.part == "head"]
         prefixes = [*((stem, "model.") for stem in stems), *((stem, "lm_head.") for stem in heads)]
-        wrapper = Wrapper(found["wrapper"], tuple(prefixes), "|".join(found["skipped"]) or "(?!)")
+        wrapper = Wrapper(
+            found["wrapper"], tuple(prefixes), "|".join(found["skipped"]) or "(?!)", ["model.", *stems][-1]
+        )
     family = Family(
         found["model_type"],
         found["class"],

@@ -127,6 +127,7 @@ class Wrapper:
     )
     # Regular expression: keys of the parts that the language model does not need
     skipped: str = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
+    place: str = "model.language_model."  # what the class calls the language model's `model.`
 
 
 WRAPPERS: dict[str, Wrapper] = {  # by model_type

@@ -19,9 +19,11 @@ def inner_name(name: str) -> str:
     return re.sub(r"(?<![^.^])language_model\\?\.", "", name, count=1)
 
 
-def outer_name(name: str) -> str:
-    """The way back, as transformers names a wrapper's modules since 4.52."""
-    return re.sub(r"^(\^?model\\?\.)", r"\1language_model.", inner_name(name))
+def outer_name(name: str, place: str = "model.language_model.") -> str:
+    """The way back, to what the wrapper calls the language model's `model.` (`Wrapper.place`)."""
+    head = place.removesuffix("model.") if place.endswith(".model.") else ""
+    renamed = re.sub(r"^(\^?)model(?=\\?\.)", rf"\1{place.removesuffix('.')}", inner_name(name))
+    return re.sub(r"^(\^?)(?=lm_head)", rf"\1{head}", renamed)
 
 
 def rename_keys(tensors: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
