@@ -76,7 +76,8 @@ STREAM: Case = {"data__streaming": True, "train__per_device_train_batch_size": 2
 TWO_STREAM: Case = {**STREAM, **PACKED, "train__gradient_accumulation_steps": 2}
 SAME: Case = {"lora__lora_dropout": 0}
 SPLIT: Case = {"layout__name": "expert-parallel", "layout__expert_parallel": 2}
-EXPERTS: Case = {**SAME, "lora__experts": {"r": 2, "lora_alpha": 4}}
+FULL: Case = {"lora__modules_to_save": ["embed_tokens", "lm_head"]}
+EXPERTS: Case = {**SAME, **FULL, "lora__experts": {"r": 2, "lora_alpha": 4}}
 
 ALTERED = {"{model}/model.safetensors": "flip"}  # one bit, where no sample of the files is taken
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_experts import BOTH, E, R, apart, base, batch, live, plan_of, section, stacks, step
+from test_experts import BOTH, SIZES, E, R, apart, base, batch, live, plan_of, section, stacks, step
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
@@ -32,11 +34,20 @@ pytestmark = [
 PATTERNS = ("o_proj", "q_a_proj")
 
 
-def adapted(*, experts: int = 0, patterns: tuple[str, ...] = PATTERNS, seed: int = 1, **keys: Any) -> PeftModel:
-    model = base()
+def family_of(name: str) -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)) if name == "tied" else base(name)
+
+
+def adapted(
+    *, experts: int = 0, patterns: tuple[str, ...] = PATTERNS, seed: int = 1, family: str = "mistral4", **keys: Any
+) -> PeftModel:
+    model = family_of(family)
     if experts:
         keys["experts"] = {"r": experts, "lora_alpha": 2 * experts}
     plan = plan_of(model, stacks(model, *BOTH) if experts else (), patterns, experts)
+    in_full = [f"{'' if name == 'lm_head' else 'model.'}{name}.weight" for name in keys.get("modules_to_save", ())]
+    sizes = {name: model.get_parameter(name).numel() for name in in_full}
+    plan = replace(plan, in_full=sizes, trainable=plan.trainable + sum(sizes.values()))
     return lora.attach(model, section(**keys), plan, seed)
 
 
@@ -111,27 +122,41 @@ def test_dora_works_where_weights_are_unsharded() -> None:
     assert lora.attach(model, section(use_dora=True), plan, seed=1)(**batch()).loss.isfinite()
 
 
-@pytest.mark.parametrize("experts", [0, 2])
-def test_the_saved_adapter_opens_in_plain_peft_and_goes_on_here(tmp_path: Path, experts: int) -> None:
-    model = live(adapted(experts=experts))
+@pytest.mark.parametrize(
+    ("experts", "keys"),
+    [
+        (0, {}),
+        (2, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        (0, {"family": "tied", "modules_to_save": ["embed_tokens"], "patterns": ("o_proj",)}),
+    ],
+)
+def test_the_saved_adapter_opens_in_plain_peft_and_goes_on_here(
+    tmp_path: Path, experts: int, keys: dict[str, Any]
+) -> None:
+    model = live(adapted(experts=experts, **keys))
+    bare = partial(family_of, keys.get("family", "mistral4"))
     checkpoint.save_adapter(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    opened = PeftModel.from_pretrained(base(), str(tmp_path)).eval()
+    opened = PeftModel.from_pretrained(bare(), str(tmp_path)).eval()
     ours, theirs = model.eval()(**batch()).logits, opened(**batch()).logits
     # An expert's W x + B A x here is (W + B A) x there.
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5) if experts else torch.equal(ours, theirs)
-    assert not torch.allclose(ours, base()(**batch()).logits, atol=1e-4)
-    again = adapted(experts=experts, adapter=str(tmp_path))
+    assert not torch.allclose(ours, bare()(**batch()).logits, atol=1e-4)
+    assert (opened.get_base_model().lm_head.weight is opened.get_input_embeddings().weight) == ("family" in keys)
+    again = adapted(experts=experts, adapter=str(tmp_path), **keys)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert trained(again).keys() == trained(model).keys()
     with pytest.raises(UserError, match="no adapter there"):
-        adapted(experts=experts, adapter=str(tmp_path), patterns=("o_proj", "q_b_proj"))
+        adapted(experts=experts, adapter=str(tmp_path), **keys | {"patterns": ("o_proj", "up_proj", "q_b_proj")})
+    if "modules_to_save" in keys:
+        with pytest.raises(UserError, match=r"lora\.modules_to_save: .* was trained with \['embed_tokens'"):
+            adapted(experts=experts, adapter=str(tmp_path))
     # Named for the multimodal model around it, as `windlass export` does
     file, settings = tmp_path / checkpoint.ADAPTER, json.loads((tmp_path / "adapter_config.json").read_text())
     settings |= rename_config(settings, read_header(file), outer_name)
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     save_file(rename_keys(load_file(file), outer_name), file)
-    again = adapted(experts=experts, adapter=str(tmp_path))
+    again = adapted(experts=experts, adapter=str(tmp_path), **keys)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 

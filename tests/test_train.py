@@ -115,6 +115,7 @@ COUNT: dict[str, Any] = {**BRIEF, "count": 4}  # the steps before also look for 
 DROPOUT: dict[str, Any] = {**EXPERTS, **BRIEF, "lora__lora_dropout": 0.2}
 CHECKPOINTING: dict[str, Any] = {"train__gradient_checkpointing": True}
 NARROW: dict[str, Any] = {**EXPERTS, **BRIEF, "train__bf16": True}
+IN_FULL: dict[str, Any] = {"lora__modules_to_save": ["embed_tokens", "lm_head"], "layout__base_dtype": "bf16"}
 HELD_OUT: dict[str, Any] = {"data__val_fraction": 0.05}
 EVALUATED: dict[str, Any] = {**BRIEF, **HELD_OUT, "train__eval_strategy": "steps", "train__eval_steps": 2}
 SAVING: dict[str, Any] = {
@@ -154,6 +155,7 @@ EQUAL: dict[int, dict[str, dict[str, Any]]] = {
         "experts": case(2, layout__base_dtype="bf16", **EXPERTS),
         "experts beside": case(2, accumulation=2, **EXPERTS),
         "experts split": case(2, **SPLIT, **EXPERTS),
+        "in full, split": case(2, **SPLIT, **CHECKPOINTING, **IN_FULL),
     },
     4: {
         "experts hybrid": case(4, **SPLIT, layout__shard=2, layout__replicate=2, **EXPERTS),
@@ -165,6 +167,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "plain packed": case(1, plain=True, **PACKED),
         "plain experts": case(1, plain=True, **EXPERTS),
         "plain only experts": case(1, plain=True, **ONLY),
+        "plain in full": case(1, plain=True, **IN_FULL),
         "plain narrow": case(1, plain=True, **NARROW),
         **EQUAL[1],
         "evaluated": case(1, **EVALUATED),
@@ -228,6 +231,9 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
         "packed accumulated": case(2, accumulation=2, **PACKED),
         "checkpointing": case(2, **CHECKPOINTING),
         "experts split, fused": case(2, **SPLIT, fused=True, accumulation=2, **CHECKPOINTING, **EXPERTS),
+        "in full": case(2, accumulation=2, **IN_FULL),
+        "in full, kept": case(2, layout="no-reshard", accumulation=2, **IN_FULL),
+        "in full, resident": case(2, layout="resident", **IN_FULL),
         "kept, fused": case(2, layout="no-reshard", fused=True, accumulation=2, **AS_LOADED),
         "experts split, checkpointing": case(2, **SPLIT, accumulation=2, **CHECKPOINTING, **EXPERTS),
         "experts split, kept": case(2, **SPLIT, **KEPT, accumulation=2, **EXPERTS),
@@ -242,6 +248,7 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "full-shard": case(4),
         "hybrid": case(4, layout="hybrid", layout__shard=2, layout__replicate=2),
+        "in full, hybrid": case(4, layout="hybrid", layout__shard=2, layout__replicate=2, **IN_FULL),
         "experts split": case(4, layout="expert-parallel", layout__expert_parallel=4, **EXPERTS),
         "mix": case(4, **MIXED),
         "expert-parallel": case(4, layout="expert-parallel", layout__expert_parallel=4),
@@ -362,7 +369,9 @@ def assert_equal(steps: list[dict[str, Any]], reference: list[dict[str, Any]]) -
 
 
 def reference(name: str) -> str:
-    return next((f"plain {kind}" for kind in ("packed", "experts", "only experts") if name.startswith(kind)), "plain")
+    return next(
+        (f"plain {kind}" for kind in ("packed", "experts", "only experts", "in full") if name.startswith(kind)), "plain"
+    )
 
 
 @pytest.fixture

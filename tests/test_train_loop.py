@@ -73,7 +73,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         tokenizer = run.tokenizer_of(plan)
         data = run.prepare_data(plan, tokenizer, console, Unwritten(print))
-        model, _ = load(plan.base, plan.layout, **run.precision(job.model, plan.base.family))
+        model, _ = load(plan.base, plan.layout, **run.precision(plan))
         adapted = attach(model, job.lora, plan.adapter, job.train.seed)
         report = BackgroundReport(folder)
         return run.make_loop(plan, Rank(), adapted, data, tokenizer, console, StopSignal(), report, {}, None)

@@ -15,11 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Sampler
-from transformers import Trainer
+from transformers import Trainer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from windlass import plan as planning
@@ -34,7 +35,7 @@ from windlass.train.best import best as evaluate_all
 from windlass.train.fused import fuse
 from windlass.train.load import load
 from windlass.train.loop import Loop
-from windlass.train.lora import attach
+from windlass.train.lora import attach, peft_config
 from windlass.train.rank import Rank, read_rank
 
 
@@ -313,10 +314,16 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     """TRL + PEFT without anything of windlass's loop. On several ranks, with the Trainer's own averaging."""
     plan = planning.make(runfile.read(file, case["overrides"]))
     job = plan.loaded.run
-    how = {**run.precision(job.model, plan.base.family), "dtype": torch.float32}
+    how = {**run.precision(plan), "dtype": torch.float32}
     model, _ = load(plan.base, replace(plan.layout, base_dtype="bf16"), **how)
     with mock.patch.object(experts, "patch_experts"):  # PEFT's own forward of experts' adapters
-        model = attach(model, job.lora, plan.adapter, job.train.seed)
+        if not job.lora.modules_to_save:
+            model = attach(model, job.lora, plan.adapter, job.train.seed)
+    if job.lora.modules_to_save:  # PEFT's own copies
+        set_seed(job.train.seed)
+        config = peft_config(job.lora, plan.adapter)
+        config.modules_to_save = job.lora.modules_to_save
+        model = get_peft_model(model, config)
     tokenizer = run.tokenizer_of(plan)
     data = prepare(job, tokenizer)
     arguments = sft_config(plan, data)

@@ -49,6 +49,7 @@ class Adapter:
     trainable: int
     dtype_bytes: int  # 4 or 2
     alphas: Mapping[str, float] = field(default_factory=dict)  # of modules that don't have `alpha`
+    in_full: Mapping[str, int] = field(default_factory=dict)  # parameters that are trained themselves, with their sizes
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -109,6 +110,10 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
             if not any(_pattern_matches(pattern, module) for module in taken):
                 problem, hint = f"{pattern!r} matches no adapted module", f"adapted: {some([*taken])}"
                 problems.append(Problem(problem, where(f"lora.{key}"), hint))
+    try:
+        in_full = _match_in_full(lora, base, where)
+    except UserError as error:
+        problems += error.problems
     raise_all(problems)
     targets += experts
     reached = {module: linears[module] for module in linears if chosen is None or _layer(module) in chosen}
@@ -121,12 +126,32 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
         targets=tuple(targets),
         target_modules=tuple(module for module in linears if module in taken),
         target_parameters=tuple(name for target in experts for name in target.modules),
-        trainable=sum(target.parameters for target in targets) + biases,
+        trainable=sum(target.parameters for target in targets) + biases + sum(in_full.values()),
         dtype_bytes=DTYPE_BYTES[lora.dtype],
         alphas={module: a for module in taken if (a := _own(lora.alpha_pattern, module, None)) is not None},
+        in_full=in_full,
         notes=tuple(_list_notes(lora, base, targets, biases)),
         warnings=tuple(_warn_of_rest(one, taken, reached)) if one not in ("", ALL, ALL_LINEAR) else (),
     )
+
+
+def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
+    """The weights that `lora.modules_to_save` names, and their sizes."""
+    can = {p.name.removesuffix(".weight"): p for p in base.parameters if p.part in ("embedding", "head")}
+    found: dict[str, int] = {}
+    problems = list[Problem]()
+    for index, name in enumerate(lora.modules_to_save or ()):
+        place, own = where(f"lora.modules_to_save[{index}]"), [each for each in can if f".{each}".endswith(f".{name}")]
+        tied = "" if any(p.part == "head" for p in can.values()) else " and is its head, too"
+        if not own:
+            problem = f"{name!r} can't be trained in full: the embedding can{tied or ', and the head'}"
+            problems.append(Problem(problem, place, f"choose of {', '.join(map(_leaf, can))}"))
+        found |= {can[each].name: can[each].count for each in own}
+        if any(f"{each}.bias" in (p.name for p in base.parameters) for each in own):
+            hint = "leave it out: its bias would stay as it is"
+            problems.append(Problem(f"{own[0]} has a bias and can't be trained in full", place, hint))
+    raise_all(problems)
+    return found
 
 
 def _match(
@@ -303,6 +328,8 @@ def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) 
             "kv_b_proj: vLLM does not apply an adapter on it when serving latent attention unmerged "
             "(vllm-project/vllm#48974); merge the adapter before serving"
         )
+    if lora.modules_to_save:
+        yield "modules_to_save: vLLM loads no adapter that has them; merge the adapter before serving"
     if biases:
         yield f"bias: {lora.bias} trains {biases} biases of the base too: without them the adapter is another model"
 

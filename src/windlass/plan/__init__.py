@@ -270,7 +270,10 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     if request.base_dtype in FOUR_BITS and request.offload:
         what = f"base_dtype: {request.base_dtype} with offload: in 4 bits the base stays on the GPU"
         raise UserError(what, where("layout.offload"), "leave it out, or write base_dtype: bf16")
-    request = replace(request, offload=False) if on_cpu else request
+    if run.lora.modules_to_save and request.offload:
+        what = "modules_to_save with offload: what is trained stays on the GPU"
+        raise UserError(what, where("lora.modules_to_save"), "leave it out, or set layout.offload: false")
+    request = replace(request, offload=False) if on_cpu or run.lora.modules_to_save else request
 
     # 2. How many sequences the rows make, and the ways to cut them into micro-batches.
     rows = mix.count_all(run.data, where)
@@ -517,7 +520,8 @@ def _large_adapter(plan: Plan, shape: Shape, tokens: int | None) -> Iterator[War
     seen = min(tokens or 0, plan.batch.length) * (plan.schedule.rows or 0)
     if plan.loaded.run.data.packing:
         seen = plan.batch.length * (plan.schedule.rows or 0)
-    if seen and plan.adapter.trainable > LARGE * seen:
-        text = f"{plan.adapter.trainable / 1e6:,.1f} M trained parameters for {seen / 1e6:,.1f} M tokens of data"
-        smaller = max(1, int(plan.adapter.r * LARGE * seen / plan.adapter.trainable))
+    trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # those that a smaller rank makes fewer
+    if seen and trained > LARGE * seen:
+        text = f"{trained / 1e6:,.1f} M trained parameters for {seen / 1e6:,.1f} M tokens of data"
+        smaller = max(1, int(plan.adapter.r * LARGE * seen / trained))
         yield Warning(f"{text}: a smaller rank does as well", f"lora.r={smaller}")

@@ -73,6 +73,9 @@ def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     mine, words = adapter_share(work)
     size, (states, fixed, kind) = work.shape.adapter.dtype_bytes, optimizer_states(work.optim)
     base = Row("base weights", 0.0 if work.layout.offload else weights, formula)
+    full = in_full_share(work)
+    weights -= full * work.base_bytes
+    formula += f", but for {full} that are trained" if full else ""
     adapter = Row("adapter", mine * size, f"{words}, x {size}")
     gradients = Row("adapter gradients", mine * size, f"{mine} x {size}")
     optimizer = Row("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}")
@@ -169,10 +172,20 @@ def adapter_share(work: Work) -> tuple[int, str]:
     """Trained parameters on one rank. Adapters of experts stay with their expert; all others are replicated."""
     ranks, experts = work.layout.expert_parallel, work.shape.expert_adapter_parameters
     trainable = work.shape.adapter.trainable
+    if full := in_full_share(work):
+        trainable -= sum(work.shape.adapter.in_full.values())
+        words = f" + {full} of the base"
+    else:
+        words = ""
     if ranks == 1 or not experts:
-        return trainable, f"{trainable} parameters, all on every rank"
+        return trainable + full, f"{trainable} parameters, all on every rank{words}"
     plain = trainable - experts
-    return plain + experts // ranks, f"{plain} replicated + {experts} of the experts / {ranks}"
+    return plain + experts // ranks + full, f"{plain} replicated + {experts} of the experts / {ranks}{words}"
+
+
+def in_full_share(work: Work) -> int:
+    """Parameters of the base itself on one rank that are trained: sharded as the base is."""
+    return ceil(sum(work.shape.adapter.in_full.values()) / work.layout.shard)
 
 
 # --- what comes and goes in a step ------------------
@@ -197,6 +210,11 @@ def training_moments(work: Work) -> dict[str, list[Row]]:
     )
     backward = [Row("backward of a layer", worst, words), *_dequantised(work, t)]
     temporaries = Row("optimizer's temporaries", adapter_share(work)[0] * 4.0, "one float32 copy of the adapter")
+    if in_full := sum(shape.adapter.in_full.values()):
+        size = shape.adapter.dtype_bytes
+        each = 2 * size - (0 if work.layout.shard == 1 else gathered_bytes(work).most)
+        words = f"{in_full} x {each}: unsharded, what is trained of the base and its gradient"
+        g["always"] = [*g["always"], Row("trained weights, gathered", in_full * each, words)]
     return {
         "last layer's gather": [early, *g["always"], *g["last"]],
         "head's gather": [saved, *g["always"], *g["head"]],

@@ -108,6 +108,8 @@ class Lora(Section):
     init_lora_weights: bool | Literal["gaussian"] = True
     """true: A random, B zero, so that training starts from the base model; gaussian: A normal; false: both random (for
     tests)."""
+    modules_to_save: list[Text] | None = None
+    """Also train these in full and save them with the adapter: the embedding and the head, [embed_tokens, lm_head]."""
     adapter: Text | None = None
     """Folder of an existing PEFT adapter to continue from."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -308,6 +308,8 @@ def _llamafactory(made: Import) -> None:
     target = made.take("lora_target", "all")
     names = [name.strip() for name in str(target).split(",")] if not isinstance(target, list) else target
     made.set("lora.target_modules", "all-linear" if "all" in names else names, "lora_target")
+    if isinstance(in_full := made.take("additional_target"), str):
+        made.set("lora.modules_to_save", [name.strip() for name in in_full.split(",")], "additional_target")
     neat, packing = made.take("neat_packing"), made.take("packing")
     if neat or packing or (packing is None and stage == "pt"):
         remark = "neat_packing" if neat else "packing; here packed rows don't see each other"

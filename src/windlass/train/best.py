@@ -81,7 +81,7 @@ def best(
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
     here.phase("loading the model")
-    model, certificate = load(plan.base, plan.layout, **precision(job.model, plan.base.family))
+    model, certificate = load(plan.base, plan.layout, **precision(plan))
     for folder in {recorded_base(folder).get("base_digest"): folder for folder in intact}.values():
         require_same_base(
             folder,

@@ -30,11 +30,13 @@ from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_mode
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from windlass.errors import RunError
 from windlass.files import discard_dir, read_json
 from windlass.model.targets import ExpertShard, ExpertShards, by_expert
 from windlass.train.group import gather, rank
+from windlass.train.parallel import reshard, shard_like
 
 if TYPE_CHECKING:
     from windlass.train.loop import Loop
@@ -113,11 +115,14 @@ def restore(loop: Loop, folder: Path) -> None:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Path, model: PeftModel) -> None:
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)["optimizer"]
+    reshard(model)
     names, experts = _parameter_names(optimizer, model), WholeExperts(model)
     for index, values in saved["state"].items():
         for key, value in values.items():
             if part := experts.part(names[index], value, key):
                 values[key] = part.own(names[index], value)
+            elif isinstance(value, Tensor):
+                values[key] = shard_like(model, {names[index]: value})[names[index]]
     optimizer.load_state_dict(saved)
     scheduler.load_state_dict(json.loads((folder / SCHEDULER).read_text()))
 
@@ -137,8 +142,10 @@ def adapter_state(model: PeftModel) -> dict[str, Tensor]:
     (`save_pretrained` asks for the whole model's state, which under FSDP2 is a collective, and asks the hub whether
     the vocabulary has grown.)
     """
+    reshard(model)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))
+    own = {name: p for name, p in trained.items() if "lora_" not in name}  # of the base, trained in full
+    return own | dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))
 
 
 def adapter_config(model: PeftModel) -> PeftConfig:
@@ -190,9 +197,10 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 def load_adapter(model: PeftModel, folder: Path) -> None:
     """Of split experts' adapters, every rank takes its own part."""
     parts = ExpertShards(model)
+    reshard(model)
     with safe_open(folder / ADAPTER, "pt") as file:  # one tensor at a time: every rank of a node reads them all
         state = {name: parts.own(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    outcome = set_peft_model_state_dict(model, state)
+    outcome = set_peft_model_state_dict(model, shard_like(model, state))
     wrong = [*(key for key in outcome.missing_keys if "lora_" in key), *outcome.unexpected_keys]
     if wrong:
         raise RunError(
@@ -230,6 +238,7 @@ class WholeExperts:
 
     def whole(self, name: str, value: Any, key: str = "") -> Any:
         """On rank 0, in host memory of its own."""
+        value = value.full_tensor() if isinstance(value, DTensor) else value
         part = self.part(name, value, key)
         if rank():
             if part and self.rank_of[part.first] == rank():

@@ -51,15 +51,21 @@ FAULTY = "nothing was trained; the files changed while they were read, or a node
 
 
 def load(
-    base: Base, layout: Layout, *, dtype: torch.dtype = torch.bfloat16, attn_implementation: str = ""
+    base: Base,
+    layout: Layout,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    attn_implementation: str = "",
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
     """The causal language model of `base`, sharded as `layout` says and filled, with its certificate (load.json).
 
-    Every rank of the run calls it. It returns on all ranks or raises on all ranks.
+    `dtypes`: of parameters that have another, by name. Every rank of the run calls it. It returns on all ranks or
+    raises on all ranks.
     """
     started, before = time.perf_counter(), reset_peak_rss()
     where = str(base.path or base.name)
-    model = parallel.build(base, layout, dtype, attn_implementation or base.family.usual_attention)
+    model = parallel.build(base, layout, dtype, attn_implementation or base.family.usual_attention, dtypes)
     parallel.assert_sharded(model, layout)
     parallel.allocate(model, layout)
     targets, quantised = unique_tensors(model), quantised_weights(model)
@@ -88,9 +94,9 @@ def load(
         "rss_before_bytes": before,
         "seconds": round(time.perf_counter() - started, 3),
     }
-    dtypes: dict[str, torch.dtype | str] = {name: each.dtype for name, each in targets.items()}
-    dtypes |= {name: each.format.kind or each.format.codes for name, each in quantised.items()}
-    return model, certify(base, layout, dtypes, digest, checked, measured, errors)
+    found: dict[str, torch.dtype | str] = {name: each.dtype for name, each in targets.items()}
+    found |= {name: each.format.kind or each.format.codes for name, each in quantised.items()}
+    return model, certify(base, layout, found, digest, checked, measured, errors)
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import Adapter, ExpertShards
 from windlass.train import experts
-from windlass.train.parallel import device_of_this_rank
+from windlass.train.parallel import device_of_this_rank, shard_like
 from windlass.train.quantised import formats_of, part_of
 from windlass.train.wrapped import read_inner_config
 
@@ -50,6 +51,11 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     set_seed(seed)
     if lora.adapter:  # continued as it was saved, but for dropout, which is no property of its weights
         config, mapping = read_inner_config(Path(lora.adapter))
+        if (saved_too := sorted(config.modules_to_save or ())) != sorted(lora.modules_to_save or ()):
+            hint = f"set it to {saved_too}" if saved_too else "leave it out"
+            problem = f"{lora.adapter} was trained with {saved_too or 'none'}"
+            raise UserError(problem, "lora.modules_to_save", hint)
+        config.modules_to_save = None
         config.inference_mode = False
         config.lora_dropout = 0.0 if config.target_parameters else lora.lora_dropout
     else:
@@ -61,7 +67,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     if lora.adapter:  # the saved tensors; of split experts, this rank's part
         parts, saved = ExpertShards(peft_model), load_peft_weights(lora.adapter, "cpu", mapping)
         own = {name: parts.own(name, tensor) for name, tensor in saved.items()}
-        outcome = set_peft_model_state_dict(peft_model, own)
+        outcome = set_peft_model_state_dict(peft_model, shard_like(peft_model, own))
         if odd := [*(name for name in outcome.missing_keys if "lora_" in name), *outcome.unexpected_keys]:
             raise UserError(
                 f"{lora.adapter} is not a complete adapter of this model: {odd[0]}",
@@ -74,12 +80,37 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
             for module in peft_model.modules():
                 if isinstance(module, LoraLayer):
                     module.lora_dropout.update({NAME: nn.Dropout(lora.lora_dropout)})
+    train_in_full(peft_model, lora, adapter)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             # PEFT puts it where the base weight is; an offloaded base is stored elsewhere than it computes.
             parameter.data = parameter.data.to(device_of_this_rank(), DTYPES[lora.dtype])
     require_planned(peft_model, adapter)
     return peft_model
+
+
+def train_in_full(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> None:
+    """Train weights of the base themselves, sharded as they are.
+
+    PEFT's files have them under their own names. PEFT itself would train copies, unsharded, and keep the originals.
+    """
+    model = peft_model.get_base_model()
+    for name in adapter.in_full:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if formats_of(owner):
+            what = f"{name} is stored in fewer bits, and can't be trained"
+            raise UserError(what, "lora.modules_to_save", "set layout.base_dtype: bf16")
+        owner.weight.requires_grad_(True)
+        if isinstance(owner, nn.Embedding):  # layers compute in the dtype that they have without
+            owner.register_forward_hook(partial(_cast_output, model.config.dtype))
+    config = peft_model.peft_config[NAME]
+    config.modules_to_save = list(lora.modules_to_save or ()) or None
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    config.ensure_weight_tying = bool(adapter.in_full) and head.weight is embedding.weight
+
+
+def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output.to(dtype)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
         counted = (sources, by_source) if by_source is not None else (None, None)
-        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight.detach(), targets, shaping, *counted)  # type: ignore[no-untyped-call]
+        loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping, *counted)  # type: ignore[no-untyped-call]
         if balance_share is not None:  # Mixtral's; every mixture in transformers has taken it over
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -136,9 +136,9 @@ PLAIN: Final = Shaping()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The summed cross entropy of `hidden @ weight.T` against `targets`; `weight` is frozen.
+    """The summed cross entropy of `hidden @ weight.T` against `targets`; `weight` is usually frozen.
 
-    The gradient is formed beside the loss, chunk by chunk, while the logits are there: the head is multiplied by
+    The gradients are formed beside the loss, chunk by chunk, while the logits are there: the head is multiplied by
     twice, and not a third time to get the logits back. It is that of the sum: what the sum is divided by is known
     only once all ranks have counted their tokens, and divides the adapter's gradients then.
     """
@@ -155,6 +155,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants_gradient = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wants_gradient else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows, logits, blocks in _chunks(hidden, weight):
             slope = shaping.apply(logits)
@@ -166,23 +167,27 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 total -= picked.sum()
                 if sources is not None and by_source is not None:
                     by_source.add(sources[rows][part], -picked.squeeze(1))
-                if wants_gradient:  # softmax - 1 at the target, in the place of the logits
+                if wants_gradient or of_weight is not None:  # softmax - 1 at the target, in the place of the logits
                     at_target = log_probs.exp_().gather(1, target) - 1
                     logits[part] = log_probs.scatter_(1, target, at_target)
-            if gradient is not None:
+            if gradient is not None or of_weight is not None:
                 if slope is not None:
                     logits *= slope
                 if shaping.scale != 1.0:
                     logits *= shaping.scale
+            if gradient is not None:
                 gradient[rows] = _times_weight(logits, blocks)
-        ctx.gradient = gradient
+            if of_weight is not None:
+                of_weight += logits.t() @ hidden[rows].to(logits.dtype)
+        ctx.gradients = gradient, None if of_weight is None else of_weight.to(weight.dtype)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(upstream) if gradient is not None else None, None, None, None, None, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        gradients, ctx.gradients = ctx.gradients, None
+        of_hidden, of_weight = (None if each is None else each.mul_(upstream) for each in gradients)
+        return of_hidden, of_weight, None, None, None, None
 
 
 @torch.no_grad()

@@ -25,14 +25,19 @@ UNDECAYED: Final = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_nor
 
 
 def create_optimizer(train: Train, named: Iterable[tuple[str, nn.Parameter]], steps: int) -> torch.optim.Optimizer:
-    """Over the trainable parameters, in two groups: with weight decay and without."""
+    """Over the trainable parameters, in two groups: with weight decay and without; those of the base in two more.
+
+    An optimizer updates a group in one call if all of it is sharded, or nothing.
+    """
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    decayed = [parameter for name, parameter in trainable if not UNDECAYED.search(name.lower())]
-    undecayed = [parameter for name, parameter in trainable if UNDECAYED.search(name.lower())]
-    groups = [
-        {"params": decayed, "weight_decay": train.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
+    adapter = [each for each in trainable if "lora_" in each[0]]
+    groups = []
+    for own in (adapter, [each for each in trainable if "lora_" not in each[0]]):
+        decayed = [parameter for name, parameter in own if not UNDECAYED.search(name.lower())]
+        undecayed = [parameter for name, parameter in own if UNDECAYED.search(name.lower())]
+        if own:
+            groups.append({"params": decayed, "weight_decay": train.weight_decay})
+            groups.append({"params": undecayed, "weight_decay": 0.0})
     settings: Any = SimpleNamespace(
         optim=OptimizerNames(train.optim),
         learning_rate=train.learning_rate,

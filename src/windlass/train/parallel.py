@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 import transformers
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.distributed import DistributedConfig
 
 from windlass.errors import UserError
@@ -37,7 +38,11 @@ def device_of_this_rank() -> torch.device:
 
 
 def build(
-    base: Base, layout: Layout, dtype: torch.dtype, attn_implementation: str = "sdpa"
+    base: Base,
+    layout: Layout,
+    dtype: torch.dtype,
+    attn_implementation: str = "sdpa",
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> transformers.PreTrainedModel:
     """The causal language model with `layout` applied: DTensors of the planned placements, without storage yet."""
     # torch's first choice on Hopper makes a plan for every new shape of a micro-batch, about a second each, and its
@@ -79,6 +84,8 @@ def build(
             stack.enter_context(context)
         model = model_class(config)
     keep_in_float32(model, dtype)
+    for name, own in dtypes.items():
+        model.get_parameter(name).data = model.get_parameter(name).data.to(own)
     if layout.base_dtype != "bf16":
         quantised.convert(model, base, layout.base_dtype, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
@@ -120,6 +127,21 @@ def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     """The modules that FSDP2 gathers one by one; none where nothing is sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Every parameter is this rank's shard again: after a forward without a backward the head is still gathered."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's shards of those that belong to a sharded parameter, by their names; all others as they are."""
+    parameters, found = dict(model.named_parameters()), dict(tensors)
+    for name, tensor in tensors.items():
+        if isinstance(own := parameters.get(name), DTensor) and tensor.ndim:
+            found[name] = distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)
+    return found
 
 
 def keep_gathered(modules: Iterable[FSDPModule], keep: bool) -> None:

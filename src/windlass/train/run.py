@@ -37,7 +37,7 @@ from windlass.train.console import Progress, header, quiet
 from windlass.train.liveness import Liveness
 from windlass.train.load import load
 from windlass.train.loop import Loop
-from windlass.train.lora import attach
+from windlass.train.lora import DTYPES, attach
 from windlass.train.loss import router_loss_weight
 from windlass.train.parallel import assert_sharded, device_of_this_rank
 from windlass.train.rank import Rank, StopSignal
@@ -66,9 +66,7 @@ from windlass.train.trackers import Trackers
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from windlass.model.family import Family
     from windlass.plan import Plan
-    from windlass.runfile import Model
 
 
 # One node may have the weights in memory that another reads from slow storage.
@@ -109,7 +107,7 @@ def run(
     # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is trained on
     # must have been trained on the same weights.
     here.phase("loading the model")
-    model, certificate = load(plan.base, plan.layout, **precision(job.model, plan.base.family))
+    model, certificate = load(plan.base, plan.layout, **precision(plan))
     if here.rank == 0:
         with unwritten(folder / LOAD):
             write_json(folder / LOAD, certificate)
@@ -314,10 +312,12 @@ def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Consol
     return data
 
 
-def precision(model: Model, family: Family) -> dict[str, Any]:
+def precision(plan: Plan) -> dict[str, Any]:
+    model, trained = plan.loaded.run.model, DTYPES[plan.loaded.run.lora.dtype]
     return {
         "dtype": getattr(torch, model.torch_dtype),
-        "attn_implementation": model.attn_implementation or family.usual_attention,
+        "attn_implementation": model.attn_implementation or plan.base.family.usual_attention,
+        "dtypes": dict.fromkeys(plan.adapter.in_full, trained),
     }
 
 
