@@ -225,6 +225,17 @@ def test_split_experts_average_their_adapters_among_their_replicas_only() -> Non
     assert flow(hybrid, "adapter all-reduce, experts") == 2 * (2 - 1) / 2 * 4 * (ALL - PLAIN) / 2
 
 
+def test_what_is_trained_of_the_base_is_sharded_as_it_is() -> None:
+    sizes = {p.name: p.count for p in BASE.parameters if p.part in ("embedding", "head")}
+    full, plain = sum(sizes.values()), lora()
+    found = replace(plain, in_full=sizes, trainable=plain.trainable + full)
+    with_it, without = (cost(replace(work(1, 4), shape=read_shape(BASE, each))) for each in (found, plain))
+    assert item(with_it, "adapter") == item(with_it, "adapter gradients") == 4 * (plain.trainable + full // 4)
+    assert item(with_it, "optimizer") == 8 * (plain.trainable + full // 4)
+    assert item(without, "base weights") - item(with_it, "base weights") == 2 * full // 4
+    assert item(with_it, "trained weights, gathered") == full * (4 + 4 - 2)
+
+
 def test_weights_that_stay_gathered_are_sent_once_a_step_and_need_memory() -> None:
     kept, freed = cost(work(1, 8, name="no-reshard", reshard_after_forward=False)), cost(work(1, 8))
     gathers = [(f.kind, f.per_step) for f in kept.flows if f.kind.startswith("all-gather")]

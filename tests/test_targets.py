@@ -243,6 +243,10 @@ def test_names_of_experts() -> None:
 
 def test_dtype_bytes_and_notes() -> None:
     _, base = small_base("mistral")
+    full = own(base, modules_to_save=["embed_tokens", "lm_head"])
+    assert list(full.in_full) == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert full.trainable == own(base).trainable + sum(full.in_full.values())
+    assert any(note.startswith("modules_to_save: vLLM loads no adapter") for note in full.notes)
     assert (own(base).dtype_bytes, own(base, dtype="bfloat16").dtype_bytes) == (4, 2)
     assert not any("bias" in note for note in own(base, bias="all").notes)
     _, base = small_base("qwen2")
@@ -281,6 +285,12 @@ WRONG: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
         {"target_modules": "model.layers.0.mlp.*", "layers_to_transform": 1},
         [("matches no module of these layers", "name layers that have it")],
     ),
+    (
+        "mistral",
+        {"modules_to_save": ["lm_head", "norm"]},
+        [("'norm' can't be trained", "choose of embed_tokens, lm_head")],
+    ),
+    ("llama, tied", {"modules_to_save": ["embed_tokens"]}, [("PEFT would train and save a copy", "leave lora.mod")]),
     ("mistral", {"experts": True}, [("no routed experts", "leave lora.experts out")]),
     ("mistral4", {"experts": True, "use_dora": True}, [("can't be DoRA", "lora.use_dora: false")]),
     (

@@ -138,18 +138,20 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
 def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
     """The weights that `lora.modules_to_save` names, and their sizes."""
     can = {p.name.removesuffix(".weight"): p for p in base.parameters if p.part in ("embedding", "head")}
-    found: dict[str, int] = {}
-    problems = list[Problem]()
+    names, found, problems = {p.name for p in base.parameters}, dict[str, int](), list[Problem]()
     for index, name in enumerate(lora.modules_to_save or ()):
-        place, own = where(f"lora.modules_to_save[{index}]"), [each for each in can if f".{each}".endswith(f".{name}")]
-        tied = "" if any(p.part == "head" for p in can.values()) else " and is its head, too"
-        if not own:
-            problem = f"{name!r} can't be trained in full: the embedding can{tied or ', and the head'}"
-            problems.append(Problem(problem, place, f"choose of {', '.join(map(_leaf, can))}"))
+        own = [each for each in can if f".{each}".endswith(f".{name}")]
+        problem, hint = "", "leave lora.modules_to_save out"
+        if all(p.part == "embedding" for p in can.values()):
+            problem = "the head is the embedding, and PEFT would train and save a copy of it apart"
+        elif not own:
+            problem, hint = "only the embedding and the head can be", f"choose of {', '.join(map(_leaf, can))}"
+        elif any(f"{each}.bias" in names for each in own):
+            problem = "it has a bias, which would stay as it is"
+        if problem:
+            place = where(f"lora.modules_to_save[{index}]")
+            problems.append(Problem(f"{name!r} can't be trained in full: {problem}", place, hint))
         found |= {can[each].name: can[each].count for each in own}
-        if any(f"{each}.bias" in (p.name for p in base.parameters) for each in own):
-            hint = "leave it out: its bias would stay as it is"
-            problems.append(Problem(f"{own[0]} has a bias and can't be trained in full", place, hint))
     raise_all(problems)
     return found
 

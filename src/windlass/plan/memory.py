@@ -70,12 +70,11 @@ class Row:
 def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     """The table of the peak, and the moment of the step that it belongs to."""
     weights, formula = base_bytes(work)
+    if full := in_full_share(work):
+        weights, formula = weights - full * work.base_bytes, f"{formula}; without {full} that are trained"
     mine, words = adapter_share(work)
     size, (states, fixed, kind) = work.shape.adapter.dtype_bytes, optimizer_states(work.optim)
     base = Row("base weights", 0.0 if work.layout.offload else weights, formula)
-    full = in_full_share(work)
-    weights -= full * work.base_bytes
-    formula += f", but for {full} that are trained" if full else ""
     adapter = Row("adapter", mine * size, f"{words}, x {size}")
     gradients = Row("adapter gradients", mine * size, f"{mine} x {size}")
     optimizer = Row("optimizer", mine * (states * size + fixed), f"{mine} x {states * size + fixed:g}: {kind}")
@@ -172,11 +171,8 @@ def adapter_share(work: Work) -> tuple[int, str]:
     """Trained parameters on one rank. Adapters of experts stay with their expert; all others are replicated."""
     ranks, experts = work.layout.expert_parallel, work.shape.expert_adapter_parameters
     trainable = work.shape.adapter.trainable
-    if full := in_full_share(work):
-        trainable -= sum(work.shape.adapter.in_full.values())
-        words = f" + {full} of the base"
-    else:
-        words = ""
+    trainable, full = trainable - sum(work.shape.adapter.in_full.values()), in_full_share(work)
+    words = f" + {full} of the base" if full else ""
     if ranks == 1 or not experts:
         return trainable + full, f"{trainable} parameters, all on every rank{words}"
     plain = trainable - experts

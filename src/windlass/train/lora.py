@@ -103,10 +103,7 @@ def train_in_full(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> None:
         owner.weight.requires_grad_(True)
         if isinstance(owner, nn.Embedding):  # layers compute in the dtype that they have without
             owner.register_forward_hook(partial(_cast_output, model.config.dtype))
-    config = peft_model.peft_config[NAME]
-    config.modules_to_save = list(lora.modules_to_save or ()) or None
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    config.ensure_weight_tying = bool(adapter.in_full) and head.weight is embedding.weight
+    peft_model.peft_config[NAME].modules_to_save = lora.modules_to_save or None
 
 
 def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
