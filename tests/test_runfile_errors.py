@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import Problem, UserError
+from windlass.explain import topic
 from windlass.runfile import keys, presets, read
 
 Problems = Callable[..., list[Problem]]
@@ -165,6 +166,20 @@ def test_bad_settings(problems: Problems) -> None:
         assert what in found.problem, text
         assert found.hint, text
         assert hint in found.hint, text
+
+
+def test_a_hint_to_explain_names_a_key_that_explain_knows(problems: Problems) -> None:
+    """Entries of mappings have names that explain doesn't know."""
+    hints = set()
+    for path in {*keys()} - {"cluster.affinity", "data.template_kwargs"}:  # whose entries may be anything
+        tree: Any = {"layers.0 x": [[1]], "": {"zzzzzzz": [1]}}
+        for key in reversed(path.split(".")):
+            tree = {key: tree}
+        hints |= {problem.hint for problem in problems(yaml.safe_dump(tree))}
+    explained = [name for hint in hints for name in re.findall("`windlass explain (.*?)`", hint)]
+    assert {"lora.rank_pattern", "cluster.env", "cluster.labels", "data.eval"} <= {*explained}
+    for name in explained:
+        assert topic(name), name
 
 
 THREE = "cluster.nodes=3"

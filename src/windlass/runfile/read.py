@@ -262,9 +262,18 @@ def _problems_of(
     return problems
 
 
+def _documented_key(steps: Steps, root: Root) -> str:
+    """What `windlass explain` knows of a path: without the names and numbers of a mapping's or a list's entries."""
+    key = ""
+    for step in steps:
+        inner = f"{key}.{step}".lstrip(".")
+        key = inner if inner in keys(root) else key
+    return key
+
+
 def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str]:
     """What is wrong with a value, and a hint."""
-    key, types, value = dotted(steps).partition("[")[0], {item["type"] for item in found}, found[0]["value"]
+    key, types, value = _documented_key(steps, root), {item["type"] for item in found}, found[0]["value"]
     explain = f"see `windlass explain {key}`"
     messages = dict.fromkeys(item["msg"] for item in found)
     own = [message.removeprefix("Value error, ") for message in messages if message.startswith("Value error, ")]
@@ -326,7 +335,7 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
     if far := close_names(key, [path.rpartition(".")[2] for path in keys(root)], 1):
         return what, f"did you mean {owners(far[0], root)[0]}?"
     if len(own) > 12:
-        return what, f"see `windlass explain {parent}`"
+        return what, f"see `windlass explain {_documented_key(steps[:-1], root)}`"
     return what, f"its keys are {', '.join(own)}" if own else "remove it"
 
 
