@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import demo, tiny
+from windlass.files import read_json_lines
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"hidden": 256, "layers": 4, "intermediate": 512, "vocab": 2048},
@@ -61,7 +62,7 @@ def measure(name: str, run: Path, keys: list[str], steps: int) -> dict[str, floa
     out = run.parent / "runs" / name.replace(", ", "-").replace(" ", "")
     keys = [*keys, f"train.output_dir={out}", f"train.max_steps={steps}", "train.save_strategy=no"]
     windlass("train", str(run), *(word for key in keys for word in ("--override", key)))
-    rows = [json.loads(line) for line in (out / "steps-rank0.jsonl").read_text().splitlines()]
+    rows = list(read_json_lines(out / "steps-rank0.jsonl"))
     seconds = [row["step_seconds"] for row in rows[steps // 4 :]]
     computing = [row["step_seconds"] * row["cpu_cores"] for row in rows[steps // 4 :] if row.get("cpu_cores")]
     report = json.loads((out / "report.json").read_text())["runs"][0]

@@ -31,6 +31,8 @@ from typing import Any
 import peers
 from race import Measured, race
 
+from windlass.files import read_json_lines
+
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LENGTH, R, ALPHA, RATE, SEED = 1024, 16, 32, 1e-3, 42
@@ -252,7 +254,7 @@ STEP = "'loss'"  # what ends a step in the logs of all but windlass, whose steps
 def steps_done(name: str, setting: Setting) -> int:
     if ENGINES[name].kind == "windlass":
         path = setting.of(name) / "run" / "steps-rank0.jsonl"
-        return sum('"event"' not in line for line in path.read_text().splitlines()) if path.exists() else 0
+        return sum(1 for _ in read_json_lines(path)) if path.exists() else 0
     return (setting.of(name) / "rank0.log").read_text(errors="replace").count(STEP)
 
 

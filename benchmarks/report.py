@@ -16,23 +16,21 @@ import time
 from pathlib import Path
 
 from windlass import run_folder
+from windlass.files import Table
 from windlass.observe import report
+from windlass.observe.recorder import shorten
+from windlass.observe.steps import derived
 
 
-def record(step: int, steps: int, draw: random.Random) -> dict[str, object]:
+def record(step: int, steps: int, draw: random.Random, *, first: bool) -> dict[str, object]:
     """What a rank measures in a step, as the recorder has it."""
     means = {"data": 0.004, "forward": 0.9, "backward": 1.9, "optimizer": 0.06, "communication": 0.55, "other": 0.0003}
     phases = {f"{name}_seconds": mean * (0.95 + 0.1 * draw.random()) for name, mean in means.items()}
-    seconds, tokens = sum(phases.values()), draw.randint(13000, 16384)
+    tokens = draw.randint(13000, 16384)
     supervised = tokens - draw.randint(0, 5000)
     made: dict[str, object] = {
         "step": step,
-        "time": 1.79e9 + round(3.42 * step, 3),
-        "epoch": 3 * step / steps,
-        "loss": 0.9 + 1.3 * math.exp(-5 * step / steps) + 0.06 * draw.gauss(0, 1),
-        "grad_norm": 0.4 + 0.1 * abs(draw.gauss(0, 1)),
-        "learning_rate": 1e-4 * (1 + math.cos(math.pi * step / steps)),
-        "step_seconds": seconds,
+        "time": round(1.79e9 + 3.42 * step, 3),
         **phases,
         "pause_seconds": 0.0,
         "meter_seconds": 0.00012,
@@ -42,12 +40,17 @@ def record(step: int, steps: int, draw: random.Random) -> dict[str, object]:
         "tokens": tokens,
         "padded_tokens": 16384 - tokens,
         "supervised_tokens": supervised,
-        "masked_tokens": tokens - supervised,
-        "job_tokens": tokens * 24,
-        "tokens_per_second": tokens / seconds,
         "model_tflops": 270 + draw.random(),
         "mfu": 0.27 + 0.01 * draw.random(),
     }
+    if first:  # what is equal on all ranks
+        made |= {
+            "epoch": 3 * step / steps,
+            "loss": 0.9 + 1.3 * math.exp(-5 * step / steps) + 0.06 * draw.gauss(0, 1),
+            "grad_norm": 0.4 + 0.1 * abs(draw.gauss(0, 1)),
+            "learning_rate": 1e-4 * (1 + math.cos(math.pi * step / steps)),
+            "job_tokens": tokens * 24,
+        }
     if step % 4 == 0:  # as often as sampling may take half a percent of the time
         made |= {
             "gpu_allocated_gib": 90 + draw.random(),
@@ -62,12 +65,6 @@ def record(step: int, steps: int, draw: random.Random) -> dict[str, object]:
     return made
 
 
-def line(fields: dict[str, object]) -> str:
-    """As the recorder writes it: floats with seven digits."""
-    short = {k: float(f"{v:.7g}") if isinstance(v, float) and v < 1e6 else v for k, v in fields.items()}
-    return json.dumps(short, separators=(",", ":")) + "\n"
-
-
 def make(folder: Path, steps: int, ranks: int) -> int:
     """The run folder; returns the bytes of its step files."""
     size = 0
@@ -76,10 +73,11 @@ def make(folder: Path, steps: int, ranks: int) -> int:
         if rank >= 2:  # what is random need not be drawn anew for each rank
             path.write_bytes((folder / run_folder.STEPS.format(rank=1)).read_bytes())
         else:
-            draw = random.Random(rank)
+            draw, table = random.Random(rank), Table(derived("tokens"))
             with path.open("w", encoding="utf-8") as file:
                 for step in range(1, steps + 1):
-                    file.write(line(record(step, steps, draw)))
+                    fields = record(step, steps, draw, first=rank == 0)
+                    file.write(table.encode({name: shorten(name, value, 4) for name, value in fields.items()}))
         size += path.stat().st_size
     (folder / run_folder.MANIFEST).write_text(json.dumps({"state": "finished", "ranks": ranks}))
     return size

@@ -111,7 +111,8 @@ class Chromium:
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key)
+            text = {"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
     def mouse(self, kind: str, x: float, y: float) -> None:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)

@@ -310,3 +310,7 @@ def test_a_run_folder_is_locked_and_forgets_the_steps_that_will_be_run_again(tmp
     resume.forget_after(tmp_path, 2)
     assert (tmp_path / "steps-rank0.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "events.jsonl").read_text() == '{"step": 0, "kind": "start"}\n'
+    header = '{"form": 5, "columns": ["step"], "derived": {}}\n'
+    (tmp_path / "steps-rank0.jsonl").write_text(f"{header}[5, 1]\n[5, 2]\n[5, 3]\n{header}[5, 2]")
+    resume.forget_after(tmp_path, 2)
+    assert (tmp_path / "steps-rank0.jsonl").read_text() == f"{header}[5, 1]\n[5, 2]\n{header}[5, 2]\n"

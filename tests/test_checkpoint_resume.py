@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from windlass import tiny
 from windlass.errors import SAVED
-from windlass.files import read_json
+from windlass.files import read_json, read_json_lines
 from windlass.observe import report
 from windlass.train import checkpoint
 
@@ -190,7 +190,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 
 
 def steps(run: Path) -> list[tuple[Any, ...]]:
-    lines = [json.loads(line) for line in (run / "steps-rank0.jsonl").read_text().splitlines()]
+    lines = read_json_lines(run / "steps-rank0.jsonl")
     return [tuple(line[key] for key in ("step", "loss", "grad_norm", "learning_rate")) for line in lines]
 
 

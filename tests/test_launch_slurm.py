@@ -18,6 +18,7 @@ from launch_jobs import EVERY, EXAMPLES, SITE, calls, compared, environ, example
 
 from windlass import demo, run_folder
 from windlass.errors import RunError, UserError
+from windlass.files import read_json_lines
 from windlass.launch import slurm
 from windlass.launch import submit as submitting
 from windlass.launch.submit import open_record, render
@@ -133,8 +134,7 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     platform, record = open_record(folder, folder, cluster.said.append)
 
     def last() -> int:
-        lines = steps.read_text().split("\n")[:-1] if steps.exists() else []
-        return max((int(json.loads(line).get("step", 0)) for line in lines), default=0)
+        return max((line["step"] for line in read_json_lines(steps)), default=0) if steps.exists() else 0
 
     cluster.wait_for(lambda: last() >= 2)
     assert platform.status(record) == 0

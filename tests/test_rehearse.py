@@ -25,6 +25,7 @@ from windlass import demo, tiny
 from windlass import plan as planning
 from windlass.cli import app
 from windlass.errors import UserError
+from windlass.files import read_json_lines
 from windlass.hardware import LocalMachine
 from windlass.model import find_base, published_base, read_base
 from windlass.model.base import published_configs
@@ -94,7 +95,7 @@ def test_a_run_is_rehearsed_and_the_record_is_true(kept: Path, user: Path) -> No
     assert "passed: rehearsed with 2 ranks, full-shard" in printed
     assert "memory: the plan estimates" in printed
 
-    steps = [json.loads(line)["step"] for line in (kept / "run" / "steps-rank0.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in read_json_lines(kept / "run" / "steps-rank0.jsonl")]
     assert steps == list(range(1, STEPS + 1))
     certificate = json.loads((kept / "run" / "load.json").read_text())
     assert certificate["loaded"] == len(certificate["parameters"])

@@ -24,7 +24,6 @@ from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.observe import report, steps
 from windlass.observe.report import show
-from windlass.observe.report.charts import smooth
 from windlass.observe.report.read import edges, thin
 
 ROOT = Path(__file__).parent.parent
@@ -252,7 +251,6 @@ def test_thinning_keeps_spikes_and_means() -> None:
     assert sum(m for m in means if m) / 100 == pytest.approx(sum(values) / 10_000)
     assert thin([math.nan, 2.0], edges(2, 10))[0] == [None, 2]
     assert edges(0, 10) == [0]
-    assert smooth([math.nan, 4.0, 4.0], 0.9)[1:] == pytest.approx([4, 4])
 
 
 @pytest.mark.parametrize(

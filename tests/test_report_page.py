@@ -137,6 +137,31 @@ def test_log_scale(opened: Chromium) -> None:
     assert opened.run("document.getElementById('log').getAttribute('aria-pressed')") == "false"
 
 
+def test_smoothing_and_what_the_curves_are_drawn_over(chromium: Chromium, pages: dict[str, Path]) -> None:
+    """By keyboard, in every colour scheme, for one run and for several."""
+    at = "document.querySelector('figure[data-chart$=-loss] .at').textContent"
+    drawn = "document.querySelector('figure[data-chart$=-loss]')"
+    for name, dark in (("usual", False), ("two", True)):
+        chromium.size(1200, 900, dark=dark)
+        chromium.open(pages[name])
+        before = ink(chromium, drawn)
+        chromium.run("document.getElementById('smooth').focus()")
+        chromium.press("Enter")
+        assert ink(chromium, drawn) > before, "what was measured is drawn as the curve, no longer faint behind it"
+        assert chromium.run("document.getElementById('smooth').getAttribute('aria-pressed')") == "false"
+        chromium.press("Enter")
+        assert ink(chromium, drawn) == before
+        chromium.run("document.getElementById('axis').focus()")
+        for over, last in (("tokens", "16.8 M tokens"), ("hours", "0.3889 hours"), ("step", "step 400")):
+            chromium.press("Enter")
+            assert chromium.run("document.activeElement.textContent") == f"over: {over}"
+            chromium.run(f"{drawn}.querySelector('.plot').focus()")
+            chromium.press("ArrowRight")
+            assert chromium.run(at) == last
+            chromium.run("document.getElementById('axis').focus()")
+        assert [error for error in chromium.errors if "getImageData" not in error] == [], "but what this test asks for"
+
+
 @pytest.mark.prove
 def test_axe_finds_nothing(chromium: Chromium, pages: dict[str, Path], tmp_path: Path) -> None:
     """axe-core comes from npm, where there is one."""

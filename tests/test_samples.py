@@ -18,6 +18,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from windlass import tiny
 from windlass.errors import UserError
+from windlass.files import read_json_lines
 from windlass.observe import report
 from windlass.runfile import read
 from windlass.train.logits import open_adapter
@@ -48,8 +49,7 @@ ROWS = "  sample: {from_eval: 3, max_new_tokens: 4, every: 2}"
 
 
 def steps(folder: Path) -> list[tuple[float, float]]:
-    lines = (folder / "steps-rank0.jsonl").read_text().splitlines()
-    return [(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
+    return [(line["loss"], line["grad_norm"]) for line in read_json_lines(folder / "steps-rank0.jsonl")]
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

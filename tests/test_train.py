@@ -32,7 +32,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from windlass import tiny
 from windlass.data.collate import PaddedCollator
 from windlass.errors import SAVED
-from windlass.files import read_json
+from windlass.files import read_json, read_json_lines
 from windlass.train import checkpoint
 from windlass.train.batches import Collate
 from windlass.train.loss import patch_forward, router_loss_weight
@@ -331,7 +331,7 @@ class Outcomes:
         if "steps" in outcome:
             found: list[dict[str, Any]] = outcome["steps"]
             return found
-        return [json.loads(line) for line in (self.folder / name / "steps-rank0.jsonl").read_text().splitlines()]
+        return list(read_json_lines(self.folder / name / "steps-rank0.jsonl"))
 
 
 @pytest.fixture(scope="session")
@@ -449,7 +449,7 @@ def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two
 def rows_of_steps(of: Outcomes, name: str) -> list[list[int]]:
     """Every rank's rows of each step, together."""
     files = sorted((of.folder / name).glob("steps-rank*.jsonl"))
-    lines = [[json.loads(line)["rows"] for line in file.read_text().splitlines()] for file in files]
+    lines = [[line["rows"] for line in read_json_lines(file)] for file in files]
     return [sorted(itertools.chain(*step)) for step in zip(*lines, strict=True)]
 
 
@@ -683,7 +683,7 @@ def test_a_nan_can_be_left_out_and_the_rest_goes_on(two: Outcomes) -> None:
 def test_a_slow_rank_is_told_from_those_that_wait_for_it(two: Outcomes, name: str) -> None:
     own, forward = [], []
     for rank in range(2):
-        lines = [json.loads(line) for line in (two.folder / name / f"steps-rank{rank}.jsonl").read_text().splitlines()]
+        lines = list(read_json_lines(two.folder / name / f"steps-rank{rank}.jsonl"))
         forward.append(median(line["forward_seconds"] for line in lines))
         own.append(median(line["forward_seconds"] - line["wait_seconds"] for line in lines))
     assert own[1] - own[0] > 0.2  # two micro-batches of 0.15 s
@@ -836,8 +836,7 @@ def test_a_disk_that_is_full_costs_no_training(
     if done.returncode == 99:
         pytest.skip(f"no file system can be mounted here: {done.stderr}")
     assert "Traceback" not in done.stderr, done.stderr
-    lines = (copied / "steps-rank0.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+    steps = [line["step"] for line in read_json_lines(copied / "steps-rank0.jsonl")]
     manifest, final = read_json(copied / "manifest.json"), copied / "final" / "adapter_model.safetensors"
     # (A heartbeat comes every five seconds: there need not be one while the disk is full.)
     assert done.stderr.count("/checkpoints can't be written: No space left on device (0 bytes are free there)") == 1

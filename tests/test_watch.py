@@ -21,6 +21,7 @@ from rich.console import Console
 from windlass import plan as planning
 from windlass import run_folder, runfile, tiny, train
 from windlass.errors import UserError
+from windlass.files import Table, Unwritten, read_json_lines
 from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
@@ -322,6 +323,33 @@ def test_a_line_is_read_once_and_only_when_complete(tmp_path: Path) -> None:
     assert list(tail.objects()) == [{"a": 2}, {"a": 4}]
     path.write_text('{"a": 5}\n')
     assert list(tail.objects()) == [{"a": 5}], "a file that was cut back is read anew"
+
+
+def test_rows_below_a_header_are_read_as_objects(tmp_path: Path) -> None:
+    """After lines as older versions wrote them, from several writers, past a kill in the middle of a header."""
+    path = tmp_path / "lines.jsonl"
+    records: list[Record] = [
+        {"step": 1, "data_seconds": 0.5, "forward_seconds": 1.5, "images": 8},
+        {"step": 2, "data_seconds": 1, "forward_seconds": 1, "images": 8, "gpu_throttle": ["heat"]},
+        {"step": 3, "data_seconds": 0.5, "forward_seconds": 1.5, "images": None, "non_finite": ["loss"]},
+    ]
+    derived = {"step_seconds": ("+", "data_seconds", "forward_seconds"), "rate": ("/", "images", "step_seconds")}
+    path.write_text('{"step": 0, "step_seconds": 9}\n')
+    for killed in (True, False):
+        table = Table(derived)
+        with Unwritten(pytest.fail).open(path, "a") as file:
+            for record in [*records, *records]:
+                file.write(table.encode({**record, "step_seconds": 7}))
+            file.write('{"form": 7, "columns": ["st' * killed)
+    with path.open("a") as file:
+        file.write("[1, 2]\n[]\n")
+    wanted = [{**record, "step_seconds": 2, "rate": 4} for record in records]
+    del wanted[2]["rate"]  # of which a part is not known
+    wanted = [{"step": 0, "step_seconds": 9}, *wanted * 4]
+    tail = Tail(path)
+    assert (list(tail.objects()), list(read_json_lines(path))) == (wanted, wanted)
+    assert tail.damaged == [11, 21, 22]
+    assert path.read_text().count("columns") == 3 * 2 + 1, "one header for each form and writer"
 
 
 def test_the_page_for_prometheus() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
+import operator
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, TextIO
 
@@ -16,6 +19,7 @@ from typing import IO, Any, Final, TextIO
 NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 SAMPLES, SAMPLE_BYTES = 9, 4096  # of a file, the first at its start
+WAYS: Final[dict[str, Callable[[Any, Any], Any]]] = {"+": operator.add, "-": operator.sub, "/": operator.truediv}
 FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -45,7 +49,10 @@ class Unwritten:
     def open(self, path: Path, mode: str) -> TextIO:
         """To write lines to; what can't be opened is reported, and its lines are lost."""
         with self(path):
-            return path.open(mode, buffering=1, encoding="utf-8")  # type: ignore[return-value]
+            file: TextIO = path.open(mode, buffering=1, encoding="utf-8")  # type: ignore[assignment]
+            with path.open("rb") as written:
+                file.write("\n" * _is_cut_short(written))
+            return file
         return Path(os.devnull).open(mode, encoding="utf-8")
 
     def report(self, path: Path, error: OSError) -> None:
@@ -83,23 +90,67 @@ def append_json_line(path: Path, value: dict[str, Any]) -> None:
     """One write per line: lines of several threads or processes don't mix."""
     line = json.dumps(value, default=str) + "\n"
     with path.open("a+b") as file:
-        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            line = f"\n{line}"  # a full disk, or a kill, has cut the last one short
-        file.write(line.encode())
+        file.write(b"\n" * _is_cut_short(file) + line.encode())
 
 
-def read_json_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Each line's object. A last line cut short by a kill is skipped; numbers of other bad lines go to `damaged`."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+def _is_cut_short(file: IO[bytes]) -> bool:
+    """A full disk, or a kill, has left half a line at its end."""
+    return file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+
+
+class Table:
+    """JSON lines of many alike objects: `[form, value, ...]`, below a line that names the columns of that form.
+
+    derived: fields that are not written, as the reader computes them: name -> (+, - or /, fields …).
+    """
+
+    def __init__(self, derived: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.derived = dict(derived or {})
+        self.columns: dict[int, list[str]] = {}  # by form: a hash of them, so that it means the same in the whole file
+
+    def encode(self, record: Mapping[str, Any]) -> str:
+        """What to append: a row, and a header if it is the first of its form."""
+        columns, header = [name for name in record if name not in self.derived], ""
+        form = zlib.crc32("/".join(columns).encode()) & 0xFFFF
+        if self.columns.get(form) != columns:
+            self.columns[form] = columns
+            header = json.dumps({"form": form, "columns": columns, "derived": self.derived}) + "\n"
+        return header + json.dumps([form, *map(record.get, columns)], separators=(",", ":")) + "\n"
+
+    def decode(self, value: Any) -> dict[str, Any] | None:
+        """What a line says: an object, which it may also be itself; empty for a header; None if it is neither."""
+        match value:
+            case {"form": int(form), "columns": list(columns), "derived": dict(derived)}:
+                self.columns[form], self.derived = [*map(str, columns)], derived
+                return {}
+            case dict():
+                return value
+            case [int(form), *values] if form in self.columns and len(self.columns[form]) == len(values):
+                return self.derive(dict(zip(self.columns[form], values, strict=True)))
+        return None
+
+    def derive(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Add the derived fields of which all parts are there."""
+        for name, formula in self.derived.items():
             try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                yield value
-            elif damaged is not None and line.endswith(b"\n"):
-                damaged.append(number)
+                record[name] = functools.reduce(WAYS[formula[0]], [record[field] for field in formula[1:]])
+            except (LookupError, TypeError, ValueError, ArithmeticError):
+                continue
+        return record
+
+
+def table_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line with its object. One cut short by a kill, or damaged, is skipped."""
+    table = Table()
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                if (value := table.decode(json.loads(line))) is not None:
+                    yield line, value
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    return (value for _, value in table_lines(path) if value)
 
 
 def flush(path: Path) -> None:

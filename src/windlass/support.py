@@ -10,6 +10,7 @@ import platform
 import re
 import tarfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 from windlass import run_folder
 from windlass.errors import UserError
-from windlass.files import read_json, write_atomic
+from windlass.files import read_json, read_json_lines, write_atomic
 from windlass.hardware import read_gpus
 from windlass.runfile import read_any
 from windlass.variables import variables
@@ -165,7 +166,9 @@ def collect(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
 
 
 def last_lines(path: Path) -> list[str]:
-    """The last lines of a text file, each cut."""
+    """The last lines of a text file, each cut; of a step file, with the names of its fields."""
+    if path.name.startswith("steps-rank"):
+        return [json.dumps(line)[:MAX_LINE] for line in deque(read_json_lines(path), LAST)]
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST * MAX_LINE))
         lines = file.read().decode("utf-8", "replace").splitlines()

@@ -115,7 +115,7 @@ class Rates:
     def of(self, tokens: float, seconds: float, length: int) -> dict[str, float]:
         if not seconds or not tokens:
             return {}
-        rates, length = {"tokens_per_second": tokens / seconds}, self.seq_len or length
+        rates, length = {}, self.seq_len or length
         if model := self.flops.model(length):
             rates["model_tflops"] = model * tokens / seconds / 1e12
             if self.peak_tflops:

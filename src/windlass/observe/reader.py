@@ -9,15 +9,17 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
 from windlass import run_folder
+from windlass.files import Table
 from windlass.observe import steps
 
 NAN: Final = math.nan
 CHUNK: Final = 2048  # lines that are parsed together
-SAMPLE: Final = 8 * 1024  # bytes that are read at a place of a long file
+HEAD, SAMPLE = 8 * 1024, 2 * 1024  # bytes that are read at the start of a long file, and at each of its other places
 MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
 OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite", "source_loss")  # fields that are not numbers
 
@@ -28,7 +30,7 @@ class Tail:
     """The complete lines that were added to a file since the last reading. A file that became shorter is read anew."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.at, self.line = path, 0, 0
+        self.path, self.at, self.line, self.table = path, 0, 0, Table()
         self.damaged: list[int] = []  # numbers of lines that are not JSON objects
 
     def skip(self) -> None:
@@ -54,26 +56,28 @@ class Tail:
         with suppress(OSError), self.path.open("rb") as file:
             end = file.seek(0, 2)
             for place in range(places):
-                file.seek(max(0, min(end * place // (places - 1), end - SAMPLE)))
-                found = file.read(SAMPLE).split(b"\n")
+                size = SAMPLE if place else HEAD
+                file.seek(max(0, min(end * place // (places - 1), end - size)))
+                found = file.read(size).split(b"\n")
                 yield found[1 if place else 0 : -1]  # the first and the last are cut, but for the file's own first
 
     def chunks(self, lines_of: Iterable[list[bytes]] | None = None) -> Iterator[list[Record]]:
         """The objects of all new lines, or of these."""
         for lines in self.lines() if lines_of is None else lines_of:
             try:
-                records = _decode(b"[%b]" % b",".join(lines))
+                records = [*map(self.table.decode, _decode(b"[%b]" % b",".join(lines)))]
             except (ValueError, RecursionError):
                 records = []
-            if len(records) != len(lines) or {*map(type, records)} != {dict}:
+            if len(records) != len(lines) or None in records:
                 records = []
                 for number_, line in enumerate(lines, self.line - len(lines) + 1):
                     with suppress(ValueError, RecursionError):
-                        if isinstance(value := _decode(line), dict):
+                        if (value := self.table.decode(_decode(line))) is not None:
                             records.append(value)
                             continue
-                    self.damaged.append(number_)
-            yield records
+                    if lines_of is None:  # else the header may be at a place that is not read
+                        self.damaged.append(number_)
+            yield [record for record in records if record]
 
     def objects(self) -> Iterator[Record]:
         return itertools.chain.from_iterable(self.chunks())
@@ -133,18 +137,22 @@ class Columns:
             self._extend(numbered[start:end])
 
     def _extend(self, records: list[Record]) -> None:
+        there = set().union(*records)
         for name in self.names:
-            values = [record.get(name, NAN) for record in records]
-            if name not in self.fields:
-                if values.count(NAN) == len(values):  # compares by identity first
-                    continue
-                self.fields[name] = array("d", [NAN]) * self.length
+            if name not in there and name not in self.fields:
+                continue
+            try:
+                values = [*map(itemgetter(name), records)]
+            except KeyError:
+                values = [record.get(name, NAN) for record in records]
+            self.fields.setdefault(name, array("d", [NAN]) * self.length)
             try:
                 self.fields[name].extend(array("d", values))
             except (TypeError, OverflowError):  # null, text, or an integer too large
                 self.fields[name].extend(map(number, values))
-        for name, found in self.objects.items():
-            found |= {row: record[name] for row, record in enumerate(records, self.length) if record.get(name)}
+        for name in there & self.objects.keys():
+            found = {row: record[name] for row, record in enumerate(records, self.length) if record.get(name)}
+            self.objects[name] |= found
         self.length += len(records)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -19,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from windlass import run_folder
 from windlass.errors import UserError
-from windlass.files import Unwritten, write_json
+from windlass.files import Table, Unwritten, write_json
 from windlass.observe import steps
 from windlass.observe.counters import Counters, machine_facts
 from windlass.observe.flops import Rates, routers
@@ -28,6 +27,11 @@ from windlass.observe.watch.heartbeat import Position
 BUDGET: Final = 0.005  # share of the run's time that sampling counters may take
 MAX_PENDING: Final = 64  # steps whose GPU times may be under way before the recorder waits for them
 PAUSE: Final = "pause"  # evaluating, saving, logging: not part of a step
+DIGITS: Final = {  # of measured floats; times have five of the step's
+    **dict.fromkeys(("epoch", "loss", "router_aux_loss", "grad_norm", "learning_rate"), 7),
+    **dict.fromkeys(("model_tflops", "mfu", "hfu"), 4),
+    "meter_seconds": 2,
+}
 TOKEN_COUNTS: Final = ("tokens", "padded_tokens", "supervised_tokens")
 # The phase after the one that was marked last.
 NEXT: Final = {"start": "data", "data": "forward", "forward": "backward", "backward": "optimizer", PAUSE: "data"}
@@ -92,7 +96,8 @@ class Recorder:
         self._cost = self._sampling_cost = 0.0
         self._balance = ExpertBalance(model) if model is not None else None
         self._rates = rates
-        self._fields = (*steps.FIELDS, *steps.counted(unit))
+        self._fields = (*steps.FIELDS, unit)
+        self._table = Table(steps.derived(unit))
         folder.mkdir(parents=True, exist_ok=True)
         self.counters = Counters(self.device)
         self.about = {
@@ -260,33 +265,29 @@ class Recorder:
         for (_, start), (phase, end) in zip(done.marks, done.marks[1:], strict=False):
             took = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
             seconds[phase] += max(took, 0.0)
-        pause = seconds.pop(PAUSE)
-        record = done.record | {
-            "step_seconds": sum(seconds.values()),
-            **{f"{phase}_seconds": took for phase, took in seconds.items()},
-            "pause_seconds": pause,
-            "meter_seconds": self._cost,
-        }
-        self._cost = 0.0
+        record = done.record | {f"{phase}_seconds": took for phase, took in seconds.items()}
+        record["meter_seconds"], self._cost = self._cost, 0.0
+        step_seconds = sum(seconds.values()) - seconds[PAUSE]
         if done.late is not None:
             record = dict(zip(done.late_names, done.late.tolist(), strict=True)) | record
         if "supervised_tokens" in record:
             record |= {name: int(record[name]) for name in TOKEN_COUNTS}
-            record["masked_tokens"] = record["tokens"] - record["supervised_tokens"]
-        counted = record.get(self.unit) or 0
         if self._rates is not None:
-            record |= self._rates.of(counted, record["step_seconds"], record.get("longest", 0))
-        elif counted and record["step_seconds"]:
-            record[f"{self.unit}{steps.RATE}"] = counted / record["step_seconds"]
-        self.latest = {name: _short(record[name]) for name in self._fields if record.get(name) is not None}
+            record |= self._rates.of(record.get(self.unit) or 0, step_seconds, record.get("longest", 0))
+        places = 4 - math.floor(math.log10(max(step_seconds, 1e-6)))
+        short = {n: shorten(n, record[n], places) for n in self._fields if record.get(n) is not None}
+        self.latest = self._table.derive(short)
         non_finite = [name for name in ("loss", "grad_norm") if not math.isfinite(record.get(name) or 0.0)]
         if non_finite:  # JSON has no NaN
             self.latest |= {"non_finite": non_finite, **dict.fromkeys(non_finite)}
         assert self._file is not None
         # What a full disk did not take stays in the file's buffer, up to 8 KiB in whole lines, and is written first
-        # once there is room again.
+        # once there is room again. A header may be lost, so it is written again.
+        written = 0
         with self.unwritten(Path(self._file.name)):
-            self._file.write(json.dumps(self.latest, separators=(",", ":")) + "\n")
+            written = self._file.write(self._table.encode(self.latest))
+        if not written:
+            self._table.columns.clear()
 
 
 class ExpertBalance:
@@ -361,6 +362,10 @@ def mean_loss(losses: Sequence[Tensor], counts: Sequence[Tensor], *, summed: boo
     return (each * weights).sum() / weights.sum().clamp(min=1)
 
 
-def _short(value: Any) -> Any:
-    """Measured floats to seven digits: more is noise, and half of the file. Dates need theirs."""
-    return float(f"{value:.7g}") if isinstance(value, float) and abs(value) < 1e6 else value
+def shorten(name: str, value: Any, places: int) -> Any:
+    """Floats without the digits that are noise: they would be half of the file. Dates need theirs."""
+    if not isinstance(value, float) or abs(value) >= 1e6:
+        return value
+    by_step = name.endswith("_seconds") and name != "meter_seconds"
+    value = round(value, places) if by_step else float(f"{value:.{DIGITS.get(name, 5)}g}")
+    return int(value) if value.is_integer() else value

@@ -22,6 +22,15 @@ def counted(unit: str) -> tuple[str, str]:
     return unit, f"{unit}{RATE}"
 
 
+def derived(unit: str) -> dict[str, tuple[str, ...]]:
+    """The fields that the step files leave out, and what they are computed from."""
+    return {
+        "step_seconds": ("+", *(f"{phase}_seconds" for phase in PHASES)),
+        "masked_tokens": ("-", TOKENS, "supervised_tokens"),
+        f"{unit}{RATE}": ("/", unit, "step_seconds"),
+    }
+
+
 def unit(names: Iterable[str]) -> str:
     """What a line with these fields counts."""
     found = set(names)

@@ -220,19 +220,18 @@ class Loop:
         self.step, self.eval_loss = step.step, None
         self.tokens += step.job_tokens
         waited = self.waits.seconds()
-        self.recorder.end_step(
-            step.step,
-            epoch=self.epoch,
-            loss=step.loss,
-            grad_norm=step.grad_norm,
-            router_aux_loss=balanced / (self.accumulation * self.replicas.world) if self.router_weight else None,
-            source_loss=self.sources.means(of_sources) or None,
-            learning_rate=learning_rate,
-            job_tokens=step.job_tokens,
-            rows=rows,
-            wait_seconds=waited and waited * self.accumulation,
-            skipped=step.skipped or None,
-        )
+        of_job: dict[str, Any] = {
+            "epoch": self.epoch,
+            "loss": step.loss,
+            "grad_norm": step.grad_norm,
+            "router_aux_loss": balanced / (self.accumulation * self.replicas.world) if self.router_weight else None,
+            "source_loss": self.sources.means(of_sources) or None,
+            "learning_rate": learning_rate,
+            "job_tokens": step.job_tokens,
+            "skipped": step.skipped or None,
+        }
+        wait_seconds = waited and waited * self.accumulation
+        self.recorder.end_step(step.step, rows=rows, wait_seconds=wait_seconds, **(of_job if group.rank() == 0 else {}))
         return step, round(requested), interrupted > 0
 
     def _own_sums(self, loss: Tensor, balance: Tensor, supervised: int, tokens: int) -> Tensor:

@@ -20,7 +20,7 @@ from windlass.files import (
     Unwritten,
     file_sample,
     read_json,
-    read_json_lines,
+    table_lines,
     unwritable,
     write_atomic,
     write_json,
@@ -110,8 +110,8 @@ def forget_after(folder: Path, step: int) -> None:
     """Drop what an interrupted run logged of the steps that will be run again."""
     events = folder / run_folder.EVENTS
     for path in (*run_folder.step_files(folder).values(), *([events] if events.exists() else [])):
-        kept = (line for line in read_json_lines(path) if line.get("step", 0) <= step)
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+        kept = (line.rstrip() + b"\n" for line, value in table_lines(path) if value.get("step", 0) <= step)
+        write_atomic(path, b"".join(kept))
 
 
 def _require_same_run(

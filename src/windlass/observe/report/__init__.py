@@ -30,7 +30,7 @@ from windlass.files import write_atomic
 from windlass.observe import format as formats
 from windlass.observe.format import duration, figure, percent
 from windlass.observe.reader import ask, listed
-from windlass.observe.report.charts import PHASES, charts, compared, comparison, differences, points
+from windlass.observe.report.charts import PHASES, axes, charts, compared, comparison, differences, points
 from windlass.observe.report.facts import Facts, facts, peak_gib
 from windlass.observe.report.read import read
 from windlass.observe.watch.detectors import BY_KIND
@@ -74,7 +74,7 @@ def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     made: list[Facts] = []
     for folder in run_dirs:
         run = read(Path(folder), points(len(run_dirs)))
-        made.append(plain(facts(run) | {"charts": charts(run)}))
+        made.append(plain(facts(run) | {"charts": charts(run), "axes": axes(run)}))
     names = [run["name"] for run in made]
     for number, entry in enumerate(made, 1):
         if names.count(entry["name"]) > 1:
@@ -128,9 +128,10 @@ def _template() -> Template:
 def page(runs: Sequence[Facts]) -> str:
     """The document for one run, or for several with a comparison on top."""
     overlays = compared(runs) if len(runs) > 1 else []
-    data: dict[str, Any] = {"charts": {f"all-{chart['id']}": chart for chart in overlays}, "marks": {}}
+    data: dict[str, Any] = {"charts": {f"all-{chart['id']}": chart for chart in overlays}, "marks": {}, "axes": {}}
     for i, run in enumerate(runs):
         data["charts"] |= {f"r{i}-{chart['id']}": chart for chart in run["charts"]}
+        data["axes"][f"r{i}-"] = run["axes"]
         # Only whole steps: the page computes with them.
         alarms = [alarm for alarm in run["alarms"] if isinstance(alarm.get("step"), int)][:MAX_MARKS]
         data["marks"][f"r{i}-"] = [{"step": each["step"], "kind": str(each.get("kind", ""))[:80]} for each in alarms]

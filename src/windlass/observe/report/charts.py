@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, Final
 
@@ -14,7 +15,6 @@ from windlass.observe.reader import NAN, ask, listed, number
 from windlass.observe.report.facts import Facts, peak_gib
 from windlass.observe.report.read import Run, Series, every, short, thin
 
-SMOOTHED: Final = 160  # steps from which a smoothed loss is worth a curve
 POINTS: Final = 480  # of one curve: every second pixel of a wide chart; the rest is in the band around it
 BUDGET: Final = 60_000  # points of all curves of a page together, to keep it under a megabyte
 CURVES: Final = 33  # of one run, with their bands, about
@@ -35,7 +35,7 @@ def charts(run: Run) -> list[Chart]:
 
     A chart with a unit counts something, and begins at zero.
     """
-    first, x = run.first, [int(run.first["step"][end - 1]) for end in run.cuts[1:] if run.first.length]
+    first, x = run.first, axes(run)["step"]
 
     def curve(label: str, values: Sequence[float], *, band: bool = True) -> list[Curve]:
         return _curve(label, thin(values, run.cuts), band=band) if len(values) else []
@@ -52,7 +52,7 @@ def charts(run: Run) -> list[Chart]:
 
     memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
     made: list[tuple[str, str, str, list[Curve]]] = [
-        ("loss", "Loss", "", [*_losses(run, curve), *_evaluations(run, x)]),
+        ("loss", "Loss", "", [*curve("loss", first["loss"]), *_evaluations(run, x)]),
         ("source_loss", "Loss by source", "", [each for name in _sources(run) for each in curve(name, _by(run, name))]),
         ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
         ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
@@ -82,6 +82,19 @@ def charts(run: Run) -> list[Chart]:
     ]
 
 
+def axes(run: Run) -> dict[str, list[Any]]:
+    """What the points of the curves can be drawn over, as far as it is known: steps, what is counted, hours."""
+    first, ends = run.first, [end - 1 for end in run.cuts[1:] if run.first.length]
+    counted = list(accumulate(each if each == each else 0.0 for each in run.items))
+    times = list(accumulate(first["time"], max))
+    found: dict[str, list[Any]] = {
+        "step": [int(first["step"][end]) for end in ends],
+        first.unit: [short(counted[end]) for end in ends] if counted and counted[-1] else [],
+        "hours": [short((times[end] - times[0]) / 3600) for end in ends] if times else [],
+    }
+    return {name: points for name, points in found.items() if len(points) == len(ends) and None not in points}
+
+
 def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
     values, least, most = series
     bounds = {"least": least, "most": most} if band and least != most else {}
@@ -96,15 +109,6 @@ def _planned_rate(run: Run, length: int) -> list[Curve]:
         return []
     middle, low, high = ([short(value)] * length for value in found)
     return [{**each, "faint": True} for each in _curve("planned", (middle, low, high))]
-
-
-def _losses(run: Run, curve: Callable[..., list[Curve]]) -> list[Curve]:
-    loss = run.first["loss"]
-    if len(loss) < SMOOTHED:
-        return curve("loss", loss)
-    weight = 1 - 1 / max(1.0, min(len(loss) / 80, 200.0))
-    faint = [{**each, "faint": True} for each in curve("loss", loss)]
-    return [*faint, *curve("smoothed", smooth(loss, weight), band=False)]
 
 
 def _evaluations(run: Run, x: list[int]) -> list[Curve]:
@@ -133,18 +137,6 @@ def _by(run: Run, source: str) -> Sequence[float]:
     return column
 
 
-def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Exponential mean without the pull of its start; a gap stays a gap."""
-    total = norm = 0.0
-    smoothed = []
-    for value in values:
-        if value == value:
-            total = total * weight + value * (1 - weight)
-            norm = norm * weight + (1 - weight)
-        smoothed.append(total / norm if value == value else NAN)
-    return smoothed
-
-
 def _experts(run: Run, which: str) -> Sequence[float]:
     """The busiest or the idlest expert of all layers, where there is a sample."""
     column = array("d", [NAN]) * (run.first.length if run.first.objects["experts"] else 0)
@@ -161,16 +153,14 @@ def compared(runs: Sequence[Facts]) -> list[Chart]:
     """Each main chart with one curve per run, on the steps of all of them."""
     made = []
     for name in COMPARED:
-        found = [(facts["name"], chart) for facts in runs for chart in facts["charts"] if chart["id"] == name]
+        found = [(i, chart) for i, facts in enumerate(runs) for chart in facts["charts"] if chart["id"] == name]
         if not found or len({chart["unit"] for _, chart in found}) > 1:
             continue
         x = sorted({step for _, chart in found for step in chart["x"]})
         series = []
-        for label, chart in found:
-            curves = chart["series"]
-            main = next((curve for curve in curves if curve["label"] == "smoothed"), curves[0])
-            at = dict(zip(chart["x"], main["values"], strict=True))
-            series.append({"label": label, "values": [at.get(step) for step in x]})
+        for i, chart in found:
+            at = dict(zip(chart["x"], chart["series"][0]["values"], strict=True))
+            series.append({"label": runs[i]["name"], "run": i, "values": [at.get(step) for step in x]})
         made.append({**found[0][1], "x": x, "series": series, "stacked": False})
     return made
 
@@ -201,7 +191,7 @@ def comparison(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
 
 def differences(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     """Keys of the run file that differ between the runs, each with its value in every run."""
-    flat = [dict(_leaves(facts["run"])) for facts in runs]
+    flat = [dict(_leaves(facts["run"] or {})) for facts in runs]
     keys = sorted({key for each in flat for key in each})
     rows = [(key, [str(each.get(key, NONE))[:80] for each in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -32,7 +32,7 @@ CURVES: Final = (
 PHASE_FIELDS: Final = tuple(f"{phase}_seconds" for phase in steps.PHASES)
 SUMS: Final = (*PHASE_FIELDS, *CURVES, "tokens", "padded_tokens", "supervised_tokens", "gpu_temperature_celsius")
 
-LONG: Final = 64 * 2**20  # bytes of a step file from which, but for the first rank's, it is sampled
+LONG: Final = 16 * 2**20  # bytes of a step file from which, but for the first rank's, it is sampled
 
 Series = tuple[list[float | None], list[float | None], list[float | None]]  # mean, least and most of each stretch
 
@@ -69,7 +69,8 @@ class Run:
     first: Columns  # of the lowest rank
     ranks: dict[int, Rank]
     cuts: list[int]  # rows of the first rank's steps where the points of a curve begin and end
-    job_rate: list[float]  # tokens, or what else is counted, per second of all ranks, step by step
+    items: list[float]  # tokens, or what else is counted, of all ranks, step by step
+    job_rate: list[float]  # the same per second
     meters: dict[int, dict[str, Any]]
     events: list[dict[str, Any]]
     alarms: list[dict[str, Any]]
@@ -156,6 +157,7 @@ def read(folder: Path, points: int = 480) -> Run:
         first=lead,
         ranks=ranks,
         cuts=cuts,
+        items=items,
         job_rate=[each / s if s > 0 else NAN for each, s in zip(items, lead["step_seconds"], strict=False)],
         meters={rank: meter for rank, meter in meters.items() if meter},
         events=list(Tail(folder / run_folder.EVENTS).objects()),

@@ -46,16 +46,55 @@
   // On a log scale the charts without a unit (loss, gradient norm, rate) hold logarithms, and the axis their values.
   let log = false;
   const logged = (spec) => log && !spec.stacked && !spec.unit;
+  // Smoothed curves have what was measured behind them, faint; what is read is what was measured.
+  let smooth = true;
+  const smoothes = (spec, s) => smooth && spec.id !== "learning_rate" && !s.dots && !s.faint && spec.x.length >= 40;
+  const trail = (values) => {
+    const keep = 1 - Math.min(1, 80 / values.filter((v) => v !== null).length);
+    let total = 0, norm = 0;
+    return values.map((v) => {
+      if (v === null) return null;
+      total = total * keep + v * (1 - keep);
+      norm = norm * keep + (1 - keep);
+      return total / norm;
+    });
+  };
+  // From both ends: a curve that only knows what came before lags behind.
+  const mean = (values) => {
+    const back = trail([...values].reverse()).reverse();
+    return trail(values).map((v, i) => (v === null ? null : (v + back[i]) / 2));
+  };
   const columns = (spec, on) => {
     const values = spec.series.map((s) => s.values);
     if (!spec.stacked) {
-      const all = [...values, ...spec.series.flatMap((s) => (s.least ? [s.least, s.most] : []))];
+      const all = [...spec.series.map((s) => (smoothes(spec, s) ? mean(s.values) : s.values)), ...values,
+        ...spec.series.flatMap((s) => (s.least ? [s.least, s.most] : []))];
       return [spec.x, ...(logged(spec) ? all.map((each) => each.map((v) => (v > 0 ? Math.log10(v) : null))) : all)];
     }
     const sum = new Array(spec.x.length).fill(0);
     const stacked = values.map((column, i) =>
       column.map((v, at) => (on[i] ? (sum[at] += v || 0) : null)));
     return [spec.x, ...stacked];
+  };
+
+  // What the curves are drawn over: steps, or what every run has besides. Runs that are compared have points of their own.
+  const axes = Object.keys(data.axes["r0-"] || {}).filter((name) => Object.values(data.axes).every((of) => of[name]));
+  let axis = "step";
+  const lay = (spec, prefix) => {
+    const from = (spec.base ||= { x: spec.x, series: spec.series });
+    const own = data.axes[prefix];
+    if (axis === "step") return Object.assign(spec, from);
+    if (own) return Object.assign(spec, { x: own[axis] });
+    const places = from.series.map((s) => {
+      const of = data.axes[`r${s.run}-`];
+      return new Map(of.step.map((step, i) => [step, of[axis][i]]));
+    });
+    const x = [...new Set(places.flatMap((place) => [...place.values()]))].sort((a, b) => a - b);
+    const series = from.series.map((s, i) => {
+      const at = new Map(s.values.map((v, n) => [places[i].get(from.x[n]), v]));
+      return { ...s, values: x.map((v) => at.get(v) ?? null) };
+    });
+    return Object.assign(spec, { x, series });
   };
 
   // One stretch of steps for every chart; null is all of them. Runs of other lengths show what they have of it.
@@ -72,8 +111,9 @@
   const marks = (prefix) => (u) => {
     const { ctx, bbox } = u;
     for (const mark of data.marks[prefix] || []) {
-      if (mark.step < u.scales.x.min || mark.step > u.scales.x.max) continue;
-      const at = Math.round(u.valToPos(mark.step, "x", true));
+      const x = u.data[0], place = axis === "step" ? mark.step : x[data.axes[prefix].step.findIndex((s) => s >= mark.step)];
+      if (!(place >= u.scales.x.min && place <= u.scales.x.max)) continue;
+      const at = Math.round(u.valToPos(place, "x", true));
       ctx.save();
       ctx.strokeStyle = colour("--bad");
       ctx.lineWidth = devicePixelRatio;
@@ -100,7 +140,8 @@
       };
     });
     const bands = [];
-    const edges = [];
+    const measured = (s, i) => ({ stroke: () => (on[i] && smoothes(spec, s) ? shade(`--s${i % 8}`, 38) : "transparent"), width: 1, points: { show: false }, spanGaps: true });
+    const edges = spec.stacked ? [] : spec.series.map(measured);
     spec.series.forEach((s, i) => {
       if (!s.least || spec.stacked) return;
       const low = 1 + count + edges.length;
@@ -109,7 +150,7 @@
       bands.push({ series: [low + 1, low], fill: () => (on[i] ? shade(`--s${i % 8}`, 15) : "transparent") });
     });
     if (spec.stacked) for (let i = count; i > 1; i--) bands.push({ series: [i, i - 1], fill: () => shade(`--s${(i - 1) % 8}`, 78) });
-    const axis = {
+    const grid = {
       stroke: () => colour("--soft"), font: "11px system-ui, sans-serif",
       grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false },
     };
@@ -123,8 +164,8 @@
           return [min - pad, max + pad];
         } } },
       axes: [
-        { ...axis, label: "step", labelSize: 15, labelFont: axis.font, labelGap: -4, size: 26, space: 70, values: (u, all) => all.map((v) => (Number.isInteger(v) ? number(v) : "")) },
-        { ...axis, size: 46, gap: 4, space: 34, values: (u, all) => all.map((v) => number(logged(spec) ? 10 ** v : v)) },
+        { ...grid, label: () => axis, labelSize: 15, labelFont: grid.font, labelGap: -4, size: 26, space: 70, values: (u, all) => all.map((v) => (axis !== "step" || Number.isInteger(v) ? number(v) : "")) },
+        { ...grid, size: 46, gap: 4, space: 34, values: (u, all) => all.map((v) => number(logged(spec) ? 10 ** v : v)) },
       ],
       cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false,
         bind: { dblclick: () => () => { everywhere(null, null); return null; } },
@@ -145,7 +186,7 @@
   const read = (figure, spec, on, at) => {
     const none = at === null || at === undefined;
     const alone = spec.series.length === 1 ? `: ${none ? "" : number(spec.series[0].values[at])}` : "";
-    figure.querySelector(".at").textContent = none ? "" : `step ${spec.x[at].toLocaleString("en")}${alone}`;
+    figure.querySelector(".at").textContent = none ? "" : `${axis === "step" ? `step ${spec.x[at].toLocaleString("en")}` : `${number(spec.x[at])} ${axis}`}${alone}`;
     figure.querySelectorAll(".keys button").forEach((key, i) => {
       key.querySelector("output").textContent = none || !on[i] ? "" : number(spec.series[i].values[at]);
     });
@@ -178,9 +219,10 @@
     const spec = data.charts[figure.dataset.chart];
     const prefix = figure.dataset.chart.slice(0, figure.dataset.chart.indexOf("-") + 1);
     const on = spec.series.map(() => true);
+    lay(spec, prefix);
     const size = { width: area.clientWidth, height: area.clientHeight };
     const u = new uPlot(options(figure, spec, prefix, on, size), columns(spec, on), area);
-    plots.set(figure, { u, spec, on });
+    plots.set(figure, { u, spec, on, prefix });
     figure.querySelectorAll(".keys button").forEach((key, i) => {
       key.addEventListener("click", () => {
         on[i] = !on[i];
@@ -201,12 +243,22 @@
     }).observe(area);
   };
 
-  document.getElementById("log").addEventListener("click", (event) => {
-    log = !log;
-    event.currentTarget.setAttribute("aria-pressed", String(log));
-    for (const { u, spec, on } of plots.values()) if (!spec.unit) u.setData(columns(spec, on));
-    document.getElementById("reset").disabled = true;
+  const again = () => {
+    for (const { u, spec, on, prefix } of plots.values()) u.setData(columns(lay(spec, prefix), on));
     everywhere(null, null);
+  };
+  const toggle = (id, turn) => document.getElementById(id).addEventListener("click", (event) => {
+    event.currentTarget.setAttribute("aria-pressed", String(turn()));
+    again();
+  });
+  toggle("log", () => (log = !log));
+  toggle("smooth", () => (smooth = !smooth));
+  const over = document.getElementById("axis");
+  over.disabled = axes.length < 2;
+  over.addEventListener("click", () => {
+    axis = axes[(axes.indexOf(axis) + 1) % axes.length];
+    over.textContent = `over: ${axis}`;
+    again();
   });
   document.getElementById("reset").addEventListener("click", () => {
     everywhere(null, null);
