@@ -51,15 +51,16 @@ class Tail:
                 if complete is not lines:
                     return
 
-    def sampled(self, places: int) -> Iterator[list[bytes]]:
+    def sampled(self, places: int) -> list[bytes]:
         """Some whole lines at each of so many places, from the first to the last line of the file."""
+        lines: list[bytes] = []
         with suppress(OSError), self.path.open("rb") as file:
             end = file.seek(0, 2)
             for place in range(places):
                 size = SAMPLE if place else HEAD
                 file.seek(max(0, min(end * place // (places - 1), end - size)))
-                found = file.read(size).split(b"\n")
-                yield found[1 if place else 0 : -1]  # the first and the last are cut, but for the file's own first
+                lines += file.read(size).split(b"\n")[1 if place else 0 : -1]  # the first and the last are cut
+        return lines
 
     def chunks(self, lines_of: Iterable[list[bytes]] | None = None) -> Iterator[list[Record]]:
         """The objects of all new lines, or of these."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def read(folder: Path, points: int = 480) -> Run:
     for rank, path in paths.items():
         tail, columns = Tail(path), Columns(ALL if lead is None else ("step", *SUMS))
         sparse = lead is not None and path.stat().st_size > LONG
-        for records in tail.chunks(tail.sampled(points) if sparse else None):
+        for records in tail.chunks([tail.sampled(points)] if sparse else None):
             columns.add(records)
         # What a sampled rank counts is scaled to the steps that its last line says it made.
         scale = columns["step"][-1] / columns.length if sparse and columns.length else 1.0
@@ -117,6 +118,8 @@ def read(folder: Path, points: int = 480) -> Run:
             absent.append(f"{count} of {path.name} can't be read, the first is line {tail.damaged[0]}")
         if lead is None:
             lead, cuts = columns, edges(columns.length, points)
+        ends = [*(lead["step"][cut] for cut in cuts[:-1]), math.inf]
+        own_cuts = [bisect_left(columns["step"], end) for end in ends]  # a killed or sampled rank has fewer steps
         unit, per_second = steps.counted(columns.unit)
         found = {name: known(columns[name]) for name in (*SUMS, unit)}
         ranks[rank] = Rank(
@@ -124,11 +127,12 @@ def read(folder: Path, points: int = 480) -> Run:
             {n: Stats(round(len(v) * scale), math.fsum(v) * scale, max(v, default=NAN)) for n, v in found.items()},
             median(columns["step_seconds"]),
             median(columns[per_second]),
-            {name: thin(aligned(columns, name, lead["step"]), cuts) for name in CURVES if len(columns[name])},
+            {name: thin(columns[name], own_cuts) for name in CURVES if len(columns[name])},
             [reason for each in columns.objects["gpu_throttle"].values() if isinstance(each, list) for reason in each],
         )
-        own = aligned(columns, lead.unit, lead["step"])
-        items = [a + b for a, b in zip(items, own, strict=True)] if items else list(own)
+        if not len(lead["job_tokens"]):
+            own = aligned(columns, lead.unit, lead["step"])
+            items = [a + b for a, b in zip(items, own, strict=True)] if items else list(own)
     assert lead is not None
     if sampled:
         lines = (
