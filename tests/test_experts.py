@@ -26,7 +26,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from windlass.errors import UserError
 from windlass.model.targets import Adapter, ExpertShard, Target, by_expert, pack_experts
 from windlass.runfile import Lora
 from windlass.train import checkpoint, experts, lora
@@ -225,8 +224,8 @@ def test_the_orders_of_packing_swapped_are_another_adapter(monkeypatch: pytest.M
 
 def test_experts_of_another_form_are_refused() -> None:
     model = ours_of(base(), *BOTH)
-    stack_of(model).get_base_layer().has_bias = True
-    with pytest.raises(UserError, match=r"lora\.experts: Mistral4Experts is of another form"):
+    stack_of(model).get_base_layer().has_post_expert_norm = True
+    with pytest.raises(AssertionError, match="the plan adapts Mistral4Experts"):
         experts.patch_experts(model)
 
 

@@ -21,6 +21,8 @@ from peft import LoraConfig, get_peft_model
 
 from windlass import derive, tiny
 from windlass.errors import UserError
+from windlass.export.deltas import read_deltas
+from windlass.export.source import choose_adapter
 from windlass.model import PARTS, read_base
 from windlass.model.config import describe, find_description
 from windlass.model.family import FAMILIES as ROWS
@@ -146,6 +148,24 @@ def test_what_is_refused_and_why(root: Path, tmp_path: Path) -> None:
     config = transformers.GptOssConfig().to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
     with pytest.raises(UserError, match=r"unsupported quantisation 'mxfp4'(.|\n)*Mxfp4Config\(dequantize=True\)"):
         describe(config, "/models/oss/config.json")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_transposed_experts_merge_as_peft_merges_them(root: Path, tmp_path: Path) -> None:
+    base = read_base(written(root, "gpt_oss"))
+    model = transformers.GptOssForCausalLM.from_pretrained(base.path)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    names = [p.name for p in base.parameters if p.transposed]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_parameters=names, init_lora_weights=False))
+    adapted.save_pretrained(str(tmp_path))
+    deltas, after = read_deltas(choose_adapter(tmp_path), base), adapted.merge_and_unload().state_dict()
+    assert sorted(deltas.by_name) == sorted(names)
+    for name in names:
+        for expert, change in enumerate(after[name] - before[name]):
+            assert torch.allclose(deltas.factors(name).rows(expert, 0, len(change)), change, atol=1e-5)
+    wrapped = read_base(written(root, "llama4_text"))
+    with pytest.raises(UserError, match="routed experts of Llama4ForCausalLM are not supported"):
+        resolve(lora(experts={"r": 2}), wrapped, str)
 
 
 def test_a_machine_without_torch_is_told_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

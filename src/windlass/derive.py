@@ -77,6 +77,7 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         entry = {"name": name, "shape": list(tensor.shape), "part": parts[name], "stored": spelled[name]}
         entry |= {"linear": True} if leaf == "weight" and type(modules[owner]) is nn.Linear else {}
         entry |= {"buffer": True} if name in buffers else {}
+        entry |= {"transposed": True} if tensor.ndim == 3 and getattr(modules[owner], "is_transposed", False) else {}
         if found := re.match(r"model\.layers\.(\d+)\.", name):
             number = found[1]
             entry["name"] = name.removeprefix(found[0])
@@ -362,9 +363,8 @@ def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
 
 
 def _adaptable(experts: Any) -> bool:
-    """Two products with x W^T for each expert, gate and up in one: the form that adapters are written for."""
-    odd = ("has_bias", "is_transposed", "has_post_expert_norm")
-    return getattr(experts, "has_gate", False) and not any(getattr(experts, each, True) for each in odd)
+    """Two products for each expert on its own tokens, gate and up in one: the form that adapters are written for."""
+    return getattr(experts, "has_gate", False) and not getattr(experts, "has_post_expert_norm", True)
 
 
 @contextlib.contextmanager

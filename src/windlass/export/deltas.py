@@ -92,6 +92,8 @@ class Deltas:
             # PEFT's order: rows of A go by expert, then rank; columns of B by rank, then expert.
             a = a.reshape(delta.experts, -1, a.shape[-1])
             b = b.reshape(b.shape[0], -1, delta.experts).permute(2, 0, 1).contiguous()
+        if delta.parameter.transposed:  # (B A)^T = A^T B^T
+            a, b = b.mT.contiguous(), a.mT.contiguous()
         return Factors(delta, a, b, None if delta.magnitude is None else magnitude.reshape(-1))
 
 
@@ -161,12 +163,13 @@ def _delta(
     module = module.replace(".base_layer", "")  # PEFT nests the adapters of two parameters of one module
     # PEFT's names don't tell which fused parameter of a module of experts it is; the sizes do.
     candidates = [parameters.get(f"{module}.{leaf}") for leaf in ("weight", *dict.fromkeys(FUSED.values()))]
-    parameter = candidates[0] or next((p for p in candidates if p and p.shape[-2:] == (b.shape[0], a.shape[1])), None)
+    sides = {True: (a.shape[1], b.shape[0]), False: (b.shape[0], a.shape[1])}  # of a transposed one; of any other
+    parameter = candidates[0] or next((p for p in candidates if p and p.shape[-2:] == sides[p.transposed]), None)
     if parameter is None:
         return f"{module} is no module of this model, or its adapter is of other sizes ({a.shape[1]} -> {b.shape[0]})"
     experts = parameter.shape[0] if len(parameter.shape) == 3 else 1
     rank, rest = divmod(a.shape[0], experts)
-    if (b.shape[0], a.shape[1]) != parameter.shape[-2:] or a.shape[0] != b.shape[1] or rest:
+    if sides[parameter.transposed] != parameter.shape[-2:] or a.shape[0] != b.shape[1] or rest:
         return f"{module} is {list(parameter.shape)}, its adapter {list(b.shape)} x {list(a.shape)}"
     # Rank and alpha, by PEFT's own rule for its patterns
     targeted = any(parameter.name.endswith(name) for name in config.get("target_parameters") or ())

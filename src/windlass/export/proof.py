@@ -183,6 +183,8 @@ class Expected:
             rank = a.shape[0] // experts
             b = b[:, [r * experts + expert for r in range(rank)]]
             a = a[expert * rank : (expert + 1) * rank]
+        if self.delta.parameter.transposed:  # "o r e, e r i -> e i o"
+            a, b = b.T, a.T
         (top, bottom), (left, right) = box[-2:]
         a, b = a[:, left:right], b[top:bottom]
         value = base + (b @ a * scale).view(base.shape)

@@ -180,7 +180,7 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
             tuple(Spelling(key.replace("@", str(layer)), tuple(shape), tuple(offset)) for key, shape, offset in way)
             for way in entry["stored"]
         )
-        flags = {flag: entry.get(flag, False) for flag in ("linear", "buffer")}
+        flags = {flag: entry.get(flag, False) for flag in ("linear", "buffer", "transposed")}
         return Parameter(place + entry["name"], tuple(entry["shape"]), entry["part"], spellings=ways, **flags)
 
     # In the order in which a pass meets them: the embedding, the layers, the final norm and the head.

@@ -61,6 +61,7 @@ class Parameter:
     pieces: tuple[Piece, ...] = field(default=(), hash=False)
     linear: bool = False  # the weight of an nn.Linear, which PEFT adapts by its module's name
     buffer: bool = False  # stored, but counted among the parameters by nobody
+    transposed: bool = False  # experts as [E, in, out], where most have [E, out, in]
     # Other ways in which files store it than under its own name.
     spellings: tuple[tuple[Spelling, ...], ...] = field(default=(), hash=False, repr=False)
 

@@ -267,8 +267,9 @@ def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None
     if not base.family.expert_adapters:
         if lora.experts is None:
             return []
-        what = f"the experts of {base.family.causal_lm} are of another form than x W^T with gate and up in one"
-        raise UserError(what, where("lora.experts"), "leave lora.experts out: such experts can't be adapted")
+        what = f"adapters for the routed experts of {base.family.causal_lm} are not supported"
+        hint = "leave lora.experts out: lora.target_modules adapts attention and the experts that every token visits"
+        raise UserError(what, where("lora.experts"), hint)
     problems: list[Problem] = []
     if lora.use_dora:
         place, hint = where("lora.use_dora"), "set lora.use_dora: false"

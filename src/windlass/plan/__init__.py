@@ -246,7 +246,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     why_not_fp8 = why_not_narrow or ("" if in_fp8(base) else f"{base.name} is not published in FP8")
     if not narrow(base):
         why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantise"
-    elif "experts" in base.dims and not base.family.expert_adapters:
+    elif not base.family.expert_adapters or any(p.transposed for p in base.parameters):
         why_not_narrow = (
             f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
         )

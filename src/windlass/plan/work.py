@@ -265,6 +265,7 @@ def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], names: frozens
         weight = own.get(f"{name}.weight") or own.get(name)
         if weight is not None and len(weight.shape) >= 2:
             *stack, outputs, inputs = weight.shape
+            outputs, inputs = (inputs, outputs) if weight.transposed else (outputs, inputs)
             lora = Lora(name.rpartition(".")[2], weight.part, inputs, outputs, r, *stack[:1])
             (stacks if stack else plain).append(lora)
     experts = {name: p for name, p in own.items() if p.part == "experts"}

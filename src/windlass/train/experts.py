@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from windlass.errors import UserError
 from windlass.model.targets import by_expert, pack_experts
 from windlass.train.quantised import formats_of, grouped_linear, part_of
 
@@ -51,7 +50,11 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
     gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: take(rows, token, back), ends)
+    if experts.has_bias:
+        gate_up = gate_up + experts.gate_up_proj_bias[chosen]
     result = product(experts, "down_proj", gate_up, experts._apply_gate, ends)
+    if experts.has_bias:
+        result = result + experts.down_proj_bias[chosen]
     # Weighted after they are put back: weights are in float32 as a rule, and so are the products.
     slots = take(result, back, order).view(*top_k_index.shape, result.shape[-1])
     # A sum over the slots of a token, in their order: deterministic, which adding into the tokens' rows is not.
@@ -63,8 +66,8 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 
 
 def unlike(experts: Any) -> bool:
-    """Whether experts are of another form than two products with x W^T, gate and up in one."""
-    return bool(experts.has_bias or experts.is_transposed or not experts.has_gate or experts.has_post_expert_norm)
+    """Whether experts are of another form than two products on their own tokens, gate and up in one."""
+    return not getattr(experts, "has_gate", False) or bool(experts.has_post_expert_norm)
 
 
 class TakeRows(torch.autograd.Function):
@@ -183,9 +186,8 @@ def patch_experts(model: PeftModel) -> None:
     """Let the experts' forward compute the adapters that PEFT has wrapped around them."""
     for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
         experts = wrapper.get_base_layer()
-        if not hasattr(experts, "has_bias") or unlike(experts):
-            what = f"{type(experts).__name__} is of another form than x W^T with gate and up in one"
-            raise UserError(what, "lora.experts", "leave lora.experts out: such experts can't be adapted")
+        if unlike(experts):
+            raise AssertionError(f"the plan adapts {type(experts).__name__}, which no adapter is written for")
         wrapper.__class__ = UnmergedExpertLora
         experts.config._experts_implementation = NAME
         experts.adapters = {**getattr(experts, "adapters", {}), wrapper.parameter_name: wrapper}

@@ -51,7 +51,6 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
     """
     config = model.config.get_text_config()
     scale, cap = logit_scale_and_cap(config)
-    shaping = Shaping(scale, cap, getattr(model.get_output_embeddings(), "bias", None))
 
     def forward(
         self: PreTrainedModel,
@@ -76,11 +75,13 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
             inputs["output_router_logits"] = True
         outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
-        weight = self.get_output_embeddings().weight
-        if isinstance(weight, DTensor):  # a head that FSDP2 has in a group of its own
-            weight = weight.full_tensor()
+        head = self.get_output_embeddings()
+        weight, bias = _unsharded(head.weight), getattr(head, "bias", None)
+        bias = None if bias is None else _unsharded(bias.detach())
+        shaping = Shaping(scale, cap, bias)
         if choose:  # the likeliest next tokens
-            return torch.cat([logits.argmax(1) for _, logits, _ in _chunks(hidden, weight)])
+            found = (logits if bias is None else logits + bias for _, logits, _ in _chunks(hidden, weight))
+            return torch.cat([logits.argmax(1) for logits in found])
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
         counted = (sources, by_source) if by_source is not None else (None, None)
@@ -95,6 +96,11 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         return loss
 
     model.forward = types.MethodType(forward, model)
+
+
+def _unsharded(tensor: Tensor) -> Tensor:
+    """Also of a head that FSDP2 has in a group of its own."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def router_loss_weight(model: PreTrainedModel, coefficient: float | None = None) -> float:
