@@ -169,4 +169,4 @@ def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     for error in ("train: torch", "data: transformers", "demo: torch"):
         assert f"error: windlass {error}" in done.stderr
-    assert done.stderr.count("pip install '.[train]'") == 3
+    assert done.stderr.count("pip install 'windlass[train] @ file:///") == 3

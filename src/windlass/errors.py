@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # Exit codes of every command and rank; 0 is success.
@@ -81,8 +84,14 @@ def print_error(error: UserError) -> None:
 
 def not_installed(names: str | None, command: str) -> UserError:
     """windlass is installed without its `train` extra, as on a login node."""
-    hint = "in windlass's source folder: pip install '.[train]'"
-    return UserError(f"{names} is not installed", f"windlass {command}", hint)
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    source = Path(__file__).parents[2].as_uri()
+    with suppress(PackageNotFoundError):  # where pip had it from: it is on no index
+        source = json.loads(distribution("windlass").read_text("direct_url.json") or "{}").get("url", source)
+    verb = "are" if "," in str(names) else "is"
+    hint = f"pip install 'windlass[train] @ {source}'"
+    return UserError(f"{names} {verb} not installed", f"windlass {command}", hint)
 
 
 def require(libraries: Sequence[str], command: str) -> None:

@@ -123,7 +123,7 @@ class Masks:
 
 def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Callable[[str], None]) -> Path:
     """Write the archive, and report each file in it."""
-    folder = run if run.is_dir() else Path(read_any(run).run.folder)
+    folder = Path(read_any(run).run.folder) if run.is_file() else run
     if not folder.is_dir():
         hint = f"give the folder of a run that was started, or for versions alone: windlass version --json > {MASK}"
         raise UserError("there is no such run folder", str(folder), hint.replace(MASK, "versions.json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,11 @@ def tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) -> tupl
 
     named = folder / "runs" / f"{time.strftime('%b%d_%H-%M-%S')}_{os.uname().nodename}"
     where = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or named).expanduser()
+    others = threading.excepthook
+    # What fails in its thread is raised again by the next call, and reported there.
+    threading.excepthook = lambda failed: (
+        None if type(failed.thread).__name__ == "_AsyncWriterThread" else others(failed)
+    )
     writer = SummaryWriter(log_dir=str(where))
     writer.add_text("run", str(config))
 
