@@ -79,6 +79,7 @@ def test_counts_and_targets_are_transformers_and_pefts(root: Path, name: str) ->
     }
     assert {p.part for p in base.parameters} <= set(PARTS)
     assert base.family.isolates is (name not in LEAKING)
+    assert base.family.without_formula == {"qwen3_next": 2, "minimax": 2}.get(name, 0)
     assert base.family.logits is True
     adapter = resolve(lora(), base, str)
     linears = {key for key, each in model.named_modules() if type(each) is torch.nn.Linear and key != "lm_head"}

@@ -93,6 +93,11 @@ def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 MAX_LAYERS: Final = 4096
 MAX_SIZE: Final = 2**24
 FETCH: Final = "fetch config.json again from where the model was published"
+# Of transformers' names for layers: what `plan` estimates as attention.
+WITHOUT_FORMULA: Final = (
+    *("linear_attention", "mamba", "hybrid", "conv"),
+    *("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+)
 # Weights that transformers can read and windlass can't, in 16 bits.
 CONVERT: Final = (
     "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='bfloat16', "
@@ -204,6 +209,7 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
         other_layers=tuple(found["layers"][1:]),
         attention=tuple(found["attention"]),
         **{key: found[key] for key in ("isolates", "logits", "expert_parallel", "expert_adapters")},
+        without_formula=sum(each in WITHOUT_FORMULA for each in found["layer_types"]),
         peft_takes=frozenset(found["peft_takes"]),
         ignored=tuple(found["ignored"]),
     )

@@ -95,6 +95,7 @@ class Family:
     logits: bool | None = True  # whether logits are the head's product, scaled and capped as config.json says
     expert_parallel: bool = True  # whether transformers has a plan for it
     expert_adapters: bool = True  # whether its experts are of a form that adapters are written for
+    without_formula: int = 0  # layers of linear attention, a state space or a convolution
     peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT takes for routed experts
     ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers leaves aside
 

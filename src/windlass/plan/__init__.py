@@ -479,6 +479,9 @@ def row_tokens(rows: Rows) -> int | None:
 def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
     """The gravest first."""
     yield from (Warning(f"lora.target_modules {text}") for text in plan.adapter.warnings)
+    if count := shape.base.family.without_formula:
+        text = f"{count} of {len(shape.layers)} layers are linear attention or the like, which no formula is known for:"
+        yield Warning(f"{text} memory and time are estimated as attention of the same widths")
     run, schedule, limit, tokens = plan.loaded.run, plan.schedule, plan.batch.length, row_tokens(rows)
     gains = {advice.change.replace(": ", "="): advice.gain for advice in plan.advice}
     steps, train = schedule.steps, run.train
