@@ -19,7 +19,8 @@ import transformers
 import warm
 from peft import LoraConfig, get_peft_model
 
-from windlass import derive, tiny
+from windlass import derive, runfile, tiny
+from windlass import plan as planning
 from windlass.errors import UserError
 from windlass.export.deltas import read_deltas
 from windlass.export.source import choose_adapter
@@ -118,6 +119,18 @@ def test_shipped_descriptions_equal_what_is_derived() -> None:
     for file, text in importlib.import_module("generate").descriptions().items():
         shipped, found = json.loads(file.read_text()), json.loads(text)
         assert {**shipped, "transformers": ""} == {**found, "transformers": ""}
+
+
+def test_a_plan_warns_of_layers_without_a_formula_and_suggests_nothing_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"text": "a b"}) + "\n")
+    (tmp_path / "run.yaml").write_text(test_train.RUN.format(folder=tmp_path, steps=2))
+    for name, odd, packs in (("minimax", True, False), ("granite", False, True)):
+        model = {"model__model_name_or_path": str(written(root, name)), "cluster__gpu": "H100"}
+        plan = planning.make(runfile.read(tmp_path / "run.yaml", test_train.case(8, **model)["overrides"]))
+        assert any("2 of 4 layers are linear attention" in each.text for each in plan.warnings) is odd
+        suggested = [*(each.override for each in plan.warnings), *(each.change for each in plan.advice)]
+        assert any("data.packing" in each for each in suggested) is packs
 
 
 def test_usual_names_mean_the_familys_own_modules(root: Path) -> None:

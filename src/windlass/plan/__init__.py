@@ -501,7 +501,7 @@ def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
         text = f"rows have about {tokens:,} tokens, {tokens / limit:.0%} of data.max_length"
         if gain := gains.get("data.packing=true"):
             text += f"; packed, {gain:.1f} x as many tokens/s"
-        yield Warning(text, "data.packing=true")
+        yield Warning(text, "data.packing=true" if shape.base.family.isolates else "")
     key = "train.per_device_train_batch_size=auto"
     if gains.get(key, 0.0) >= SLOW and plan.machine.gpu.name != "cpu":
         text = (

@@ -278,7 +278,7 @@ def advise(
     ways = micro_batches(run.train.model_copy(update={"per_device_train_batch_size": "auto"}), sequences, full)
     found: list[tuple[str, Cost, str]] = []
     packed = work
-    if not run.data.packing and usual < full:
+    if not run.data.packing and usual < full and work.shape.base.family.isolates:
         masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
         packed = replace(work, masked=masked, document=None if masked else usual)
         remark = f"a sequence then holds {full / usual:.1f} rows; a step trains on as many times the tokens"
