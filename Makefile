@@ -60,4 +60,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch without CUDA that fails unless the example has provided torchvision's operators before.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
 	  --target $(VENV)/vision torchvision torchmetrics lightning-utilities faster-coco-eval pillow
+	@# Kernels are compiled and interpreted by tests, out of torch's sight, which would look for its GPU.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton \
+	  'triton>=3.9,<3.10' || echo "no Triton: tests of its kernels are skipped"
 	@touch $(STAMP)

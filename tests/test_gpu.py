@@ -21,12 +21,30 @@ from windlass.train.checkpoint import random_state, restore_random
 from windlass.train.console import Progress
 from windlass.train.rank import Rank
 from windlass.train.ranks import allocate_by_segments
-from windlass.train.run import gpu_of_rank, require_own_gpus
+from windlass.train.run import gpu_of_rank, join, require_own_gpus
 
 
 @pytest.mark.parametrize(("local_rank", "seen", "wanted"), [(0, 1, 0), (3, 1, 0), (0, 8, 0), (7, 8, 7)])
 def test_a_rank_takes_the_gpu_that_it_is_shown(local_rank: int, seen: int, wanted: int) -> None:
     assert gpu_of_rank(local_rank, seen) == wanted
+
+
+def test_a_rank_that_sees_its_own_gpu_alone_shards_on_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers binds a rank to the GPU of its LOCAL_RANK, which is not there: number 0 is."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "3")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        join(Rank(3, 3, 4), 99)
+    finally:
+        dist.destroy_process_group()
+    assert (os.environ["LOCAL_RANK"], os.environ["RANK"], chosen) == ("0", "3", [0])
 
 
 @pytest.mark.fault("two ranks that see one GPU", "`windlass train`", "rank 1 and rank 2 see the same GPU, b")

@@ -17,7 +17,7 @@ ROWS, COLUMNS = 4, 1024  # of a program's tile: 32 codes a thread, read 16 at a 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(  # type: ignore[no-untyped-def]
     codes, scale, values, rows, columns, expert_stride, row_stride, scale_rows, scale_columns, side_down, side_across,
-    first_row, first_column, one: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    first_row, first_column, one: tl.constexpr, exponent: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(columns, wide)
     tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)  # a stack has more elements than 32 bits count
@@ -30,8 +30,22 @@ def _scaled(  # type: ignore[no-untyped-def]
     else:
         down, across = (first_row + row) // side_down, (first_column + column) // side_across
         factor = tl.load(scale + (expert * scale_rows + down) * scale_columns + across, mask=inside)
-    value = read.to(tl.float32) * factor
+    if exponent == 0:
+        value = read.to(tl.float32)
+    elif exponent == 5:  # e5m2 is the upper half of float16
+        value = (read.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:  # e4m3 is float16's exponent less 8, and has no infinity
+        bits = read.to(tl.int16)
+        half = ((bits & 128) << 8) | ((bits & 127) << 7)
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
+        value = tl.where((bits & 127) == 127, float("nan"), value)
+    value = value * factor
     tl.store(values + (expert * rows + row) * columns + column, value.to(values.dtype.element_ty), mask=inside)
+
+
+def converts(device: torch.device) -> bool:
+    """Whether this GPU has float8: Ada, Hopper and later. Elsewhere the kernel reads bits."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def scaled(codes: Tensor, scale: Tensor, sides: tuple[int, int], dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
@@ -45,12 +59,14 @@ def scaled(codes: Tensor, scale: Tensor, sides: tuple[int, int], dtype: torch.dt
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if not values.numel():
         return values
+    exponent = 0 if converts(codes.device) else {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}[codes.dtype]
+    codes = codes.view(torch.uint8) if exponent else codes
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
     one = scale.shape[1:].numel() == 1
     with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
         _scaled[grid](
             codes, scale, values, rows, columns, codes.stride(0), codes.stride(1), *scale.shape[1:], *sides, *origin,
-            one=one, high=ROWS, wide=COLUMNS, num_warps=4,
+            one=one, exponent=exponent, high=ROWS, wide=COLUMNS, num_warps=4,
         )  # fmt: skip
     return values
 

@@ -28,9 +28,10 @@ def barrier() -> None:
 
 
 def wait_at_most(seconds: float) -> None:
-    """From now on a collective of all ranks fails after so long."""
+    """From now on a collective fails after so long, of all ranks or of a mesh's dimension."""
     if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+        for each in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), each)
 
 
 def require_links(device: torch.device) -> None:

@@ -12,9 +12,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.distributed import DistributedConfig
@@ -23,6 +26,8 @@ from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
 from windlass.train import experts, group, quantised
+
+FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 
 
 def is_sharded(layout: Layout) -> bool:
@@ -79,6 +84,8 @@ def build(
         fsdp_mixed_precision=layout.precision == "bf16" and dtype == torch.float32,
     )
     distributed, _, mesh = model_class.prepare_distribute_model(distributed if is_sharded(layout) else None)
+    if layout.expert_parallel > 1:
+        separate_experts(mesh)
     with contextlib.ExitStack() as stack:
         for context in model_class.get_init_context(dtype, False, False, False):
             stack.enter_context(context)
@@ -89,12 +96,31 @@ def build(
     if layout.base_dtype != "bf16":
         quantised.convert(model, base, layout.base_dtype, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
+    # FSDP2 gathers ahead of the backward what the forward used before: for the first layer the embedding, which is
+    # then never used. A module that is to be gathered ahead of itself is gathered already.
+    first = [
+        layer for name, layer in model.named_modules() if FIRST_LAYER.search(name) and isinstance(layer, FSDPModule)
+    ]
+    for module in first[-1:]:  # its experts, if they are a group of their own
+        module.set_modules_to_backward_prefetch([module])
     if not layout.reshard_after_forward:
         # After the plan, not in it: with every layer kept by the plan, upstream no longer puts the final norm and the
         # head in one group, and a head that is a group of its own is gathered anew for each fused loss.
         for module in fsdp_modules(model):
             module.set_reshard_after_forward(False, recurse=False)
     return model
+
+
+def separate_experts(mesh: Any) -> None:
+    """Give the tokens' exchange a communicator of its own: one is serial, and transformers has experts that are split
+    over all ranks share theirs with FSDP's gathers."""
+    experts_mesh, backend = mesh._expert_mesh, dist.distributed_c10d.get_backend_config()
+    if experts_mesh["ep"].size() == dist.get_world_size():
+        shape, names = tuple(experts_mesh.shape), experts_mesh.mesh_dim_names
+        own: Any = {"ep": backend}
+        mesh._expert_mesh = init_device_mesh(
+            experts_mesh.device_type, shape, mesh_dim_names=names, backend_override=own
+        )
 
 
 def keep_in_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:

@@ -206,7 +206,8 @@ def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = Mapp
     allocate_by_segments(os.environ)
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(gpu_of_rank(here.local_rank, torch.cuda.device_count()))
+        torch.cuda.set_device(index := gpu_of_rank(here.local_rank, torch.cuda.device_count()))
+        os.environ["LOCAL_RANK"] = str(index)  # transformers takes the GPU of this number when it shards
     here.phase("waiting for the other ranks")
     if not dist.is_initialized():
         connected: Future[None] = Future()

@@ -1,0 +1,155 @@
+"""The collectives of a step at 8, 16 and 64 ranks, of which one at a time is this process: as the plan says, on all."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.distributed import expert_parallel
+
+from windlass import hardware, tiny
+from windlass.model import Base, read_base
+from windlass.model.targets import resolve
+from windlass.plan.cost import Batch, Work, cost, read_shape
+from windlass.plan.layout import Layout
+from windlass.runfile import Lora
+from windlass.train import parallel
+from windlass.train.lora import attach
+from windlass.train.loss import patch_forward
+from windlass.train.sync import Replicas
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and torch's of what is to come
+LAYERS, TOKENS = 2, 32
+LORA = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "experts": {"r": 2}})
+SIZES: dict[str, Any] = {"hybrid": {"shard": 4}, "expert-parallel": {"expert_parallel": 8}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    return read_base(
+        tiny.write(tmp_path_factory.mktemp("fake") / "tiny", hidden=512, experts=64, layers=LAYERS, tokenizer=False)
+    )
+
+
+def layout_of(name: str, world: int) -> Layout:
+    sizes: dict[str, Any] = {"shard": world, **SIZES.get(name, {})}
+    sizes["replicate"] = world // sizes["shard"]
+    return Layout(name, "test", world // 8, 8, reshard_after_forward=name != "no-reshard", **sizes)
+
+
+@contextmanager
+def one_of(world: int, rank: int) -> Iterator[None]:
+    """A process group whose other ranks are not there: nothing is sent, and what arrives is what memory held."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Each collective: the phase, its kind, and how many bytes this rank sends in a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase, self.found = "forward", list[tuple[str, str, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in name and "wrap" not in name:
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            sent = first.nbytes - args[1].nbytes if name == "_allgather_base_" else first.nbytes
+            self.found.append((self.phase, name, sent))
+        return func(*args, **(kwargs or {}))
+
+
+def step(base: Base, layout: Layout, rank: int) -> list[tuple[str, str, int]]:
+    """Of one micro-batch and the reduction of its gradients, as this rank calls them."""
+    with one_of(layout.ranks, rank):
+        return recorded(base, layout)
+
+
+def recorded(base: Base, layout: Layout) -> list[tuple[str, str, int]]:
+    model = parallel.build(base, layout, torch.bfloat16)
+    parallel.allocate(model, layout)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+    model.requires_grad_(False)
+    adapted = attach(model, LORA, resolve(LORA, base, str), 0)
+    causal_lm: Any = adapted.get_base_model()
+    patch_forward(causal_lm)
+    causal_lm.train()
+    replicas, ids = Replicas(adapted), torch.arange(1, TOKENS + 1)[None]
+    with Recording() as recording:
+        loss = causal_lm(ids, torch.arange(TOKENS - 1), ids[0, 1:])
+        recording.phase = "backward"
+        loss.backward()
+        recording.phase = "reduce"
+        replicas.average(torch.zeros(6))
+    found: list[tuple[str, str, int]] = recording.found
+    return found
+
+
+CASES = [(name, world) for name in ("full-shard", "no-reshard", "hybrid", "expert-parallel") for world in (8, 16, 64)]
+CHEAP = {("full-shard", 16), ("no-reshard", 64), ("hybrid", 16), ("expert-parallel", 8), ("expert-parallel", 16)}
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [pytest.param(*case, marks=[] if case in CHEAP else pytest.mark.prove) for case in CASES]
+)
+def test_collectives_are_the_plans_and_the_same_on_all_ranks(
+    name: str, world: int, base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = expert_parallel.all_to_all_single
+
+    def counted(received: Tensor, sent: Tensor, *rest: Any, **more: Any) -> Any:
+        """Every rank has sent this one as many tokens as it has sent: what nobody has sent has no number."""
+        received.copy_(sent)
+        return exchange(received, sent, *rest, **more)
+
+    monkeypatch.setattr(expert_parallel, "all_to_all_single", counted)
+    layout, found = layout_of(name, world), []
+    for rank in (0, world - 1):  # a process each: DTensor keeps what it found out of a mesh
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            found.append(pool.apply(step, (base, layout, rank)))
+    assert found[0] == found[1]
+    counts = Counter((phase, kind) for phase, kind, _ in found[0])
+    split = name == "expert-parallel"
+    apart = LAYERS * (split and world > 8)  # of experts that are not whole after the exchange's groups
+    # The embedding, each layer, and the final norm with the head, which stays gathered for the backward.
+    assert counts["forward", "_allgather_base_"] == LAYERS + 2 + apart
+    assert counts["backward", "_allgather_base_"] == (0 if name == "no-reshard" else LAYERS + apart)
+    # Per layer: how many tokens, the tokens, and back; their gradients both ways.
+    assert counts["forward", "alltoall_base_"] == LAYERS * split
+    assert counts["forward", "all_to_all_single"] == counts["backward", "all_to_all_single"] == 2 * LAYERS * split
+    assert counts["reduce", "allreduce_"] == 1 + bool(apart)
+    assert sum(counts.values()) == len(found[0])
+
+    gpu = hardware.gpu("h100")
+    link, network, host = (hardware.fabric(each) for each in (gpu.link, "infiniband-400", gpu.host_link))
+    machine = hardware.Machine(gpu, link, network, host, 8, None)
+    work = Work(read_shape(base, resolve(LORA, base, str)), layout, Batch(1, 1, TOKENS), machine, "adamw_torch", 2)
+    flows = cost(work, advise=False).flows
+    for phase in ("forward", "backward"):
+        sent = sum(size for of, kind, size in found[0] if (of, kind) == (phase, "_allgather_base_"))
+        planned = sum(flow.bytes for flow in flows if flow.kind.startswith(f"all-gather {phase}"))
+        # Few rows over many ranks are filled up, which of a real model is nothing.
+        assert sent == pytest.approx(planned, rel=0.03, abs=4500 * world), (phase, flows)
+
+
+def test_tokens_have_a_communicator_of_their_own(base: Base) -> None:
+    with one_of(8, 0):
+        model = parallel.build(base, layout_of("expert-parallel", 8), torch.bfloat16)
+        meshes = {parameter.device_mesh for parameter in model.parameters()}
+        groups = {mesh[name].get_group() for mesh in meshes for name in ("ep", "fsdp") if name in mesh.mesh_dim_names}
+        assert len(groups) == 2
