@@ -297,7 +297,7 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     coding = formats_of(experts).get(name)
     product: Tensor
     if coding is None:
-        product = _grouped_linear(x, weight, offsets, is_transposed=bool(experts.is_transposed))
+        product = _grouped_linear(x, weight, offsets, is_transposed=bool(getattr(experts, "is_transposed", False)))
         return product
     # As transformers does it: the products' dtype is the weight's, and under mixed precision that is the input's.
     dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
