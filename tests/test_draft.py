@@ -48,6 +48,15 @@ def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> 
     assert "20 rows make only" in made.warnings[0]
 
 
+def unset(made: draft.Draft, *, recompute: bool | None = None) -> planning.Plan:
+    """The same run without the keys that the plan chooses for whoever doesn't set them."""
+    chosen = ("train.per_device_train_batch_size", "train.gradient_checkpointing", "layout.name")
+    settings = {key: value for key, value in made.settings.items() if key not in chosen}
+    if recompute is not None:
+        settings["train.gradient_checkpointing"] = (recompute, "")
+    return planning.make(draft.Draft(settings).load())
+
+
 def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_path: Path) -> None:
     data = rows(tmp_path / "rows.jsonl", [2000] * 500)
     chosen = {}
@@ -55,6 +64,12 @@ def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_pat
         name = "Mistral-Small-4-119B-2603" if gpu == "1xh100" else "Mistral-7B-v0.1"
         made = draft.draft(name, data, gpu, print)
         chosen[gpu] = made.settings["train.gradient_checkpointing"][0], any("needs" in each for each in made.warnings)
+        if gpu != "1xh100":
+            plan, own = planning.make(made.load()), unset(made)
+            assert own.batch == plan.batch
+            assert own.layout.activation_checkpointing == chosen[gpu][0]
+            assert ("doesn't fit without" in own.layout.reason) == chosen[gpu][0]
+            assert not unset(made, recompute=False).layout.activation_checkpointing
     assert chosen == {"8xh200": (False, False), "1xl4": (True, False), "1xh100": (True, True)}
 
 

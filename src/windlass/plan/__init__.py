@@ -25,7 +25,7 @@ from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
 from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, narrow, read_shape
-from windlass.plan.layout import AUTO, FOUR_BITS, Layout, needs_weights, read_request
+from windlass.plan.layout import AUTO, CHECKPOINTING, FOUR_BITS, Layout, needs_weights, read_request
 from windlass.plan.machine import own_file, read_machine
 from windlass.plan.work import Shape
 from windlass.runfile import Cluster, Data, Loaded, Train, accumulation
@@ -229,13 +229,28 @@ def write(plan: Any, out: Path | None) -> Path | None:
 
 
 def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
-    """Everything that is wrong with the run file against the model and the machine is an error here."""
+    """Everything that is wrong with the run file against the model and the machine is an error here.
+
+    Unless somebody says whether activations are recomputed, they are if the run fits no other way.
+    """
+    plan = _make(loaded, accelerate)
+    is_set = any(map(loaded.given, CHECKPOINTING)) or bool(
+        accelerate and accelerate.wishes.get("activation_checkpointing")
+    )
+    if not is_set and not plan.cost.fits and (other := _make(loaded, accelerate, recompute=True)).cost.fits:
+        reason = f"{other.layout.reason}; activations are recomputed, it doesn't fit without"
+        return replace(other, layout=replace(other.layout, reason=reason))
+    return plan
+
+
+def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool = False) -> Plan:
     run, where = loaded.run, loaded.where
 
     # 1. What is given: the model, the adapter, the requested layout, the machine.
     base = weights.find_base(run.model.model_name_or_path, where("model.model_name_or_path"))
     adapter = adapters.resolve(run.lora, base, where)
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
+    request = replace(request, activation_checkpointing=True) if recompute else request
     if run.train.router_aux_loss_coef and "experts" not in base.dims:
         what = f"{base.name} has no routed experts, and so no balancing loss to weight"
         raise UserError(what, where("train.router_aux_loss_coef"), "leave it out")

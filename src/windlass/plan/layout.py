@@ -23,6 +23,7 @@ LAYOUTS = {
 }
 # Optimizers that treat every number by itself: part of a tensor becomes what it would have become in the full tensor.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+CHECKPOINTING = ("train.gradient_checkpointing", "layout.activation_checkpointing")  # two names of one thing
 # Layouts that the run file may name although an FSDP file names another: FSDP files know no experts, and under expert
 # parallelism the dense rest is sharded as they say.
 ALONGSIDE = {"expert-parallel": ("full-shard", "no-reshard", "hybrid")}
@@ -185,9 +186,8 @@ def read_request(
         text = f"{family.causal_lm} has no layer class {', '.join(map(repr, lacking))}; it is sharded by "
         hint = f"write {family.layer}, or leave the key out: windlass knows the layer of each model family"
         problems.append(Problem(f"{text}{family.layer!r}", wrapped.where, hint))
-    checkpointing = ("train.gradient_checkpointing", "layout.activation_checkpointing")
     wish = wishes.get("activation_checkpointing")
-    recompute = agree("activation checkpointing", *map(written, checkpointing), wish)
+    recompute = agree("activation checkpointing", *map(written, CHECKPOINTING), wish)
     precisions = [
         Wish(kind, wish.where) for kind in ("bf16", "fp16") if (wish := written(f"train.{kind}")) and wish.value
     ]

@@ -280,7 +280,7 @@ class Train(Section):
     """Passes over the training data; may be a fraction."""
     max_steps: Count | Literal[-1] = -1
     """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
-    per_device_train_batch_size: Count | Literal["auto"] = 1
+    per_device_train_batch_size: Count | Literal["auto"] = "auto"
     """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits, and keeps the sequences per
     optimizer step."""
     per_device_eval_batch_size: Count = 1
@@ -290,7 +290,8 @@ class Train(Section):
     global_batch_size: Count | None = None
     """Sequences per optimizer step over all GPUs; gradient_accumulation_steps is computed from it."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward instead of storing them: far less memory, about a third more compute."""
+    """Recompute activations in backward instead of storing them: far less memory, about a third more compute. Not
+    set: only if the run doesn't fit without."""
     optim: Text = "adamw_torch"
     """Optimizer, by transformers' name."""
     learning_rate: Positive = 1e-4

@@ -67,7 +67,9 @@ def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
         + ", ".join(targets),
         "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}",
         "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = "
-        f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens",
+        f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens"
+        + "; the fastest micro-batch that fits"
+        * (plan.loaded.run.train.per_device_train_batch_size == "auto"),
         "machine": machine,
         "versions": ", ".join(f"{name} {version}" for name, version in versions(LIBRARIES).items()),
         "folder": plan.loaded.run.train.output_dir,
