@@ -280,7 +280,7 @@ class Train(Section):
     """Passes over the training data; may be a fraction."""
     max_steps: Count | Literal[-1] = -1
     """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
-    per_device_train_batch_size: Count | Literal["auto"] = "auto"
+    per_device_train_batch_size: Count | Literal["auto"] = 1
     """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits, and keeps the sequences per
     optimizer step."""
     per_device_eval_batch_size: Count = 1
