@@ -118,8 +118,8 @@ def make(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 
 
-def plan_of(folder: Path, way: Sequence[str], rates: Rates, out: str = "run") -> Plan:
-    file = folder / "run.yaml"
+def plan_of(folder: Path, way: Sequence[str], rates: Rates, out: str = "run", name: str = "run") -> Plan:
+    file = folder / f"{name}.yaml"
     text = RUN.format(
         model=json.dumps(str(folder / "model")),
         data=json.dumps(str(folder / "train.jsonl")),
@@ -156,16 +156,12 @@ def rank(folder: Path) -> None:
     here = read_rank(os.environ)
     assert here is not None
     torch.set_num_threads(1)
-    own = folder / f"files-of-{here.rank}"  # run files are written by each rank, the run folders are shared
-    own.mkdir()
-    for name in ("model", "train.jsonl"):
-        (own / name).symlink_to(folder / name)
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     sent: dict[str, float] = {}
     memory = []
     for turn, (way, keys) in itertools.product(range(ROUNDS), WAYS.items()):
         memory.append(copied())
-        plan = plan_of(own, keys, Rates(), f"../{turn} {way}")
+        plan = plan_of(folder, keys, Rates(), f"{turn} {way}", f"run-{here.rank}")  # each rank writes its own file
         before = int(SENT.read_text())
         if run.run(plan, here):
             raise SystemExit(f"{way} did not finish")
