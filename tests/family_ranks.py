@@ -25,10 +25,12 @@ TOKENS = torch.arange(24)[None] + 20
 
 def truth(base: Base, dtype: torch.dtype) -> Any:
     """transformers' own, unsharded, and the names of its states that the language model has."""
+    assert base.path
     name = base.wrapper.architecture if base.wrapper else base.family.causal_lm
     attention = "sdpa" if "sdpa" in base.family.attention else "eager"
+    path = base.path.with_name(base.path.name.removesuffix(" in FP8"))  # of the same values
     model, info = getattr(transformers, name).from_pretrained(
-        base.path, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        path, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
     assert not any(info.values()), info
     if not base.wrapper:

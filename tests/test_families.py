@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 import transformers
 import warm
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from windlass import derive, runfile, tiny
 from windlass import plan as planning
@@ -48,6 +50,7 @@ FEW = ("deepseek_v3", "gpt_oss", "gemma3", "granite")  # what every run of the t
 ALL = [pytest.param(name, marks=[] if name in FEW else pytest.mark.prove) for name in FAMILIES]
 REST = [name for name in FAMILIES if name not in FEW]
 GROUPS = [FEW, *(tuple(REST[i : i + 6]) for i in range(0, len(REST), 6))]  # of one start of the ranks
+PUBLISHED_IN_FP8 = ("deepseek_v3", "glm4_moe", "qwen3_moe", "qwen3_next", "minimax_m2")  # with a scale for each block
 LEAKING = ("gpt_oss", "qwen3_next", "minimax")  # transformers' packing: a mask without positions, a state that goes on
 
 
@@ -195,6 +198,27 @@ def test_a_machine_without_torch_is_told_the_command(monkeypatch: pytest.MonkeyP
         find_description(config | {"hidden_size": 32}, "config.json", tmp_path)
 
 
+def write_fp8(plain: Path, side: int = 32) -> None:
+    """A copy beside it, stored as codes with a scale for each block; and what they mean in the plain one."""
+    copy = shutil.copytree(plain, plain.with_name(f"{plain.name} in FP8"))
+    kept = ("embedding", "norm", "head", "router")
+    parameters = [p for p in read_base(plain).parameters if p.part not in kept]
+    keys = {piece.stored.key for p in parameters for piece in p.pieces if len(piece.stored.shape) == 2}
+    values = load_file(plain / "model.safetensors")
+    stored = dict(values)
+    for key in keys:
+        rows, columns = values[key].shape
+        scale = torch.rand(-(-rows // side), -(-columns // side)) / 500 + 1e-4
+        spread = scale.repeat_interleave(side, 0)[:rows].repeat_interleave(side, 1)[:, :columns]
+        stored[key] = (values[key] / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[f"{key}_scale_inv"], values[key] = scale, stored[key].float() * spread
+    save_file(stored, copy / "model.safetensors", {"format": "pt"})
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [side, side]}
+    (copy / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.prove)])
 @pytest.mark.parametrize(
     "names", [FEW, *(pytest.param(each, marks=pytest.mark.prove) for each in GROUPS[1:])], ids=lambda names: names[0]
@@ -202,6 +226,8 @@ def test_a_machine_without_torch_is_told_the_command(monkeypatch: pytest.MonkeyP
 def test_the_loader_is_bit_equal(names: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     for name in names:
         written(tmp_path / "models", name)
+        if name in PUBLISHED_IN_FP8:
+            write_fp8(tmp_path / "models" / name)
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("family_ranks.py")), str(tmp_path / "models"), str(tmp_path / "out")],
@@ -213,6 +239,7 @@ def test_the_loader_is_bit_equal(names: tuple[str, ...], ranks: int, tmp_path: P
     assert (tmp_path / "out").exists(), done.stderr[-4000:]
     outcomes = json.loads((tmp_path / "out").read_text())
     assert len(outcomes) >= 2 * len(names)
+    assert {case.split()[0] for case in outcomes if "in FP8" in case} == {*names} & {*PUBLISHED_IN_FP8}
     assert {case: why for case, why in outcomes.items() if why} == {}
 
 
