@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -160,6 +162,7 @@ def _meaning(name: str) -> str:
 def work(folder: Path) -> None:
     """All tests of this rank, or the CPU's part."""
     warnings.simplefilter("ignore")
+    signal.alarm(math.ceil(LIMIT_SECONDS) + 10)  # ends this process even if the one that started it was killed
     here, alone = read_rank(os.environ), os.environ.get(CPU_ALONE)
     assert here is not None
     training.join(here, 60)

@@ -290,8 +290,8 @@ def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str
     if key == "kind":
         wanted = "'lora' or 'script'"
     hint = explain
-    if (key, str(value)) in NOT_VALUES:
-        hint = NOT_VALUES[key, str(value)]
+    if (named := (key, str(value).lower())) in NOT_VALUES:
+        hint = NOT_VALUES[named]
     elif value is None:
         hint = "write a value, or remove the line"
     elif inner := section(annotation_at(steps, root)):
