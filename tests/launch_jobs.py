@@ -70,6 +70,7 @@ EVERY = (
     "cluster.ephemeral_storage=100Gi",
     "cluster.runtime_class=nvidia",
     "cluster.queue_priority=urgent",
+    "cluster.priority_class=high",
     "cluster.topology=preferred",
     "cluster.image_pull_policy=IfNotPresent",
     "cluster.ttl_seconds=86400",

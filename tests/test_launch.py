@@ -121,6 +121,7 @@ def test_what_has_no_effect_there_is_reported() -> None:
     said = notes("slurm", volumes, "cluster.memory_request=64Gi", "cluster.memory_limit=96Gi", "cluster.runtime=r")
     for key in ("volumes", "memory_request", "runtime"):
         assert f"cluster.{key} has no effect on Slurm" in said
+    assert "yunikorn is given no PodGroup" in notes("kubernetes", *SITE, "cluster.scheduler_name=yunikorn")
     assert "cluster's queue, labels" in notes("script", "cluster.queue=gpus", "cluster.labels={a: b}")
     one = (
         "cluster.nodes=1",

@@ -146,12 +146,14 @@ def test_every_option_reaches_job_and_pods(engine: str) -> None:
     assert policy["ingress"][0]["from"] == policy["egress"][0]["to"] == [{"podSelector": policy["podSelector"]}]
     if trainer:
         refused = [word for word in EVERY if word not in every(engine)]
-        assert len(refused) == 4
+        assert len(refused) == 5
         with pytest.raises(UserError) as caught:
             render(example("train", (*every(engine), "cluster.engine=trainer", *refused))[0], "kubernetes")
         assert str(caught.value).count("engine trainer can't set it") == len(refused)
         return
     spec = pods[0]["spec"]
+    assert (spec["serviceAccountName"], spec["imagePullSecrets"]) == ("trainer", [{"name": "pull"}])
+    assert (spec["nodeSelector"]["gpu"], spec["priorityClassName"]) == ("h200", "high")
     assert spec["runtimeClassName"] == "nvidia"
     assert spec["containers"][0]["imagePullPolicy"] == "IfNotPresent"
     assert spec["containers"][0]["ports"] == [{"name": "metrics", "containerPort": 9400}]
@@ -314,6 +316,10 @@ def test_what_pods_cannot_have_is_refused_with_its_place() -> None:
         ("cluster.hugepages={4Mi: 1Gi}", "must be 2Mi or 1Gi, not '4Mi'"),
         ("cluster.queue_priority=high", "no queue to have a place in"),
         ("cluster.topology=preferred", "no label for the nodes to share"),
+        ("cluster.volumes=[{claim: a, path: /data}, {claim: b, path: /data/}]", "two volumes at /data/"),
+        ("cluster.volumes=[{claim: a, path: /etc/windlass/x}]", "windlass mounts itself"),
+        ("cluster.labels={kueue.x-k8s.io/queue-name: gpus}", "cluster.queue sets it"),
+        ("cluster.annotations={k8s.v1.cni.cncf.io/networks: a}", "cluster.networks sets it"),
         ("cluster.pod_monitor=true", "nothing to scrape"),
         ("cluster.extended_resources={gpu: 1}", "a device as domain/name"),
         ("cluster.gpu_resource=gpu", "a device as domain/name"),

@@ -77,7 +77,7 @@ def test_every_option_is_on_the_command_line_and_in_the_body(tmp_path: Path) -> 
         assert (option, value) in set(pairwise(words)), option
     older = submit_sh.partition("older ones may lack")[2].partition("set -euo")[0]
     assert "--secret-volume" in older
-    assert "--priority " not in older, "only what is used"
+    assert "--preemptibility" not in older, "only what is used"
     with pytest.raises(UserError) as caught:
         render(example("train", (*EVERY, "cluster.gang=volcano"))[0], "runai")
     for key in ("fs_group", "hugepages", "ephemeral_storage", "runtime_class", "network_policy", "pod_monitor", "gang"):

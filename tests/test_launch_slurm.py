@@ -274,6 +274,7 @@ def test_what_slurm_cannot_do_is_refused_by_name() -> None:
         (("cluster.container=pyxis", IMAGE), "is not mounted at its own path, to be written to"),
         (("cluster.container=pyxis", IMAGE, "cluster.volumes=[{claim: a, path: /data}]"), "folders of its nodes only"),
         (("cluster.deadline_seconds=60",), "60 s, and saving may take"),
+        (("cluster.sbatch={output: /x/y.log}",), "windlass sets it, and relies on it"),
         (("cluster.container=pyxis", IMAGE, "train.output_dir=out"), "out is a path of this working folder"),
     ):
         with pytest.raises(UserError, match=what):

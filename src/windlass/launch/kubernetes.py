@@ -139,6 +139,9 @@ def findings(job: Job) -> Iterator[Problem | str]:
     yield from pod_problems(job)
     yield from refused_keys(job, pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
     yield from ignored_keys(cluster, IGNORED, "Kubernetes")
+    if cluster.scheduler_name and not pod.gang(cluster) and not cluster.queue and job.nodes > 1:
+        what = f"{cluster.scheduler_name} is given no PodGroup: nodes may start one by one, and wait for each other"
+        yield f"{job.where('cluster.scheduler_name')}: {what}; cluster.gang or cluster.queue start them together"
     if job.engine == "trainer":
         hint = "use cluster.engine: jobset, which every Kubeflow Trainer comes with"
         version = cluster.trainer_version or OLDEST_TRAINER

@@ -54,6 +54,11 @@ REFUSED = {
     **dict.fromkeys(("gang", "scheduler_name", "network_policy", "pod_monitor"), "remove it: it is Kubernetes'"),
     **dict.fromkeys(("runtime_class", "fs_group", "supplemental_groups"), "remove it: it is Kubernetes'"),
 }
+# Options of sbatch that `logs`, `stop`, the rendezvous and the saving at the time limit rely on.
+RELIED_ON = (
+    *("job-name", "nodes", "ntasks-per-node", "ntasks", "signal", "requeue", "no-requeue", "open-mode", "chdir"),
+    *("output", "error"),
+)
 
 
 def options(job: Job) -> dict[str, str]:
@@ -162,6 +167,9 @@ def review(job: Job) -> Iterator[Problem | str]:
     if seconds and seconds <= job.grace_seconds:
         what = f"{seconds} s, and saving may take {job.grace_seconds} s of them"
         yield Problem(what, job.where("cluster.deadline_seconds"), "raise it")
+    for option in cluster.sbatch.keys() & {*RELIED_ON}:
+        hint = "remove it; nodes and time to save are cluster.nodes and cluster.grace_seconds"
+        yield Problem("windlass sets it, and relies on it", job.where(f"cluster.sbatch.{option}"), hint)
     yield from refused_keys(job, REFUSED, "Slurm")
     yield from ignored_keys(cluster, IGNORED, "Slurm")
 

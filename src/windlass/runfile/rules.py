@@ -196,6 +196,8 @@ def _machines(run: Run) -> Iterator[Clash]:
             yield key, what, "set one of claim, secret, config_map, empty_dir and host"
         elif volume.medium and "empty_dir" not in sources:
             yield key, "only an empty_dir has a medium", "remove medium"
+        if any(volume.path.rstrip("/") == other.path.rstrip("/") for other in cluster.volumes[:index]):
+            yield key, f"two volumes at {volume.path}", "mount one of them elsewhere"
     if cluster.queue_priority and not cluster.queue:
         yield "cluster.queue_priority cluster.queue", "there is no queue to have a place in", "set cluster.queue"
     if "topology" in cluster.model_fields_set and not cluster.topology_key:
@@ -208,6 +210,13 @@ def _machines(run: Run) -> Iterator[Clash]:
         yield "cluster.pod_monitor watch.prometheus_address", "only the pod itself could scrape it", hint
     for name in sorted({RUN_LABEL, MANAGED_BY} & set(cluster.labels)):
         yield f"cluster.labels.{name}", "windlass finds the run's objects by it", "remove it"
+    for key, name, other in (
+        ("labels", "kueue.x-k8s.io/queue-name", "queue"),
+        ("labels", "kueue.x-k8s.io/priority-class", "queue_priority"),
+        ("annotations", "k8s.v1.cni.cncf.io/networks", "networks"),
+    ):
+        if name in getattr(cluster, key):
+            yield f"cluster.{key}.{name}", f"cluster.{other} sets it", f"set cluster.{other} instead"
     for name, value in cluster.env.items():
         if started(name):
             yield f"cluster.env.{name}", "is set by the launcher", "remove it"
