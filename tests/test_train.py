@@ -209,6 +209,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "over a finished one": case(2, resume=True, train__output_dir="{out}/whole", **SAVING),
         "unlike nodes": case(2, layout__base_dtype="bf16", on_rank_1=["layout.base_dtype=fp8"]),
         "unlike run files": case(2, on_rank_1=["lora.lora_alpha=16", "train.learning_rate=0.1"]),
+        "unlike images": case(2, on_rank_1=["watch.non_finite=skip"], versions_of_rank_1={"peft": "0.19.0"}),
         "unlike models": case(2, model_of_rank_1="{folder}/other model"),
         "unlike rows": case(2, data__dataset_name_or_path="data", folder_of_rank_1="{folder}/other"),
         "no data": case(2, data__text_field="nope", train__output_dir="{out}/mended"),
@@ -697,6 +698,7 @@ def test_a_slow_rank_is_told_from_those_that_wait_for_it(two: Outcomes, name: st
         ("dead", "RunError", ["layers.0.mlp.shared_experts"]),
         ("unlike nodes", "UserError", ["rank 0 and rank 1 plan different runs: layout.base_dtype bf16 and fp8"]),
         ("unlike run files", "UserError", ["lora.lora_alpha 8 and 16", "train.learning_rate 0.005 and 0.1"]),
+        ("unlike images", "UserError", ["watch.non_finite stop and skip", "peft's version 0.", " and 0.19.0"]),
         ("unlike models", "UserError", ["rank 0 and rank 1 plan different runs: the base model's files"]),
         ("unlike rows", "UserError", ["rank 0 and rank 1 have different data, though the run file names the same"]),
         ("no data", "UserError", ["no column 'nope'"]),
@@ -705,6 +707,7 @@ def test_a_slow_rank_is_told_from_those_that_wait_for_it(two: Outcomes, name: st
         ("resumed with another adapter", "UserError", ["was 4 when this run began, is 8 now"]),
     ],
 )
+@pytest.mark.fault("ranks with other library versions", "`windlass train`", "peft's version")
 @pytest.mark.fault("ranks with other run files", "`windlass train`", "lora.lora_alpha 8 and 16")
 @pytest.mark.fault(
     "ranks with other base weights", "`windlass train`", "rank 0 and rank 1 plan different runs: the base model's files"

@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from windlass import plan as planning
 from windlass import runfile, tiny
+from windlass import train as training
 from windlass.data.hub import require_published
-from windlass.errors import UserError
+from windlass.errors import SAVED, UserError
 from windlass.files import Unwritten, read_json, read_json_lines
 from windlass.observe.background import BackgroundReport
 from windlass.train import checkpoint, resume, run
@@ -232,6 +233,20 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
     gpu = planning.make(runfile.read(tmp_path / "run.yaml", ["data.dataset_name_or_path=org/set", "cluster.gpu=h200"]))
     with pytest.raises(UserError, match=r"planned for h200, and torch .* finds no usable GPU"):
         run.require_device(gpu)
+
+
+def test_a_signal_before_the_ranks_are_started_ends_the_command() -> None:
+    def plan() -> Any:
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            training.train(plan, arguments=[], environ={}, resume=False, say=print)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGUSR1, before[1])
+    assert caught.value.code == SAVED
 
 
 @pytest.mark.fault("50 starts at once on one machine", "`windlass train`", "each has a port of its own")

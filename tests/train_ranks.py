@@ -221,7 +221,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
             FAULTS[name].plant(loop)
         return loop
 
-    original, run.make_loop = run.make_loop, loop_of
+    original, run.make_loop, libraries = run.make_loop, loop_of, vars(run)["versions"]
     folder = Path.cwd()
     try:
         if here.rank == 1 and "folder_of_rank_1" in case:
@@ -231,6 +231,8 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         )
         if here.rank == 1 and "model_of_rank_1" in case:  # another node's files under the same name
             plan = replace(plan, base=find_base(case["model_of_rank_1"], "model"))
+        if here.rank == 1:  # another image on another node
+            vars(run)["versions"] = lambda names: libraries(names) | case.get("versions_of_rank_1", {})
         allowed = {"allow_other_base": case.get("allow_other_base", False)}
         if case.get("best"):
             folder_of_run = Path(plan.loaded.run.train.output_dir)
@@ -243,7 +245,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         seen["where"] = error.problems[0].where
     finally:
         os.chdir(folder)
-        run.make_loop = original
+        run.make_loop, vars(run)["versions"] = original, libraries
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     seen |= {"collectives": watched.names, "gathered": watched.gathered, "waits": watched.waits}
     return seen

@@ -23,12 +23,14 @@ script      a run of kind: script
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.run_folder import MANIFEST, read_manifest
 from windlass.runfile import Data, Loaded, RunFile
 from windlass.runfile.machines import GRACE_SECONDS
@@ -52,6 +54,10 @@ def train(
     say: Callable[[UserError], None],
 ) -> int:
     """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or be one. Returns the exit code."""
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # until ranks are there: nothing is lost
+            signal.signal(number, lambda *_: sys.exit(SAVED))
 
     def checked() -> Plan:
         plan = make_plan()

@@ -25,12 +25,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from windlass.data.prepare import Prepared, prepare
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import Unwritten, commit_dir, write_json
+from windlass.hardware import read_gpus
 from windlass.observe.background import BackgroundReport
 from windlass.observe.flops import Rates
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
-from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, MANIFEST, STOPPED, update_manifest
+from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, MANIFEST, STOPPED, update_manifest, versions
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batches, Collate
 from windlass.train.console import Progress, header, quiet
@@ -43,6 +44,7 @@ from windlass.train.parallel import assert_sharded, device_of_this_rank
 from windlass.train.rank import Rank, StopSignal
 from windlass.train.ranks import allocate_by_segments, clear_accelerate
 from windlass.train.resume import (
+    LIBRARIES,
     base_identity,
     claim,
     facts,
@@ -139,6 +141,9 @@ def run(
         loop.run(from_checkpoint)
         if not loop.stopped:
             loop.watch.finish()
+            if from_checkpoint is None and not loop.liveness.done:
+                what = f"{loop.step} steps were too few to see all of the adapter train: parts may be as they began"
+                console.print(f"warning: {what}; set a larger train.max_steps", style="yellow")
     if loop.stopped:
         if here.rank == 0:
             update_manifest(folder, state=STOPPED)
@@ -192,7 +197,8 @@ def require_device(plan: Plan) -> None:
     """A run that was planned for GPUs would take weeks on the CPU, and say nothing."""
     if plan.machine.gpu.name != "cpu" and not torch.cuda.is_available():
         raise UserError(
-            f"the run is planned for {plan.machine.gpu.name}, and torch {torch.__version__} finds no usable GPU",
+            f"the run is planned for {plan.machine.gpu.name}, and torch {torch.__version__} finds no usable GPU "
+            f"(driver {(found := read_gpus(health=False)).driver or found.error})",
             plan.loaded.where("cluster.gpu"),
             "see `windlass check --here`; to train on the CPU set cluster.gpu: cpu",
         )
@@ -261,9 +267,12 @@ def require_same_plan(plan: Plan, identity: str) -> None:
         "train.per_device_train_batch_size": plan.batch.micro,
         "train.gradient_accumulation_steps": plan.batch.accumulation,
     }
-    of_files = {f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train") for key in run[name]}
+    of_files = {
+        f"{name}.{key}": run[name][key] for name in ("model", "lora", "data", "train", "watch") for key in run[name]
+    }
+    libraries = {f"{name}'s version": one for name, one in versions(LIBRARIES).items() if name != "python"}
     config = {f"config.json's {key}": value for key, value in forward_config(plan.base).items()}
-    plans = group.gather({**of_files, **of_node, "the base model's files": identity} | config)
+    plans = group.gather({**of_files, **of_node, "the base model's files": identity} | config | libraries)
     other = next((rank for rank, theirs in enumerate(plans) if theirs != plans[0]), None)
     if other is not None:
         differing = [name for name in plans[0] | plans[other] if plans[0].get(name) != plans[other].get(name)]
@@ -271,6 +280,8 @@ def require_same_plan(plan: Plan, identity: str) -> None:
         hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
         if not set(differing) <= of_node.keys():
             hint = "start all ranks with the same run file, and give all nodes the same copy of the base model"
+        if set(differing) <= libraries.keys():
+            hint = "use one image, or one environment, on all nodes"
         problem = f"rank 0 and rank {other} plan different runs: {differs}"
         raise UserError(problem, plan.loaded.where("cluster.gpu"), hint)
 
