@@ -172,10 +172,8 @@ def find_problems(
             found.append(Problem(problem, place, hint))
         if vocabulary is not None and (figures["highest_id"] or 0) >= vocabulary:
             problem = f"{split} has token id {figures['highest_id']}, the model's vocabulary ends at {vocabulary - 1}"
-            hint = (
-                "take the tokenizer files of the model's own folder; tokens of your own need rows in the model: resize "
-            )
-            hint += "it once with transformers' resize_token_embeddings, save it, and train lora.modules_to_save"
+            hint = "take the tokenizer files of the model's own folder; for tokens of your own, resize the model once "
+            hint += "with transformers' resize_token_embeddings, save it, and train lora.modules_to_save"
             found.append(Problem(problem, where("model.model_name_or_path"), hint))
     train = audit["splits"]["train"]
     if train["documents"] and train["supervised_fraction"] < least_fraction:

@@ -167,7 +167,7 @@ def review(job: Job) -> Iterator[Problem | str]:
     if seconds and seconds <= job.grace_seconds:
         what = f"{seconds} s, and saving may take {job.grace_seconds} s of them"
         yield Problem(what, job.where("cluster.deadline_seconds"), "raise it")
-    for option in cluster.sbatch.keys() & {*RELIED_ON}:
+    for option in sorted({*RELIED_ON} & cluster.sbatch.keys()):
         hint = "remove it; nodes and time to save are cluster.nodes and cluster.grace_seconds"
         yield Problem("windlass sets it, and relies on it", job.where(f"cluster.sbatch.{option}"), hint)
     yield from refused_keys(job, REFUSED, "Slurm")

@@ -7,7 +7,6 @@ of a model; it is no defence against somebody who wants two models to have the s
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from xxhash import xxh3_64_intdigest
 
 from windlass.model import Stored
 
-WORD: Final = 8  # bytes of a hash
 MODULUS: Final = 2**64
 hash_row: Callable[[Any], int] = xxh3_64_intdigest
 
@@ -49,7 +47,7 @@ def digest_text(total: int) -> str:
 @functools.lru_cache(maxsize=4096)
 def _name_key(stored: Stored) -> np.uint64:
     text = f"{stored.key} {stored.dtype} {list(stored.shape)}".encode()
-    return np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=WORD).digest(), "little"))
+    return np.uint64(hash_row(text))
 
 
 def _mixed(words: Words) -> Words:

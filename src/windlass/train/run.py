@@ -142,7 +142,7 @@ def run(
         if not loop.stopped:
             loop.watch.finish()
             if from_checkpoint is None and not loop.liveness.done:
-                what = f"{loop.step} steps were too few to see all of the adapter train: parts may be as they began"
+                what = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
                 console.print(f"warning: {what}; set a larger train.max_steps", style="yellow")
     if loop.stopped:
         if here.rank == 0:
