@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import random
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -151,22 +152,32 @@ def test_the_digest_of_a_base_is_of_every_byte_at_its_place(root: Path, tmp_path
 
 
 def test_signs_and_places_of_rows_count_in_the_digest() -> None:
-    """Highest bits of words are what sums lose first."""
-    for dtype, name in ((torch.float32, "F32"), (torch.float64, "F64"), (torch.bfloat16, "BF16")):
-        values = torch.randn(6, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
-        stored, box = Stored("w", name, (6, 24), Path("f"), 0, values.nbytes), ((0, 6), (0, 24))
+    """Highest bits of words are what sums lose first. Parts add up to the whole, wherever they are cut."""
+    dice = random.Random(0)
+    for shape in ((6, 24), (1100, 24), (2, 700, 8), (3000,)):
+        for dtype, name in ((torch.float32, "F32"), (torch.float64, "F64"), (torch.bfloat16, "BF16")):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+            stored = Stored("w", name, shape, Path("f"), 0, values.nbytes)
 
-        def digest(changed: Tensor, stored: Stored = stored, box: Any = box) -> int:
-            return digest_box(stored, box, changed)
+            def digest(changed: Tensor, box: Any, stored: Stored = stored, file: Tensor = values) -> int:
+                part = changed[tuple(slice(*span) for span in box)].contiguous()
 
-        swapped, turned, few = values[[1, 0, 2, 3, 4, 5]], values.clone(), values.clone()
-        turned[2] *= -1
-        few[3, 3] *= -1
-        few[3, 7] *= -1
-        others = [digest(each) for each in (values, swapped, turned, few, values.flip(1))]
-        assert len(set(others)) == 5
-        halves = [digest(values[a:b].contiguous(), box=((a, b), (0, 24))) for a, b in ((0, 2), (2, 6))]
-        assert sum(halves) % MODULUS == others[0]
+                def read(_: Stored, box: Any, into: Tensor) -> None:
+                    into.copy_(file[tuple(slice(*span) for span in box)])
+
+                return digest_box(stored, box, part, read)
+
+            box, rows = [(0, size) for size in shape], max(len(shape) - 2, 0)
+            swapped, turned, few = values.clone(), values.clone(), values.clone()
+            swapped[[0, 1]] = swapped[[1, 0]]
+            turned[-1] *= -1
+            few.view(-1)[[70, 75]] *= -1
+            others = [digest(each, box) for each in (values, swapped, turned, few, values.flip(-1))]
+            assert len(set(others)) == 5
+            for _ in range(5):
+                cuts = sorted({0, shape[rows], *(dice.randrange(shape[rows]) for _ in range(4))})
+                parts = [digest(values, [*box[:rows], (a, b), *box[rows + 1 :]]) for a, b in itertools.pairwise(cuts)]
+                assert sum(parts) % MODULUS == others[0], (shape, cuts)
 
 
 @IN_BOTH

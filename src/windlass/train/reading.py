@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -107,7 +108,9 @@ def whole_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
     """The scale of an FP8 weight in float32, and its digest."""
     scale = whole(stored, files)
     require_scale(scale.float(), stored.key)
-    return scale.float(), digest_box(stored, tuple((0, size) for size in stored.shape), scale)
+    return scale.float(), digest_box(
+        stored, tuple((0, size) for size in stored.shape), scale, partial(read_box, files=files)
+    )
 
 
 def require_finite(values: Tensor, key: str) -> None:
@@ -151,17 +154,17 @@ def fill(
         dtype = DTYPES[piece.stored.dtype]
         in_place = region.device.type == "cpu" and region.is_contiguous() and region.dtype == dtype
         if scale is None and put is None and in_place:
-            read_box(piece.stored, there, region, files)
+            read(piece.stored, there, region)
             require_finite(region, piece.stored.key)
             if zeros is not None:
                 require_no_erased(region, spread(zeros, piece.stored.shape, there, block), piece.stored.key)
-            return digest_box(piece.stored, there, region)
+            return digest_box(piece.stored, there, region, read)
         values = torch.empty([b - a for a, b in box], dtype=dtype)
-        read_box(piece.stored, there, values, files)
+        read(piece.stored, there, values)
         require_finite(values, piece.stored.key)
         if zeros is not None:
             require_no_erased(values, spread(zeros, piece.stored.shape, there, block), piece.stored.key)
-        digest = digest_box(piece.stored, there, values)
+        digest = digest_box(piece.stored, there, values, read)
         values = values.to(region.device)
         if scale is not None:
             values = decode(values)
@@ -174,7 +177,7 @@ def fill(
             put(region, values.float())
         return digest
 
-    jobs, filled, digest = [], 0, 0
+    read, jobs, filled, digest = partial(read_box, files=files), [], 0, 0
     for piece in pieces:
         if shared := intersection(own, piece_box(piece)):
             scale = zeros = None

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,7 +70,7 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
             values = torch.empty([stop - start for start, stop in box], dtype=DTYPES[stored.dtype])
             read_box(stored, box, values, files)
             advance(values.nbytes)
-            return digest_box(stored, box, values)
+            return digest_box(stored, box, values, partial(read_box, files=files))
 
         try:
             return digest_text(sum(pool.map(digest, jobs())))
