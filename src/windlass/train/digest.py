@@ -55,9 +55,9 @@ def digest_box(stored: Stored, box: Box, values: Tensor, read: Callable[[Stored,
     full = own.shape[1] // (together * width)
     whole, rest = np.split(own, [full * together * width], axis=1)
     if (end := min(last * together, rows)) > stop:
-        beyond = tuple((stop, end) if axis == len(wide) - 2 else extent for axis, extent in enumerate(wide))
+        beyond = (*wide[:-2], (stop, end), wide[-1])[: len(stored.shape)]
         behind = torch.empty([b - a for a, b in beyond], dtype=values.dtype)
-        read(stored, beyond[:-1] if vector else beyond, behind)
+        read(stored, beyond, behind)
         rest = np.concatenate([rest, _bytes(behind).reshape(len(own), -1)], axis=1)
     hashes = np.empty((len(own), last - first), np.uint64)
     hashes[:, :full] = np.fromiter(map(hash_rows, whole.reshape(-1, together * width)), np.uint64).reshape(
