@@ -21,8 +21,9 @@ import warm
 
 from windlass import tiny
 from windlass.errors import UserError
-from windlass.model.base import fetched_folder
+from windlass.model.base import fetched_folder, read_base
 from windlass.model.files import HEADERS, read_headers
+from windlass.train.same_base import digest_files
 
 SHA = "a" * 40
 CARD = "---\nconfigs:\n- config_name: small\n  data_files: [{split: train, path: small/*}]\n---\n"
@@ -269,6 +270,8 @@ def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeyp
     plan, out = planned()
     assert plan == expected
     assert "no weights in" not in out
+    (published,) = (tmp_path / "hf").rglob("windlass-published.json")
+    assert json.loads(published.read_text())["digest of all weights"] == digest_files(read_base(source))
 
 
 def test_a_model_whose_name_begins_alike_is_not_taken_from_the_cache(

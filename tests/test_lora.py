@@ -249,6 +249,22 @@ def test_an_update_too_small_for_bfloat16_is_caught() -> None:
         Steps(model).step(1e-6)
 
 
+def test_updates_that_are_rounded_away_later_are_seen() -> None:
+    model = adapted(dtype="bfloat16")
+    parameters = list(trained(model).values())
+    for parameter in parameters:
+        parameter.data.fill_(1.0)
+    for update, share, expected in ((1e-4, 1.0, [50, 100]), (1e-4, 0.05, []), (0.1, 1.0, [])):
+        liveness, found = Liveness(model, Replicas(model), "runs/one"), []
+        for _ in range(102):
+            for parameter in parameters:
+                parameter.data.add_(update)
+            found.append(liveness.find_unchanged(share))
+        assert [step for step, text in enumerate(found) if text] == expected, (update, share)
+        for text in filter(None, found):
+            assert text.startswith(f"{len(parameters)} of the adapter's {len(parameters)} tensors: base_model.")
+
+
 def test_experts_without_useful_tokens_are_excused() -> None:
     steps = Steps(adapted(experts=2))
     steps.step(1e-3)

@@ -206,6 +206,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "drift": case(2, faults=["drift"], **SAVING),
         "dead": case(2, faults=["detach 0", "detach 1"]),
         "whole": case(2, **SAVING),
+        "one step": case(2, train__max_steps=1),
         "over a finished one": case(2, resume=True, train__output_dir="{out}/whole", **SAVING),
         "unlike nodes": case(2, layout__base_dtype="bf16", on_rank_1=["layout.base_dtype=fp8"]),
         "unlike run files": case(2, on_rank_1=["lora.lora_alpha=16", "train.learning_rate=0.1"]),
@@ -696,31 +697,45 @@ def test_a_slow_rank_is_told_from_those_that_wait_for_it(two: Outcomes, name: st
     [
         ("drift", "RunError", ["1 adapter tensors differ between ranks"]),
         ("dead", "RunError", ["layers.0.mlp.shared_experts"]),
-        ("unlike nodes", "UserError", ["rank 0 and rank 1 plan different runs: layout.base_dtype bf16 and fp8"]),
-        ("unlike run files", "UserError", ["lora.lora_alpha 8 and 16", "train.learning_rate 0.005 and 0.1"]),
-        ("unlike images", "UserError", ["watch.non_finite stop and skip", "peft's version 0.", " and 0.19.0"]),
-        ("unlike models", "UserError", ["rank 0 and rank 1 plan different runs: the base model's files"]),
-        ("unlike rows", "UserError", ["rank 0 and rank 1 have different data, though the run file names the same"]),
+        (
+            "unlike nodes",
+            "UserError",
+            ["the ranks plan different runs: layout.base_dtype is fp8 on rank 1, bf16 on rank 0"],
+        ),
+        (
+            "unlike run files",
+            "UserError",
+            ["lora.lora_alpha is 16 on rank 1, 8 on rank 0", "train.learning_rate is 0.1 on rank 1"],
+        ),
+        (
+            "unlike images",
+            "UserError",
+            ["watch.non_finite is skip on rank 1, stop", "peft's version is 0.19.0 on rank 1, 0."],
+        ),
+        ("unlike models", "UserError", ["the ranks plan different runs: the base model's fingerprint is "]),
+        ("unlike rows", "UserError", ["the ranks have different data, though the run file names the same"]),
         ("no data", "UserError", ["no column 'nope'"]),
         ("over a finished one", "UserError", ["holds a finished run"]),
         ("over an unfinished one", "UserError", ["holds an unfinished run"]),
         ("resumed with another adapter", "UserError", ["was 4 when this run began, is 8 now"]),
     ],
 )
-@pytest.mark.fault("ranks with other library versions", "`windlass train`", "peft's version")
-@pytest.mark.fault("ranks with other run files", "`windlass train`", "lora.lora_alpha 8 and 16")
+@pytest.mark.fault("ranks with other library versions", "`windlass train`", "peft's version is")
+@pytest.mark.fault("ranks with other run files", "`windlass train`", "lora.lora_alpha is 16 on rank 1, 8 on rank 0")
 @pytest.mark.fault(
-    "ranks with other base weights", "`windlass train`", "rank 0 and rank 1 plan different runs: the base model's files"
+    "ranks with other base weights",
+    "`windlass train`",
+    "the ranks plan different runs: the base model's fingerprint is ",
 )
 @pytest.mark.fault(
     "ranks with other rows",
     "`windlass train`",
-    "rank 0 and rank 1 have different data, though the run file names the same",
+    "the ranks have different data, though the run file names the same",
 )
 @pytest.mark.fault(
     "nodes that choose other layouts",
     "`windlass train`",
-    "rank 0 and rank 1 plan different runs: layout.base_dtype bf16 and fp8",
+    "the ranks plan different runs: layout.base_dtype is fp8 on rank 1, bf16 on rank 0",
 )
 @pytest.mark.fault(
     "replicas of the adapter that drift apart", "`windlass train`", "1 adapter tensors differ between ranks"
@@ -738,10 +753,12 @@ def test_a_fault_stops_every_rank(two: Outcomes, name: str, kind: str, messages:
 def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
     assert [path.name for path in checkpoint.saved(two.folder / "drift" / "checkpoints")] == ["step-3"]
     assert two.steps("dead") == []
+    assert two["one step"]["code"] == 0
+    assert two.said.count("warning: too few steps (1) to see all of the adapter train") == 1
     assert (two["mended"]["code"], len(two.steps("mended"))) == (0, 3), "one that failed before its first step"
     for outcome in four.ranks:
         # Unseen, they would wait in collectives of groups that others don't have.
-        assert "rank 1 plan different runs: layout.expert_parallel 2 and 4" in outcome["unlike nodes"]["error"]
+        assert "layout.expert_parallel is 4 on rank 1, 2 on " in outcome["unlike nodes"]["error"]
         assert "experts" in outcome["experts not averaged"]["error"]
         assert "differ between ranks after a step" in outcome["experts not averaged"]["error"]
 

@@ -24,8 +24,10 @@ from windlass import runfile, tiny
 from windlass import train as training
 from windlass.data.hub import require_published
 from windlass.errors import SAVED, UserError
-from windlass.files import Unwritten, read_json, read_json_lines
+from windlass.fetch import record_digest
+from windlass.files import Unwritten, read_json, read_json_lines, write_json
 from windlass.observe.background import BackgroundReport
+from windlass.plan.layout import Layout
 from windlass.train import checkpoint, resume, run
 from windlass.train.checkpoint import Snapshot
 from windlass.train.load import load
@@ -200,7 +202,7 @@ def test_a_balancing_loss_is_trained_on_if_asked_for_and_is_no_part_of_the_evalu
 
 
 def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planned_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, model = tmp_path / "run", tmp_path / "model"
     tiny.write(model)
@@ -216,6 +218,16 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
         model, {name: hashlib.sha256((model / name).read_bytes()).hexdigest() for name in ["model.safetensors"]}, print
     )
     assert resume.base_identity(plan.base) == before
+    record_digest(model, print)
+    stored = max((piece.stored for p in plan.base.parameters for piece in p.pieces), key=lambda s: s.end - s.start)
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(stored.start + 1000)
+        (byte,) = file.read(1)
+        file.seek(stored.start + 1000)
+        file.write(bytes([byte ^ 1]))
+    alone = Layout("one-gpu", "for this test", 1, 1, shard=1, precision="no")
+    with pytest.raises(UserError, match=r"its weights have changed since they were fetched: digest \w+ then, \w+ now"):
+        load(plan.base, alone)
     tiny.write(model, seed=1)
     with pytest.raises(
         UserError, match=r"model.safetensors: is not the file whose SHA-256 was compared with the hub's"
@@ -223,9 +235,14 @@ def test_a_run_goes_on_with_the_files_and_the_kind_of_machine_that_it_was_planne
         resume.base_identity(plan.base)
     (model / "windlass-published.json").unlink()
     after = resume.base_identity(plan.base)
+    (model / "tokenization_own.py").write_text("")
+    assert resume.base_identity(plan.base) not in (before, after), "code that tokenizes belongs to the base"
+    (model / "tokenization_own.py").unlink()
     with pytest.raises(UserError, match="the base model's files are not those that this run began with"):
         resume.claim(folder, plan, after, say, resume=True)
+    write_json(folder / "manifest.json", read_json(folder / "manifest.json") | {"versions": {"torch": "2.0.0"}})
     assert resume.claim(folder, plan, before, say, resume=True) is None
+    assert f"this run began with torch 2.0.0 and continues with {torch.__version__}" in capsys.readouterr().err
 
     # A GPU that torch can't use would otherwise mean weeks on the CPU.
     run.require_device(plan)

@@ -42,6 +42,31 @@ def test_a_full_disk_before_the_first_step_is_named(tmp_path: Path) -> None:
         crew(tmp_path, body, 1)
 
 
+def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: Path) -> None:
+    body = """
+    def work():
+        time.sleep(0.3 * here.rank)
+        raise RunError("1 adapter tensor is not training" if here.rank < 2 else "another error", "runs/one")
+    """
+    script = tmp_path / "rank.py"
+    script.write_text(PROLOGUE + textwrap.dedent(body) + RUN)
+    said: dict[str, str] = {}
+    for port in ("1", "2"):  # another start says it again
+        own = {"WORLD_SIZE": "3", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
+        ranks = [
+            subprocess.Popen(
+                [warm.python(), str(script)],
+                env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
+        said[port] = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
+    for text in said.values():
+        assert text.count("1 adapter tensor is not training") == text.count("another error") == 1, text
+
+
 # --- which rank this is, and how many there are ---
 
 

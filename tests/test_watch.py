@@ -164,6 +164,11 @@ def unchanging(step: int, _rank: int, line: Record) -> None:
         line["loss"] = 2.1 + step / 1e9
 
 
+def rounded_away(step: int, _rank: int, line: Record) -> None:
+    if step % 50 == 1 and step > 200:
+        line["unchanged"] = "4 of the adapter's 8 tensors: a, b"
+
+
 def poisoned(step: int, _rank: int, line: Record) -> None:
     if step == 77:
         line |= {"grad_norm": None, "non_finite": ["grad_norm"], "skipped": True}
@@ -188,6 +193,7 @@ FAULTS: dict[str, tuple[Fault, str, int | None, str]] = {
     "saturated": (saturated, "dead_adapter", None, "in the first, and the loss has not fallen"),
     "guessing": (guessing, "dead_adapter", None, "of the last 10 steps is 5.704, ln(vocabulary): the model guesses"),
     "unchanging": (unchanging, "dead_adapter", None, "the loss is 2.1 in 10 steps in a row"),
+    "rounded away": (rounded_away, "dead_adapter", None, "changed nothing in 4 of the adapter's 8 tensors: a, b; they"),
     "broken": (broken, "non_finite", None, "loss; rank 0, rows 616, 617"),
     "non-finite": (poisoned, "non_finite", None, "grad_norm, update skipped; rank 0, rows 616, 617"),
 }
@@ -391,6 +397,22 @@ def test_the_live_view_shows_and_follows_a_run(tmp_path: Path) -> None:
     text = draw(view)
     assert "no sign of life from any rank for 8:2" in text
     assert "forward" in text
+    assert "note: " not in text
+    manifest.write_text('{"state": "running", "run": {"train": {"max_grad_norm": 0.01}}}')
+    (tmp_path / "plan.json").write_text('{"estimate": {"step_seconds": 0.1}, "memory": {"gpu_gib": 40}}')
+
+    def drifting(step: int, _rank: int, line: Record) -> None:
+        line["experts"] = {"experts": 8, "busiest": [1.5, 1.2 if step < 30 else 4.0], "idlest": [], "unused": []}
+
+    write(tmp_path, count=40, fault=drifting)
+    notes = [line for line in draw(live.View(tmp_path)).splitlines() if line.startswith("note: ")]
+    assert [note.split(" ", 3)[1:3] for note in notes] == [
+        ["100%", "of"],
+        ["the", "busiest"],
+        ["a", "step"],
+        ["the", "peak"],
+    ]
+    assert "layer 1 takes 4.0 times an even share of the tokens, 1.2 times at the start" in notes[1]
     states: list[str] = []
 
     def show() -> None:

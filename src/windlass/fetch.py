@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.data.hub import fetch, fetch_set
 from windlass.data.mix import all_sets
 from windlass.data.sources import HUB_NAME, resolve
+from windlass.errors import UserError
+from windlass.files import read_json, write_json
+from windlass.model import read_base
+from windlass.model.files import DIGEST, PUBLISHED
 
 if TYPE_CHECKING:
     from windlass.runfile import RunFile
@@ -32,6 +37,7 @@ def fetch_run(
     else:
         files, place = MODEL_FILES[headers_only:], where("model.model_name_or_path")
         found["model"] = fetch(name, "model", files, place, say, DUPLICATES, headers=headers_only)
+        record_digest(found["model"], say)
     for each in () if headers_only else all_sets(run.data, where):
         name = each.data.dataset_name_or_path
         if resolve(each.data, each.where).format == "hub":
@@ -41,3 +47,18 @@ def fetch_run(
     for part, folder in found.items():
         say(f"{part}: {folder}")
     return found
+
+
+def record_digest(folder: Path, say: Callable[[str], None]) -> None:
+    """Beside the files that had their published SHA-256: the digest that loading them has to find, to the last bit."""
+    published = read_json(folder / PUBLISHED)
+    if not published or DIGEST in published or find_spec("torch") is None:
+        return
+    try:
+        base = read_base(folder)
+    except UserError:  # a model that windlass can't train: `plan` says why
+        return
+    from windlass.train.same_base import digest_files
+
+    say("hashing the weights as training will")
+    write_json(folder / PUBLISHED, {**published, DIGEST: digest_files(base)})

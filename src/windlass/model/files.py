@@ -18,6 +18,7 @@ from windlass.model.parameters import Stored
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 HEADERS: Final = "windlass-headers.json"  # of files that `windlass fetch --headers-only` left at the hub
+DIGEST: Final = "digest of all weights"  # in it: what loading has to find; another name if its definition changes
 PUBLISHED: Final = "windlass-published.json"  # samples of files that had their published SHA-256 when fetched
 CONVERT: Final = (
     "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"

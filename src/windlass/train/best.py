@@ -26,7 +26,7 @@ from windlass.train.lora import attach
 from windlass.train.loss import patch_forward
 from windlass.train.parallel import device_of_this_rank
 from windlass.train.rank import Rank
-from windlass.train.run import join, precision, tokenizer_of
+from windlass.train.run import join, precision, require_device, tokenizer_of
 from windlass.train.same_base import recorded_base, require_same_base
 
 if TYPE_CHECKING:
@@ -69,6 +69,10 @@ def best(
 ) -> int:
     """One rank's part; rank 0 shows the ranking."""
     job, console = plan.loaded.run, quiet(here)
+    try:
+        require_device(plan)
+    except UserError as error:  # a small model is quickly evaluated on a CPU, too
+        console.print(f"warning: {error.problems[0].problem}: evaluating on the CPU", style="yellow")
     join(here, job.train.ddp_timeout)
     saved = checkpoint.saved(run_folder / CHECKPOINTS)[::-1]
     faults = group.on_rank_0(lambda: {folder: checkpoint.damage(folder) for folder in saved})

@@ -15,6 +15,9 @@ from windlass.model.targets import ExpertShard, ExpertShards, by_expert
 from windlass.train.group import first_few
 from windlass.train.sync import Replicas, fingerprints, local
 
+INTERVAL = 50  # updates between two looks at what they changed
+TAIL = 0.1  # share of the run's learning rate below which an update may well be too small to change anything
+
 
 class Liveness:
     """Call `before_update` and `after_update` around every optimizer step; both do nothing once `done`.
@@ -34,6 +37,8 @@ class Liveness:
         self.phases = [names for names in phases if names]  # still to be proven, one after the other
         self.tokens = ExpertTokens(model, replicas)
         self.before: Tensor | None = None  # fingerprints, between an update's two calls
+        self.last_seen: Tensor | None = None  # fingerprints, INTERVAL updates ago
+        self.updates = 0
         self.graded = False  # whether the phase's gradients are proven, and only a step that moves it is missing
         self._require(replicas.differing(), "they differ between ranks before the first step")
 
@@ -57,7 +62,7 @@ class Liveness:
             self._require(self.tokens.dead(self.named, names), "they had tokens and no gradient")
             self.graded = True
         self.tokens.step(moved=learning_rate > 0)
-        self.before = self._fingerprints() if learning_rate > 0 else None
+        self.before = self._fingerprints(names) if learning_rate > 0 else None
 
     def skip_update(self) -> None:
         """This step is left out: the tokens that experts had in it are due no gradient."""
@@ -68,7 +73,7 @@ class Liveness:
         """The optimizer has stepped."""
         if self.done or self.before is None:
             return
-        moved = self.replicas.all_reduce_max((self._fingerprints() != self.before).int()).tolist()
+        moved = self.replicas.all_reduce_max((self._fingerprints(self.phases[0]) != self.before).int()).tolist()
         still = [name for name, one in zip(self.phases[0], moved, strict=True) if not one]
         self._require(still, "they did not change in a step")
         self._require(self.replicas.differing(), "they differ between ranks after a step")
@@ -77,8 +82,27 @@ class Liveness:
         if self.done:
             self.tokens.remove()
 
-    def _fingerprints(self) -> Tensor:
-        return fingerprints([local(self.named[name]) for name in self.phases[0]])
+    def find_unchanged(self, share: float) -> str:
+        """Which tensors the last INTERVAL updates left as they were, if they are half of the adapter.
+
+        `share`: of the run's learning rate, that this update had. In 16 bits a small update is rounded away.
+        """
+        if share < TAIL:
+            self.updates, self.last_seen = 0, None
+            return ""
+        self.updates += 1
+        if self.updates % INTERVAL != 1:
+            return ""
+        before, self.last_seen = self.last_seen, self._fingerprints(list(self.named))
+        if before is None:
+            return ""
+        moved = self.replicas.all_reduce_max((self.last_seen != before).int()).tolist()
+        still = [name for name, one in zip(self.named, moved, strict=True) if not one]
+        text = f"{len(still)} of the adapter's {len(moved)} tensors: {first_few(still, ', ')}"
+        return text if len(still) * 2 >= len(moved) else ""
+
+    def _fingerprints(self, names: Sequence[str]) -> Tensor:
+        return fingerprints([local(self.named[name]) for name in names])
 
     def _largest(self, tensors: Sequence[Tensor]) -> list[float]:
         """Largest absolute values, of all parts where ranks have parts; in one transfer from the device."""

@@ -41,7 +41,7 @@ from windlass.train.certificate import certify, check
 from windlass.train.group import gather, raise_together, rank
 from windlass.train.quantised import Quantised, quantised_weights
 from windlass.train.reading import NEEDS_SCALE, DamagedError, Files, fill, fill_scale
-from windlass.train.same_base import Part, combine
+from windlass.train.same_base import FETCH_AGAIN, Part, combine, unlike_fetched
 
 NOTHING: Mapping[str, Quantised] = MappingProxyType({})
 DAMAGED = "nothing was trained; compare the files with their publisher's checksums, or fetch them again"
@@ -83,6 +83,7 @@ def load(
     raise_together(problems, where, DAMAGED)
     digest, problems = combine(gather(parts))
     raise_together(problems, where, UNEQUAL)
+    raise_together(unlike_fetched(base, digest), where, FETCH_AGAIN.format(folder=where))
     wrong, checked = check(targets, base, rank(), quantised)
     raise_together(wrong, where, FAULTY, RunError)
     model.requires_grad_(False)

@@ -213,6 +213,7 @@ class Loop:
         self.optimizer.step()
         self.recorder.mark("optimizer")
         self.liveness.after_update()
+        unchanged = "" if step.skipped else self.liveness.find_unchanged(learning_rate / self.train.learning_rate)
         if not follows_evaluation(self.train):
             self.scheduler.step()
         self.optimizer.zero_grad()
@@ -229,6 +230,7 @@ class Loop:
             "learning_rate": learning_rate,
             "job_tokens": step.job_tokens,
             "skipped": step.skipped or None,
+            "unchanged": unchanged or None,
         }
         wait_seconds = waited and waited * self.accumulation
         self.recorder.end_step(step.step, rows=rows, wait_seconds=wait_seconds, **(of_job if group.rank() == 0 else {}))

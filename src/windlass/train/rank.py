@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,6 +23,7 @@ from windlass.files import FULL, unwritable, write_atomic
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STATUS_DIR: Final = "WINDLASS_STATUS_DIR"  # on this machine; ranks write their phase, error and exit code there
+SAID_SECONDS: Final = 60.0  # within which the same error of ranks that started together is one
 SUPERVISED: Final = "WINDLASS_SUPERVISED"  # set: `windlass train` reads those files, so ranks print no errors
 
 
@@ -102,7 +105,8 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
         problems = [problem.as_dict() for problem in error.problems]
         here.report("error", json.dumps({"problems": problems, "code": code, "time": time.monotonic()}))
         if not here.supervised and (here.local_rank == 0 or code == 1):
-            print_error(error)
+            if is_first(str(error)):
+                print_error(error)
         else:  # most often what local rank 0 prints in full; if it is this rank's alone, here it is
             printed = f"rank {here.rank}: {error.problems[0].where}: {error.problems[0].problem}"
     except SystemExit as leaving:  # a signal while there was nothing to save
@@ -116,11 +120,28 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
     except Exception:
         code, trace = 1, traceback.format_exc()
         here.report("error", json.dumps({"traceback": trace, "time": time.monotonic()}))
-        printed = f"rank {here.rank} failed:\n{trace}"
+        printed = f"rank {here.rank} failed:\n{trace}" if is_first(trace) else ""
     if printed and not here.supervised:
         print(printed, file=sys.stderr, flush=True)
     here.report("code", str(code))
     return code
+
+
+def is_first(text: str) -> bool:
+    """Whether no other rank of this machine that the same launcher started has said the same: once is enough."""
+    start = [os.getuid(), os.getppid(), *map(os.environ.get, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))]
+    name = hashlib.blake2b(f"{start} {text}".encode(), digest_size=8).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"windlass-said-{name}"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - SAID_SECONDS:  # by another launcher that had this number
+                path.unlink()
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    except OSError:  # twice is better than never
+        pass
+    return True
 
 
 def wait_for_peers(here: Rank, local_ranks: int, seconds: float) -> None:

@@ -28,7 +28,7 @@ from windlass.files import (
 from windlass.model.files import PUBLISHED
 from windlass.plan.layout import FOUR_BITS
 from windlass.train import checkpoint, group
-from windlass.train.same_base import FLAG, require_intact, require_same_base
+from windlass.train.same_base import FETCH_AGAIN, FLAG, require_intact, require_same_base
 
 if TYPE_CHECKING:
     from windlass.model import Base
@@ -77,6 +77,10 @@ def claim(
     if begun:  # a run that failed before its first step left nothing to be equal to
         then = checkpoint.read_manifest(usable) if usable else before
         _require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
+        for name, version in now["versions"].items():
+            if (before_it := then.get("versions", {}).get(name, version)) != version:
+                what = f"warning: this run began with {name} {before_it} and continues with {version}"
+                print(f"{what}: its steps may differ slightly", file=sys.stderr, flush=True)
     with unwritten(folder / run_folder.PLAN):
         write_json(folder / run_folder.PLAN, plan.as_dict())
     run_folder.begin_manifest(folder, now)
@@ -168,7 +172,7 @@ def require_base_of(
 
 
 def base_identity(base: Base) -> str:
-    """Of the base model's files: names, sizes, headers, and samples of their weights. The same on every rank.
+    """Of the base model's files: names, sizes, headers, samples of their weights, and code. The same on every rank.
 
     What can be known before loading; all weights are compared after it, by their digest. A file that was compared with
     its published SHA-256 when it was fetched must still be that file.
@@ -179,7 +183,9 @@ def base_identity(base: Base) -> str:
         digest.update(sample := file_sample(path))
         if path.name in fetched and fetched[path.name] != hashlib.blake2b(sample).hexdigest():
             problem = "is not the file whose SHA-256 was compared with the hub's when it was fetched"
-            raise UserError(problem, str(path), f"remove {base.path}, then `windlass fetch` again")
+            raise UserError(problem, str(path), FETCH_AGAIN.format(folder=base.path))
+    for code in sorted(base.path.glob("*.py")) if base.path else ():
+        digest.update(code.name.encode() + code.read_bytes())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -272,18 +272,34 @@ def require_same_plan(plan: Plan, identity: str) -> None:
     }
     libraries = {f"{name}'s version": one for name, one in versions(LIBRARIES).items() if name != "python"}
     config = {f"config.json's {key}": value for key, value in forward_config(plan.base).items()}
-    plans = group.gather({**of_files, **of_node, "the base model's files": identity} | config | libraries)
-    other = next((rank for rank, theirs in enumerate(plans) if theirs != plans[0]), None)
-    if other is not None:
-        differing = [name for name in plans[0] | plans[other] if plans[0].get(name) != plans[other].get(name)]
-        differs = ", ".join(f"{name} {plans[0].get(name)} and {plans[other].get(name)}" for name in differing)
+    plans = group.gather({**of_files, **of_node, "the base model's fingerprint": identity} | config | libraries)
+    if differing := find_differences(plans):
+        differs = "; ".join(f"{name} is {values}" for name, values in differing.items())
         hint = "the nodes differ: set the layout and the batch in the run file, so that the plan has nothing to choose"
-        if not set(differing) <= of_node.keys():
+        if not differing.keys() <= of_node.keys():
             hint = "start all ranks with the same run file, and give all nodes the same copy of the base model"
-        if set(differing) <= libraries.keys():
+        if differing.keys() <= libraries.keys():
             hint = "use one image, or one environment, on all nodes"
-        problem = f"rank 0 and rank {other} plan different runs: {differs}"
-        raise UserError(problem, plan.loaded.where("cluster.gpu"), hint)
+        raise UserError(f"the ranks plan different runs: {differs}", plan.loaded.where("cluster.gpu"), hint)
+
+
+def find_differences(plans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What not all ranks have alike, and who has what: `32 on rank 1, 8 on the others`."""
+    differing = {}
+    for name in dict.fromkeys(name for plan in plans for name in plan):
+        ranks_of: dict[str, list[str]] = {}
+        for rank, plan in enumerate(plans):
+            ranks_of.setdefault(str(plan.get(name)), []).append(str(rank))
+        usual = max(ranks_of, key=lambda value: len(ranks_of[value]))
+        if len(ranks_of) > 1:
+            odd = [
+                f"{value} on rank{'s' * (len(ranks) > 1)} {group.first_few(ranks, ', ')}"
+                for value, ranks in ranks_of.items()
+                if value != usual
+            ]
+            alone = len(ranks_of[usual]) == 1
+            differing[name] = ", ".join([*odd, f"{usual} on {f'rank {ranks_of[usual][0]}' if alone else 'the others'}"])
+    return differing
 
 
 # --- 3. to 8. ---
@@ -314,10 +330,9 @@ def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Consol
         say=console.print,
         audited=write_audit,
     )
-    prints = group.gather(data.fingerprint)
-    if other := next((rank for rank, one in enumerate(prints) if one != prints[0]), None):
+    if differing := find_differences([{"data": one} for one in group.gather(data.fingerprint)]):
         raise UserError(
-            f"rank 0 and rank {other} have different data, though the run file names the same",
+            f"the ranks have different data, though the run file names the same: fingerprint {differing['data']}",
             plan.loaded.where("data.dataset_name_or_path"),
             "give all nodes the same files and the same tokenizer",
         )

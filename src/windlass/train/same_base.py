@@ -17,6 +17,7 @@ from safetensors import safe_open
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.model import Base, Stored
+from windlass.model.files import DIGEST, PUBLISHED
 from windlass.plan.memory import AT_ONCE, THREADS
 from windlass.run_folder import MANIFEST
 from windlass.train import checkpoint
@@ -24,6 +25,7 @@ from windlass.train.digest import digest_box, digest_text
 from windlass.train.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, chunks, read_box
 
 RECORD: Final = "base_model.json"  # beside adapter_config.json: PEFT passes it over
+FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch` again"
 FLAG: Final = "--allow-other-base"
 CONFIG, ADAPTER = "adapter_config.json", checkpoint.ADAPTER
 # Keys of an adapter's configuration that people may change.
@@ -73,9 +75,19 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
             return digest_box(stored, box, values, partial(read_box, files=files))
 
         try:
-            return digest_text(sum(pool.map(digest, jobs())))
+            found = digest_text(sum(pool.map(digest, jobs())))
         except (DamagedError, OSError) as error:
             raise UserError(f"it can't be read: {error}", str(base.path), "fetch the base model again") from None
+    for problem in unlike_fetched(base, found):
+        raise UserError(problem, str(base.path), FETCH_AGAIN.format(folder=base.path))
+    return found
+
+
+def unlike_fetched(base: Base, digest: str) -> list[str]:
+    """What is wrong if these are not the weights whose SHA-256 `windlass fetch` compared with the hub's."""
+    recorded = read_json(base.path / PUBLISHED).get(DIGEST, digest) if base.path else digest
+    same = recorded == digest
+    return [] if same else [f"its weights have changed since they were fetched: digest {recorded} then, {digest} now"]
 
 
 def digest_size(base: Base) -> int:

@@ -198,7 +198,11 @@ def non_finite(history: History) -> Findings:
 
 
 def dead_adapter(history: History) -> Findings:
-    """Nothing that the adapter does reaches the loss any more."""
+    """Nothing that the adapter does reaches the loss any more, or nothing changes it."""
+    for record in history.joined[-1].values():
+        if text := record.get("unchanged"):
+            cure = "they are rounded away: set lora.dtype: float32, or a higher train.learning_rate"
+            yield f"the last 50 updates changed nothing in {text}; {cure}", None
     if history.vocabulary is None:
         return
     norms, losses = history.values("grad_norm", NO_CHANGE), history.values("loss", NO_CHANGE)
@@ -354,7 +358,7 @@ DETECTORS: Final = (
     Detector("non_finite", "look at these rows; lower train.learning_rate", non_finite, STEPS, True),
     Detector(
         "dead_adapter",
-        "lower train.learning_rate, and start again in a new train.output_dir: what was saved since is of no use",
+        "change train.learning_rate, and start again in a new train.output_dir: what was saved since is of no use",
         dead_adapter,
     ),
     Detector("straggler", "look for other processes or slow storage on this rank's node: windlass check", straggler),

@@ -18,7 +18,8 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
-from windlass.observe.reader import JoinedSteps, Tail, ask, known, number
+from windlass.observe.concerns import find_concerns
+from windlass.observe.reader import NAN, JoinedSteps, Tail, ask, known, listed, median, number
 from windlass.observe.watch.detectors import BY_KIND
 from windlass.observe.watch.heartbeat import read_beats
 
@@ -30,6 +31,7 @@ LEVELS: Final = {"stop": "bold red", "error": "bold red"}  # else yellow
 HEADS: Final = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "communication": "wait"}
 MAX_ALARMS: Final = 8  # the newest
 MAX_RANKS: Final = 16  # the slowest
+MAX_BALANCES: Final = 256
 MAX_POINTS: Final = 64 * WIDTH
 HUGE: Final = 1e300  # of smaller numbers sums and differences stay finite
 PIPE_WIDTH: Final = 100  # columns that a page in a pipe gets at least
@@ -51,6 +53,9 @@ class View:
         self.evaluation = ""
         self.curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         self.seconds: deque[float] = deque(maxlen=20)
+        self.clipped = self.norms = 0  # gradients
+        self.busiest: list[list[float]] = []  # experts, by sampled step and layer
+        self.peak_gib = NAN  # of a GPU
         self.beats: dict[int, dict[str, Any]] = {}
         self.state = ""
 
@@ -60,12 +65,23 @@ class View:
             if not isinstance(ranks, int) or not 0 < ranks <= 1 << 20:
                 ranks = len(run_folder.step_files(self.folder))
             self.joined = JoinedSteps(self.folder, ranks)
+        manifest = run_folder.read_manifest(self.folder)
+        self.state = str(manifest.get("state") or "unknown")
+        self.max_grad_norm = number(ask(manifest, "run", "train", "max_grad_norm"))
         for _, records in self.joined.new():
             for name, curve in self.curves.items():
                 if abs(found := number(records[0].get(name))) < HUGE:
                     curve.append(found)
                 if len(curve) > MAX_POINTS:
                     curve[:] = curve[1::2]
+            norm = number(records[0].get("grad_norm"))
+            self.norms, self.clipped = self.norms + (norm == norm), self.clipped + (norm > self.max_grad_norm > 0)
+            if shares := listed(ask(records[0].get("experts"), "busiest")):
+                self.busiest.append(list(map(number, shares)))
+                if len(self.busiest) > MAX_BALANCES:
+                    self.busiest[:] = self.busiest[::2]
+            peaks = [number(record.get("gpu_peak_gib")) for record in records.values()]
+            self.peak_gib = max(known([self.peak_gib, *peaks]), default=NAN)
             self.seconds.append(max(value(record, "step_seconds") for record in records.values()))
         for alarm in self.alarm_lines.objects():
             self.alarms.append(alarm)
@@ -74,7 +90,6 @@ class View:
             if event.get("kind") == "eval" and known([number(event.get("eval_loss"))]):
                 self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {value(event, 'step'):.0f}"
         self.beats = read_beats(self.folder)
-        self.state = str(run_folder.read_manifest(self.folder).get("state") or "unknown")
 
     @property
     def over(self) -> bool:
@@ -84,7 +99,8 @@ class View:
         """State and time left, curves, a row per rank, alarms."""
         latest = self.joined.latest
         first = latest.get(0, {})
-        planned = int(value(ask(read_json(self.folder / run_folder.PLAN), "batch"), "steps"))
+        plan = read_json(self.folder / run_folder.PLAN)
+        planned = int(value(ask(plan, "batch"), "steps"))
         step = int(value(first, "step"))
         line = Text(f"{self.folder}  ", style="bold") + Text(self.state, style=STATES.get(self.state, "yellow"))
         line += Text(f"  step {step:,}" + (f" of {planned:,}" if planned else ""))
@@ -126,6 +142,16 @@ class View:
             table.add_row(*map(Text, cells))
         lines.append(table)
 
+        on_gpu = self.peak_gib == self.peak_gib  # of a CPU the plan's figures are rough
+        concerns = find_concerns(
+            step,
+            self.clipped / self.norms if self.norms else NAN,
+            self.max_grad_norm,
+            self.busiest,
+            step_seconds=(number(ask(plan, "estimate", "step_seconds")) if on_gpu else NAN, median(self.seconds)),
+            peak_gib=(number(ask(plan, "memory", "gpu_gib")), self.peak_gib),
+        )
+        lines += [Text(f"note: {concern}", style="yellow") for concern in concerns]
         if not self.alarm_count:
             return Group(*lines, Text("no alarm", style="green"))
         lines.append(Text(f"{self.alarm_count} alarm{'s' if self.alarm_count > 1 else ''}", style="bold"))

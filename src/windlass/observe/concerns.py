@@ -1,0 +1,54 @@
+"""What speaks against a run though nothing failed, for the report and for the live view."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from windlass.observe.reader import NAN, median
+
+MIN_STEPS: Final = 20  # before clipping and step times are judged
+CLIPPED_SHARE: Final = 0.9  # of the steps
+DRIFT: Final = 2.0  # times the share that a layer's busiest expert had at the start
+SLOWER: Final = 1.5  # times the planned seconds per step
+MORE_MEMORY: Final = 1.1  # times the planned peak
+
+
+def find_concerns(
+    steps: int,
+    clipped_share: float,
+    max_grad_norm: float,
+    busiest: Sequence[Sequence[float]],
+    *,
+    step_seconds: tuple[float, float],
+    peak_gib: tuple[float, float],
+) -> list[str]:
+    """One sentence each. Pairs: planned and measured, NaN if unknown.
+
+    busiest: for each sampled step, of each layer, the busiest expert's share x experts."""
+    found = []
+    if steps >= MIN_STEPS and clipped_share >= CLIPPED_SHARE:
+        found.append(f"{clipped_share:.0%} of the gradients were clipped to max_grad_norm {max_grad_norm:g}")
+    layer, before, after = _expert_drift(busiest)
+    if after >= DRIFT * before:
+        text = f"the busiest expert of layer {layer} takes {after:.1f} times an even share of the tokens"
+        found.append(f"{text}, {before:.1f} times at the start")
+    (planned, measured), (planned_gib, measured_gib) = step_seconds, peak_gib
+    if steps >= MIN_STEPS and 0 < planned * SLOWER < measured:
+        found.append(f"a step takes {measured:.3g} s, {measured / planned:.1f} times the planned {planned:.3g} s")
+    if 0 < planned_gib * MORE_MEMORY < measured_gib:
+        found.append(f"the peak memory is {measured_gib:.1f} GiB, the plan has {planned_gib:.1f} GiB")
+    return found
+
+
+def _expert_drift(busiest: Sequence[Sequence[float]]) -> tuple[int, float, float]:
+    """The layer whose busiest expert gained most, with medians of the first and the last quarter of the samples."""
+    quarter = len(busiest) // 4
+    if not quarter:
+        return 0, NAN, NAN
+    drifts = []
+    for layer in range(min(map(len, busiest))):
+        before, after = (median(s[layer] for s in part) for part in (busiest[:quarter], busiest[-quarter:]))
+        if before > 0 and after > 0:
+            drifts.append((after / before, layer, before, after))
+    return max(drifts)[1:] if drifts else (0, NAN, NAN)
