@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from windlass.errors import UserError
 from windlass.model import Base, read_base
@@ -57,6 +58,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 LARGE: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024, "layers": 6}
 IN_FP8 = ("published", "blocks", "mixtral", "qwen3_moe")
 IN_FOUR_BITS = (("published", "nf4"), ("published", "int4"), ("llama", "nf4"))
+PUBLISHED = (("bnb", "nf4"), ("oss", "mxfp4"))  # stored in 4 bits, as others made them
 TRAINING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("published", {"layout": "resident", "count": 20}),
     ("published", {"layout": "full-shard"}),
@@ -74,6 +76,11 @@ TRAINED_IN_FOUR_BITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("published", {"layout": "hybrid", "base_dtype": "nf4"}),
     ("published", {"layout": "expert-parallel", "base_dtype": "nf4", "checkpointing": True}),
     ("llama", {"layout": "full-shard", "base_dtype": "nf4"}),
+    ("bnb", {"layout": "full-shard", "base_dtype": "nf4"}),
+    ("bnb", {"layout": "expert-parallel", "base_dtype": "nf4"}),
+    ("oss", {"layout": "resident", "base_dtype": "mxfp4"}),
+    ("oss", {"layout": "full-shard", "base_dtype": "mxfp4", "checkpointing": True}),
+    ("oss", {"layout": "expert-parallel", "base_dtype": "mxfp4"}),
 )
 USUAL = ("full-shard", "expert-parallel")
 FOUR = ("published", "uneven", "mixtral")  # what four ranks are tried on
@@ -153,6 +160,29 @@ def write_decoded(directory: Path, target: Path, kind: str) -> None:
     text = config.get("text_config", config)
     text.pop("quantization_config", None)
     (target / "config.json").write_text(json.dumps(text))
+
+
+def write_unpacked(directory: Path, target: Path, kind: str) -> None:
+    """A checkpoint that was published in 4 bits, in float32: by transformers, and as bitsandbytes reads its own."""
+    stored = load_file(directory / "model.safetensors")
+    true = {key: tensor for key, tensor in stored.items() if key.endswith(("weight", "bias", "sinks"))}
+    for key in [key for key in stored if key.endswith("_blocks")]:
+        name = key.removesuffix("_blocks")
+        true[name] = convert_moe_packed_tensors(stored[key], stored[f"{name}_scales"])
+    for key in [key for key in stored if key.endswith(".absmax")]:
+        name = key.removesuffix(".absmax")
+        state = json.loads(stored[f"{name}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
+        own = stored[f"{name}.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: stored[key].numel()]
+        scales = stored[f"{name}.nested_quant_map"][stored[key].long()] * own + state["nested_offset"]
+        codes = torch.cat([stored[name] >> 4, stored[name] & 15], -1).flatten()
+        values = stored[f"{name}.quant_map"][codes.long()] * scales.repeat_interleave(state["blocksize"])
+        true[name] = values.view(state["shape"])
+    target.mkdir(parents=True)
+    save_file({name: tensor.float() for name, tensor in true.items()}, target / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("quantization_config")
+    assert len(true) < len(stored), kind
+    (target / "config.json").write_text(json.dumps(config))
 
 
 def truth(directory: Path, dtype: torch.dtype) -> Any:

@@ -162,9 +162,11 @@ def test_what_is_refused_and_why(root: Path, tmp_path: Path) -> None:
         assert error.value.problems[0].hint
     with pytest.raises(UserError, match="code that comes with the checkpoint"):
         describe({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "config.json")
-    config = transformers.GptOssConfig().to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(UserError, match=r"unsupported quantisation 'mxfp4'(.|\n)*Mxfp4Config\(dequantize=True\)"):
-        describe(config, "/models/oss/config.json")
+    eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    for quantised, named in (({"quant_method": "awq"}, "'awq'"), (eight, "'bitsandbytes int8'"), ("gptq", "'gptq'")):
+        config = transformers.LlamaConfig().to_dict() | {"quantization_config": quantised}
+        with pytest.raises(UserError, match=rf"unsupported quantisation {named}(.|\n)*layout.base_dtype: nf4"):
+            describe(config, "config.json")
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +30,7 @@ from windlass.plan.layout import Layout
 from windlass.train import certificate, parallel
 from windlass.train.digest import MODULUS, digest_box
 from windlass.train.load import load, read_all, unique_tensors
-from windlass.train.quantised import quantised_weights
+from windlass.train.quantised import dequantise, quantised_weights
 from windlass.train.reading import chunks, decode, intersection, runs
 from windlass.train.same_base import digest_files
 
@@ -50,6 +51,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         load_ranks.dequantise(directory / name, directory / f"{name}-true", load_ranks.DTYPE.get(name, torch.bfloat16))
     for name, kind in load_ranks.IN_FOUR_BITS:
         load_ranks.write_decoded(directory / name, directory / f"{name}-{kind}", kind)
+    tiny.write(directory / "bnb", "mixtral", quantization="nf4", moe_intermediate=64, intermediate=64, tokenizer=False)
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    tiny.write_family(directory / "oss", "gpt_oss", config=sizes, layers=2, quantized={"quant_method": "mxfp4"})
+    for name, kind in load_ranks.PUBLISHED:
+        load_ranks.write_unpacked(directory / name, directory / f"{name}-{kind}", kind)
     tiny.write(directory / "large", tokenizer=False, **load_ranks.LARGE)
     return directory
 
@@ -84,7 +90,7 @@ def damaged(root: Path, to: Path, change: Callable[[dict[str, Tensor]], None], n
     return to
 
 
-@pytest.mark.parametrize(("name", "kind"), load_ranks.IN_FOUR_BITS)
+@pytest.mark.parametrize(("name", "kind"), [*load_ranks.IN_FOUR_BITS, *load_ranks.PUBLISHED])
 def test_4_bits_on_one_rank_are_the_model_that_they_stand_for(root: Path, name: str, kind: str) -> None:
     """Loss and gradient in float32; several ranks: load_ranks.py."""
     found = []
@@ -95,6 +101,29 @@ def test_4_bits_on_one_rank_are_the_model_that_they_stand_for(root: Path, name: 
         found.append((loss.detach(), *torch.autograd.grad(loss, embedded)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(("name", "kind"), load_ranks.PUBLISHED)
+def test_4_bits_as_published_are_read_exactly(root: Path, name: str, kind: str) -> None:
+    base, true = read_base(root / name), read_base(root / f"{name}-{kind}")
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted = unique_tensors(load(true, ALONE, dtype=dtype)[0])
+        for base_dtype in ("bf16", kind):
+            model, made = load(base, replace(ALONE, base_dtype=base_dtype), dtype=dtype)
+            weights = quantised_weights(model)
+            assert made["base_digest"] == digest_files(base)
+            assert bool(weights) == (base_dtype == kind)
+            for key, tensor in unique_tensors(model).items():
+                if key in weights:
+                    coding = weights[key].format
+                    values = dequantise(*coding.parts(tensor, weights[key].scale), coding, dtype)
+                    tensor = values.transpose(-1, -2) if coding.transposed else values
+                assert torch.equal(tensor, wanted[key]), (key, dtype, base_dtype)
+    parameter = next(p for p in base.parameters if p.name in weights)
+    targets = unique_tensors(model)
+    targets[parameter.name][..., 1] ^= 16
+    (wrong,) = certificate.check(targets, base, 0, weights)[0]
+    assert re.fullmatch(rf"{parameter.name} is not what '.*' of model.safetensors holds, in {kind}", wrong)
 
 
 def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, Tensor]], None]:

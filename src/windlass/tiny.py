@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from windlass import derive
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink
+from windlass.train import four_bits
 
 if TYPE_CHECKING:
     from windlass.model import Base
@@ -30,6 +31,7 @@ FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # largest finite e4m3 value
 BLOCK: Final = 128  # side of the square blocks that share one scale
 
+NF4: Final = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 # Weights that published FP8 checkpoints quantize: linear layers and routed experts. Routers, norms, embeddings,
 # head and the vision part stay as they are.
 QUANTIZED: Final = re.compile(r"\.(?:\w+_proj(?:_with_mqa)?|w[123])\.weight$|\.experts\.(?:gate_up_proj|down_proj)$")
@@ -88,8 +90,9 @@ def write(
     """Write config.json, safetensors and a tokenizer into `directory` and return it.
 
     wrapper: inside the multimodal Mistral3ForConditionalGeneration (default: for mistral4, as published).
-    quantization: "none", "tensor" (FP8, a scale for each linear and expert) or "block128" (a scale for each 128 x 128
-    block); default: "tensor" for mistral4, as published, else "none". files: more than 1 is a sharded index.
+    quantization: "none", "tensor" (FP8, a scale for each linear and expert), "block128" (a scale for each 128 x 128
+    block) or "nf4" (bitsandbytes', twice quantised); default: "tensor" for mistral4, as published, else "none".
+    files: more than 1 is a sharded index.
     decoys: the publisher's own format beside it. config: further entries of the text model's config.
     """
     row = FAMILIES[family]
@@ -105,7 +108,9 @@ def write(
     special = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
     sizes |= {"tie_word_embeddings": tied, **special, **EXTRA.get(family, {}), **(config or {})}
     quantized = None
-    if scheme != "none":  # as in published checkpoints: static activation scales with per-tensor weights
+    if scheme == "nf4":
+        quantized = NF4
+    elif scheme != "none":  # as in published checkpoints: static activation scales with per-tensor weights
         by_block = scheme == "block128"
         skipped = ["model.vision_tower", "model.multi_modal_projector", "lm_head"] if wrapped else ["lm_head"]
         quantized = {
@@ -188,8 +193,10 @@ def write_family(
     files: int = 1,
     tokenizer: bool = False,
     seed: int = 0,
+    quantized: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A tiny model of any family that transformers can build, as it saves it. config: of the language model."""
+    """A tiny model of any family that transformers can build, as it saves it. config: of the language model;
+    quantized: its quantization_config."""
     transformers = importlib.import_module("transformers")
     outer = transformers.CONFIG_MAPPING[family]()
     whole, text = outer.to_dict(), outer.get_text_config().to_dict()
@@ -201,7 +208,7 @@ def write_family(
     made = type(outer).from_dict({**small, "architectures": None})
     classes = derive.wrapper_of(made, {}, family) if "text_config" in whole else derive.class_of(made, {}, family)
     directory.mkdir(parents=True, exist_ok=True)
-    _save_model(directory, classes, made, None, dtype, files, seed)
+    _save_model(directory, classes, made, quantized, dtype, files, seed)
     if tokenizer:
         write_tokenizer(directory, vocab)
     return directory
@@ -244,6 +251,11 @@ def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Itera
         if not QUANTIZED.search(key) or NOT_QUANTIZED.search(key):
             yield key, weight
             continue
+        if (method := quantized.get("quant_method")) != "fp8":
+            made, dimensions, side = (_to_nf4, 2, 64) if method == "bitsandbytes" else (_to_mxfp4, 3, 32)
+            fits = weight.ndim == dimensions and weight.shape[1] % side == 0
+            yield from ((f"{key}{end}", each) for end, each in made(weight).items()) if fits else [(key, weight)]
+            continue
         code, scale = _to_fp8(weight, BLOCK if quantized.get("weight_block_size") else None)
         yield key, code
         yield f"{key}_scale_inv", scale
@@ -251,6 +263,35 @@ def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Itera
             fused = not key.endswith(".weight")
             activation = torch.full((weight.shape[0],) if fused else (), 0.0625, dtype=torch.bfloat16)
             yield f"{key}_activation_scale" if fused else f"{key.removesuffix('weight')}activation_scale", activation
+
+
+def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
+    """As bitsandbytes stores a matrix: scales of 64 values in 8 bits, of which 256 share a scale."""
+    codes, scale = four_bits.encode(weight.float(), "nf4")
+    mean, numbers = scale.mean(), torch.linspace(-1, 1, 256)
+    apart = scale.flatten() - mean
+    own = nn.functional.pad(apart, (0, -len(apart) % 256)).view(-1, 256).abs().amax(-1).clamp(min=1e-12)
+    units = (apart / own.repeat_interleave(256)[: len(apart)] + 1) * 127.5
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(mean)}
+    return {
+        "": (codes[..., ::2] << 4 | codes[..., 1::2]).view(-1, 1),
+        ".absmax": units.round().to(torch.uint8),
+        ".quant_map": four_bits.table("nf4", weight.device).clone(),
+        ".nested_absmax": own,
+        ".nested_quant_map": numbers,
+        ".quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
+def _to_mxfp4(weight: Tensor) -> dict[str, Tensor]:
+    """As gpt_oss stores experts [expert, in, out]: 32 inputs of an output share a power of two."""
+    blocks = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+    power = torch.frexp(blocks.abs().amax(-1, keepdim=True))[1] - 3  # the largest number is 6
+    numbers = four_bits.table("mxfp4", weight.device)
+    codes = (torch.ldexp(blocks, -power)[..., None] - numbers).abs().argmin(-1).to(torch.uint8)
+    scales = (power.squeeze(-1) + 127).to(torch.uint8)
+    return {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": scales}
 
 
 def _to_fp8(weight: Tensor, side: int | None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import os
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil, prod
@@ -20,6 +20,7 @@ from windlass.files import read_json
 from windlass.model.config import describe
 from windlass.model.family import IGNORED, TIED, UNREAD, VISION
 from windlass.model.files import CONFIG, HEADERS, list_names, read_headers, read_table, read_tensors, some
+from windlass.model.packed import find_packed, packed_piece
 from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
@@ -32,6 +33,7 @@ FETCH_SCALES: Final = "an FP8 weight is its code x its scale: fetch the folder a
 MISSING, UNKNOWN = "missing weights", "unknown tensors, which belong to no part of the model"
 SHAPE, DTYPE = "weights of another shape than config.json gives", "weights of an unknown dtype"
 NO_SCALE, ODD_SCALE = "FP8 weights without a scale", "scales that do not fit their weight"
+ODD_PACKED = "weights in 4 bits that do not fit config.json, or whose blocks run over the ends of rows"
 HINTS: Final = {
     MISSING: FETCH,
     UNKNOWN: FETCH,
@@ -39,6 +41,7 @@ HINTS: Final = {
     DTYPE: f"known: {', '.join((*WEIGHT_DTYPES, *FP8_DTYPES))}",
     NO_SCALE: FETCH_SCALES,
     ODD_SCALE: FETCH_SCALES,
+    ODD_PACKED: "fetch the folder again, or a 16-bit version of the model",
 }
 
 
@@ -129,10 +132,18 @@ def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored],
 
     faults: dict[str, list[str]] = defaultdict(list)
     used: set[str] = set()
+    packed = find_packed(stored) if base.quantization else {}
+    names = stored.keys() | packed.keys()
     parameters = []
     for parameter in base.parameters:
         pieces = []
-        for name, shape, offset in _stored_parts(parameter, stored):
+        for name, shape, offset in _stored_parts(parameter, names):
+            if name in packed:
+                used |= {each.key for each in packed[name]}
+                piece = packed_piece(packed[name], shape, offset, transposed=parameter.transposed)
+                pieces += [piece] if piece else []
+                faults[ODD_PACKED] += [] if piece else [name]
+                continue
             if name not in stored:
                 faults[MISSING].append(name)
                 continue
@@ -176,7 +187,7 @@ def _is_head(key: str) -> bool:
 
 
 def _stored_parts(
-    parameter: Parameter, stored: Mapping[str, Stored]
+    parameter: Parameter, stored: Collection[str]
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Names, shapes and offsets of the tensors that a parameter is stored in: itself, or its experts one by one."""
     own = (Spelling(parameter.name, parameter.shape, (0,) * len(parameter.shape)),)

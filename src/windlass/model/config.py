@@ -98,10 +98,9 @@ WITHOUT_FORMULA: Final = (
     *("linear_attention", "mamba", "hybrid", "conv"),
     *("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
 )
-# Weights that transformers can read and windlass can't, in 16 bits.
-CONVERT: Final = (
-    "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='bfloat16', "
-    "quantization_config=t.Mxfp4Config(dequantize=True)).save_pretrained('{to}')\""
+READS: Final = (
+    "name the 16-bit model that it was made of, with layout.base_dtype: nf4 if memory is short; "
+    "windlass reads fp8, mxfp4 and bitsandbytes' nf4 as published"
 )
 
 
@@ -156,17 +155,14 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
     quantization = config.get("quantization_config")
     quantization = text.get("quantization_config") if quantization is None else quantization
     if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        spot = f"{where}: quantization_config"
-        if method != "fp8":
-            hint = "windlass reads fp8 (one scale a tensor, an expert or a block) and 16- or 32-bit weights"
-            if method == "mxfp4":
-                folder = Path(where).parent
-                hint = f"where torch is, write it in 16 bits: {CONVERT.format(folder=folder, to=f'{folder}-bf16')}"
-            elif method == "bitsandbytes":
-                hint = "name the 16-bit model that it was made of, and set layout.base_dtype: nf4: the same codes"
-            problems.append(Problem(f"unsupported quantisation {reprlib.repr(method)}", spot, hint))
-        elif (block := quantization.get("weight_block_size")) is not None and not (
+        settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
+        method, spot = settings.get("quant_method"), f"{where}: quantization_config"
+        if method == "bitsandbytes" or settings.get("load_in_4bit"):
+            four_bits = settings.get("bnb_4bit_quant_type") or "fp4"
+            method = f"bitsandbytes {four_bits if settings.get('load_in_4bit') else 'int8'}"
+        if method not in ("fp8", "mxfp4", "bitsandbytes nf4"):
+            problems.append(Problem(f"unsupported quantisation {reprlib.repr(method)}", spot, READS))
+        elif (block := settings.get("weight_block_size")) is not None and not (
             isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)
         ):
             problem = f"weight_block_size is {reprlib.repr(block)}"

@@ -26,6 +26,16 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """How a stored tensor holds a weight in 4 bits, two codes a byte."""
+
+    kind: str  # nf4, mxfp4: a name of plan.layout.FOUR_BITS
+    block: int  # columns that share a scale
+    transposed: bool  # the file's rows are the parameter's columns
+    more: tuple[Stored, ...] = ()  # of nf4: state, table, and what the scales' own codes mean
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A block of one parameter and the stored tensor that fills it.
 
@@ -37,6 +47,21 @@ class Piece:
     stored: Stored
     offset: tuple[int, ...]
     scale: Stored | None = None
+    packed: Packed | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values, as the parameter has them."""
+        if self.packed is None:
+            return self.stored.shape
+        *outer, rows, half = self.stored.shape
+        return (*outer, 2 * half, rows) if self.packed.transposed else (*outer, rows, 2 * half)
+
+    @property
+    def tensors(self) -> tuple[Stored, ...]:
+        """All that its values are made of."""
+        more = self.packed.more if self.packed else ()
+        return (self.stored, *((self.scale,) if self.scale else ()), *more)
 
 
 class Spelling(NamedTuple):
@@ -101,7 +126,5 @@ class Base:
         """Every tensor of its files: weights, scales, and what is not read."""
         for parameter in self.parameters:
             for piece in parameter.pieces:
-                yield piece.stored
-                if piece.scale is not None:
-                    yield piece.scale
+                yield from piece.tensors
         yield from self.unread

@@ -24,8 +24,8 @@ from windlass.model import targets as adapters
 from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
-from windlass.plan.cost import Batch, Cost, Work, cost, in_fp8, narrow, read_shape
-from windlass.plan.layout import AUTO, CHECKPOINTING, FOUR_BITS, Layout, needs_weights, read_request
+from windlass.plan.cost import Batch, Cost, Work, cost, narrow, published, read_shape
+from windlass.plan.layout import AUTO, CHECKPOINTING, FOUR_BITS, PUBLISHED, Layout, needs_weights, read_request
 from windlass.plan.machine import own_file, read_machine
 from windlass.plan.work import Shape
 from windlass.runfile import Cluster, Data, Loaded, Train, accumulation
@@ -257,14 +257,15 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     raise_all(check_family(loaded, base))
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
     machine = machine_of(run.cluster.model_copy(update=sizes), where)
-    why_not_narrow = needs_weights(run.lora)
-    why_not_fp8 = why_not_narrow or ("" if in_fp8(base) else f"{base.name} is not published in FP8")
+    form = f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
+    kept, why_not_kept = published(base), needs_weights(run.lora) or ("" if base.family.expert_adapters else form)
+    why_not_narrow = why_not_kept
     if not narrow(base):
         why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantise"
-    elif not base.family.expert_adapters or any(p.transposed for p in base.parameters):
-        why_not_narrow = (
-            f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
-        )
+    elif kept in FOUR_BITS:
+        why_not_narrow = f"{base.name} is published in {kept.upper()}"
+    elif any(p.transposed for p in base.parameters):
+        why_not_narrow = form
     wishes, on_cpu = accelerate.wishes if accelerate else {}, machine.gpu.name == "cpu"
     cpu, offload = wishes.get("cpu"), wishes.get("offload")
     if request.precision == "fp16":
@@ -277,11 +278,15 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     if on_cpu and request.offload:
         what = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
         raise UserError(what, offload.where if offload else where("layout.offload"), "leave it out, or write false")
-    why_not = {"fp8": why_not_fp8, None: "", "bf16": ""}.get(request.base_dtype, why_not_narrow)
+    asked = request.base_dtype
+    why_not = "" if asked in (None, "bf16") else why_not_kept if asked == kept else why_not_narrow
+    if asked in PUBLISHED and asked != kept:
+        why_not = f"{base.name} is not published in {asked.upper()}"
     if why_not:
         hint = "leave it out, or write bf16"
+        hint += f", or {kept}, as published" if kept and not why_not_kept else ""
         hint += ", or nf4 or int4, which windlass quantises to as it loads" if not why_not_narrow else ""
-        raise UserError(f"base_dtype: {request.base_dtype}, but {why_not}", where("layout.base_dtype"), hint)
+        raise UserError(f"base_dtype: {asked}, but {why_not}", where("layout.base_dtype"), hint)
     if request.base_dtype in FOUR_BITS and request.offload:
         what = f"base_dtype: {request.base_dtype} with offload: in 4 bits the base stays on the GPU"
         raise UserError(what, where("layout.offload"), "leave it out, or write base_dtype: bf16")
@@ -318,9 +323,9 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
 
     # 3. The layout: as set, or the best of all.
     experts = base.dims.get("experts", 0) if base.family.expert_parallel else 0
-    fp8, is_set = not why_not_fp8, request.name != AUTO
-    set_layouts = named(request, experts, fp8) if is_set else []
-    layouts, impossible = candidates(request, experts, fp8)
+    kept, is_set = "" if why_not_kept else kept, request.name != AUTO
+    set_layouts = named(request, experts, kept) if is_set else []
+    layouts, impossible = candidates(request, experts, kept)
     if run.cluster.network is None:  # more nodes would need one
         layouts = [row for row in layouts if row[1].nodes <= request.nodes]
     contenders = compare(work, length, layouts, batches, request.barred)
@@ -330,8 +335,8 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         raise UserError("no layout is possible", where("layout"), hint)
     layout = best.layout
     if is_set:
-        by_plan = layout.base_dtype == "fp8" and request.base_dtype is None
-        reason = f"set by {request.where}" + "; the plan keeps the base in FP8 as published" * by_plan
+        by_plan = layout.base_dtype != "bf16" and request.base_dtype is None
+        reason = f"set by {request.where}" + f"; the plan keeps the base in {kept.upper()} as published" * by_plan
         layout = replace(layout, reason=reason)
     work = replace(work, batch=best.cost.batch, layout=layout)
     plan = Plan(

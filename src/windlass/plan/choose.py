@@ -10,6 +10,7 @@ from windlass.plan.layout import (
     AUTO,
     FOUR_BITS,
     IN_NAMES,
+    PUBLISHED,
     Layout,
     LayoutRequest,
     divisors,
@@ -60,17 +61,17 @@ class Advice:
 # --- which layouts there are ------------------
 
 
-def candidates(request: LayoutRequest, experts: int, fp8: bool = False) -> tuple[list[Named], dict[str, str]]:
+def candidates(request: LayoutRequest, experts: int, kept: str = "") -> tuple[list[Named], dict[str, str]]:
     """Every layout on the nodes of the run, then those that make sense on a quarter to twice as many; and why others
     are impossible here.
 
-    `experts`: routed experts per layer, 0 for a dense model. `fp8`: the checkpoint is published in FP8, so that each
+    `experts`: routed experts per layer, 0 for a dense model. `kept`: what the checkpoint is quantised to, so that each
     layout is listed with the base as published too, unless the run sets how it is stored.
     """
     # The run's keys are about the layout that they name, except an offload that is ruled out: that holds for all.
     keys = FREE_KEYS if request.name == AUTO else ("offload",) if request.offload is False else ()
     free = replace(request, where="", barred={}, **dict.fromkeys(FREE_KEYS))  # type: ignore[arg-type]
-    dtypes = _dtypes(free, fp8)
+    dtypes = _dtypes(free, kept)
     nodes, impossible = request.nodes, dict[str, str]()
     others = range(1, 2 * nodes + 1) if nodes <= 4 else (max(1, nodes // 4), nodes // 2, nodes * 3 // 2, nodes * 2)
     found = []
@@ -94,17 +95,17 @@ def candidates(request: LayoutRequest, experts: int, fp8: bool = False) -> tuple
     return [row for row in found if all(getattr(row[1], key) == value for key, value in wanted.items())], impossible
 
 
-def named(request: LayoutRequest, experts: int, fp8: bool = False) -> list[Named]:
+def named(request: LayoutRequest, experts: int, kept: str = "") -> list[Named]:
     """The layout that a request names, in each dtype that the base may be stored in."""
-    layouts = [resolve(replace(request, base_dtype=dtype), experts) for dtype in _dtypes(request, fp8)]
+    layouts = [resolve(replace(request, base_dtype=dtype), experts) for dtype in _dtypes(request, kept)]
     return [(request.name + IN_NAMES.get(layout.base_dtype, ""), layout) for layout in layouts]
 
 
-def _dtypes(request: LayoutRequest, fp8: bool) -> list[str]:
+def _dtypes(request: LayoutRequest, kept: str) -> list[str]:
     """What is offloaded stays in the dtype of compute: host memory is large enough."""
     if request.base_dtype:
         return [request.base_dtype]
-    return ["bf16", "fp8"] if fp8 and not request.offload else ["bf16"]
+    return ["bf16", kept] if kept and not request.offload else ["bf16"]
 
 
 def _variants(
@@ -214,8 +215,9 @@ def choose(contenders: Sequence[Contender]) -> Contender | None:
         if tight and best.cost.has_headroom:
             reason += f"; {tight[0].name} would be faster, but leaves less than {HEADROOM:.0%} of the GPU free"
     layout = best.layout
-    base = {"fp8": " with the base kept in FP8 as published", "bf16": ""}.get(
-        layout.base_dtype, f" with the base in {layout.base_dtype.upper()} as set"
+    kept = f" with the base kept in {layout.base_dtype.upper()} as published"
+    base = {"bf16": "", **dict.fromkeys(PUBLISHED, kept)}.get(
+        layout.base_dtype, f" with the base in {layout.base_dtype.upper()}"
     )
     once = f", {GATHERED_ONCE} a step" * (layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward)
     return replace(best, layout=replace(layout, reason=f"chosen{base}{once}: {reason}"))
@@ -242,8 +244,8 @@ def undominated(contenders: Sequence[Contender], planned: Layout) -> list[Conten
     return rows
 
 
-def overrides(c: Contender, loaded: Loaded, fp8: bool) -> list[str]:
-    """What makes `windlass plan RUN` plan this row. `fp8`: the checkpoint is published in FP8."""
+def overrides(c: Contender, loaded: Loaded, kept: str) -> list[str]:
+    """What makes `windlass plan RUN` plan this row. `kept`: what the checkpoint is quantised to."""
     layout, train, cluster = c.layout, loaded.run.train, loaded.run.cluster
     keys: dict[str, object] = {}
     if layout.name == "expert-parallel":
@@ -251,7 +253,7 @@ def overrides(c: Contender, loaded: Loaded, fp8: bool) -> list[str]:
         keys |= {"shard": layout.shard, "replicate": layout.replicate} if layout.replicate > 1 else {}
     if layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward:
         keys["reshard_after_forward"] = "false"
-    keys |= {"base_dtype": layout.base_dtype} if fp8 or layout.base_dtype in FOUR_BITS else {}
+    keys |= {"base_dtype": layout.base_dtype} if kept or layout.base_dtype in FOUR_BITS else {}
     keys |= {"offload": "true"} if layout.offload else {}
     keys |= {"activation_checkpointing": "true"} if loaded.run.layout.activation_checkpointing else {}
     # A name alone replaces the whole section.

@@ -9,9 +9,9 @@ from windlass.hardware import GIB
 from windlass.plan.layout import FOUR_BITS, why_not_expert_parallel
 from windlass.plan.memory import Row, estimate_memory, total
 from windlass.plan.time import Flow, Time, estimate_time
-from windlass.plan.work import Batch, Work, in_fp8, narrow, read_shape
+from windlass.plan.work import Batch, Work, narrow, published, read_shape
 
-__all__ = ["Batch", "Cost", "Flow", "Row", "Work", "cost", "in_fp8", "narrow", "read_shape"]
+__all__ = ["Batch", "Cost", "Flow", "Row", "Work", "cost", "narrow", "published", "read_shape"]
 
 MOST_NODES = 64  # where the search for enough of them ends
 # What a micro-batch or layout that the plan chooses leaves free of a GPU: the memory model was compared with torch's

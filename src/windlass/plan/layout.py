@@ -40,20 +40,25 @@ CONTRADICTIONS = {
 
 
 class FourBits(NamedTuple):
-    """A way to store weights in 4 bits, each block of a row with its scale in 16."""
+    """A way to store weights in 4 bits, each block of a row with its scale."""
 
     block: int
     error: float  # relative RMS error of normally distributed weights
+    scale: int = 2  # bytes of one
 
     @property
     def bytes(self) -> float:
         """Of one weight."""
-        return 0.5 + 2 / self.block
+        return 0.5 + self.scale / self.block
 
 
 # nf4 in blocks of 64 is what bitsandbytes makes. Even steps need shorter blocks for as small an error.
-FOUR_BITS = {"nf4": FourBits(64, 0.092), "int4": FourBits(32, 0.086)}
-IN_NAMES = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4"}  # how a layout's name says what its base is stored in
+# mxfp4 is never made here.
+FOUR_BITS = {"nf4": FourBits(64, 0.092), "int4": FourBits(32, 0.086), "mxfp4": FourBits(32, 0)}
+PUBLISHED_NF4 = FourBits(64, 0, 4)  # bitsandbytes' scales are exact in float32 alone
+PUBLISHED = ("fp8", "mxfp4")  # only of checkpoints that are stored so
+# How a layout's name says what its base is stored in.
+IN_NAMES = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4", "mxfp4": ", MXFP4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class Layout:
     offload: bool = False  # the frozen base is stored in host memory; the adapter and its states stay on the GPU
     activation_checkpointing: bool = False
     precision: str = "bf16"  # bf16 or no: the dtype that compute runs in
-    base_dtype: str = "bf16"  # fp8: the frozen base stays as published; nf4, int4: made at load; dequantised when used
+    base_dtype: str = "bf16"  # fp8, mxfp4: as published; nf4: so or made at load; int4: made
 
     @property
     def ranks(self) -> int:
@@ -93,7 +98,7 @@ class LayoutRequest:
     offload: bool | None = None  # False: not under any layout
     activation_checkpointing: bool = False
     precision: str = "bf16"
-    base_dtype: str | None = None  # bf16, fp8, nf4 or int4
+    base_dtype: str | None = None  # bf16, fp8, nf4, int4 or mxfp4
     barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
 
     @property

@@ -15,7 +15,7 @@ from math import ceil, prod
 
 from windlass.hardware import GIB
 from windlass.model import Parameter
-from windlass.plan.layout import FOUR_BITS
+from windlass.plan.layout import FOUR_BITS, PUBLISHED_NF4
 from windlass.plan.work import Count, Layer, Lora, Shape, Work
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
@@ -138,6 +138,7 @@ def stored_bytes(work: Work) -> ElementBytes:
     """Bytes of an element of the base, as this run stores it."""
     name = work.layout.base_dtype.upper()
     if four := FOUR_BITS.get(work.layout.base_dtype):
+        four = PUBLISHED_NF4 if name == "NF4" and work.shape.published == "nf4" else four
         return ElementBytes(work.base_bytes, four.bytes, name)
     if name != "FP8" or work.shape.base.quantization is None:
         return ElementBytes(work.base_bytes, work.base_bytes)

@@ -16,7 +16,7 @@ from windlass.hardware import GIB, Machine
 from windlass.observe.format import count, duration
 from windlass.plan import Plan
 from windlass.plan.choose import OF_ALL, Contender, overrides, same, undominated
-from windlass.plan.cost import HEADROOM, Cost, in_fp8
+from windlass.plan.cost import HEADROOM, Cost, published
 from windlass.plan.layout import Layout
 from windlass.plan.script import AnyPlan, ScriptPlan, Spread
 
@@ -173,7 +173,7 @@ TERMS = """\
 batch: rows of a micro-batch x micro-batches of a step, on each GPU
 rows/step: of all GPUs; GiB/GPU: its peak; GB/step: sent by each GPU
 tok/s: useful tokens of all GPUs, estimated; GPU-h: GPU-hours of the run
-FP8: the base stays as published, and is decoded as it is used
+FP8, NF4, MXFP4: the base stays as published, and is decoded as it is used
 gathered once: weights stay unsharded through all micro-batches of a step
 expert-parallel N: each of N GPUs stores its part of the experts"""
 
@@ -195,9 +195,7 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     yield Text(f"{TERMS}\n")
     yield Text("What makes `windlass plan` plan a row:", style="bold")
     for c in (*rows, *others):
-        words = " ".join(
-            f"--override {shlex.quote(word)}" for word in overrides(c, plan.loaded, bool(in_fp8(plan.base)))
-        )
+        words = " ".join(f"--override {shlex.quote(word)}" for word in overrides(c, plan.loaded, published(plan.base)))
         lines = textwrap.wrap(words.replace("--override ", "--override="), width - 6, break_on_hyphens=False)
         name = c.name if c.here else f"{_count(c.layout.nodes, 'node')}: {c.name.rpartition(', on ')[0]}"
         yield Text(f" {name}\n   " + " \\\n   ".join(lines))

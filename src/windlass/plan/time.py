@@ -267,8 +267,8 @@ def _weights_seconds(work: Work) -> float:
 def _load_seconds(work: Work) -> float:
     """Each node reads what its ranks need of the files once, then every rank takes its part to the GPU."""
     rates, (mine, _) = work.machine.rates, base_bytes(work)
-    in_fp8 = work.shape.all.narrow if work.shape.base.quantization else 0
-    files = 2 * work.shape.all.all - in_fp8  # FP8 codes are a byte
+    narrow = work.shape.all.narrow if work.shape.published else 0
+    files = 2 * work.shape.all.all - (1 if work.shape.published == "fp8" else 1.5) * narrow
     read = min(files, mine * work.layout.gpus_per_node) / rates.storage_gb_per_second
     return (read + (0.0 if work.on_cpu else mine / rates.host_link_gb_per_second)) / 1e9
 

@@ -129,6 +129,7 @@ class Shape:
     base: Base = field(repr=False)
     adapter: Adapter = field(repr=False)
     narrow: frozenset[str] = field(repr=False)  # names of the parameters that `layout.base_dtype` is about
+    published: str  # what the checkpoint is quantised to, as layout.base_dtype names it; empty if it is not
     outside: tuple[Parameter, ...] = field(repr=False)  # embedding, final norm, head
     layers: tuple[Layer, ...]
     kinds: tuple[tuple[Layer, int], ...]  # one layer of each kind, and how many there are
@@ -168,21 +169,30 @@ def count(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1
     return Count(total, own)
 
 
-def in_fp8(base: Base) -> frozenset[str]:
-    """Names of the parameters that the checkpoint stores in FP8; by the publishers' habit if no weights are here."""
+def published(base: Base) -> str:
+    """What the checkpoint is quantised to, as layout.base_dtype names it; empty if it is not."""
+    method = (base.quantization or {}).get("quant_method", "nf4") if base.quantization is not None else ""
+    return {"bitsandbytes": "nf4"}.get(method, method) if _as_published(base) else ""
 
-    def is_fp8(parameter: Parameter) -> bool:
+
+def _as_published(base: Base) -> frozenset[str]:
+    """Names of the parameters that are stored quantised; by the publishers' habit if no weights are here."""
+    if base.quantization is None:
+        return frozenset()
+    parts = ("experts",) if base.quantization.get("quant_method") == "mxfp4" else _FP8_PARTS
+
+    def is_quantised(parameter: Parameter) -> bool:
         if parameter.pieces:
-            return all(piece.stored.dtype.startswith("F8") for piece in parameter.pieces)
-        return parameter.part in _FP8_PARTS and len(parameter.shape) > 1
+            return all(piece.packed or piece.stored.dtype.startswith("F8") for piece in parameter.pieces)
+        return parameter.part in parts and len(parameter.shape) > 1
 
-    return frozenset(p.name for p in base.parameters if base.quantization is not None and is_fp8(p))
+    return frozenset(p.name for p in base.parameters if is_quantised(p))
 
 
 def narrow(base: Base) -> frozenset[str]:
-    """Names of the parameters that `layout.base_dtype` is about: what the checkpoint stores in FP8, the others are
+    """Names of the parameters that `layout.base_dtype` is about: what the checkpoint stores quantised, the others are
     left as its publisher left them; of one in 16 bits its layers' linears and experts."""
-    return in_fp8(base) or frozenset(
+    return _as_published(base) or frozenset(
         p.name
         for p in base.parameters
         if p.part in _FP8_PARTS and (p.linear or (p.part == "experts" and len(p.shape) == 3))
@@ -225,6 +235,7 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
         base=base,
         adapter=adapter,
         narrow=names,
+        published=published(base),
         outside=tuple(outside),
         layers=tuple(layers),
         kinds=kinds,

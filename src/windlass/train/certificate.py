@@ -2,12 +2,14 @@
 
 The second reading goes another way than the first: which rows are this rank's comes from transformers' own
 shard-on-read, the bytes from safetensors, the scale from the key's name, the product is taken in float64.
-Of 4 bits, sampled rows are quantised again by another rule: each block's scale is its largest value, and no other of
+Of 4 bits as published, numbers are made of bits and tables by the rules of those who stored them. Of 4 bits made here,
+sampled rows are quantised again by another rule: each block's scale is its largest value, and no other of
 the 16 numbers is nearer to a value than the one it has.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -158,22 +160,36 @@ def _check_four_bits(
     own, columns = own_indices(tensor), weight.format.columns
     for box in sampled((*local.shape[:-1], 1), f"{parameter.name}:{rank}"):
         rows = [(index[a], index[a] + 1) for index, (a, _) in zip(own, box[:-1], strict=False)]
-        places = [(piece, intersection((*rows, (0, columns)), piece_box(piece))) for piece in parameter.pieces]
+        place = [*rows[:-1], (0, columns), rows[-1]] if weight.format.transposed else [*rows, (0, columns)]
+        places = [(piece, intersection(tuple(place), piece_box(piece))) for piece in parameter.pieces]
         found = [disk.values(piece, shared) for piece, shared in places if shared]
         counts["slices"] += 1
         counts["elements"] += columns
         row = local[tuple(a for a, _ in box[:-1])].cpu()
-        if not is_nearest(row, torch.cat([values.double().flatten() for values, _ in found]), weight.format):
+        true = torch.cat([values.double().flatten() for values, _ in found])
+        if not (is_same if parameter.pieces[0].packed else is_nearest)(row, true, weight.format):
             return f"{parameter.name} is not what {found[0][1]} holds, in {weight.format.kind}"
     return ""
+
+
+def is_same(row: Tensor, true: Tensor, coding: Format) -> bool:
+    """Whether a row's bytes are these true values, as a publisher made them."""
+    got, scale = decode_row(row, coding)
+    return torch.equal((got * scale[:, None]).float().flatten(), true.float())
+
+
+def decode_row(row: Tensor, coding: Format) -> tuple[Tensor, Tensor]:
+    """Of a row's bytes each block's numbers and scale."""
+    numbers, side = torch.tensor(TABLES[coding.kind], dtype=torch.float64), coding.block[1]
+    codes, scale = row[: coding.columns // 2], row[coding.columns // 2 :].view(coding.scales).double()
+    units = numbers[torch.stack([codes // 16, codes % 16], -1).flatten().long()]
+    return pad(units, (0, -coding.columns % side)).view(-1, side), scale
 
 
 def is_nearest(row: Tensor, true: Tensor, coding: Format) -> bool:
     """Whether a row's bytes are these true values, each as near to it as 4 bits allow."""
     numbers, side = torch.tensor(TABLES[coding.kind], dtype=torch.float64), coding.block[1]
-    codes, scale = row[: coding.columns // 2], row[coding.columns // 2 :].view(torch.bfloat16).double()
-    missing = -coding.columns % side
-    got = pad(numbers[torch.stack([codes // 16, codes % 16], -1).flatten().long()], (0, missing)).view(-1, side)
+    (got, scale), missing = decode_row(row, coding), -coding.columns % side
     blocks, sign = pad(true, (0, missing)).view(-1, side), torch.where(scale < 0, -1.0, 1.0)[:, None]
     largest = blocks.abs().amax(-1) if coding.kind == "nf4" else (-blocks * sign).amax(-1)  # which int4 has at -1
     if not torch.equal(scale.abs(), largest.float().bfloat16().double()):
@@ -272,13 +288,45 @@ class Disk:
 
     def values(self, piece: Piece, box: Box) -> tuple[Tensor, str]:
         """True values of a box of the parameter that this piece fills, and what to call their source."""
-        key, codes = piece.stored.key, self.codes(piece, box)
+        key = piece.stored.key
+        if piece.packed:
+            there = [slice(a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True)][-len(piece.shape) :]
+            decoded = self.mxfp4(key, there) if piece.packed.kind == "mxfp4" else self.nf4(key, piece.shape, there)
+            return decoded, f"{key!r} of {self.where[key].name}"
+        codes = self.codes(piece, box)
         name = f"{key}_scale_inv"
         if name not in self.where:
             return codes, f"{key!r} of {self.where[key].name}"
         scale = self.scale(piece, [torch.arange(*span) for span in stored_box(piece, box)])
         # e4m3 x bf16 is exact in float64; rounded to float32, then to the model's dtype, as the loader has to.
         return (codes.double() * scale).float(), f"{key!r} x {name!r} of {self.where[key].name}"
+
+    def nf4(self, key: str, shape: Sequence[int], there: Sequence[slice]) -> Tensor:
+        """Values by the tables that bitsandbytes stores with them, found by the place in the whole matrix."""
+
+        def part(name: str) -> Tensor:
+            tensor: Tensor = self.handle(f"{key}.{name}").get_tensor(f"{key}.{name}")
+            return tensor.flatten()
+
+        state = json.loads(bytes(part("quant_state.bitsandbytes__nf4").tolist()))
+        rows, columns = (torch.arange(size)[part] for size, part in zip(shape, there, strict=True))
+        places = rows[:, None] * shape[-1] + columns
+        scale = part("absmax")[places // state["blocksize"]]
+        if "nested_offset" in state:
+            own = part("nested_absmax")[places // state["blocksize"] // state["nested_blocksize"]]
+            scale = part("nested_quant_map")[scale.long()] * own + state["nested_offset"]
+        codes = self.handle(key).get_tensor(key).flatten().view(torch.uint8)[places // 2]
+        return part("quant_map")[torch.where(places % 2 == 0, codes // 16, codes % 16).long()] * scale
+
+    def mxfp4(self, key: str, there: Sequence[slice]) -> Tensor:
+        """Values of a stack of experts [expert, in, out] by what their bits mean: a sign, two of exponent, one more."""
+        name = f"{key.removesuffix('_blocks')}_scales"
+        blocks: Tensor = self.handle(key).get_slice(key)[there[0], there[2]].flatten(2)
+        power: Tensor = self.handle(name).get_slice(name)[there[0], there[2]].repeat_interleave(32, -1).double() - 127
+        bits = torch.stack([blocks % 16, blocks // 16], -1).flatten(2).double()
+        size, sign = bits % 8, torch.where(bits < 8, 1.0, -1.0)
+        whole = torch.where(size < 2, size / 2, (1 + size % 2 / 2) * 2 ** (size // 2 - 1))
+        return (sign * whole * 2**power).float().transpose(1, 2)[:, there[1]]
 
     def codes(self, piece: Piece, box: Box) -> Tensor:
         """What is stored, as it is."""

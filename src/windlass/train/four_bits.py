@@ -1,8 +1,9 @@
-"""Numbers in 4 bits: rows in blocks, each block with its scale in bfloat16; two codes a byte, scales behind the codes.
+"""Numbers in 4 bits: rows in blocks, each block with its scale; two codes a byte, scales behind the codes.
 
 nf4 is bitsandbytes' own: bit for bit its codes of blocks of 64, and its scales, which of weights in BF16 are exact in
 BF16. int4 has even steps: a block's largest value is -1 of 16 multiples of 1/8, so its scale may be negative.
-A block begins where its row does, so a row's bytes depend on nothing but the row.
+mxfp4, and nf4 as published, are read and never made: the scales of the latter were quantised again, so they are exact
+in float32 alone. A block begins where its row does, so a row's bytes depend on nothing but the row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.functional import pad
 
 from windlass.plan.layout import FOUR_BITS
 
-TABLES: Final = {
+TABLES: Final[dict[str, tuple[float, ...]]] = {
     "int4": tuple(code / 8 for code in range(-8, 8)),
     "nf4": (  # quantiles of the normal distribution: QLoRA, appendix E, in float32 as bitsandbytes has them
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -25,6 +26,7 @@ TABLES: Final = {
         *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
 }
+TABLES["mxfp4"] = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 LEAST: Final = 1e-38  # of a scale: the reciprocal of a smaller one is infinite
 
 
@@ -40,13 +42,13 @@ def pairs(kind: str, device: torch.device) -> Tensor:
     return torch.cartesian_prod(numbers, numbers)
 
 
-def row_bytes(columns: int, block: int) -> int:
-    return columns // 2 + 2 * math.ceil(columns / block)
+def row_bytes(columns: int, block: int, scale: torch.dtype = torch.bfloat16) -> int:
+    return columns // 2 + scale.itemsize * math.ceil(columns / block)
 
 
-def split(rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def split(rows: Tensor, columns: int, scale: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     """Codes and scales, views of stored rows."""
-    return rows[..., : columns // 2], rows[..., columns // 2 :].view(torch.bfloat16)
+    return rows[..., : columns // 2], rows[..., columns // 2 :].view(scale)
 
 
 def encode(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -142,9 +142,9 @@ def read_all(
             bare = [p.stored.key for p in parameter.pieces if p.stored.dtype in NEEDS_SCALE and p.scale is None]
             problems += [f"{key!r} is FP8 and has no scale" for key in bare]
             try:
-                if weight and weight.format.kind:
+                if weight and weight.format.kind and not parameter.pieces[0].packed:
                     put = partial(make_four_bits, weight.format.kind, sums)
-                elif weight:
+                elif weight and not weight.format.kind:
                     fill_scale(weight.scale, weight.first, parameter, files, base.block, weight.format.block)
                     part = part.view(weight.format.codes)
                 codes = weight is not None and put is None

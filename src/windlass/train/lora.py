@@ -125,9 +125,9 @@ def unsharded_sizes() -> Iterator[None]:
         return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else original(self, module)
 
     def stack_sizes(self: ParamWrapper, module: nn.Module) -> Any:
-        rows, columns = of_stack(self, module)
+        sizes = of_stack(self, module)
         coding = formats_of(self.get_base_layer()).get(self.parameter_name)
-        return rows, (coding and coding.columns) or columns
+        return coding.shape(sizes) if coding else sizes
 
     LoraLayer._get_in_out_features, ParamWrapper._get_in_out_features = sizes, stack_sizes
     try:

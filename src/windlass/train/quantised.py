@@ -5,8 +5,8 @@ Such a parameter is bytes: whatever casts a model's floating-point parameters (P
 once. Only codes are kept for backward.
 FP8, as published: codes alone, a byte each; scales are a small float32 buffer of the same module, unsharded on every
 rank. Values, products and gradients are bit for bit what the loader makes of the same file in 16 or 32 bits.
-4 bits, made at load (four_bits.py): rows of codes, each row with its scales behind it, so that whoever has a row has
-all of it. How ranks share the rows changes no bit.
+4 bits, made at load or as published (four_bits.py): rows of codes, each row with its scales behind it, so that whoever
+has a row has all of it. How ranks share the rows changes no bit.
 
 Not done with float8 products: the published scales of activations are static, transformers' grouped FP8 path refuses
 those, and 8-bit activations would make the gradients those of another model.
@@ -31,8 +31,8 @@ from windlass.errors import Problem, raise_all
 from windlass.model import Base
 from windlass.model.targets import ExpertShard
 from windlass.plan import memory
-from windlass.plan.layout import FOUR_BITS
-from windlass.plan.work import in_fp8, narrow
+from windlass.plan.layout import FOUR_BITS, PUBLISHED
+from windlass.plan.work import narrow, published
 from windlass.train import four_bits
 from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, scale_block
 
@@ -47,7 +47,9 @@ class Format:
     block: tuple[int, int]  # rows and columns that share a scale; the last block of each may be smaller
     dtype: torch.dtype  # what the parameter would be in, were it not quantised
     kind: str = ""  # a name of plan.layout.FOUR_BITS
-    columns: int = 0  # in 4 bits, of the true weight: the parameter's own are bytes
+    columns: int = 0  # in 4 bits, of the rows that are stored: the parameter's own are bytes
+    scales: torch.dtype = torch.bfloat16  # in 4 bits
+    transposed: bool = False  # in 4 bits: rows are stored of what the parameter has as columns
 
     @property
     def per_byte(self) -> int:
@@ -55,11 +57,12 @@ class Format:
 
     def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """The true weight's, of a parameter that is stored in this shape."""
-        return (*stored[:-1], self.columns or stored[-1])
+        *outer, rows, columns = *stored[:-1], self.columns or stored[-1]
+        return (*outer, columns, rows) if self.transposed else (*outer, rows, columns)
 
     def parts(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of a parameter."""
-        return four_bits.split(weight, self.columns) if self.kind else (weight, scale)
+        return four_bits.split(weight, self.columns, self.scales) if self.kind else (weight, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,9 @@ def to_quantised_param(module: nn.Module, name: str, weight: Tensor, coding: For
     rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], coding.block, strict=True))
     shape, scales = tuple(weight.shape), (*weight.shape[:-2], rows, columns)
     if coding.kind:
-        shape, scales = (*shape[:-1], four_bits.row_bytes(shape[-1], coding.block[1])), (0,)
+        rows = weight.shape[-1 if coding.transposed else -2]
+        row = four_bits.row_bytes(coding.columns, coding.block[1], coding.scales)
+        shape, scales = (*shape[:-2], rows, row), (0,)
     codes = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(scales, dtype=torch.float32, device=weight.device)
     setattr(module, name, nn.Parameter(codes, requires_grad=False))
@@ -228,17 +233,24 @@ def formats_of(module: nn.Module) -> dict[str, Format]:
 
 
 def convert(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -> None:
-    """Make codes of what the checkpoint stores in FP8, or of what is made 4 bits, in a model on the meta device."""
+    """Make codes of what the checkpoint stores in codes, or of what is made 4 bits, in a model on the meta device."""
     problems = []
-    names = in_fp8(base) if base_dtype == "fp8" else narrow(base)
+    kept = base_dtype == published(base)
+    names = narrow(base) if kept or base_dtype not in PUBLISHED else frozenset()
     for parameter in base.parameters:
-        kinds = {piece.stored.dtype: piece.stored.key for piece in parameter.pieces}
-        in_part = base_dtype == "fp8" and kinds.keys() & set(NEEDS_SCALE)
+        kinds = {p.packed.kind if p.packed else p.stored.dtype: p.stored.key for p in parameter.pieces}
+        in_part = kept and kinds.keys() & {*NEEDS_SCALE, base_dtype}
         if parameter.name not in names and not in_part:
             continue
         owner, _, leaf = parameter.name.rpartition(".")
-        module = model.get_submodule(owner)
-        if base_dtype in FOUR_BITS:
+        module, packed = model.get_submodule(owner), parameter.pieces[0].packed
+        if packed and kept:
+            columns = parameter.shape[-2 if packed.transposed else -1]
+            scales = torch.float32 if packed.kind == "nf4" else torch.bfloat16
+            coding = Format(
+                torch.uint8, (1, packed.block), dtype, packed.kind, columns, scales, transposed=packed.transposed
+            )
+        elif base_dtype in FOUR_BITS:
             coding = Format(torch.uint8, (1, FOUR_BITS[base_dtype].block), dtype, base_dtype, parameter.shape[-1])
         else:
             coding = Format(DTYPES[next(iter(kinds))], scale_block(parameter, base.block), dtype)
@@ -250,13 +262,14 @@ def convert(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -
             problems.append(Problem(what, WHERE, HINT))
         elif type(module) is nn.Linear:
             model.set_submodule(owner, QuantisedLinear(module, coding))
-        elif getattr(module, "is_transposed", None) is False and not module.has_bias:
+        elif getattr(module, "is_transposed", None) is coding.transposed:
             to_quantised_param(module, leaf, module.get_parameter(leaf), coding)
         else:
             what = f"{parameter.name} belongs to {type(module).__name__}, which can't compute with "
             problems.append(Problem(f"{what}{base_dtype.upper()} weights", WHERE, HINT))
     if not names:
-        what = "is not stored in FP8, so it can't be kept in it" if base_dtype == "fp8" else "has nothing to quantise"
+        what = f"is not stored in {base_dtype.upper()}, so it can't be kept in it"
+        what = what if base_dtype in PUBLISHED else "has nothing to quantise"
         problems.append(Problem(f"{base.name} {what}", WHERE, HINT))
     raise_all(problems)
 

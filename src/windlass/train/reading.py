@@ -7,6 +7,7 @@ as resident memory of the process, and the point of reading by ranges is to use 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import threading
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from windlass.model import Parameter, Piece, Stored
 from windlass.plan.memory import AT_ONCE
+from windlass.train import four_bits
 from windlass.train.digest import MODULUS, digest_box
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
+Meaning = Callable[[Tensor, Box], Tensor]  # scales as stored, and where they are -> scales in float32
 
 DTYPES: Final = {
     "F64": torch.float64,
@@ -32,6 +35,7 @@ DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8,
 }
 NEEDS_SCALE: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
 UNCONVERTED: Final = 2  # times as many elements are read at a time where nothing is converted: they stay in the cache
@@ -108,9 +112,11 @@ def whole_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
     """The scale of an FP8 weight in float32, and its digest."""
     scale = whole(stored, files)
     require_scale(scale.float(), stored.key)
-    return scale.float(), digest_box(
-        stored, tuple((0, size) for size in stored.shape), scale, partial(read_box, files=files)
-    )
+    return scale.float(), digest_whole(stored, scale, files)
+
+
+def digest_whole(stored: Stored, values: Tensor, files: Files) -> int:
+    return digest_box(stored, tuple((0, size) for size in stored.shape), values, partial(read_box, files=files))
 
 
 def require_finite(values: Tensor, key: str) -> None:
@@ -177,9 +183,47 @@ def fill(
             put(region, values.float())
         return digest
 
+    def fill_packed(piece: Piece, box: Box, meaning: Meaning) -> int:
+        """One chunk of a piece in 4 bits, whole rows of its file; `box` is in the file's order. Returns its digest."""
+        packed, scales = piece.packed, piece.scale
+        assert packed is not None
+        assert scales is not None
+        there, parts, digest = stored_box(piece, box), list[Tensor](), 0
+        for stored in (piece.stored, scales):
+            rows = (*there[:-1], (0, stored.shape[-1]))
+            parts.append(torch.empty([stop - start for start, stop in rows], dtype=DTYPES[stored.dtype]))
+            read(stored, rows, parts[-1])
+            digest += digest_box(stored, rows, parts[-1], read)
+        halves = parts[0] << 4 | parts[0] >> 4 if packed.kind == "mxfp4" else parts[0]
+        factors = meaning(parts[1], there)
+        begin = [start for start, _ in own]
+        begin = [*begin[:-2], begin[-1], begin[-2]] if packed.transposed else begin
+        place = tuple(slice(a - first, b - first) for (a, b), first in zip(box[:-1], begin, strict=False))
+        if codes:  # the target has rows of bytes
+            wide = torch.float32 if packed.kind == "nf4" else torch.bfloat16
+            for to, own_part in zip(
+                four_bits.split(target[place], 2 * halves.shape[-1], wide), (halves, factors), strict=True
+            ):
+                to.copy_(own_part)
+        else:
+            halves, factors = halves.to(target.device), factors.to(target.device)
+            region = target.transpose(-1, -2) if packed.transposed else target
+            region[place].copy_(four_bits.decode(halves, factors, packed.block, packed.kind))
+        return digest
+
     read, jobs, filled, digest = partial(read_box, files=files), [], 0, 0
     for piece in pieces:
         if shared := intersection(own, piece_box(piece)):
+            if piece.packed:
+                meaning, of_meaning = read_meaning(piece, files)
+                if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
+                    digest += of_meaning
+                rows = (*shared[:-2], shared[-1], shared[-2]) if piece.packed.transposed else shared
+                if rows[-1] != (0, 2 * piece.stored.shape[-1]):
+                    raise DamagedError(f"{piece.stored.key!r} is needed in parts of rows, and 4 bits are whole ones")
+                jobs += [pool.submit(fill_packed, piece, box, meaning) for box in chunks(rows, AT_ONCE)]
+                filled += math.prod(stop - start for start, stop in shared)
+                continue
             scale = zeros = None
             if piece.scale:
                 scale, of_scale = whole_scale(piece.scale, files)
@@ -212,6 +256,41 @@ def fill_scale(
         experts = slice(shared[0][0] - first, shared[0][1] - first) if len(shared) == 3 else slice(None)
         rows, columns = (slice(a // side, -(-b // side)) for (a, b), side in zip(shared[-2:], every, strict=True))
         stack[experts, rows, columns] = scale.to(stack.device)
+
+
+def read_meaning(piece: Piece, files: Files) -> tuple[Meaning, int]:
+    """What the scales of a piece in 4 bits are in float32, and the digest of the tensors that say it."""
+    assert piece.packed is not None
+    assert piece.scale is not None
+    key, groups = piece.scale.key, piece.scale.shape[-1]
+    if piece.packed.kind == "mxfp4":
+        powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
+        return lambda scales, _: require_numbers(powers[scales.int()], key), 0
+    state, table, *nested = every = [whole(each, files) for each in piece.packed.more]
+    described = json.loads(bytes(state.tolist()))
+    block, mean = described.get("nested_blocksize", 1), float(described.get("nested_offset", 0))
+    found = described["quant_type"], described["blocksize"], math.prod(described["shape"]), table.tolist()
+    wanted = "nf4", piece.packed.block, math.prod(piece.shape), four_bits.table("nf4", table.device).tolist()
+    if found != wanted:
+        raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight")
+
+    def scale(codes: Tensor, box: Box) -> Tensor:
+        """As bitsandbytes has it: blocks of scales run through all rows; each has its own scale, all have a mean."""
+        if not nested:
+            return require_numbers(codes, key)
+        first, (largest, numbers) = box[-2][0] * groups, nested
+        places = torch.arange(first, first + codes.numel()).view(codes.shape) // block
+        return require_numbers(numbers[codes.int()] * largest[places] + mean, key)
+
+    return scale, sum(
+        digest_whole(stored, values, files) for stored, values in zip(piece.packed.more, every, strict=True)
+    )
+
+
+def require_numbers(scales: Tensor, key: str) -> Tensor:
+    if not bool(scales.isfinite().all()):
+        raise DamagedError(f"{key!r} holds scales that are not finite numbers")
+    return scales
 
 
 def decode(codes: Tensor) -> Tensor:
@@ -274,7 +353,7 @@ def scale_block(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
 def piece_box(piece: Piece) -> Box:
     """Where a piece is in its parameter. A stored tensor of fewer dimensions is one slice of the outer ones."""
     outer = len(piece.offset) - len(piece.stored.shape)
-    shape = (*(1,) * outer, *piece.stored.shape)
+    shape = (*(1,) * outer, *piece.shape)
     return tuple((start, start + size) for start, size in zip(piece.offset, shape, strict=True))
 
 

@@ -178,8 +178,8 @@ def base_identity(base: Base) -> str:
     its published SHA-256 when it was fetched must still be that file.
     """
     digest, fetched = hashlib.blake2b(digest_size=16), read_json(base.path / PUBLISHED) if base.path else {}
-    stored = (one for parameter in base.parameters for piece in parameter.pieces for one in (piece.stored, piece.scale))
-    for path in sorted({one.file for one in stored if one is not None}, key=lambda path: path.name):
+    stored = (one for parameter in base.parameters for piece in parameter.pieces for one in piece.tensors)
+    for path in sorted({one.file for one in stored}, key=lambda path: path.name):
         digest.update(sample := file_sample(path))
         if path.name in fetched and fetched[path.name] != hashlib.blake2b(sample).hexdigest():
             problem = "is not the file whose SHA-256 was compared with the hub's when it was fetched"

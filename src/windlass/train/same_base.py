@@ -61,7 +61,7 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
     def jobs() -> Iterator[tuple[Stored, Box]]:
         for parameter in base.parameters:
             for piece in parameter.pieces:
-                for stored in (piece.stored, piece.scale) if piece.scale else (piece.stored,):
+                for stored in piece.tensors:
                     box = tuple((0, size) for size in stored.shape)
                     yield from ((stored, chunk) for chunk in chunks(box, AT_ONCE * UNCONVERTED))
 
@@ -93,7 +93,7 @@ def unlike_fetched(base: Base, digest: str) -> list[str]:
 def digest_size(base: Base) -> int:
     """Bytes that `digest_files` reads."""
     pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
-    return sum(one.end - one.start for piece in pieces for one in (piece.stored, piece.scale) if one)
+    return sum(one.end - one.start for piece in pieces for one in piece.tensors)
 
 
 def forward_config(base: Base) -> dict[str, Any]:
