@@ -421,7 +421,7 @@ def test_4_bits_are_the_nearest_and_any_part_of_them_is_decoded_alike(data: st.D
 
 def test_errors_of_normal_weights_are_those_that_the_plan_names() -> None:
     values = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))
-    for kind, four in FOUR_BITS.items():
+    for kind, four in ((kind, four) for kind, four in FOUR_BITS.items() if four.error):  # mxfp4 is never made
         rows = torch.empty(256, four_bits.row_bytes(4096, four.block), dtype=torch.uint8)
         changed, size = four_bits.quantise(values, kind, rows).tolist()
         assert math.sqrt(changed / size) == pytest.approx(four.error, abs=5e-4)
