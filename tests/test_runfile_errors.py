@@ -121,7 +121,7 @@ BAD_KEYS = {
 }
 BAD_VALUES = {
     "layout: {state_dict: sharded}": ("layout.state_dict", "must be 'full', not 'sharded'", ""),
-    "layout: {base_dtype: fp4}": ("layout.base_dtype", "'nf4' or 'int4', not 'fp4'", "write nf4"),
+    "layout: {base_dtype: fp4}": ("layout.base_dtype", "'int4' or 'mxfp4', not 'fp4'", "write nf4"),
     "lora: {init_lora_weights: PiSSA}": ("lora.init_lora_weights", "not 'PiSSA'", "write true: pissa changes the base"),
     "cluster: {platform: k8s}": ("cluster.platform", "not 'k8s'", "write kubernetes"),
     "lora: {r: '16'}": ("lora.r", "must be a whole number, not '16'", "without quotes"),
