@@ -17,7 +17,7 @@ from windlass import hardware
 from windlass.model import Base, Parameter, config, published_base
 from windlass.model import targets as adapters
 from windlass.model.parameters import Piece, Stored
-from windlass.plan.cost import Batch, Work, in_fp8, read_shape
+from windlass.plan.cost import Batch, Work, narrow, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel, quantised
@@ -94,7 +94,7 @@ def headers(sizes: Sizes, layers: int) -> Base:
     text = {**known.config, **(TINY if sizes.tiny else {}), "num_hidden_layers": layers}
     wrapped = {"model_type": "mistral3", "text_config": text}
     bare = config.describe({**wrapped, "quantization_config": known.quantization}, MODEL, known.name)
-    eight = in_fp8(bare)
+    eight = narrow(bare)
     return replace(bare, parameters=tuple(_stored(each, each.name in eight) for each in bare.parameters))
 
 

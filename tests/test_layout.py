@@ -254,14 +254,14 @@ def test_a_layout_that_is_impossible_says_why() -> None:
 # --- what is compared ------------------
 
 
-def titles(nodes: int, gpus: int, experts: int, fp8: bool = False) -> list[str]:
-    return [name for name, row in candidates(want("auto", nodes, gpus), experts, fp8)[0] if row.nodes == nodes]
+def titles(nodes: int, gpus: int, experts: int, kept: str = "") -> list[str]:
+    return [name for name, row in candidates(want("auto", nodes, gpus), experts, kept)[0] if row.nodes == nodes]
 
 
 def test_the_layouts_of_three_single_gpu_nodes_and_of_two_with_eight() -> None:
     plain = ["full-shard", "full-shard, parameters offloaded", "no-reshard"]
-    assert titles(3, 1, 128, fp8=True) == [*plain, "resident", "full-shard, FP8", "no-reshard, FP8", "resident, FP8"]
-    assert candidates(want("auto", 3, 1), 128, fp8=True)[1] == {
+    assert titles(3, 1, 128, kept="fp8") == [*plain, "resident", "full-shard, FP8", "no-reshard, FP8", "resident, FP8"]
+    assert candidates(want("auto", 3, 1), 128, kept="fp8")[1] == {
         "hybrid": "one GPU per node: there is nothing to shard over inside a node, it would be resident",
         "expert-parallel 3": "128 experts do not split evenly over 3 ranks, and the engine refuses uneven splits",
     }
@@ -289,10 +289,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_no_layout_contradicts_the_runs_keys(gpus: int) -> None:
-    free, _ = candidates(want("auto", 2, gpus), 128, fp8=True)
+    free, _ = candidates(want("auto", 2, gpus), 128, kept="fp8")
     for key, values in KEYS.items():
         for value in values:
-            rows, _ = candidates(want("auto", 2, gpus, **{key: value}), 128, fp8=True)
+            rows, _ = candidates(want("auto", 2, gpus, **{key: value}), 128, kept="fp8")
             assert {getattr(layout, key) for _, layout in rows} <= {value}
             assert len(rows) < len(free)
 
@@ -305,16 +305,16 @@ def test_the_keys_of_a_named_layout_are_about_that_one_alone() -> None:
     for name, layout in candidates(wanted, 128)[0]:
         assert (layout.activation_checkpointing, layout.precision) == (True, "no")
         assert layout.offload == ("offloaded" in name)
-    assert [name for name, _ in named(want("no-reshard", 2, 1), 128, fp8=True)] == ["no-reshard", "no-reshard, FP8"]
-    assert [name for name, _ in named(want("full-shard", 2, 1, offload=True), 128, fp8=True)] == ["full-shard"]
-    assert [name for name, _ in named(want("full-shard", 2, 1), 128, fp8=False)] == ["full-shard"]
-    (only,) = named(want("hybrid", 2, 8, base_dtype="fp8"), 128, fp8=True)
+    assert [name for name, _ in named(want("no-reshard", 2, 1), 128, kept="fp8")] == ["no-reshard", "no-reshard, FP8"]
+    assert [name for name, _ in named(want("full-shard", 2, 1, offload=True), 128, kept="fp8")] == ["full-shard"]
+    assert [name for name, _ in named(want("full-shard", 2, 1), 128, kept="")] == ["full-shard"]
+    (only,) = named(want("hybrid", 2, 8, base_dtype="fp8"), 128, kept="fp8")
     assert only[1].base_dtype == "fp8"
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 4, 8, 60, 128]), st.booleans())
-def test_every_row_is_possible(nodes: int, gpus: int, experts: int, fp8: bool) -> None:
-    rows, impossible = candidates(want("auto", nodes, gpus), experts, fp8)
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 4, 8, 60, 128]), st.sampled_from(["", "fp8"]))
+def test_every_row_is_possible(nodes: int, gpus: int, experts: int, kept: str) -> None:
+    rows, impossible = candidates(want("auto", nodes, gpus), experts, kept)
     assert len({name for name, _ in rows}) == len(rows)
     assert all(impossible.values())
     for _, layout in rows:
@@ -335,7 +335,7 @@ def test_divisors(number: int) -> None:
 
 # --- the choice ------------------
 
-FOUR = dict(candidates(want("auto", 2, 2), 128, fp8=True)[0])
+FOUR = dict(candidates(want("auto", 2, 2), 128, kept="fp8")[0])
 
 
 def priced(name: str, fits: bool, gib: float, seconds: float, serial: float | None = None, why: str = "") -> Contender:

@@ -286,7 +286,7 @@ def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 def _to_mxfp4(weight: Tensor) -> dict[str, Tensor]:
     """As gpt_oss stores experts [expert, in, out]: 32 inputs of an output share a power of two."""
-    blocks = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+    blocks = weight.float().transpose(1, 2).reshape(len(weight), weight.shape[2], -1, 32)
     power = torch.frexp(blocks.abs().amax(-1, keepdim=True))[1] - 3  # the largest number is 6
     numbers = four_bits.table("mxfp4", weight.device)
     codes = (torch.ldexp(blocks, -power)[..., None] - numbers).abs().argmin(-1).to(torch.uint8)
