@@ -146,7 +146,7 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     cluster.wait_for(lambda: last() > before)
     assert not (folder / "slurm-4711.exit").exists(), "it goes on"
     assert platform.stop(record) == 0
-    assert "job 4711 is stopping: its ranks save, and windlass submit resumes from there" in cluster.said
+    assert "job 4711 is stopping: its ranks save, and `windlass submit RUN` resumes from there" in cluster.said
     cluster.wait_for(lambda: cluster.is_over)
     assert (folder / "slurm-4711.exit").read_text() == "75\n"
     assert (cluster.folder / "requeued").read_text() == "\n", "not queued again"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ import warm
 import yaml
 
 from windlass import cli
+from windlass.runfile.fields import ScriptRun
+from windlass.runfile.names import RENAMED
+from windlass.runfile.reference import keys
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -41,18 +46,55 @@ def commands(code: str) -> list[list[str]]:
     return found
 
 
-def test_every_command_of_the_documentation_parses() -> None:
+def parse(words: list[str], page: Path) -> None:
+    """By the command line's own parser; nothing is run."""
     group: Any = typer.main.get_command(cli.app)
-    top, checked = typer.Context(group, info_name="windlass"), 0
+    top = typer.Context(group, info_name="windlass")
+    try:
+        group.get_command(top, words[0]).make_context(words[0], words[1:], parent=top)
+    except Exception as error:
+        raise AssertionError(f"{page.name}: windlass {shlex.join(words)}: {error}") from None
+
+
+def test_every_command_of_the_documentation_parses() -> None:
+    checked = 0
     for page in build_site.pages():
         if page.parent.name != "commands":
             for words in (w for block in blocks(page, "bash|sh|") for w in commands(block) if w and w[0][0] != "-"):
-                try:
-                    group.get_command(top, words[0]).make_context(words[0], words[1:], parent=top)
-                except Exception as error:
-                    raise AssertionError(f"{page.name}: windlass {shlex.join(words)}: {error}") from None
+                parse(words, page)
                 checked += 1
     assert checked > 80
+
+
+def texts(module: Path) -> Iterator[str]:
+    """What a module may print: its strings but for docstrings, with 1 for what is filled in."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    silent |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
+
+
+def test_what_hints_name_is_there() -> None:
+    """Each command in a message parses as it is printed, and each key of the run file in it is one."""
+    source, checked, seen = ROOT / "src" / "windlass", 0, 0
+    known = {*keys(), *keys(ScriptRun), *RENAMED}
+    names = "|".join(sorted({key.partition(".")[0] for key in keys(ScriptRun) + keys() if "." in key}))
+    printed = [(path, text) for path in source.rglob("*.py") for text in texts(path)]
+    printed += [(path, path.read_text(encoding="utf-8")) for path in (source / "runfile").glob("*.toml")]
+    for path, text in printed:
+        for command in re.findall(r"(?<!#) `windlass ([^`]+)`", f" {text}"):
+            if "KEY" not in command and "…" not in command.split()[0]:
+                parse(shlex.split(command.split(" > ")[0]), path)
+                checked += 1
+        for key in re.findall(rf"\b(?:set|write|raise|lower|give|remove|see) ((?:{names})\.[a-z_.]+[a-z_])\b", text):
+            assert key in known, f"{path.name}: there is no key {key}: {text[:120]}"
+            seen += 1
+    assert checked > 60
+    assert seen > 70
 
 
 def test_the_sites_menu_has_every_page() -> None:

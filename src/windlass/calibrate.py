@@ -34,8 +34,9 @@ def calibrate(
     kind = _kind_of(gpus[0].name) if gpus else "cpu"
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
     count = int(environ["LOCAL_WORLD_SIZE"]) if under_torchrun else count or len(gpus) or 1
-    if gpus and count > len(gpus):
-        raise UserError(f"{count} ranks, but this machine has {len(gpus)} GPUs", "--ranks", f"give at most {len(gpus)}")
+    most, what = (len(gpus), "GPUs") if gpus else (os.cpu_count() or 1, "processors")
+    if count > most:
+        raise UserError(f"{count} ranks, but this machine has {most} {what}", "--ranks", f"give at most {most}")
     path, began = out or own_file(kind, count), time.monotonic()
     storage = path.absolute().parent
     if under_torchrun:

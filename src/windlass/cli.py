@@ -46,6 +46,7 @@ from windlass.options import (
     arg,
     flag,
     opt,
+    remember,
     say,
     words,
 )
@@ -146,7 +147,7 @@ def init(
         if preset:
             raise UserError(f"takes either a preset or --model, not {preset} too", "windlass init", "leave one out")
         if not (model and data):
-            hint = "windlass init --model DIR --data PATH > run.yaml"
+            hint = "`windlass init --model DIR --data PATH > run.yaml`"
             raise UserError("needs both --model and --data", "windlass init", hint)
         made = draft.draft(model, data, gpus, say)
         for warning in made.warnings:
@@ -318,7 +319,7 @@ def calibrate(
 
 @command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --json", "check --self-test")
 def check(
-    run: Annotated[Path | None, arg("RUN", "The run file (YAML). None with --self-test.")] = None,
+    run: Annotated[Path | None, arg("RUN", "The run file (YAML). None with --self-test.", callback=remember)] = None,
     override: Overrides = None,
     accelerate: Accelerate = None,
     here: Annotated[bool, flag("--here", "Check this machine too: the run will use it.")] = False,
@@ -338,7 +339,7 @@ def check(
     from windlass.runfile import LoadedScript, read_any
 
     if (run is None) != self_test or (self_test and (override or accelerate or here or in_pod)):
-        raise UserError("give a run file, or --self-test alone", "windlass check", "windlass check run.yaml")
+        raise UserError("give a run file, or --self-test alone", "windlass check", "`windlass check run.yaml`")
     if run is None:
         from windlass import self_test as testing
 

@@ -15,7 +15,7 @@ def make(directory: Path) -> Path:
 
     run = directory / "run.yaml"
     if run.exists():
-        raise UserError("a demo is there already", str(run), f"windlass train {run}, or give another --dir")
+        raise UserError("a demo is there already", str(run), f"`windlass train {run}`, or give another --dir")
     # Paragraphs of Python's own help pages, which repeat each other; every tenth is held out for evaluation.
     pages = [page for _, page in sorted(pydoc_data.topics.topics.items())]
     texts = dict.fromkeys(text.strip() for page in pages for text in page.split("\n\n"))

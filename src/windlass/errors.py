@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +36,14 @@ class Problem:
 
     def as_dict(self) -> dict[str, Any]:
         return {"problem": self.problem, "where": self.where, "hint": self.hint}
+
+
+GIVEN: dict[str, str] = {}  # what this command was given as RUN or RUN_DIR
+
+
+def pasteable(hint: str) -> str:
+    """A hint with the run file or folder that this command was given, so that it works as it is printed."""
+    return re.sub(r"\b(RUN|RUN_DIR)\b", lambda name: shlex.quote(GIVEN.get(name[0], name[0])), hint)
 
 
 class UserError(Exception):
@@ -79,7 +89,7 @@ def print_error(error: UserError) -> None:
         where = Text(f"{problem.where}: " if problem.where else "", style="bold")
         console.print(Text("\n" if number else "") + Text("error: ", style="bold red") + where + Text(problem.problem))
         if problem.hint:
-            console.print(Text("\nhint: ", style="cyan") + Text(problem.hint))
+            console.print(Text("\nhint: ", style="cyan") + Text(pasteable(problem.hint)))
 
 
 def not_installed(names: str | None, command: str) -> UserError:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from windlass.errors import GIVEN, pasteable
+
 BEFORE, DURING, AFTER, HELP = "Before a run", "During a run", "After a run", "If something is wrong"
 
 
@@ -22,8 +24,15 @@ class Groups(TyperGroup):
                 formatter.write_dl([(each.name or "", each.get_short_help_str(limit=200)) for each in commands])
 
 
+def remember(parameter: typer.CallbackParam, run: Path | None) -> Path | None:
+    """For hints, which name it."""
+    GIVEN.clear()
+    GIVEN.update({} if run is None else {str(parameter.metavar): str(run)})
+    return run
+
+
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(pasteable(text), file=sys.stderr, flush=True)
 
 
 def words(option: str, value: object) -> list[str]:
@@ -31,8 +40,8 @@ def words(option: str, value: object) -> list[str]:
     return [] if value is None else [option, str(value)]
 
 
-def arg(metavar: str, help: str) -> Any:
-    return typer.Argument(metavar=metavar, help=help, show_default=False)
+def arg(metavar: str, help: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
 
 
 def opt(name: str, metavar: str, help: str, **more: Any) -> Any:
@@ -43,8 +52,8 @@ def flag(name: str, help: str, **more: Any) -> Any:
     return typer.Option(*name.split(), help=help, show_default=False, **more)
 
 
-Run = Annotated[Path, arg("RUN", "The run file (YAML).")]
-RunDir = Annotated[Path, arg("RUN_DIR", "The run folder: train.output_dir.")]
+Run = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember)]
+RunDir = Annotated[Path, arg("RUN_DIR", "The run folder: train.output_dir.", callback=remember)]
 Overrides = Annotated[list[str] | None, opt("--override", "KEY=VALUE", "Set one key of the run file; repeatable.")]
 Accelerate = Annotated[Path | None, opt("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of tables.")]

@@ -57,13 +57,13 @@ CPU_ALONE: Final = "WINDLASS_SELF_TEST_CPU"  # the process that trains on the CP
 SEND: Final = "and send self-test.json with your report"
 WRONG: Final = f"what is trained here can't be trusted: try another node, driver or torch {SEND}"
 MEANS: Final = {  # how the test's name begins: what to do
-    "reference": f"the CPU itself, torch or transformers: see windlass version {SEND}",
+    "reference": f"the CPU itself, torch or transformers: see `windlass version` {SEND}",
     "FP8": f"set layout.base_dtype: bf16 {SEND}",
     "4 bits": f"set layout.base_dtype: bf16 {SEND}",
     "attention": f"set model.attn_implementation: eager {SEND}",
     "fused": f"training leaves out what differs: it is right, and slower; go on {SEND}",
     "experts": f"leave lora.experts out {SEND}",
-    "collectives": f"ranks can't add up: links, driver or NCCL; see windlass check RUN --here {SEND}",
+    "collectives": f"ranks can't add up: links, driver or NCCL; see `windlass check run.yaml --here` {SEND}",
 }
 RUN: Final = """
 model: {{model_name_or_path: {folder}/model}}
@@ -97,7 +97,7 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
     results = [passed("GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}")] if gpus else []
     if not gpus and found.gpus:
         why = f"{len(found.gpus)} GPUs, and torch {torch.__version__} can use none"
-        results = [failed("GPUs", why, "see windlass check RUN --here")]
+        results = [failed("GPUs", why, "see `windlass check run.yaml --here`")]
     elif not gpus:
         results = [skipped("GPUs", f"none tested: {found.error}; below is this CPU")]
     with tempfile.TemporaryDirectory(prefix="windlass-self-test-") as made:

@@ -125,7 +125,7 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
     """Write the archive, and report each file in it."""
     folder = Path(read_any(run).run.folder) if run.is_file() else run
     if not folder.is_dir():
-        hint = f"give the folder of a run that was started, or for versions alone: windlass version --json > {MASK}"
+        hint = f"give the folder of a run that was started, or for versions alone: `windlass version --json > {MASK}`"
         raise UserError("there is no such run folder", str(folder), hint.replace(MASK, "versions.json"))
     made = {f"{folder.resolve().name}/{name}": text.encode() for name, text in collect(folder, Masks(environ))}
     archive = out or Path(f"bug-report-{folder.resolve().name}.tar.gz")

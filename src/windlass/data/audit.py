@@ -181,7 +181,7 @@ def find_problems(
             f"{train['supervised_fraction']:.2%} of the training tokens are supervised, less than "
             f"watch.min_supervised_fraction = {least_fraction:.2%}"
         )
-        hint = "`windlass data` shows which part is supervised: fix the template, or lower the limit if it is meant"
+        hint = "`windlass data RUN --sample 3` shows what is supervised: fix the template, or lower the limit"
         found.append(Problem(problem, where("watch.min_supervised_fraction"), hint))
     return found
 

@@ -157,7 +157,7 @@ def explained(name: str, kind: str, place: str) -> Iterator[None]:
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx2.TransportError) as error:
         first = str(error).splitlines()[0]
         problem = f"{name} is not on this machine and the hub can't be reached: {first}"
-        hint = "run `windlass fetch` where there is a network and share its cache (HF_HOME), or name a local folder"
+        hint = "run `windlass fetch RUN` where there is a network and share its cache (HF_HOME), or name a local folder"
     raise UserError(problem, place, hint)
 
 

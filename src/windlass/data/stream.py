@@ -55,7 +55,7 @@ def stream_rows(
                     row = documents.take(groups[chosen])
                     yield {name: row.column(name).tolist() for name in names}
             if not rows:
-                raise UserError("the stream has no row with a supervised token", "data", "see `windlass data`")
+                raise UserError("the stream has no row with a supervised token", "data", "see `windlass data RUN`")
 
     def generate() -> Iterator[dict[str, Any]]:
         streams = [rows_of(*each) for each in sets]

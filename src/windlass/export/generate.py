@@ -112,7 +112,7 @@ def load_model(
     say: Callable[[str], None] = print,
 ) -> Any:
     if base_dtype == "fp8" and source and source.config.get("use_dora"):
-        hint = "merge it first: windlass export FOLDER --to MERGED --merge, then generate from MERGED"
+        hint = f"merge it first: `windlass export {source.folder} --to MERGED --merge`, then generate from MERGED"
         raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(source.folder), hint)
     layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=base_dtype)
     model: Any

@@ -41,7 +41,7 @@ PRODUCT = "nvidia.com/gpu.product"  # a label of each node, by NVIDIA's GPU feat
 LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each of its tries before it prints what is wrong
 HINT = "is it the right cluster (kubectl config get-contexts), are you logged in, may you do that? --dry-run needs none"
 OTHER_VERSION = "that operator is older than JobSet 0.10 or Kubeflow Trainer 2.3: cluster.engine names another one"
-POD_HINT = "the values come from `cluster` in the run file: windlass explain cluster prints its keys"
+POD_HINT = "the values come from `cluster` in the run file: `windlass explain cluster` prints its keys"
 SUCCEEDED = ("Complete", "Completed", "Succeeded")
 ENDED = (*SUCCEEDED, "Failed", "FailureTarget")
 PHASES = "jsonpath={.items[*].status.phase}"
@@ -163,7 +163,7 @@ class KubernetesJob:
             say(f"note: {note}")
         before = self.state()
         if before == "running":
-            hint = "wait for it, windlass stop RUN, or give another name"
+            hint = "wait for it, `windlass stop RUN`, or give another name"
             what = f"{RESOURCES[self.engine]} {self.name} exists and has not ended"
             problems.append(Problem(what, job.where("name"), hint))
         raise_all(problems)
@@ -191,7 +191,7 @@ class KubernetesJob:
         patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
         done = self.run("patch", "--filename", "-", "--type=merge", "--patch", patch, feed=others, check=False)
         if done.returncode:
-            say(f"note: only windlass stop deletes what belongs to the job: {done.stderr.strip()}")
+            say(f"note: only `windlass stop RUN` deletes what belongs to the job: {done.stderr.strip()}")
 
     def _try_pod(self, template: dict[str, Any], say: Callable[[str], None]) -> None:
         """The servers of operators look at no pod: what a pod would be refused for would be found after hours in a

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import run_folder
-from windlass.errors import Problem, UserError
+from windlass.errors import Problem, UserError, pasteable
 from windlass.files import read_json, read_json_lines
 from windlass.launch.job import RECORD, Job, Record, ignored_keys, keep_record
 from windlass.observe.watch.heartbeat import read_beats
@@ -63,7 +63,7 @@ def start(job: Job, folder: Path, _: Callable[[str], None]) -> bool:
     if facts.get("host") == socket.gethostname() and is_running(facts):
         # A second run would wait at the folder's lock, and the first could no longer be found.
         what = f"it runs already, as process {facts['pid']}"
-        hint = "windlass status RUN; windlass stop RUN; or another train.output_dir"
+        hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
         raise UserError(what, str(folder / RECORD), hint)
     keep_record(job, "local", folder, **this_process())
     sys.stdout.flush()
@@ -118,19 +118,19 @@ def status(record: Record) -> int:
         text = f"running, {step}{sign}" if state else f"starting{sign}"
     elif state in (run_folder.RUNNING, run_folder.FAILED):
         how = "failed" if state == run_folder.FAILED else "ended without finishing"
-        text = f"{how} after {step}: its output has the cause; windlass submit resumes from its last checkpoint"
+        text = f"{how} after {step}: its output has the cause; `windlass submit RUN` resumes from its last checkpoint"
     elif state:
-        text = f"{state} after {step}, and saved: windlass submit resumes from there"
+        text = f"{state} after {step}, and saved: `windlass submit RUN` resumes from there"
     else:
         text = "no heartbeat yet: it has not started, or died before the first one; its output has the cause"
-    print(f"{run}: {text}")
+    print(pasteable(f"{run}: {text}"))
     if state:
-        print(f"windlass watch {run} shows curves, ranks and alarms")
+        print(f"`windlass watch {run}` shows curves, ranks and alarms")
     return 0
 
 
 def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
-    hint = f"look there; windlass watch {record.run} shows its progress"
+    hint = f"look there; `windlass watch {record.run}` shows its progress"
     raise UserError("its output is in the terminal where it was started", str(record.path), hint)
 
 
@@ -138,11 +138,11 @@ def stop(record: Record) -> int:
     """SIGTERM to the process that the run took the place of: its ranks save, and it ends with 75."""
     facts, here = record.facts, socket.gethostname()
     if facts["host"] != here:
-        hint = f"there: windlass stop, or kill -TERM {facts['pid']}"
+        hint = f"there: `windlass stop RUN`, or kill -TERM {facts['pid']}"
         raise UserError(f"it was started on {facts['host']}, and this is {here}", str(record.path), hint)
     if is_running(facts):
         os.kill(facts["pid"], signal.SIGTERM)
-        text = f"process {facts['pid']} is stopping: its ranks save, and windlass submit resumes from there"
+        text = f"process {facts['pid']} is stopping: its ranks save, and `windlass submit RUN` resumes from there"
     else:
         text = "its process has ended already"
     record.say(f"{record.run}: {text}")

@@ -16,9 +16,19 @@ files, start, status, logs, stop = (
 
 def review(job: Job) -> Iterator[Problem | str]:
     yield from kubernetes.findings(job)
-    cluster = job.cluster
-    if cluster.user is None:
+    yield from admission(job)
+    if job.cluster.user is None:
         yield f"{job.where('cluster.user')}: not set: the policy restricted-v2 gives the pods the namespace's own user"
-    if cluster.fs_group is not None:
-        what = f"restricted-v2 refuses group {cluster.fs_group} unless it is in the namespace's range"
+    if job.cluster.fs_group is not None:
+        what = f"restricted-v2 refuses group {job.cluster.fs_group} unless it is in the namespace's range"
         yield f"{job.where('cluster.fs_group')}: {what}: give the service account the SCC nonroot-v2, or remove it"
+
+
+def admission(job: Job) -> Iterator[str]:
+    """A user that OpenShift's default policy would refuse, and the policy that allows it."""
+    if user := job.cluster.user:
+        remedy = "give the service account the SCC nonroot-v2"
+        if user.uid == 0:  # `anyuid` refuses every pod with a seccomp profile, which `restricted` demands
+            remedy = "give the service account a copy of the SCC anyuid with seccompProfiles: [runtime/default]"
+        what = f"OpenShift's restricted-v2 policy refuses user {user.uid} unless it is in the namespace's range"
+        yield f"{job.where('cluster.user')}: {what}: {remedy}, or remove cluster.user"

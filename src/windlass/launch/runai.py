@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from windlass import __version__
 from windlass.errors import Problem, RunError, UserError
+from windlass.launch import openshift
 from windlass.launch.job import (
     Job,
     Record,
@@ -269,6 +270,7 @@ def review(job: Job) -> Iterator[Problem | str]:
         where, hint = job.where(f"cluster.volumes[{index}]"), "mount the whole volume, read and write"
         if volume.read_only or (volume.sub_path and not volume.config_map):
             yield Problem("Run:ai's command line mounts no part of a volume, and none read-only", where, hint)
+    yield from openshift.admission(job)
     yield from refused_keys(job, REFUSED, "Run:ai")
     yield from ignored_keys(cluster, IGNORED, "Run:ai")
 
@@ -289,7 +291,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
         say(f"runai is not installed here; on a machine that has it: {by_hand}")
         return False
     if code := subprocess.run(command(job), check=False).returncode:
-        hint = "not logged in: runai login; the name is taken: windlass stop RUN, or another name"
+        hint = "not logged in: runai login; the name is taken: `windlass stop RUN`, or another name"
         raise RunError(f"runai ended with {code}: its own message is above", by_hand, hint)
     keep_record(job, "runai", folder)
     return True

@@ -188,11 +188,11 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
         return False
     facts = read_json(folder / RECORD)
     if facts.get("platform") == "slurm" and (state := squeue(facts["number"], "%T")):
-        hint = "windlass status RUN; windlass stop RUN; or another output_dir"
+        hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
         raise UserError(f"Slurm has it already, as job {facts['number']} ({state})", str(folder / RECORD), hint)
     done = call("sbatch", "--parsable", str(folder / BATCH))
     if done.returncode:
-        hint = "the options come from `cluster` in the run file: windlass explain cluster prints its keys"
+        hint = "the options come from `cluster` in the run file: `windlass explain cluster` prints its keys"
         raise RunError(done.stderr.strip() or f"sbatch ended with {done.returncode}", by_hand, hint)
     number = done.stdout.strip().partition(";")[0]
     keep_record(job, "slurm", folder, number=number)
@@ -240,7 +240,7 @@ def logs(record: Record, *, follow: bool) -> int:
                 print(log.read(), end="", flush=True)
                 shown = log.tell()
         elif not follow:
-            raise UserError("there is no log yet", str(path), "windlass status RUN")
+            raise UserError("there is no log yet", str(path), "`windlass status RUN`")
         elif state and state != waiting:
             record.say(f"waiting: {state}")
         waiting = state
@@ -263,6 +263,6 @@ def stop(record: Record) -> int:
         done = call("scancel", "--signal=USR1", number)
     if done.returncode:
         raise RunError(done.stderr.strip(), f"job {number}", f"scancel --signal=USR1 {number}")
-    saves = "is stopping: its ranks save, and windlass submit resumes from there"
+    saves = "is stopping: its ranks save, and `windlass submit RUN` resumes from there"
     record.say(f"job {number} {saves if state == 'RUNNING' else 'is taken from the queue'}")
     return 0

@@ -14,7 +14,6 @@ from windlass.launch.job import RECORD, Job, Record, job_of, words, write_files
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan
 from windlass.runfile import Loaded, LoadedScript, read_any
-from windlass.runfile.machines import admission
 from windlass.runfile.names import NOT_VALUES
 from windlass.variables import variables
 
@@ -47,12 +46,10 @@ def review(job: Job, to: str) -> list[str]:
     table, notes = variables(), [one for one in found if isinstance(one, str)]
     known = {name: table[name] for name in cluster.env if name in table}
     notes += [
-        f"cluster.env.{name}: {row.verdict} (windlass explain {name})" for name, row in known.items() if row.status
+        f"cluster.env.{name}: {row.verdict} (`windlass explain {name}`)" for name, row in known.items() if row.status
     ]
-    if to in ("kubernetes", "openshift", "runai"):
-        notes += admission(cluster, job.where)
-        if cluster.image and "@sha256:" not in cluster.image:
-            notes.append(f"{job.where('cluster.image')}: a tag may change between two starts of one run; name a digest")
+    if to in ("kubernetes", "openshift", "runai") and cluster.image and "@sha256:" not in cluster.image:
+        notes.append(f"{job.where('cluster.image')}: a tag may change between two starts of one run; name a digest")
     return notes
 
 
@@ -143,9 +140,9 @@ def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Pl
             raise ValueError("it names no platform")
     except FileNotFoundError:
         if not (folder / run_folder.MANIFEST).exists():
-            hint = "windlass submit RUN; or the --out that it was given"
+            hint = "`windlass submit RUN`; or the --out that it was given"
             raise UserError("nothing was submitted from here", str(path), hint) from None
         facts = {"platform": "script"}  # `windlass train`, or launch.sh that was copied here
     except (OSError, ValueError) as error:
-        raise UserError(f"can't be read: {error}", str(path), "windlass submit writes it anew") from None
+        raise UserError(f"can't be read: {error}", str(path), "`windlass submit RUN` writes it anew") from None
     return PLATFORMS[facts["platform"]], Record(facts, path, run, say)

@@ -60,11 +60,15 @@ def find_base(model_name_or_path: str, where: str) -> Base:
     base = published_base(path.name)
     if base is None:
         names = {key.lower(): key for key in published_configs()}
-        close = difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)
-        known = ("nearest known: " if close else "known: ") + ", ".join(names[key] for key in close or names)
-        hint = f"name the folder that holds the model, or a model that windlass can plan without weights; {known}"
-        if "/" in model_name_or_path.strip("/"):
-            hint = f"fetch it from the hub: windlass fetch RUN (with --headers-only for a plan); else {hint}"
+        close = [names[key] for key in difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)]
+        beside = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], 3)
+        hint = (
+            f"name its folder, or a model that windlass can plan without weights: {', '.join(close or names.values())}"
+        )
+        if beside:
+            hint = f"{path.parent} has {', '.join(beside)}"
+        elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name_or_path):
+            hint = f"fetch it from the hub: `windlass fetch RUN` (with --headers-only for a plan); else {hint}"
         raise UserError(f"no folder {shown}, and no published model of that name is known", where, hint)
     note = (
         f"no weights at {model_name_or_path[:200]}: planned from the published config of {base.name}; "

@@ -136,9 +136,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
             begin = size - max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             why = f"{name!r} has no header: {type(error).__name__}: {error}"
-            raise UserError(
-                why, str(folder / HEADERS), "remove it, and run windlass fetch --headers-only again"
-            ) from None
+            raise UserError(why, str(folder / HEADERS), "remove it, then `windlass fetch RUN --headers-only`") from None
         stored |= _parse_header(folder / name, json.dumps(header).encode(), begin, size)
     return stored
 

@@ -114,7 +114,7 @@ class StepProfiler(_Profiler):
     def __enter__(self) -> Self:
         folder = self.folder or Path(os.environ.get(run_folder.OUTPUT_DIR, ""))
         if folder == Path():
-            hint = "pass output_dir, or start the script with `windlass train`"
+            hint = "pass output_dir, or start the script with `windlass train run.yaml`"
             raise UserError("no folder to write into", "StepProfiler", hint)
         connected = dist.is_available() and dist.is_initialized()
         if not connected and int(os.environ.get("WORLD_SIZE", "1")) > 1:

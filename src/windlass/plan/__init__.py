@@ -29,7 +29,6 @@ from windlass.plan.layout import AUTO, CHECKPOINTING, FOUR_BITS, PUBLISHED, Layo
 from windlass.plan.machine import own_file, read_machine
 from windlass.plan.work import Shape
 from windlass.runfile import Cluster, Data, Loaded, Train, accumulation
-from windlass.runfile.machines import admission
 from windlass.runfile.names import ATTENTION
 
 # Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.
@@ -356,7 +355,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         notes=(),
     )
     notes = [*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes]
-    notes += [*row_notes, *admission(run.cluster, where)]
+    notes += row_notes
     return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=tuple(notes))
 
 

@@ -15,7 +15,7 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.files import write_json
 from windlass.hardware import Collective, Gpu, Rates
 
-AGAIN = "measure again: windlass calibrate --out FILE"
+AGAIN = "measure again: `windlass calibrate --out FILE`"
 FOLDER = Path("~/.cache/windlass/machines")
 
 
@@ -48,7 +48,9 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         what = f"can't be read as a machine file: {getattr(error, 'strerror', None) or error}"
-        raise UserError(f"{file} {what}", where, "write one on such a machine: windlass calibrate --out FILE") from None
+        raise UserError(
+            f"{file} {what}", where, "write one on such a machine: `windlass calibrate --out FILE`"
+        ) from None
     raise_all([*_problems(content, file, gpu, ranks)])
     made = content["rates"]
     points = {key: tuple(map(tuple, made[key])) for key in ("grouped", "attention")}
@@ -60,7 +62,7 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
 def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem]:
     """Not a machine file as this version wrote it, or one of another machine."""
     if not isinstance(content, dict) or not {"windlass", "kind", "ranks", "rates", "digest"} <= content.keys():
-        yield Problem("is no machine file", file, "write one: windlass calibrate --out FILE")
+        yield Problem("is no machine file", file, "write one: `windlass calibrate --out FILE`")
     elif content["windlass"] != __version__:
         yield Problem(
             f"was written by windlass {content['windlass']}, this is {__version__}", f"{file}: windlass", AGAIN
@@ -69,7 +71,7 @@ def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem
         hint = "set cluster.gpu to what was measured, or cluster.machine to a file of this kind"
         yield Problem(f"was measured on {content['kind']}, the run is planned for {gpu.name}", f"{file}: kind", hint)
     elif gpu.name == "cpu" and content["ranks"] != ranks:
-        hint = f"windlass calibrate --ranks {ranks} --out FILE"
+        hint = f"`windlass calibrate --ranks {ranks} --out FILE`"
         what = f"was measured with {content['ranks']} ranks on the processor, the run has {ranks}, which share it"
         yield Problem(what, f"{file}: ranks", hint)
     elif content["digest"] != _digest(content):

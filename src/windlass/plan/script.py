@@ -13,7 +13,7 @@ from windlass.plan import Plan, machine_of, make
 from windlass.plan.accelerate import AccelerateFile
 from windlass.runfile import Loaded, LoadedScript
 
-UNKNOWN = "a script's memory and time are not known before it runs: windlass report shows them afterwards"
+UNKNOWN = "a script's memory and time are not known before it runs: `windlass report RUN_DIR` shows them afterwards"
 
 
 @dataclass(frozen=True, slots=True)

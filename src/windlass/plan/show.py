@@ -193,7 +193,7 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     if hidden := sum(not c.why_not for c in plan.contenders) - len(shown):
         yield Text(f"{hidden} more are slower and no smaller: --json has them all\n")
     yield Text(f"{TERMS}\n")
-    yield Text("What makes `windlass plan` plan a row:", style="bold")
+    yield Text("What makes plan take a row:", style="bold")
     for c in (*rows, *others):
         words = " ".join(f"--override {shlex.quote(word)}" for word in overrides(c, plan.loaded, published(plan.base)))
         lines = textwrap.wrap(words.replace("--override ", "--override="), width - 6, break_on_hyphens=False)

@@ -175,7 +175,7 @@ def why_unreachable(data: Data, where: Where) -> str:
         try:  # a rehearsal's processes have HF_HUB_OFFLINE: only what was fetched before is there
             fetch_source(data, where, lambda _: None)
         except UserError:
-            return f"{name} has not been fetched from the hub (windlass fetch RUN brings it)"
+            return f"{name} has not been fetched from the hub (`windlass fetch RUN` brings it)"
     return ""
 
 

@@ -164,7 +164,7 @@ def scale_run(
         tree[section] = ours
         keys = [key for key in dict.fromkeys((*yours, *ours)) if yours.get(key) != ours.get(key)]
         changes += [Change(f"{section}.{key}", yours.get(key), ours.get(key), why) for key in keys]
-    head = "# Written by `windlass rehearse`: your run scaled down. rehearsal.json lists the differences.\n"
+    head = "# Written by windlass rehearse: your run scaled down. rehearsal.json lists the differences.\n"
     return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), changes
 
 

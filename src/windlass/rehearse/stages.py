@@ -151,7 +151,7 @@ def plan(r: Rehearsal) -> Iterator[str]:
         yield f"{layout['ranks']} ranks: {' '.join(made['script']['command'])}"
         why = "a script is not scaled down"
         r.record.ranks = {"yours": layout["ranks"], "here": 0, "nodes": 0, "layout": "script", "why": why}
-        hint = "try it on few data: `windlass train RUN --ranks 2 --override script.args=…`"
+        hint = "try it on few data: `windlass train RUN --ranks 2 --override script.args=[…]`"
         r.record.not_proved.append({"what": "the script itself", "why": f"windlass can't scale it down; {hint}"})
         return
     model, modules = made["model"], sum(target["modules"] for target in made["adapter"]["targets"])

@@ -38,7 +38,7 @@ OWN: Final = ("warmup_ratio", "global_batch_size", "resume")  # of `train`, and 
 
 
 TEMPLATES: Final = ("chatml", "llama3", "alpaca")  # of the same name here
-TOKENIZERS_OWN: Final = "the tokenizer's own is used; compare with `windlass data RUN --sample 3`"
+TOKENIZERS_OWN: Final = "the tokenizer's own is used; compare with `windlass data run.yaml --sample 3`"
 
 
 @dataclass
@@ -86,7 +86,7 @@ def import_file(path: Path, tool: str = "") -> Import:
     marks = {each: sum(key in theirs for key in TABLES[each]["marks"].split()) for each in TOOLS}
     likely = [each for each in TOOLS if marks[each] == max(marks.values())]
     if not (tool := tool or named or ("" if likely[1:] else likely[0])):
-        hint = f"name it: windlass import {path} --from {'|'.join(TOOLS)}"
+        hint = f"name it: `windlass import {path} --from TOOL`, which is one of {', '.join(TOOLS)}"
         raise UserError("is not clearly a configuration of one tool", str(path), hint)
     made = Import(tool, str(path), dict(theirs), lines)
     table, common = TABLES[tool], TABLES["common"]
@@ -160,7 +160,7 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
                     key, equals, value = word[2:].partition("=")
                     options[key] = scalar(value) if equals else True
                 elif not key:
-                    hint = f"import that file: windlass import {word} --from {tool}"
+                    hint = f"import that file: `windlass import {word} --from {tool}`"
                     raise UserError(f"takes its settings from {word}", str(path), hint)
                 else:
                     before = options[key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -281,14 +280,3 @@ class Cluster(Section):
     """Further options of Slurm's sbatch without dashes, such as `reservation: gpus`; empty text for a switch."""
     log_format: Literal["text", "json"] = "text"
     """json: each line of a node's log as JSON with time, run, node and host."""
-
-
-def admission(cluster: Cluster, where: Callable[[str], str]) -> tuple[str, ...]:
-    """What OpenShift's default policy would refuse, and the one that allows it."""
-    if cluster.user is None:
-        return ()
-    remedy = "give the service account the SCC nonroot-v2"
-    if cluster.user.uid == 0:  # `anyuid` refuses every pod with a seccomp profile, which `restricted` demands
-        remedy = "give the service account a copy of the SCC anyuid with seccompProfiles: [runtime/default]"
-    what = f"OpenShift's restricted-v2 policy refuses user {cluster.user.uid} unless it is in the namespace's range"
-    return (f"{where('cluster.user')}: {what}: {remedy}, or remove cluster.user",)

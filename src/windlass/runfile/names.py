@@ -28,6 +28,7 @@ NOT_TAKEN: dict[str, str] = {
     **{name: f"remove it: {why}" for name, why in by_name(IMPORTING["common"]["no_effect"]).items()},
     **{name: f"remove it: {why}" for name, why in by_name(IMPORTING["common"]["refused"]).items()},
     **_TABLES["not_taken"],
+    **by_name(_TABLES["not_taken_alike"]),
 }
 NOT_VALUES = {(key, value): hint for key, hints in _TABLES["not_values"].items() for value, hint in hints.items()}
 OPTIMIZERS = by_name(_TABLES["optimizers"])  # name -> package it needs

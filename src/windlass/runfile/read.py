@@ -294,14 +294,14 @@ def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str
         hint = NOT_VALUES[named]
     elif value is None:
         hint = "write a value, or remove the line"
-    elif inner := section(annotation_at(steps, root)):
+    elif isinstance(value, str) and (near := close_names(value, re.findall(r"'([^']+)'", wanted), 1)):
+        hint = f"did you mean {near[0]}?"
+    elif (inner := section(annotation_at(steps, root))) and "'" not in wanted:
         hint = f"indent its keys below it: {', '.join(list(inner.model_fields)[:6])} …"
     elif isinstance(value, str) and "bool_type" in types and value.lower() in ("true", "false"):
         hint = f"write {value.lower()} without quotes"
     elif isinstance(value, str) and types & {"int_type", "float_type"} and re.fullmatch(r"[-+0-9._eE]+", value):
         hint = "write the number without quotes and without leading zeros"
-    elif isinstance(value, str) and (near := close_names(value, re.findall(r"'([^']+)'", wanted), 1)):
-        hint = f"did you mean {near[0]}?"
     elif "string_type" in types and not isinstance(value, str | dict | list):
         hint = f'write it in quotes: "{shown(value)}"'
     return f"must be {wanted}, not {_cut(value)}", hint
@@ -326,6 +326,9 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
         header = elsewhere[0].partition(".")[0]
         missing = "" if header in tree else f"; the line `{header}:` is missing"
         return f"belongs to `{header}`", f"indent it under `{header}:`{missing}"
+    if key in keys(root):
+        header, _, inner = key.partition(".")
+        return what, f"write `{inner}:` indented below `{header}:`, or give --override {key}=VALUE"
     if other and (other.rpartition(".")[0] == parent or not (elsewhere or (near and parent))):
         return what, f"write {other}"
     if elsewhere:

@@ -346,7 +346,7 @@ def evaluated(folder: Path) -> float:
 def intact_best(checkpoints: Path) -> Path | None:
     best = best_of(saved(checkpoints))
     if best and (fault := damage(best)):
-        hint = "the last one is intact: `windlass best` ranks those that are left"
+        hint = "the last one is intact: `windlass best RUN_DIR` ranks those that are left"
         raise RunError(f"the best checkpoint can't be used: {fault}", str(best), hint)
     return best
 

@@ -41,7 +41,9 @@ def require_links(device: torch.device) -> None:
         dist.all_reduce(total)
     if total.item() != world():
         what = f"{world()} ranks added up 1 each, and got {total.item():g}"
-        raise RunError(what, "windlass train", "the links between GPUs or nodes lose data: run windlass check --here")
+        raise RunError(
+            what, "windlass train", "the links between GPUs or nodes lose data: run `windlass check RUN --here`"
+        )
 
 
 def gather(value: Any) -> list[Any]:

@@ -189,5 +189,5 @@ def require_planned(model: PeftModel, adapter: Adapter) -> None:
     trainable = sum(found.values()) + others  # biases of the base, if they are trained
     if not wrong and trainable != adapter.trainable:
         wrong.append(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}")
-    hint = "the plan and the model disagree, a bug in windlass: report it with the output of windlass plan --json"
+    hint = "the plan and the model disagree, a bug in windlass: report it with the output of `windlass plan RUN --json`"
     raise_all([Problem(each, "lora.target_modules", hint) for each in wrong[:8]])

@@ -259,5 +259,5 @@ def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mappin
     nodes = int(environ.get("PET_NNODES", "1"))
     if planned != nodes:
         problem = f"the run is planned for {planned} node{'s' * (planned != 1)}, and this is {nodes}"
-        hint = "add --ranks N to use this machine alone, or start it with windlass submit"
+        hint = "add --ranks N to use this machine alone, or start it with `windlass submit RUN`"
         raise UserError(problem, where("cluster.nodes"), hint)

@@ -200,7 +200,7 @@ def require_device(plan: Plan) -> None:
             f"the run is planned for {plan.machine.gpu.name}, and torch {torch.__version__} finds no usable GPU "
             f"(driver {(found := read_gpus(health=False)).driver or found.error})",
             plan.loaded.where("cluster.gpu"),
-            "see `windlass check --here`; to train on the CPU set cluster.gpu: cpu",
+            "see `windlass check RUN --here`; to train on the CPU set cluster.gpu: cpu",
         )
 
 

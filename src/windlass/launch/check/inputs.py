@@ -96,7 +96,7 @@ def check_weights(c: Context, plan: Plan) -> Result:
         return passed("weights", f"{size(plan.disk_bytes)} in {plan.base.path}")
     if c.elsewhere:
         return not_here("weights", name)
-    hint = "mount the volume, name the model's folder, or download it with `windlass fetch`"
+    hint = "mount the volume, name the model's folder, or download it with `windlass fetch RUN`"
     return failed("weights", f"{name} holds no weights", hint, where)
 
 

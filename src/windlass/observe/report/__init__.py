@@ -69,8 +69,6 @@ class Report:
 
 def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     """Write the report of one run into its folder, of several into `out` or the current directory."""
-    if not run_dirs:
-        raise UserError("no run folder was named", "windlass report", "windlass report RUN_DIR")
     made: list[Facts] = []
     for folder in run_dirs:
         run = read(Path(folder), points(len(run_dirs)))

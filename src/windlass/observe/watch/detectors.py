@@ -361,16 +361,24 @@ DETECTORS: Final = (
         "change train.learning_rate, and start again in a new train.output_dir: what was saved since is of no use",
         dead_adapter,
     ),
-    Detector("straggler", "look for other processes or slow storage on this rank's node: windlass check", straggler),
+    Detector(
+        "straggler",
+        "look for other processes or slow storage on this rank's node: `windlass check RUN --here`",
+        straggler,
+    ),
     Detector("memory_growth", "something keeps tensors from step to step; save before memory ends", memory_growth),
     Detector("memory_imbalance", "look for other processes on this GPU and for uneven sequences", memory_imbalance),
     Detector("throughput", "the report shows which phase grew, and on which rank", throughput),
     Detector("throttling", "check this node's cooling and power supply", throttling),
     Detector("dead_experts", "lower train.learning_rate; adapters on these experts are not trained", dead_experts),
-    Detector("eval_loss", "the adapter overfits: take the best checkpoint, windlass best", eval_loss, EVALUATIONS),
-    Detector("sockets", "see windlass check --in-pod, NCCL_IB_HCA and the pod's RDMA resource", None, NCCL_LOG),
+    Detector(
+        "eval_loss", "the adapter overfits: take the best checkpoint: `windlass best RUN_DIR`", eval_loss, EVALUATIONS
+    ),
+    Detector("sockets", "see `windlass check RUN --in-pod`, NCCL_IB_HCA and the pod's RDMA resource", None, NCCL_LOG),
     Detector("stall", "the stacks of all ranks are in the run folder", None, RUN, True),
-    Detector("disk", "make room on this storage; `windlass best` and --resume need the checkpoints", None, RUN, True),
+    Detector(
+        "disk", "make room on this storage; `windlass best RUN_DIR` and --resume need the checkpoints", None, RUN, True
+    ),
     Detector("failed", "", None, RUN, True),
 )
 BY_KIND: Final = {detector.kind: detector for detector in DETECTORS}

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass import run_folder
-from windlass.errors import UserError
+from windlass.errors import UserError, pasteable
 from windlass.files import read_json
 from windlass.observe import steps
 from windlass.observe.concerns import find_concerns
@@ -162,7 +162,7 @@ class View:
             lines.append(Text(head, style=LEVELS.get(str(alarm.get("level")), "yellow")) + Text(message))
         detector = BY_KIND.get(str(self.alarms[-1].get("kind")))
         if detector and detector.hint:
-            lines.append(Text(f"  hint: {detector.hint}", style="dim"))
+            lines.append(Text(f"  hint: {pasteable(detector.hint)}", style="dim"))
         return Group(*lines)
 
 

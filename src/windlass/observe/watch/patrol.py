@@ -208,7 +208,7 @@ def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
 
 def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None:
     """Log and print it."""
-    hint, unwritten = BY_KIND[alarm.kind].hint, ""
+    hint, unwritten = BY_KIND[alarm.kind].hint.replace("RUN_DIR", str(folder)), ""
     try:
         append_json_line(folder / run_folder.ALARMS, dataclasses.asdict(alarm))
     except OSError as error:
