@@ -221,7 +221,7 @@ def test_without_a_network_the_next_step_is_named(hub: Hub, tmp_path: Path, how:
     folders, said = result(fetch(hub, tmp_path, **more))
     assert not folders
     assert "USER run.yaml:1: model.model_name_or_path: org/model is not on this machine and the hub" in said
-    assert "hint: run `windlass fetch  there is a network" in said
+    assert "hint: run `windlass fetch RUN` where there is a network" in said
 
 
 def test_an_unknown_name_and_a_local_folder(hub: Hub, tmp_path: Path) -> None:

@@ -377,7 +377,7 @@ def test_a_shell_script_is_read_word_by_word(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"s\.sh:14: gradient_accumulation_steps: is a shell expression"):
         import_file(file)
     file.write_text("llamafactory-cli train examples/sft.yaml\n")
-    with pytest.raises(UserError, match=r"hint: import that file: windlass import examples/sft\.yaml --from llamaf"):
+    with pytest.raises(UserError, match=r"hint: import that file: `windlass import examples/sft\.yaml --from llamaf"):
         import_file(file)
     file.write_text("python train.py --lr 3\n")
     with pytest.raises(UserError, match="starts no training tool"):
@@ -387,7 +387,7 @@ def test_a_shell_script_is_read_word_by_word(tmp_path: Path) -> None:
 def test_a_file_of_no_tool_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("learning_rate: 1e-4\n")
-    with pytest.raises(UserError, match=r"--from axolotl\|llamafactory\|trl\|swift"):
+    with pytest.raises(UserError, match=r"--from axolotl`, or another: axolotl, llamafactory, trl, swift"):
         import_file(file)
     assert import_file(file, "trl").settings["train.learning_rate"] == 1e-4
     with pytest.raises(UserError, match="not from 'unsloth'"):

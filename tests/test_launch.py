@@ -461,7 +461,7 @@ def test_what_belongs_to_the_job_goes_with_it(cluster: Cluster) -> None:
     (cluster.folder / "applied").unlink()
     cluster.has(**{"no-patch": ""})
     assert cluster.submit() == 0
-    assert "note: only windlass stop deletes what belongs to the job: Error: forbidden" in cluster.said
+    assert "note: only `windlass stop RUN` deletes what belongs to the job: Error: forbidden" in cluster.said
 
 
 def test_a_running_job_is_left_alone_and_an_ended_one_replaced(

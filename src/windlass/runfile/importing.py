@@ -86,7 +86,7 @@ def import_file(path: Path, tool: str = "") -> Import:
     marks = {each: sum(key in theirs for key in TABLES[each]["marks"].split()) for each in TOOLS}
     likely = [each for each in TOOLS if marks[each] == max(marks.values())]
     if not (tool := tool or named or ("" if likely[1:] else likely[0])):
-        hint = f"name it: `windlass import {path} --from TOOL`, which is one of {', '.join(TOOLS)}"
+        hint = f"name it: `windlass import {path} --from axolotl`, or another: {', '.join(TOOLS)}"
         raise UserError("is not clearly a configuration of one tool", str(path), hint)
     made = Import(tool, str(path), dict(theirs), lines)
     table, common = TABLES[tool], TABLES["common"]
