@@ -717,7 +717,9 @@ def test_status_of_a_run_on_this_machine(
 def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
     for text in ("{broken", "[]", "{}", '{"platform": "moon"}'):
         (tmp_path / "submitted.json").write_text(text)
-        with pytest.raises(UserError, match=r"submitted\.json: can't be read(.|\n)*`windlass submit RUN` writes it anew"):
+        with pytest.raises(
+            UserError, match=r"submitted\.json: can't be read(.|\n)*`windlass submit RUN` writes it anew"
+        ):
             open_record(tmp_path, tmp_path, print)
 
 
