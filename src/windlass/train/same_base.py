@@ -25,7 +25,7 @@ from windlass.train.digest import digest_box, digest_text
 from windlass.train.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, chunks, read_box
 
 RECORD: Final = "base_model.json"  # beside adapter_config.json: PEFT passes it over
-FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch` again"
+FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
 FLAG: Final = "--allow-other-base"
 CONFIG, ADAPTER = "adapter_config.json", checkpoint.ADAPTER
 # Keys of an adapter's configuration that people may change.
