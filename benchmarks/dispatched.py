@@ -7,6 +7,7 @@ Tiny replicas of each family run one forward and backward under a dispatch mode,
 experts that training has. Two numbers of layers, so that what belongs to no layer cancels. Of each layer: operators
 that launch work, views, module calls, and the bytes that operators other than matrix products read and write. Bytes a
 token are linear in the layer's widths; several sizes give the coefficients, and what they leave over is an error.
+"separate" is what a CPU and other engines dispatch, "fused" (train/fused.py) what a GPU does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -33,15 +35,17 @@ from windlass.model import targets as adapters
 from windlass.model.family import FAMILIES, Family
 from windlass.plan import work
 from windlass.plan.layout import Layout
-from windlass.plan.time import COUNTED, features
+from windlass.plan.time import COUNTED, OF_FUSED, features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import parallel
+from windlass.train.fused import Adapters, fuse
 from windlass.train.lora import attach
 from windlass.train.loss import patch_forward
 
 TABLE = Path(work.__file__).with_name("operators.json")
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "grouped_mm", "linear", "scaled_dot_product", "flash_attention")
+WAYS = ("separate", "fused")
 PHASES = ("forward", "backward")
 COUNTS = ("operators", "views", "modules", "bytes")
 LINEAR = 0.03  # of a count or of bytes may be left over: routing differs from pass to pass
@@ -80,7 +84,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count["views" if view else "operators"] += 1
         if not view and not any(word in name for word in PRODUCTS):
             tensors = [each for each in tree_leaves((args, kwargs, answer)) if isinstance(each, Tensor)]
-            count["bytes"] += sum(each.numel() * each.element_size() for each in tensors)
+            count["bytes"] += sum(each.nbytes for each in tensors)
+        elif name == "addmm_":  # what a product is added to is read besides
+            count["bytes"] += args[0].nbytes
         return answer
 
 
@@ -112,7 +118,7 @@ def adapter_of(base: Base, count: int) -> tuple[Lora, adapters.Adapter]:
 ADAPTED = ("attention", "mlp", "shared_experts")
 
 
-def count_step(base: Base, count: int, tokens: int) -> dict[str, dict[str, int]]:
+def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[str, int]]:
     """One forward and backward of a model with random weights."""
     lora, adapter = adapter_of(base, count)
     layout = Layout("resident", "counted", 1, 1, shard=1)
@@ -125,6 +131,7 @@ def count_step(base: Base, count: int, tokens: int) -> dict[str, dict[str, int]]
     peft = attach(model, lora, adapter, 0)
     causal_lm = peft.get_base_model()
     patch_forward(causal_lm)
+    fused = fuse(causal_lm, torch.bfloat16, always=True) if way == "fused" else Adapters([], None)
     causal_lm.train()
     calls = 0
 
@@ -135,7 +142,7 @@ def count_step(base: Base, count: int, tokens: int) -> dict[str, dict[str, int]]
     for module in causal_lm.modules():
         module.register_forward_pre_hook(called)
     ids = torch.randint(1, 64, (1, tokens))
-    with Counting() as counting:
+    with fused.unchanged(), Counting() as counting:
         with torch.autocast("cpu", torch.bfloat16):
             loss = causal_lm(ids, torch.arange(tokens - 1), ids[0, 1:])
         counting.phase = PHASES[1]
@@ -145,11 +152,11 @@ def count_step(base: Base, count: int, tokens: int) -> dict[str, dict[str, int]]
     return found
 
 
-def count_layer(family: Family, sizes: tuple[int, ...], dense: bool) -> tuple[dict[str, float], dict[str, float]]:
+def count_layer(family: Family, sizes: tuple[int, ...], dense: bool, way: str) -> tuple[dict[str, float], dict[str, float]]:
     """Features of the last layer of such a model; and what it dispatches, `forward operators` and so on."""
     bases = [describe(family, sizes, layers, dense) for layers in (2, 3)]
     layer = work.read_shape(bases[1], adapter_of(bases[1], sizes[-1])[1]).layers[-1]
-    few, many = ([count_step(base, sizes[-1], tokens) for base in bases] for tokens in TOKENS)
+    few, many = ([count_step(base, sizes[-1], tokens, way) for base in bases] for tokens in TOKENS)
     found = {}
     for phase in PHASES:
         for what in COUNTS:
@@ -160,10 +167,10 @@ def count_layer(family: Family, sizes: tuple[int, ...], dense: bool) -> tuple[di
     return features(layer, sizes[0], bases[1].dims.get("top_k", 0)), found
 
 
-def count_family(family: Family, dense: bool = False) -> dict[str, Any]:
+def count_family(family: Family, way: str, dense: bool = False) -> dict[str, Any]:
     """Of one layer: by phase, what a layer and each adapter in it dispatch, and coefficients of bytes a token."""
-    counted = [count_layer(family, sizes, dense) for sizes in SIZES]
-    every = tuple(counted[0][0])
+    counted = [count_layer(family, sizes, dense, way) for sizes in SIZES]
+    every = tuple(name for name in counted[0][0] if way == "fused" or name not in OF_FUSED)
     matrix = np.array([[row[name] for name in every] for row, _ in counted])
     table: dict[str, Any] = {phase: {} for phase in PHASES}
     for phase, what in itertools.product(PHASES, COUNTS):
@@ -174,7 +181,7 @@ def count_family(family: Family, dense: bool = False) -> dict[str, Any]:
 
 def solve(matrix: Any, values: list[float], every: tuple[str, ...], names: tuple[str, ...]) -> dict[str, float]:
     """Least squares without negative coefficients; what is not linear after all is an error."""
-    used = [name for name in names if names is COUNTED or name not in COUNTED]
+    used = [name for name in names if name in every and (names is COUNTED or name not in COUNTED)]
     matrix, target = matrix[:, [every.index(name) for name in used]], np.array(values)
     active = [True] * len(used)
     while True:
@@ -192,18 +199,19 @@ def solve(matrix: Any, values: list[float], every: tuple[str, ...], names: tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--show", action="store_true", help="print the table instead of writing it")
-    parser.add_argument("--only", default="", help="this family alone")
+    parser.add_argument("--only", default="", help="this family alone, the others as they are")
+    parser.add_argument("--way", choices=WAYS, help="these tables alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    table = {}
-    for name, family in FAMILIES.items():
-        if options.only in ("", name):
-            table[name] = count_family(family)
+    table: dict[str, Any] = json.loads(TABLE.read_text())
+    for way, (name, family) in itertools.product(WAYS, FAMILIES.items()):
+        if options.only in ("", name) and options.way in (None, way):
+            table[way][name] = count_family(family, way)
             if "first_dense" in family.sizes:
-                table[f"{name}, dense"] = count_family(family, dense=True)
-            print(name, flush=True)
-    text = json.dumps(table, indent=1) + "\n"
+                table[way][f"{name}, dense"] = count_family(family, way, dense=True)
+            print(name, way, flush=True)
+    text = re.sub(r"\{[^{}]*\}", lambda row: " ".join(row[0].split()), json.dumps(table, indent=1)) + "\n"
     print(text) if options.show else TABLE.write_text(text)
 
 

@@ -315,6 +315,7 @@ def work_of(row: dict[str, str]) -> tuple[Work, Engine, int | None]:
         optim="adamw_8bit" if "8-bit" in row["notes"].lower() or "8bit" in row["notes"].lower() else "adamw_torch",
         base_bytes=4 if engine.upcast or row["base_dtype"].strip().lower().startswith("fp32") else 2,
         scores=row["attn"].strip().lower() == "eager",
+        separate=True,
         full_logits=not re.search("liger|fused cross|cut cross|chunked", row["notes"].lower()),
     )
     return work, engine, usual
@@ -614,8 +615,8 @@ slower. Planned / published:
 
 - **Host**: what a layer dispatches in its forward and backward is counted from transformers' own model by family
   (`python benchmarks/dispatched.py` writes the table), times the host's time for an operator and for a module's call.
-  Layers are counted as a CPU trains them. On a GPU windlass fuses them, to [about half as many
-  kernels](benchmarks.md#kernels-of-a-layer); until a GPU has shown what that saves, the plan doesn't count on it.
+  Rows of other engines, and CPUs, dispatch operator by operator. On a GPU windlass fuses them, to [about half as many
+  kernels](benchmarks.md#kernels-of-a-layer): its plans count those, and no published run has tested that count.
 - **Products**: by rows, width and dtype: the operations at the sustained rate, and the matrices' way through memory.
 - **Elementwise operators**: the bytes that they read and write, counted by the same trace, at the memory's rate.
 - **Attention** by length; recomputation; FP8 decoded; loss, head, optimizer.

@@ -340,8 +340,10 @@ def test_every_gpu_of_the_table_can_be_planned_for_and_on_a_cpu_nothing_overlaps
 
 def test_the_host_bounds_small_micro_batches_and_waits_are_added() -> None:
     """A Mistral 4 layer with its adapters dispatches about 180 operators forward and 230 back: 36 of them, forward
-    twice, and views: 0.17 s at 7 us, and at 20 more than the GPU needs to read all experts' weights."""
-    small = replace(work(1, 1, 1, 16, shard=1, name="resident"), batch=Batch(1, 16, 256))
+    twice, and views: 0.17 s at 7 us, and at 20 more than the GPU needs to read all experts' weights. Fused: half."""
+    small = replace(work(1, 1, 1, 16, shard=1, name="resident"), batch=Batch(1, 16, 256), separate=True)
+    fused = cost(real(replace(small, separate=False), operator_seconds=7e-6, module_seconds=0.0))
+    assert fused.host_seconds == pytest.approx(0.08, rel=0.15)
     answer = cost(real(small, operator_seconds=20e-6, module_seconds=0.0))
     assert answer.bound == "host"
     assert answer.host_seconds * 7 / 20 == pytest.approx(0.17, rel=0.15)
@@ -369,7 +371,7 @@ def test_products_are_slower_when_small_and_collectives_have_a_latency() -> None
     slow = tuple(replace(one, latency_seconds=0.01) for one in sheet.collectives)
     given = work(1, 8)
     waiting = replace(given, machine=replace(given.machine, measured=replace(sheet, collectives=slow)))
-    calls = 2 * (36 + 1)  # of each layer and of what is outside them, forward and backward
+    calls = 2 * 36 + 2  # of each layer, forward and backward, of the embedding and of the head
     assert cost(waiting).wire_seconds - cost(given).wire_seconds == pytest.approx(calls * 0.01)
     # The rate that is looked up is the measured group's that is most like it.
     assert sheet.collective("all-gather", "link", 8).ranks == 8
@@ -379,15 +381,16 @@ def test_products_are_slower_when_small_and_collectives_have_a_latency() -> None
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_counts_are_those_of_a_fresh_trace(name: str) -> None:
+@pytest.mark.parametrize(("name", "way"), [("llama", "separate"), ("qwen3_moe", "fused")])
+def test_counts_are_those_of_a_fresh_trace(name: str, way: str) -> None:
     """The table that is shipped, against the model that transformers builds today."""
-    sizes, found = dispatched.count_layer(FAMILIES[name], (128, 8, 4, 64, 16, 2, 9), False)
+    sizes, found = dispatched.count_layer(FAMILIES[name], (128, 8, 4, 64, 16, 2, 9), False, way)
     for key, counted in found.items():
         phase, _, what = key.partition(" ")
-        shipped = sum(sizes[feature] * value for feature, value in operators.table()[name][phase][what].items())
+        row = operators.table()[way][name][phase][what]
+        shipped = sum(sizes[feature] * value for feature, value in row.items())
         assert shipped == pytest.approx(counted, rel=0.04, abs=1), key
-    assert set(FAMILIES) <= set(operators.table())
+    assert set(FAMILIES) <= set(operators.table()[way])
 
 
 # --- what would make it fit ------------------

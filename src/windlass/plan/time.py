@@ -214,7 +214,7 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
     square = (layer.query + layer.attended) * length * tokens * (2 if work.masked else 1) * (BACKWARD if back else 1)
     head = layer.query / max(shape.heads, 1)
     compute += square / interpolate(rates.attention, length, head) / 1e12
-    did = dispatched(shape, layer, phase)
+    did = dispatched(shape, layer, phase, separate=work.on_cpu or work.separate)
     moved = did.bytes + did.adapter_bytes * (WIDE_ADAPTER if wide else 1)
     moved *= work.width / 2  # counted in 16 bits
     memory = moved * tokens / rates.memory_gb_per_second / 1e9
@@ -313,16 +313,17 @@ def _gathers(work: Work) -> list[Flow]:
         return []
     times = work.batch.accumulation if layout.reshard_after_forward else 1
 
-    def flow(kind: str, size: float, ranks: int, what: str) -> Flow:
+    def flow(kind: str, size: float, ranks: int, what: str, outside: int = 0) -> Flow:
         rings = max(1, layout.gpus_per_node // layout.shard)
-        fabric, rate, seconds = _ring(work, "all-gather", size, layout.shard, rings, len(shape.layers) + 1)
+        fabric, rate, seconds = _ring(work, "all-gather", size, layout.shard, rings, len(shape.layers) + outside)
         words = f"{what}: {size / 1e9:.3g} GB in a ring of {ranks} ranks at {rate:g} GB/s"
         return Flow(kind, fabric.name, size, times, seconds, words)
 
     split = layout.expert_parallel > 1
     dense = sum(size.of((layer.dense if split else layer.all) * count) for layer, count in shape.kinds)
     share = (layout.shard - 1) / layout.shard
-    found = [flow("all-gather forward", (dense + size.of(shape.rest)) * share, layout.shard, "dense weights")]
+    # The embedding, and the final norm with the head, which stays gathered for the backward.
+    found = [flow("all-gather forward", (dense + size.of(shape.rest)) * share, layout.shard, "dense weights", 2)]
     if layout.reshard_after_forward:
         found.append(flow("all-gather backward", dense * share, layout.shard, "layers"))
     replicas = layout.shard // layout.expert_parallel
@@ -397,19 +398,39 @@ def _offload(work: Work) -> list[Flow]:
 # A view costs the host so much of what an operator costs that launches something.
 VIEW = 0.3
 
+# Linear layers of one module that are called with the same input: fused, their adapters share the product with it.
+SHARING = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
 # What the operators of a layer are counted by; its bytes are linear in all features.
-COUNTED = ("layer", "adapters", "expert_adapters")
+COUNTED = ("layer", "adapters", "inputs", "expert_adapters")
 ADAPTED = ("adapted_in", "adapted_out", "adapted_r")
+OF_FUSED = ("inputs", "apart")  # nothing to layers that are not
 
 
 def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
     """Of one layer."""
     plain, stacks = layer.plain_lora, layer.expert_lora
+    shared = apart = 0
+    matrices = [p for p in layer.parameters if len(p.shape) == 2]
+    for part in {p.part for p in matrices}:
+        widths = {p.name.split(".")[-2]: p.shape[1] for p in matrices if p.part == part}
+        adapted = {lora.leaf for lora in plain if lora.part == part}
+        for names in SHARING:
+            if adapted.issuperset(names):
+                shared += len(names) - 1
+            elif widths.keys() >= set(names):  # their gradients of the input are added up one by one
+                apart += (len(names) - 1) * widths[names[0]]
     return {
         "layer": 1.0,
         "adapters": float(len(plain)),
+        "inputs": float(len(plain) - shared),
         "expert_adapters": float(len(stacks)),
         "hidden": hidden,
+        "apart": apart,
         "norms": layer.norms,
         "query": layer.query,
         "key": layer.key,
@@ -441,9 +462,9 @@ def table() -> dict[str, Any]:
     return dict(json.loads(Path(__file__).with_name("operators.json").read_text()))
 
 
-def dispatched(shape: Shape, layer: Layer, phase: str) -> Dispatched:
-    """Forward or backward. A family that nobody counted dispatches what the one most like it does."""
-    rows, name = table(), shape.base.family.model_type
+def dispatched(shape: Shape, layer: Layer, phase: str, *, separate: bool) -> Dispatched:
+    """Forward or backward, each operator for itself or fused as on GPUs. A family that nobody counted dispatches what the one most like it does."""
+    rows, name = table()["separate" if separate else "fused"], shape.base.family.model_type
     if not layer.experts and f"{name}, dense" in rows:
         name = f"{name}, dense"
     row = rows.get(name, rows["mixtral" if layer.experts else "qwen3"])[phase]

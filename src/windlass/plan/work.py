@@ -50,6 +50,7 @@ class Work:
     document: int | None = None  # usual tokens of what packed rows are made of, if attention is within each
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
     four_bits: bool = False  # whether the base could be stored so: see layout.FOUR_BITS
+    separate: bool = False  # operators as transformers and PEFT have them on GPUs too, as other engines do
     evaluated: int = 0  # sequences per GPU in one batch of an evaluation; 0: there is none
 
     @property

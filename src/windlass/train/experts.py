@@ -148,9 +148,8 @@ class _LowRank(torch.autograd.Function):
         for_a = grouped_mm(through.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
         # Of an expert without tokens a kernel may write nothing (pytorch#172439), and leave what the memory held.
         without = (torch.diff(ends, prepend=ends.new_zeros(1)) == 0)[:, None, None]
-        if without.is_cuda or without.any():  # a GPU is not waited for
-            for_a.masked_fill_(without, 0)
-            for_b.masked_fill_(without, 0)
+        for_a.masked_fill_(without, 0)
+        for_b.masked_fill_(without, 0)
         r = b.shape[1] // len(ends)
         for_a = pack_experts(".lora_A.", for_a[:, :r]).to(a.dtype)
         # In two turns, of whole rows and of one matrix: see `stack_by_expert`.

@@ -21,16 +21,10 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from windlass.plan.time import SHARING
 from windlass.train.quantised import QuantisedLinear
 
 CLOSE: Final = 1e-5
-# Linear layers of one module that are called with the same input: their adapters share the product with it.
-SHARING: Final = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("q_proj", "kv_a_proj_with_mqa"),
-    ("gate_proj", "up_proj"),
-)
 
 
 def fuse(model: nn.Module, dtype: torch.dtype | None = None, *, always: bool = False) -> Adapters:
