@@ -152,7 +152,9 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
     return found
 
 
-def count_layer(family: Family, sizes: tuple[int, ...], dense: bool, way: str) -> tuple[dict[str, float], dict[str, float]]:
+def count_layer(
+    family: Family, sizes: tuple[int, ...], dense: bool, way: str
+) -> tuple[dict[str, float], dict[str, float]]:
     """Features of the last layer of such a model; and what it dispatches, `forward operators` and so on."""
     bases = [describe(family, sizes, layers, dense) for layers in (2, 3)]
     layer = work.read_shape(bases[1], adapter_of(bases[1], sizes[-1])[1]).layers[-1]
