@@ -463,7 +463,10 @@ def table() -> dict[str, Any]:
 
 
 def dispatched(shape: Shape, layer: Layer, phase: str, *, separate: bool) -> Dispatched:
-    """Forward or backward, each operator for itself or fused as on GPUs. A family that nobody counted dispatches what the one most like it does."""
+    """Forward or backward, each operator for itself or fused as on GPUs.
+
+    A family that nobody counted dispatches what the one most like it does.
+    """
     rows, name = table()["separate" if separate else "fused"], shape.base.family.model_type
     if not layer.experts and f"{name}, dense" in rows:
         name = f"{name}, dense"
