@@ -27,7 +27,8 @@ class Groups(TyperGroup):
 def remember(parameter: typer.CallbackParam, run: Path | None) -> Path | None:
     """For hints, which name it."""
     GIVEN.clear()
-    GIVEN.update({} if run is None else {str(parameter.metavar): str(run)})
+    if run is not None and run.is_dir() == (parameter.metavar == "RUN_DIR"):
+        GIVEN[str(parameter.metavar)] = str(run)
     return run
 
 

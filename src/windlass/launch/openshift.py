@@ -31,4 +31,4 @@ def admission(job: Job) -> Iterator[str]:
         if user.uid == 0:  # `anyuid` refuses every pod with a seccomp profile, which `restricted` demands
             remedy = "give the service account a copy of the SCC anyuid with seccompProfiles: [runtime/default]"
         what = f"OpenShift's restricted-v2 policy refuses user {user.uid} unless it is in the namespace's range"
-        yield f"{job.where('cluster.user')}: {what}: {remedy}, or remove cluster.user"
+        yield f"{job.where('cluster.user.uid')}: {what}: {remedy}, or remove cluster.user"

@@ -185,8 +185,9 @@ def show(report: Report, console: Console | None = None) -> None:
         table.add_row(Text(name), *map(Text, values))
     console.print(table)
     for run in report.runs:
+        head = f"{run['name']}: " if len(report.runs) > 1 else ""
         for row in run["planned"]:
             if row["ratio"] is not None:
                 ratio = f"{row['ratio']:.2f} x the planned {figure(row['planned'])}"
-                console.print(Text(f"{row['what']}: {figure(row['measured'])}, {ratio}"))
+                console.print(Text(f"{head}{row['what']}: {figure(row['measured'])}, {ratio}"))
     console.print(Text(f"{report.html}\n{report.json}"), soft_wrap=True)
