@@ -124,9 +124,11 @@ class Masks:
 def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Callable[[str], None]) -> Path:
     """Write the archive, and report each file in it."""
     folder = Path(read_any(run).run.folder) if run.is_file() else run
-    if not folder.is_dir():
-        hint = f"give the folder of a run that was started, or for versions alone: `windlass version --json > {MASK}`"
-        raise UserError("there is no such run folder", str(folder), hint.replace(MASK, "versions.json"))
+    if not any(next(folder.glob(name), None) for name in (*WHOLE, *TAILS, run_folder.DATA)):
+        hint = "give the folder of a run that was started, or for versions alone: `windlass version --json`"
+        raise UserError(
+            "holds nothing of a run" if folder.is_dir() else "there is no such run folder", str(folder), hint
+        )
     made = {f"{folder.resolve().name}/{name}": text.encode() for name, text in collect(folder, Masks(environ))}
     archive = out or Path(f"bug-report-{folder.resolve().name}.tar.gz")
     packed = io.BytesIO()
