@@ -85,6 +85,7 @@ TWO: dict[str, Case] = {
     "plain": case("plain"),
     "plain, cut at the end of an epoch": case("plain cut", "signal at 6"),
     "plain, resumed": resumed("plain cut", "plain parts"),
+    "plain, on other bases": case("plain") | {"best": True, "base_dtypes": ["int4"]},
     "packed stream": case("packed stream", **TWO_STREAM),
     "packed stream, cut": case("packed stream parts", "signal at 7", **TWO_STREAM),
     "packed stream, resumed": case("packed stream parts", resume=True, **TWO_STREAM),
@@ -366,6 +367,16 @@ def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Tw
             assert {key: found[key] for key in record} == record
     (facts,) = report.make([runs / "base parts"]).runs
     assert [why for why in facts["verdict"]["against"] if "trained on another base model than before" in why]
+
+
+def test_held_out_losses_on_bases_that_are_stored_in_other_ways(two: Two, material: Path) -> None:
+    run = material / "runs" / "plain"
+    assert [outcome["code"] for outcome in two[0]["plain, on other bases"]] == [0, 0]
+    found = json.loads((run / "bases.json").read_text())
+    adapter, losses = int(found["adapter"].removeprefix("step-")), found["losses"]
+    (own,) = losses.keys() - {"int4"}
+    assert losses[own][1] == pytest.approx(evaluations(run)[adapter], rel=1e-5)
+    assert 1e-5 < abs(losses[own][0] - losses["int4"][0]) < 0.1
 
 
 def test_the_best_is_pointed_at_and_loaded_at_the_end(two: Two, material: Path) -> None:

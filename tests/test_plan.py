@@ -384,7 +384,9 @@ def test_the_full_model_in_4_bits_fits_one_gpu_of_80_gb() -> None:
     unasked = planning.make(read(EXAMPLES / "one-80gb.yaml", ["layout=auto"]))
     assert unasked.layout.base_dtype == "fp8"
     assert "with layout.base_dtype: nf4 it needs" in unasked.cost.remedy
-    assert "about 9%" in unasked.cost.remedy
+    assert re.search(
+        r"about [\d,]{5,} tokens/s with full rows, and 4 bits change each weight by about 9%", unasked.cost.remedy
+    )
     assert not any(c.layout.base_dtype in FOUR_BITS for c in unasked.contenders)
 
 

@@ -236,7 +236,8 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         allowed = {"allow_other_base": case.get("allow_other_base", False)}
         if case.get("best"):
             folder_of_run = Path(plan.loaded.run.train.output_dir)
-            seen["code"] = evaluate_all(plan, here, folder_of_run, lambda _: None, **allowed)
+            bases = case.get("base_dtypes", ())
+            seen["code"] = evaluate_all(plan, here, folder_of_run, lambda _: None, base_dtypes=bases, **allowed)
         else:
             seen["code"] = run.run(plan, here, resume=case.get("resume", False), **allowed)
     except UserError as error:

@@ -568,11 +568,14 @@ def report(
     write_result(reporting.make(folders, out), as_json, show)
 
 
-@command(AFTER, "best run", "best run --eval-data held-out.jsonl --ranks 1")
+@command(AFTER, "best run", "best run --eval-data held-out.jsonl --ranks 1", "best run --base-dtype bf16,nf4")
 def best(
     folder: RunDir,
     eval_data: Annotated[Path | None, opt("--eval-data", "PATH", "Rows to evaluate on, instead of the run's.")] = None,
     ranks: Ranks = None,
+    base_dtype: Annotated[
+        str | None, opt("--base-dtype", "DTYPES", "Also evaluate the base, and the best adapter on it, stored so.")
+    ] = None,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
@@ -585,22 +588,35 @@ def best(
 
     def planned() -> Any:
         from windlass import plan as planning
+        from windlass.plan.layout import IN_NAMES
         from windlass.train import load_finished_run
 
-        return planning.make(load_finished_run(folder, eval_data=eval_data, ranks=ranks), None)
+        def plan_of(kind: str | None) -> Any:
+            loaded = load_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtype=kind)
+            return planning.make(loaded, None)
+
+        known = ("bf16", *IN_NAMES)
+        if unknown := [kind for kind in base_dtypes if kind not in known]:
+            raise UserError(f"no such dtype: {', '.join(unknown)}", "--base-dtype", f"known: {', '.join(known)}")
+        for kind in base_dtypes:  # refused here if the model can't be stored so
+            plan_of(kind)
+        return plan_of(None)
 
     def show(ranking: Any) -> None:
         from windlass.train.best import show as show_table
 
         write_result(ranking, as_json, show_table)
 
+    base_dtypes = base_dtype.split(",") if base_dtype else []
     arguments = ["best", str(folder), *words("--eval-data", eval_data), *words("--ranks", ranks), *["--json"] * as_json]
+    arguments += words("--base-dtype", base_dtype)
     arguments += ["--allow-other-base"] * allow_other_base
     code = training.best(
         planned,
         folder,
         arguments=arguments,
         environ=os.environ,
+        base_dtypes=base_dtypes,
         allow_other_base=allow_other_base,
         show=show,
         say=print_error,

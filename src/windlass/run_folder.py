@@ -29,6 +29,7 @@ SAMPLES: Final = "samples.jsonl"  # step, prompt, text: what the model made of f
 ALARMS: Final = "alarms.jsonl"  # time, step, rank, kind, level, message
 CHECKPOINTS: Final = "checkpoints"  # step-N: adapter, optimizer, random numbers, position in the data
 FINAL: Final = "final"  # the adapter
+BASES: Final = "bases.json"  # held-out losses with the base stored in other ways, by `windlass best --base-dtype`
 
 OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
 

@@ -24,6 +24,8 @@ from windlass.export.proof import GIB, compare_logits, prove_files
 from windlass.export.source import CONFIG, WEIGHTS, Source, base_name, base_of, choose_adapter, local_base
 from windlass.files import read_json, write_json
 from windlass.model import Base
+from windlass.plan.cost import published
+from windlass.run_folder import BASES
 from windlass.train.checkpoint import save_tensors
 from windlass.train.same_base import RECORD as RECORD_OF_BASE
 from windlass.train.same_base import (
@@ -232,7 +234,8 @@ def _merge(
     quantisation = recorded_base(source.folder).get("base_quantisation", {})
     if trained_on := describe_quantisation(quantisation):
         say(f"note      trained on the base in {trained_on}")
-        say("note      merged into the published weights, which are nearer to the original; losses may differ a little")
+        say("note      merged into the published weights, which are nearer to the original")
+        say(_losses_on_bases(source, base))
     digest = ""
     if recorded_base(source.folder):
         with progress("comparing", digest_size(base)) as advance:
@@ -279,6 +282,16 @@ def _merge(
         )
     digests = {"base_digest": digest or None, "other_base": other_base, "base_quantisation": quantisation or None}
     return {"dtype": plan.dtype, **digests, **asdict(proof)}
+
+
+def _losses_on_bases(source: Source, base: Base) -> str:
+    """Held-out losses on the base as it was trained on, and as it is published."""
+    run, kinds = source.run_folder, published(base) or "bf16"
+    found = read_json(run / BASES) if run else {}
+    if not found:
+        return f"hint      windlass best {run or 'RUN'} --base-dtype {kinds}: both bases' held-out losses"
+    losses = (f"{kind.upper()} {one:.4f}, with the adapter {two:.4f}" for kind, (one, two) in found["losses"].items())
+    return f"held out  loss of {found['rows']} rows, by base ({found['adapter']}): {'; '.join(losses)}"
 
 
 def push(folder: Path, repository: str, *, private: bool = True, say: Callable[[str], None] = print) -> str:

@@ -16,11 +16,12 @@ from windlass.export.proof import GIB, free_memory
 from windlass.export.source import CONFIG, Source, base_of, choose_adapter
 from windlass.model import Base, read_base
 from windlass.model.files import CONFIG as MODEL_CONFIG
-from windlass.plan.layout import Layout
+from windlass.plan.cost import narrow, published
+from windlass.plan.layout import FOUR_BITS, Layout
 from windlass.train import experts
 from windlass.train.load import load
 from windlass.train.logits import open_adapter
-from windlass.train.same_base import require_intact, require_same_base
+from windlass.train.same_base import recorded_base, require_intact, require_same_base
 
 SHARE_OF_MEMORY: Final = 0.9
 
@@ -60,8 +61,10 @@ def generate(
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat)
     if encoded["input_ids"].shape[-1] == 0:
         raise UserError("the prompt is empty", "--prompt", "give a text to continue")
-    base_dtype = choose_base_dtype(model_base, folder)
-    say(f"loading {model_base.name}" + (f" with {source.folder}" if source else ""))
+    quantisation = recorded_base(source.folder).get("base_quantisation", {}) if source else {}
+    base_dtype = choose_base_dtype(model_base, folder, quantisation.get("format", ""))
+    held = f" in {base_dtype.upper()}" * (base_dtype != "bf16")
+    say(f"loading {model_base.name}{held}" + (f" with {source.folder}" if source else ""))
     where = "--base" if base else str(source.folder / CONFIG) if source else ""
     model = load_model(model_base, source, base_dtype, where, allow_other_base=allow_other_base, say=say)
     encoded = encoded.to(next(model.parameters()).device)
@@ -90,14 +93,19 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
         self.write(f"{text}\n" if stream_end else text)
 
 
-def choose_base_dtype(base: Base, folder: Path) -> str:
-    """layout.base_dtype: 16 bits if that fits, which is the fastest; else FP8 as stored, if that fits."""
+def choose_base_dtype(base: Base, folder: Path, trained_in: str = "") -> str:
+    """layout.base_dtype: the 4 bits that windlass made for training; else 16 bits if that fits, which is the fastest;
+    else as published, if that fits."""
     free = free_memory()
     stored = sum(piece.stored.end - piece.stored.start for each in base.parameters for piece in each.pieces)
-    for dtype, needed in (("bf16", 2 * base.total), ("fp8", stored)):
+    ways = [("bf16", 2 * base.total), (published(base) or "bf16", stored)]
+    if trained_in:
+        names, size = narrow(base), FOUR_BITS[trained_in].bytes
+        ways = [(trained_in, int(sum(p.count * (size if p.name in names else 2) for p in base.parameters)))]
+    for dtype, needed in ways:
         if needed <= SHARE_OF_MEMORY * free:
             return dtype
-    problem = f"the model needs {min(stored, 2 * base.total) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
+    problem = f"the model needs {min(needed for _, needed in ways) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
     hint = "generate where it fits, or on more GPUs with a server such as vLLM"
     raise UserError(problem, str(folder), hint)
 
@@ -111,7 +119,7 @@ def load_model(
     allow_other_base: bool = False,
     say: Callable[[str], None] = print,
 ) -> Any:
-    if base_dtype == "fp8" and source and source.config.get("use_dora"):
+    if base_dtype != "bf16" and source and source.config.get("use_dora"):
         hint = f"merge it first: `windlass export {source.folder} --to MERGED --merge`, then generate from MERGED"
         raise UserError("DoRA needs base weights in 16 bits, and they don't fit here", str(source.folder), hint)
     layout = Layout("resident", "generated from", 1, 1, shard=1, base_dtype=base_dtype)

@@ -134,6 +134,10 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
 def _unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
     if dtype not in (OWN, BF16, FP8):
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8")
+    if packed := next((piece for p in base.parameters for piece in p.pieces if piece.packed), None):
+        problem = f"{base.name} is stored in 4 bits ({packed.stored.key}): what an adapter adds would be rounded away"
+        hint = "merge into the 16-bit model that it was made of: --base FOLDER --allow-other-base"
+        yield Problem(problem, "--merge", hint)
     if dtype == FP8 and not any(stored.dtype in NEEDS_SCALE for stored in sources):
         problem = f"{base.name} is not quantised, and --dtype fp8 re-applies the base's own quantisation"
         yield Problem(problem, "--dtype", "leave --dtype out, and quantise it afterwards with a server's own tool")

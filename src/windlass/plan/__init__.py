@@ -25,7 +25,15 @@ from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
 from windlass.plan.cost import Batch, Cost, Work, cost, narrow, published, read_shape
-from windlass.plan.layout import AUTO, CHECKPOINTING, FOUR_BITS, PUBLISHED, Layout, needs_weights, read_request
+from windlass.plan.layout import (
+    AUTO,
+    CHECKPOINTING,
+    FOUR_BITS,
+    PUBLISHED,
+    Layout,
+    needs_weights,
+    read_request,
+)
 from windlass.plan.machine import own_file, read_machine
 from windlass.plan.work import Shape
 from windlass.runfile import Cluster, Data, Loaded, Train, accumulation

@@ -74,8 +74,11 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
     for changes, changed in _changes(work):
         gpu_gib, host_gib, *_ = _sizes(changed)
         if _fits(changed, gpu_gib, host_gib):
-            error = FOUR_BITS["nf4"].error if "nf4" in changes[-1] else 0
-            remark = f"; 4 bits change each weight by about {error:.0%} (relative RMS error)" * bool(error)
+            remark = ""
+            if "nf4" in changes[-1]:
+                speed = f"{estimate_time(changed).tokens_per_second:,.0f} tokens/s"
+                error = f"change each weight by about {FOUR_BITS['nf4'].error:.0%} (relative RMS error)"
+                remark = f"; about {speed} with full rows, and 4 bits {error}"
             return f"needs {short}: with {', '.join(changes)} it needs {gpu_gib:.1f} GiB and fits{remark}"
         if "nf4" not in changes[-1]:  # offered where it helps
             tried.append(f"{changes[-1]} ({gpu_gib:.1f} GiB a GPU)")

@@ -83,6 +83,7 @@ def best(
     *,
     arguments: Sequence[str],
     environ: Mapping[str, str],
+    base_dtypes: Sequence[str] = (),
     allow_other_base: bool = False,
     show: Callable[[Ranking], None],
     say: Callable[[UserError], None],
@@ -92,7 +93,7 @@ def best(
     def work(here: Rank) -> int:
         from windlass.train.best import best as evaluate
 
-        return evaluate(make_plan(), here, run_folder, show, allow_other_base=allow_other_base)
+        return evaluate(make_plan(), here, run_folder, show, base_dtypes=base_dtypes, allow_other_base=allow_other_base)
 
     return in_ranks(make_plan, work, arguments=arguments, environ=environ, say=say)
 
@@ -127,7 +128,9 @@ def in_ranks(
     return 0
 
 
-def load_finished_run(run_folder: Path, *, eval_data: Path | None, ranks: int | None) -> Loaded:
+def load_finished_run(
+    run_folder: Path, *, eval_data: Path | None, ranks: int | None, base_dtype: str | None = None
+) -> Loaded:
     """A run's file from its manifest, to be evaluated again: on these ranks, with rows that are not packed."""
     manifest = run_folder / MANIFEST
     try:
@@ -149,6 +152,8 @@ def load_finished_run(run_folder: Path, *, eval_data: Path | None, ranks: int | 
         tree["cluster"] |= {"nodes": 1, "gpus_per_node": ranks}
         tree["layout"] = {"name": "auto", "base_dtype": (tree.get("layout") or {}).get("base_dtype")}
         tree.get("train", {}).pop("global_batch_size", None)  # of the run's ranks; here nothing is trained
+    if base_dtype is not None:
+        tree["layout"] = (tree.get("layout") or {}) | {"base_dtype": base_dtype}
     try:
         run = RunFile.model_validate(tree)
     except ValueError as error:

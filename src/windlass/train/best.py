@@ -6,8 +6,8 @@ is that of the difference, row by row, and far narrower than the spread of the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,8 @@ from peft import PeftModel
 
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
-from windlass.run_folder import CHECKPOINTS
+from windlass.files import write_json
+from windlass.run_folder import BASES, CHECKPOINTS
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batches, Collate
 from windlass.train.console import quiet
@@ -65,9 +66,15 @@ class Ranking:
 
 
 def best(
-    plan: Plan, here: Rank, run_folder: Path, show: Callable[[Ranking], None], *, allow_other_base: bool = False
+    plan: Plan,
+    here: Rank,
+    run_folder: Path,
+    show: Callable[[Ranking], None],
+    *,
+    base_dtypes: Sequence[str] = (),
+    allow_other_base: bool = False,
 ) -> int:
-    """One rank's part; rank 0 shows the ranking."""
+    """One rank's part; rank 0 shows the ranking. `base_dtypes`: other ways to store the base, to be compared."""
     job, console = plan.loaded.run, quiet(here)
     try:
         require_device(plan)
@@ -84,32 +91,52 @@ def best(
     data = prepare(job, tokenizer, where=plan.loaded.where, cache=run_folder / "tokens", say=console.print)
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
-    here.phase("loading the model")
-    model, certificate = load(plan.base, plan.layout, **precision(plan))
-    for folder in {recorded_base(folder).get("base_digest"): folder for folder in intact}.values():
-        require_same_base(
-            folder,
-            plan.base,
-            certificate["base_digest"],
-            plan.loaded.where("model.model_name_or_path"),
-            allow_other=allow_other_base,
-            say=console.print,
-        )
-    model = attach(model, job.lora, plan.adapter, job.train.seed).eval()
-    patch_forward(model.get_base_model())
     size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))
     collate = Collate(data.collator(tokenizer.pad_token_id))
     batches = Batches(data.validation, collate, size, order=lambda _: order, round_rows=size * here.world)
-    with model.disable_adapter():
-        losses = {BASE: row_losses(model, batches, bf16=job.train.bf16)}
-    for folder in intact:
-        here.phase(f"evaluating {folder.name}")
-        checkpoint.load_adapter(model, folder)
-        losses[folder.name] = row_losses(model, batches, bf16=job.train.bf16)
-        console.print(f"{folder.name}  evaluated")
+
+    def evaluate(base_dtype: str, folders: Sequence[Path], suffix: str = "") -> dict[str, Rows]:
+        """Losses of the base, stored so, and of these adapters on it."""
+        here.phase(f"loading the model{suffix}")
+        model, certificate = load(plan.base, replace(plan.layout, base_dtype=base_dtype), **precision(plan))
+        for folder in {recorded_base(folder).get("base_digest"): folder for folder in folders}.values():
+            require_same_base(
+                folder,
+                plan.base,
+                certificate["base_digest"],
+                plan.loaded.where("model.model_name_or_path"),
+                allow_other=allow_other_base,
+                say=console.print,
+            )
+        model = attach(model, job.lora, plan.adapter, job.train.seed).eval()
+        patch_forward(model.get_base_model())
+        with model.disable_adapter():
+            found = {BASE + suffix: row_losses(model, batches, bf16=job.train.bf16)}
+        for folder in folders:
+            here.phase(f"evaluating {folder.name}{suffix}")
+            checkpoint.load_adapter(model, folder)
+            found[folder.name + suffix] = row_losses(model, batches, bf16=job.train.bf16)
+            console.print(f"{folder.name}{suffix}  evaluated")
+        return found
+
+    losses = evaluate(plan.layout.base_dtype, intact)
+    lowest = min(intact, key=lambda folder: mean(losses[folder.name]))
+    on_bases = {plan.layout.base_dtype: [mean(losses[BASE]), mean(losses[lowest.name])]}
+    for base_dtype in dict.fromkeys(base_dtypes):
+        if base_dtype not in on_bases:
+            found = evaluate(base_dtype, [lowest], f", base in {base_dtype.upper()}")
+            on_bases[base_dtype] = list(map(mean, found.values()))
+            losses |= found
     if here.rank == 0:
+        if len(on_bases) > 1:
+            write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(order), "losses": on_bases})
         show(rank(losses, {folder.name: fault for folder, fault in faults.items() if fault}))
     return 0
+
+
+def mean(rows: Rows) -> float:
+    """Loss per supervised token."""
+    return float(rows[:, 0].sum() / rows[:, 1].sum())
 
 
 @torch.no_grad()
@@ -129,7 +156,7 @@ def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
 
 def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
     """By the mean loss per token, with the interval of each one's difference to the best."""
-    means = {name: rows[:, 0].sum() / rows[:, 1].sum() for name, rows in losses.items()}
+    means = {name: mean(rows) for name, rows in losses.items()}
     order = sorted(means, key=lambda name: (means[name], name))
     lowest = losses[order[0]]
     tokens = lowest[:, 1]
@@ -141,7 +168,7 @@ def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
         few = len(tokens) / max(len(tokens) - 3, 1)  # of few rows as wide as Student's t would have it, within 2 %
         half = NOISE * np.sqrt(np.square(residuals).sum() * few) / tokens.sum()
         low, high = float(difference - half), float(difference + half)
-        ranked.append(Candidate(name, float(means[name]), float(difference), low, high, low > 0))
+        ranked.append(Candidate(name, means[name], difference, low, high, low > 0))
     return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped)
 
 

@@ -290,7 +290,8 @@ def check_model_class(c: Context, family: Family) -> tuple[Any, Result]:
 
 def check_attention(c: Context, loaded: Loaded, model: Any) -> Result:
     """Whether the configured implementation is installed, and the model class takes it."""
-    name = loaded.run.model.attn_implementation or "sdpa"
+    family = None if c.plan is None or isinstance(c.plan, ScriptPlan) else c.plan.base.family
+    name = loaded.run.model.attn_implementation or (family.usual_attention if family else "sdpa")
     needs, flag = ATTENTION.get(name, (("kernels", "kernels"), ""))  # else a hub kernel: the run file takes no other
     problem = hint = ""
     if needs and needs[1] not in c.have:
