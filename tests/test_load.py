@@ -126,6 +126,28 @@ def test_4_bits_as_published_are_read_exactly(root: Path, name: str, kind: str) 
     assert re.fullmatch(rf"{parameter.name} is not what '.*' of model.safetensors holds, in {kind}", wrong)
 
 
+ODD = "model.layers.0.self_attn.q_proj.weight"
+SPOILT_IN_4_BITS: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
+    "another block": ("bnb", f"{ODD}.quant_state.bitsandbytes__nf4", lambda old: old.flip(0), "does not describe its"),
+    "another table": ("bnb", f"{ODD}.quant_map", lambda old: old * 2, "does not describe its weight"),
+    "no number": ("bnb", f"{ODD}.nested_absmax", lambda old: old * math.nan, "scales that are not finite"),
+    "infinite": ("oss", f"{STACK}_scales", lambda old: old | 255, "scales that are not finite numbers"),
+    "rows cut": ("oss", f"{STACK}_blocks", lambda old: old[:, 1:].clone(), "weights in 4 bits that do not fit"),
+    "blocks over rows": ("bnb", f"{ODD}.absmax", lambda old: old[3:].clone(), "weights in 4 bits that do not fit"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT_IN_4_BITS)
+def test_4_bits_that_are_not_what_was_published_are_refused(root: Path, tmp_path: Path, case: str) -> None:
+    name, key, change, why = SPOILT_IN_4_BITS[case]
+
+    def spoil(stored: dict[str, Tensor]) -> None:
+        stored[key] = change(stored[key])
+
+    with pytest.raises(UserError, match=why):
+        load(read_base(damaged(root, tmp_path, spoil, name)), ALONE)
+
+
 def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, Tensor]], None]:
     def change(stored: dict[str, Tensor]) -> None:
         values = stored[f"language_model.model.{key}"].float()

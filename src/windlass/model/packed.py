@@ -39,18 +39,20 @@ def packed_piece(
 ) -> Piece | None:
     """The piece of these tensors, each with a row of its own for a row of values; None if they don't fit the shape."""
     codes, scales, *more = parts
-    if len(shape) < 2:
-        return None
     kind = "nf4" if more else "mxfp4"
+    if len(shape) != (2 if more else 3) or transposed == bool(more):
+        return None
     *outer, rows, columns = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
-    groups = prod(scales.shape) // (prod(outer) * rows)
+    count = prod(outer) * rows
+    groups = prod(scales.shape) // count
+    known = ("U8", 4) if len(more) > 2 else ("F32", 2) if more else ("U8", 0)
     if (
         2 * (codes.end - codes.start) != prod(shape)
         or not groups
-        or groups * prod(outer) * rows != prod(scales.shape)
+        or groups * count != prod(scales.shape)
         or columns % (2 * groups)
-        or (kind == "mxfp4" and (columns != 32 * groups or scales.dtype != "U8" or codes.dtype != "U8"))
-        or (kind == "nf4" and (scales.dtype, len(more)) not in (("U8", 4), ("F32", 2)))
+        or (scales.dtype, len(more)) != known
+        or (kind == "mxfp4" and columns != 32 * groups)
     ):
         return None
     return Piece(

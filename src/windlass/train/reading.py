@@ -267,12 +267,15 @@ def read_meaning(piece: Piece, files: Files) -> tuple[Meaning, int]:
         powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
         return lambda scales, _: require_numbers(powers[scales.int()], key), 0
     state, table, *nested = every = [whole(each, files) for each in piece.packed.more]
-    described = json.loads(bytes(state.tolist()))
-    block, mean = described.get("nested_blocksize", 1), float(described.get("nested_offset", 0))
-    found = described["quant_type"], described["blocksize"], math.prod(described["shape"]), table.tolist()
-    wanted = "nf4", piece.packed.block, math.prod(piece.shape), four_bits.table("nf4", table.device).tolist()
-    if found != wanted:
-        raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight")
+    numbers_of_nf4 = four_bits.table("nf4", table.device).tolist()
+    try:
+        described = json.loads(bytes(state.tolist()))
+        block, mean = described.get("nested_blocksize", 1), float(described.get("nested_offset", 0))
+        found = described["quant_type"], described["blocksize"], tuple(described["shape"]), table.tolist()
+        if found != ("nf4", piece.packed.block, piece.shape, numbers_of_nf4):
+            raise ValueError(found)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight") from None
 
     def scale(codes: Tensor, box: Box) -> Tensor:
         """As bitsandbytes has it: blocks of scales run through all rows; each has its own scale, all have a mean."""
