@@ -360,7 +360,8 @@ def one_by_one(
 ) -> Tensor:
     """One expert after the other, those without tokens not at all. Needs the offsets on the host.
 
-    On a CPU in 16 bits a product takes some rows of the next expert along, which that one's own then replaces.
+    On a CPU in 16 bits a product takes some rows of other experts along, to be one of few shapes. The next expert's
+    are then replaced by its own product.
     """
     columns = codes.shape[1] if transposed else codes.shape[2] * (coding.per_byte if coding else 1)
     product = x.new_zeros(x.shape[0], columns)
@@ -371,8 +372,12 @@ def one_by_one(
             weight = codes[expert]
             if coding is not None and scale is not None:
                 weight = dequantise(weight, scale[expert], coding, x.dtype)
-            rows = slice(start, min(start + math.ceil((stop - start) / align) * align, len(x)))
-            torch.mm(x[rows], weight.T if transposed else weight, out=product[rows])
+            weight, along = weight.T if transposed else weight, start + math.ceil((stop - start) / align) * align
+            if along <= len(x):
+                torch.mm(x[start:along], weight, out=product[start:along])
+            else:  # of the last ones rows before them
+                first = max(stop - (along - start), 0)
+                product[start:stop] = (x[first:stop] @ weight)[start - first :]
             del weight  # or it would live on while the next one is made
         start = stop
     return product
