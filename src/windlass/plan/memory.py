@@ -23,9 +23,9 @@ FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # CUDA does not give of the driver's total: an H100 has 79.65 GiB for nvidia-smi, 79.11 for torch (vllm#27508).
 RESERVE_GPU = 2.6 * GIB
 RESERVE_CPU = 0.5 * GIB  # a process that has imported torch, transformers and PEFT
-# oneDNN keeps 1,024 products prepared, one for each shape. Experts get another number of tokens each time, so a run
-# prepares that many in its first hundred steps: measured with the demo, 0.55 GiB after 60 steps, 0.65 after 240.
-PREPARED_CPU = 0.6 * GIB
+# oneDNN keeps up to 1,024 products prepared, one for each shape: few of packed rows, of others new ones for every
+# length of a batch. Measured with small models: 0.03 to 0.08 GiB, and 0.2 after 20 steps, 0.3 after 40.
+PREPARED_CPU, PREPARED_BY_LENGTH = 0.05 * GIB, 0.25 * GIB
 # What the caching allocator cannot use of its memory, of everything that comes and goes; an assumption.
 FRAGMENTATION = 0.05
 # Of a quantised stack of experts, so many bytes are in 16 bits at once, but at least so many columns of each.
@@ -81,8 +81,9 @@ def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
     reserve = Row("reserve", RESERVE_GPU, "driver and its context, cuBLAS workspace, NCCL channels, assumed")
     if work.on_cpu:
         reserve = Row("reserve", RESERVE_CPU, "a process with the training libraries, assumed")
-    routed = work.on_cpu and work.shape.routed.all > 0
-    prepared = Row("prepared products", PREPARED_CPU * routed, "oneDNN's, one for each number of an expert's tokens")
+    packed = work.masked or work.document is not None
+    prepared_bytes = (PREPARED_CPU if packed else PREPARED_BY_LENGTH) * work.on_cpu
+    prepared = Row("prepared products", prepared_bytes, "oneDNN's, one for each number of tokens in a batch")
     permanent = [base, adapter, optimizer, reserve, prepared]
     training = [base, adapter, gradients, optimizer, reserve, prepared]
     moments = {name: [*training, *rows] for name, rows in training_moments(work).items()}
