@@ -296,7 +296,7 @@ def test_packed_rows_are_masked_except_for_attention_within_documents() -> None:
 
 def pasted(text: str) -> dict[str, list[str]]:
     """What `plan --compare` prints to paste for each row, as a shell reads it."""
-    block = text.partition("plan a row:\n")[2].partition("\n\n")[0]
+    block = text.partition("take a row:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^ (\S.*)\n((?:   .*\n?)+)", block, re.MULTILINE)
     return {
         name: [word.removeprefix("--override=") for word in shlex.split(words.replace("\\\n", ""))]

@@ -311,8 +311,8 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     weight: Tensor = getattr(experts, name)
     coding = formats_of(experts).get(name)
     product: Tensor
-    plain = coding is None and x.device.type == "cpu" and x.dtype == weight.dtype and x.element_size() == 2
-    if plain and not weight.requires_grad:
+    plain = coding is None and x.dtype == weight.dtype and not weight.requires_grad
+    if plain and x.device.type == "cpu" and x.element_size() == 2 and ALIGN > 1:
         transposed = not getattr(experts, "is_transposed", False)
         product = _OneByOne.apply(x, weight, offsets, transposed)  # type: ignore[no-untyped-call]
         return product
