@@ -33,6 +33,7 @@ from windlass.options import (
     HELP,
     Accelerate,
     Base,
+    BaseDtypes,
     Follow,
     Groups,
     JobDir,
@@ -573,9 +574,7 @@ def best(
     folder: RunDir,
     eval_data: Annotated[Path | None, opt("--eval-data", "PATH", "Rows to evaluate on, instead of the run's.")] = None,
     ranks: Ranks = None,
-    base_dtype: Annotated[
-        str | None, opt("--base-dtype", "DTYPES", "Also evaluate the base, and the best adapter on it, stored so.")
-    ] = None,
+    base_dtype: BaseDtypes = None,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
@@ -586,37 +585,20 @@ def best(
     """
     from windlass import train as training
 
-    def planned() -> Any:
-        from windlass import plan as planning
-        from windlass.plan.layout import IN_NAMES
-        from windlass.train import load_finished_run
-
-        def plan_of(kind: str | None) -> Any:
-            loaded = load_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtype=kind)
-            return planning.make(loaded, None)
-
-        known = ("bf16", *IN_NAMES)
-        if unknown := [kind for kind in base_dtypes if kind not in known]:
-            raise UserError(f"no such dtype: {', '.join(unknown)}", "--base-dtype", f"known: {', '.join(known)}")
-        for kind in base_dtypes:  # refused here if the model can't be stored so
-            plan_of(kind)
-        return plan_of(None)
-
     def show(ranking: Any) -> None:
         from windlass.train.best import show as show_table
 
         write_result(ranking, as_json, show_table)
 
-    base_dtypes = base_dtype.split(",") if base_dtype else []
+    dtypes = base_dtype.split(",") if base_dtype else []
     arguments = ["best", str(folder), *words("--eval-data", eval_data), *words("--ranks", ranks), *["--json"] * as_json]
-    arguments += words("--base-dtype", base_dtype)
-    arguments += ["--allow-other-base"] * allow_other_base
+    arguments += [*words("--base-dtype", base_dtype), *["--allow-other-base"] * allow_other_base]
     code = training.best(
-        planned,
+        lambda: training.plan_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtypes=dtypes),
         folder,
         arguments=arguments,
         environ=os.environ,
-        base_dtypes=base_dtypes,
+        base_dtypes=dtypes,
         allow_other_base=allow_other_base,
         show=show,
         say=print_error,

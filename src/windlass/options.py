@@ -63,6 +63,9 @@ Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arr
 Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
 Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
 
+BaseDtypes = Annotated[
+    str | None, opt("--base-dtype", "DTYPES", "Also evaluate the base, and the best adapter on it, stored so.")
+]
 OtherBase = Annotated[
     bool, flag("--allow-other-base", "Accept a base model whose weights are not those the adapter was trained on.")
 ]

@@ -128,6 +128,23 @@ def in_ranks(
     return 0
 
 
+def plan_finished_run(
+    run_folder: Path, *, eval_data: Path | None, ranks: int | None, base_dtypes: Sequence[str]
+) -> Plan:
+    """To evaluate it again, once the model can be stored in each of these dtypes."""
+    from windlass.plan import make
+    from windlass.plan.layout import IN_NAMES
+
+    known = ("bf16", *IN_NAMES)
+    if unknown := [kind for kind in base_dtypes if kind not in known]:
+        raise UserError(f"no such dtype: {', '.join(unknown)}", "--base-dtype", f"known: {', '.join(known)}")
+    plans = [
+        make(load_finished_run(run_folder, eval_data=eval_data, ranks=ranks, base_dtype=kind), None)
+        for kind in (*base_dtypes, None)
+    ]
+    return plans[-1]
+
+
 def load_finished_run(
     run_folder: Path, *, eval_data: Path | None, ranks: int | None, base_dtype: str | None = None
 ) -> Loaded:
