@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -55,7 +56,12 @@ def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
     """Model, adapter, layout, batch, machine: what this run is, in seven lines."""
     layout, adapter, batch, found = plan.layout, plan.adapter, plan.batch, machine_facts()
     total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)
-    targets = (f"{target.pattern} in {target.part} x {len(target.modules)}" for target in adapter.targets)
+    targets = []
+    # Keys and values of latent attention are one: `k_proj and v_proj`.
+    for (_, part), group in groupby(adapter.targets, lambda target: (target.names, target.part)):
+        alike = list(group)
+        modules = sum(len(target.modules) for target in alike)
+        targets.append(f"{' and '.join(target.pattern for target in alike)} in {part} x {modules}")
     machine = f"{found['processor']}, {found['memory_gib']} GiB, {torch.get_num_threads()} threads per rank, gloo"
     if torch.cuda.is_available():
         gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])
