@@ -30,6 +30,7 @@ from windlass.model import PARTS, read_base
 from windlass.model.config import describe, find_description
 from windlass.model.family import FAMILIES as ROWS
 from windlass.model.targets import resolve
+from windlass.plan.cost import narrow, published
 from windlass.runfile import Lora
 from windlass.train.wrapped import outer_name
 
@@ -167,6 +168,13 @@ def test_what_is_refused_and_why(root: Path, tmp_path: Path) -> None:
         config = transformers.LlamaConfig().to_dict() | {"quantization_config": quantised}
         with pytest.raises(UserError, match=rf"unsupported quantisation {named}(.|\n)*layout.base_dtype: nf4"):
             describe(config, "config.json")
+
+
+def test_a_config_alone_says_what_is_stored_in_mxfp4() -> None:
+    config = transformers.GptOssConfig(num_hidden_layers=2, num_local_experts=4, hidden_size=64, intermediate_size=64)
+    base = describe(config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}, "config.json")
+    assert published(base) == "mxfp4"
+    assert {name.rpartition(".")[2] for name in narrow(base)} == {"gate_up_proj", "down_proj"}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")

@@ -180,12 +180,13 @@ def _as_published(base: Base) -> frozenset[str]:
     """Names of the parameters that are stored quantised; by the publishers' habit if no weights are here."""
     if base.quantization is None:
         return frozenset()
-    parts = ("experts",) if base.quantization.get("quant_method") == "mxfp4" else _FP8_PARTS
+    mxfp4 = base.quantization.get("quant_method") == "mxfp4"
+    parts, least = (("experts",), 3) if mxfp4 else (_FP8_PARTS, 2)
 
     def is_quantised(parameter: Parameter) -> bool:
         if parameter.pieces:
             return all(piece.packed or piece.stored.dtype.startswith("F8") for piece in parameter.pieces)
-        return parameter.part in parts and len(parameter.shape) > 1
+        return parameter.part in parts and len(parameter.shape) >= least
 
     return frozenset(p.name for p in base.parameters if is_quantised(p))
 

@@ -201,10 +201,9 @@ def fill(
         place = tuple(slice(a - first, b - first) for (a, b), first in zip(box[:-1], begin, strict=False))
         if codes:  # the target has rows of bytes
             wide = torch.float32 if packed.kind == "nf4" else torch.bfloat16
-            for to, own_part in zip(
-                four_bits.split(target[place], 2 * halves.shape[-1], wide), (halves, factors), strict=True
-            ):
-                to.copy_(own_part)
+            own_codes, own_scales = four_bits.split(target[place], 2 * halves.shape[-1], wide)
+            own_codes.copy_(halves)
+            own_scales.copy_(factors)
         else:
             halves, factors = halves.to(target.device), factors.to(target.device)
             region = target.transpose(-1, -2) if packed.transposed else target
@@ -213,28 +212,26 @@ def fill(
 
     read, jobs, filled, digest = partial(read_box, files=files), [], 0, 0
     for piece in pieces:
-        if shared := intersection(own, piece_box(piece)):
-            if piece.packed:
-                meaning, of_meaning = read_meaning(piece, files)
-                if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
-                    digest += of_meaning
-                rows = (*shared[:-2], shared[-1], shared[-2]) if piece.packed.transposed else shared
-                if rows[-1] != (0, 2 * piece.stored.shape[-1]):
-                    raise DamagedError(f"{piece.stored.key!r} is needed in parts of rows, and 4 bits are whole ones")
-                jobs += [pool.submit(fill_packed, piece, box, meaning) for box in chunks(rows, AT_ONCE)]
-                filled += math.prod(stop - start for start, stop in shared)
-                continue
-            scale = zeros = None
+        if (shared := intersection(own, piece_box(piece))) is None:
+            continue
+        filled += math.prod(stop - start for start, stop in shared)
+        scale, zeros, of_scale = None, None, 0
+        if piece.packed:
+            meaning, of_scale = read_meaning(piece, files)
+            rows = (*shared[:-2], shared[-1], shared[-2]) if piece.packed.transposed else shared
+            if rows[-1] != (0, 2 * piece.stored.shape[-1]):
+                raise DamagedError(f"{piece.stored.key!r} is needed in parts of rows, and 4 bits are whole ones")
+            jobs += [pool.submit(fill_packed, piece, box, meaning) for box in chunks(rows, AT_ONCE)]
+        else:
             if piece.scale:
                 scale, of_scale = whole_scale(piece.scale, files)
                 zeros = scale if bool((scale == 0).any()) else None
                 scale = None if codes else scale.to(target.device)
-                if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
-                    digest += of_scale
             as_stored = scale is None and put is None and target.dtype == DTYPES[piece.stored.dtype]
             limit = AT_ONCE * UNCONVERTED if as_stored else AT_ONCE
             jobs += [pool.submit(fill_box, piece, box, scale, zeros) for box in chunks(shared, limit)]
-            filled += math.prod(stop - start for start, stop in shared)
+        if all(start <= first < stop for (start, stop), first in zip(own, piece.offset, strict=True)):
+            digest += of_scale
     return filled, (digest + sum(job.result() for job in jobs)) % MODULUS
 
 
