@@ -283,3 +283,17 @@ def test_starts_at_once_meet_at_ports_of_their_own() -> None:
     for thread in threads:
         thread.join(60)
     assert len({store.port for store in stores}) == 50, "each has a port of its own"
+
+
+@pytest.mark.parametrize("limit", [0.001, 1000.0])
+def test_an_update_is_that_of_the_clipped_gradient(make: Make, tmp_path: Path, limit: float) -> None:
+    """By its length: without momentum an update is the learning rate times the gradient."""
+    plain = {"optim": "sgd", "weight_decay": "0", "lr_scheduler_type": "constant"}
+    loop = make(max_grad_norm=str(limit), max_steps="1", **plain)
+    trained = [p for p in loop.model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    loop.run()
+    (line,) = read_json_lines(tmp_path / "run" / "steps-rank0.jsonl")
+    assert 0.001 < line["grad_norm"] < 1000
+    moved = torch.cat([(p.detach() - old).flatten() for p, old in zip(trained, before, strict=True)]).norm().item()
+    assert moved == pytest.approx(line["learning_rate"] * min(limit, line["grad_norm"]), rel=1e-4)
