@@ -76,9 +76,7 @@ TRAINED_IN_FOUR_BITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("published", {"layout": "hybrid", "base_dtype": "nf4"}),
     ("published", {"layout": "expert-parallel", "base_dtype": "nf4", "checkpointing": True}),
     ("llama", {"layout": "full-shard", "base_dtype": "nf4"}),
-    ("bnb", {"layout": "full-shard", "base_dtype": "nf4"}),
     ("bnb", {"layout": "expert-parallel", "base_dtype": "nf4"}),
-    ("oss", {"layout": "resident", "base_dtype": "mxfp4"}),
     ("oss", {"layout": "full-shard", "base_dtype": "mxfp4", "checkpointing": True}),
     ("oss", {"layout": "expert-parallel", "base_dtype": "mxfp4"}),
 )
