@@ -44,6 +44,16 @@ def windlass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return Windlass(capsys)
 
 
+def test_a_hint_names_the_run_that_was_given(windlass: Windlass, tmp_path: Path) -> None:
+    """So that it works when it is pasted; a RUN in anything else that is printed stays."""
+    mine = tmp_path / "my run.yaml"
+    mine.write_text(f"model: {{model_name_or_path: org/none}}\ntrain: {{output_dir: {tmp_path}/RUN}}\n")
+    said = windlass("status", str(mine), code=2)
+    assert f"{tmp_path}/RUN/submitted.json: nothing was submitted" in said
+    assert f"hint: `windlass submit '{mine}'`" in said
+    assert f"`windlass fetch '{mine}'` (with --headers-only" in windlass("plan", str(mine), code=2)
+
+
 def test_the_published_recipe_is_planned_without_weights(windlass: Windlass, tmp_path: Path) -> None:
     text = windlass("plan", TRAIN, "--json", "--out", str(tmp_path / "new"))
     plan: dict[str, Any] = json.loads(text)

@@ -43,7 +43,9 @@ GIVEN: dict[str, str] = {}  # what this command was given as RUN or RUN_DIR
 
 def pasteable(hint: str) -> str:
     """A hint with the run file or folder that this command was given, so that it works as it is printed."""
-    return re.sub(r"\b(RUN|RUN_DIR)\b", lambda name: shlex.quote(GIVEN.get(name[0], name[0])), hint)
+    return re.sub(
+        r"(?<=`)(windlass [a-z-]+ )(RUN_DIR|RUN)\b", lambda m: m[1] + shlex.quote(GIVEN.get(m[2], m[2])), hint
+    )
 
 
 class UserError(Exception):
