@@ -1,6 +1,7 @@
-"""What works for which family of models, tried on tiny random ones: the table of docs/families.md.
+"""What works for which family of models, tried on tiny random ones.
 
-python benchmarks/families.py [FAMILY …]
+python benchmarks/families.py            every family, and write the table of docs/families.md
+python benchmarks/families.py FAMILY …   print the rows of these
 """
 
 from __future__ import annotations
@@ -8,10 +9,15 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +34,55 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 tests: Any = importlib.import_module("test_families")
 runs: Any = importlib.import_module("test_train")
 
-COLUMNS = ("family", "plan", "trained on 2 ranks", "equal to TRL", "opens in PEFT", "experts", "merge", "packing")
+COLUMNS = (
+    *("family", "plan", "trained on 2 ranks", "equal to TRL", "on an FP8 base", "opens in PEFT", "experts", "merge"),
+    "packing",
+)
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+MARK = "<!-- benchmarks/families.py -->"
+AT_ONCE = 4  # families of one start of the ranks
 
 
-def try_family(folder: Path, name: str) -> list[str]:
-    base = read_base(tiny.write_family(folder / name, name, config=tests.FAMILIES[name], tokenizer=True))
-    given: dict[str, Any] = {"model__model_name_or_path": str(folder / name)}
-    adapts = "experts" in base.dims and base.family.expert_adapters
-    given |= runs.EXPERTS if adapts else {}
-    row = dict.fromkeys(COLUMNS, "-") | {"family": name}
-    row["experts"] = "yes" if adapts else "no" if "experts" in base.dims else "-"
-    row["packing"] = "yes" if base.family.isolates else "refused"
-    try:
-        planning.make(runfile.read(folder / "run.yaml", runs.case(2, **given)["overrides"]))
-        row["plan"] = "yes"
-    except UserError as error:
-        row["plan"] = str(error).splitlines()[0]
-        return list(row.values())
-    one = runs.launched(folder, 1, {name: runs.case(1, plain=True, **given)}, f"{name} ")
-    two = runs.launched(folder, 2, {name: runs.case(2, **given)}, f"{name} ")
-    row["trained on 2 ranks"] = "yes" if two[name].get("error") is None else "no"
-    pairs = zip(two.steps(name), one.steps(name), strict=True)
-    worst = max(abs(a[key] / b[key] - 1) for a, b in pairs for key in ("loss", "grad_norm"))
-    row["equal to TRL"] = f"{worst:.0e}"
-    run = two.folder / name
-    exported = folder / f"{name} exported"
-    row["opens in PEFT"] = "yes" if export(run, exported) and opens(base, exported) else "no"
-    row["merge"] = "yes" if export(run, folder / f"{name} merged", "--merge") else "no"
-    return list(row.values())
+def try_families(folder: Path, names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """A row for each, of runs in the same processes."""
+    given: dict[str, dict[str, Any]] = {}
+    bases, rows = dict[str, Base](), dict[str, dict[str, str]]()
+    for name in names:
+        path = tiny.write_family(folder / name, name, config=tests.FAMILIES[name], tokenizer=True)
+        tests.write_fp8(path)  # whose true values the plain one has from here on
+        bases[name] = base = read_base(path)
+        row = rows[name] = dict.fromkeys(COLUMNS, "-") | {"family": name}
+        adapts = "experts" in base.dims and base.family.expert_adapters
+        row["experts"] = "yes" if adapts else "no" if "experts" in base.dims else "-"
+        row["packing"] = "yes" if base.family.isolates else "refused"
+        for variant in (name, f"{name} in FP8"):
+            given[variant] = {"model__model_name_or_path": str(folder / variant)}
+            given[variant] |= runs.EXPERTS if adapts else {}
+            given[variant] |= {"layout__base_dtype": "fp8"} if variant != name else {}
+        try:
+            planning.make(runfile.read(folder / "run.yaml", runs.case(2, **given[name])["overrides"]))
+            row["plan"] = "yes"
+        except UserError as error:
+            row["plan"] = str(error).splitlines()[0]
+    one = runs.launched(folder, 1, {name: runs.case(1, plain=True, **given[name]) for name in names}, f"{names[0]} ")
+    two = runs.launched(folder, 2, {name: runs.case(2, **each) for name, each in given.items()}, f"{names[0]} ")
+    for name, row in rows.items():
+        row["trained on 2 ranks"] = "no" if two[name].get("error") else "yes"
+        row["equal to TRL"] = compare(two.steps(name), one.steps(name))
+        row["on an FP8 base"] = two[f"{name} in FP8"].get("error") or compare(
+            two.steps(f"{name} in FP8"), one.steps(name)
+        )
+        run = two.folder / name
+        exported = folder / f"{name} exported"
+        row["opens in PEFT"] = "yes" if export(run, exported) and opens(bases[name], exported) else "no"
+        row["merge"] = "yes" if export(run, folder / f"{name} merged", "--merge") else "no"
+        yield row
+
+
+def compare(steps: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> str:
+    """The largest relative difference of loss and gradient norm."""
+    pairs = zip(steps, reference, strict=True)
+    return f"{max(abs(a[key] / b[key] - 1) for a, b in pairs for key in ('loss', 'grad_norm')):.0e}"
 
 
 def export(run: Path, to: Path, *more: str) -> bool:
@@ -83,7 +110,8 @@ def opens(base: Base, adapter: Path) -> bool:
 
 def main(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
-    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    print("\n".join(lines))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "data").mkdir()
@@ -91,11 +119,20 @@ def main(names: list[str]) -> None:
         rows = [" ".join(chance.choices(runs.WORDS.split(), k=chance.randint(3, 12))) for _ in range(96)]
         (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
         (folder / "run.yaml").write_text(runs.RUN.format(folder=folder, steps=tests.STEPS))
-        for name in names or tests.FAMILIES:
-            try:
-                print("| " + " | ".join(try_family(folder, name)) + " |", flush=True)
-            except Exception as error:
-                print(f"{name}: {type(error).__name__}: {error}"[-600:], file=sys.stderr, flush=True)
+        for some in batched(names or tests.FAMILIES, AT_ONCE):
+            for row in try_families(folder, some):
+                lines.append("| " + " | ".join(row.values()) + " |")
+                print(lines[-1], flush=True)
+    if not names:
+        libraries = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "peft", "trl"))
+        text = f"{MARK}\n" + "\n".join(lines) + f"\n\nOf {datetime.now(UTC):%Y-%m-%d}, with {libraries}.\n<!-- end -->"
+        PAGE.write_text(re.sub(rf"{MARK}\n.*?<!-- end -->", lambda _: text, PAGE.read_text(), flags=re.DOTALL))
+
+
+def batched(names: Iterable[str], count: int) -> Iterator[tuple[str, ...]]:
+    rest = iter(names)
+    while some := tuple(islice(rest, count)):
+        yield some
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ def test_the_loader_is_bit_equal(names: tuple[str, ...], ranks: int, tmp_path: P
     assert {case: why for case, why in outcomes.items() if why} == {}
 
 
-STEPS = 6
+STEPS = 10
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,10 @@ TOP_K: Final = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "ex
 def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The description of a model that config.json names, or why it can't be trained here."""
     outer = _read_config(config, where)
-    text = outer.get_text_config()
+    try:
+        text = outer.get_text_config()
+    except ValueError as error:
+        raise UserError(_first_line(error), where, "give the folder of one language model") from None
     wrapped = text is not outer
     causal = class_of(text, config, where)
     if not 0 < (getattr(text, "num_hidden_layers", 0) or 0) <= MAX_LAYERS:
@@ -62,6 +65,9 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not layers or not all(name in model._fsdp_plan for name in ("model.embed_tokens", "model.layers.*")):
         what = f"{causal.__name__} can't be sharded: transformers' FSDP plan does not name its layers"
         raise UserError(what, where, "use a model whose decoder layers are model.layers.N, as most have them")
+    if single := [name for name, each in model.named_parameters() if each.ndim == 0]:
+        what = f"{causal.__name__} can't be sharded: {single[0]} is a single number, which FSDP2 does not take"
+        raise UserError(what, where, "use a model of another family")
     spelled, skipped = _spellings(model, around, where)
 
     modules, parts = dict(model.named_modules()), _parts(model, layers)
@@ -98,8 +104,11 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         (e["shape"][0] for k in kinds for e in k if e["part"] == "experts" and len(e["shape"]) == 3), default=0
     )
     vocab, hidden = model.get_input_embeddings().weight.shape
-    dims = {"layers": len(layers), "hidden": hidden, "vocab": vocab, "heads": text.num_attention_heads}
-    dims["kv_heads"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads, kv_heads = (
+        max((getattr(each, key, None) or 0) for each in getattr(text, "per_layer_config", None) or [text])
+        for key in ("num_attention_heads", "num_key_value_heads")
+    )
+    dims = {"layers": len(layers), "hidden": hidden, "vocab": vocab, "heads": heads or 1, "kv_heads": kv_heads or heads}
     if experts:
         top_k = next((getattr(text, key) for key in TOP_K if getattr(text, key, None)), None)
         if type(top_k) is not int or top_k > experts:
@@ -162,6 +171,8 @@ def class_of(text: Any, config: Mapping[str, Any], where: str) -> Any:
     names = [name if isinstance(name, str) else "", f"{stem}ForCausalLM", f"{stem.removesuffix('Text')}ForCausalLM"]
     classes = [getattr(transformers, each, None) for each in names if each]
     found = [each for each in classes if each is not None and isinstance(text, each.config_class)]
+    if not found and isinstance(name, str) and text.model_type == config.get("model_type", text.model_type):
+        found = [each for each in classes[:1] if each is not None]  # another family's class, as transformers says
     architecture = str(next(iter(config.get("architectures") or ()), ""))
     use = "use a decoder-only causal language model, such as llama, qwen3, mistral or gemma3"
     if getattr(text, "is_encoder_decoder", False):
@@ -169,7 +180,10 @@ def class_of(text: Any, config: Mapping[str, Any], where: str) -> Any:
     if not found:
         what = f"transformers has no causal language model of type {text.model_type}"
         raise UserError(what, where, use)
-    if getattr(text, "is_decoder", None) is False:
+    if (
+        getattr(text, "is_decoder", None) is False
+        and text.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    ):
         what = f"{text.model_type} is an encoder: it does not predict the next token"
         raise UserError(what, where, use)
     if text.model_type == config.get("model_type") and architecture not in ("", found[0].__name__):
@@ -253,7 +267,8 @@ def _spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any], lis
     One way is a list of [stored name, shape, offset in the parameter]; # in a name counts along the first dimension.
     """
     inner = next(name for name, each in around.named_modules() if type(each) is type(model.model))
-    names = {}  # in the model around it -> in the language model
+    # In the model around it -> in the language model.
+    names = {name: name for name in model.state_dict()} if around is model else {}
     outputs = next((name for name, each in around.named_modules() if each is around.get_output_embeddings()), "")
     head = next((name for name, each in model.named_modules() if each is model.get_output_embeddings()), "")
     own = set(model.state_dict())
@@ -359,7 +374,7 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, bool | None]:
 def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
     """What the head's product is multiplied by before the softmax, and what then bounds it by tanh."""
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return scale, getattr(config, "final_logit_softcapping", None)
+    return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
 def _adaptable(experts: Any) -> bool:
@@ -378,7 +393,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def main(path: Path, where: str = "") -> None:

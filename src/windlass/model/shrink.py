@@ -19,7 +19,8 @@ SMALL: Final[dict[str, int]] = {
     "full_attention_interval": 2, "sliding_window_pattern": 2, "_sliding_window_pattern": 2, "decoder_sparse_step": 2,
     "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "moe_layer_interval": 2,
     "query_pre_attn_scalar": 16, "hidden_size_per_layer_input": 16, "mamba_d_state": 8, "mamba_n_heads": 8,
-    "mamba_d_head": 16, "block_size": 8,
+    "mamba_d_head": 16, "mamba_d_ssm": 128, "block_size": 8, "num_kv_shared_layers": 2,
+    "attention_hidden_size": 128, "mamba_headdim": 16, "n_mamba_heads": 8,
 }  # fmt: skip
 EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 LAYERS: Final = ("num_hidden_layers", "n_layer")
@@ -38,21 +39,33 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
         new["num_key_value_heads"] = 1 if config["num_key_value_heads"] == 1 else new["num_attention_heads"]
     if parts := {key: config[key] for key in PARTS_OF_A_HEAD if config.get(key)}:
         new |= {key: 8 * value // min(parts.values()) // 2 * 2 for key, value in parts.items()}
+        whole = sum(new[key] for key in PARTS_OF_A_HEAD[:2] if key in parts)
         if config.get("qk_head_dim"):
-            new["qk_head_dim"] = new["qk_rope_head_dim"] + new["qk_nope_head_dim"]
-        if config.get("head_dim") == config["qk_rope_head_dim"]:
-            new["head_dim"] = new["qk_rope_head_dim"]
-        elif config.get("head_dim"):
-            new["head_dim"] = new["qk_rope_head_dim"] + new["qk_nope_head_dim"]
+            new["qk_head_dim"] = whole
+        if config.get("head_dim"):
+            rotated = config["head_dim"] == config.get("qk_rope_head_dim")
+            new["head_dim"] = new["qk_rope_head_dim"] if rotated else whole or new["head_dim"]
     new |= {key: experts for key in EXPERTS if type(config.get(key)) is int and config[key] > 1}
     new |= {key: layers for key in LAYERS if key in config}
     count = next((config[key] for key in LAYERS if key in config), 0)
-    for key, entry in config.items():
-        if isinstance(entry, list) and len(entry) == count > 0:  # an entry for each layer
-            kinds = list({str(one): one for one in entry}.values())
-            new[key] = [kinds[i % len(kinds)] for i in range(layers)]
-        elif isinstance(entry, list) and key in ("mlp_only_layers", "no_rope_layers", "moe_layers"):
-            new[key] = [i for i in entry if type(i) is int and i < layers]
+    by_layer = {key: entry for key, entry in config.items() if isinstance(entry, list) and len(entry) == count > 0}
+    own = {int(number): entry for number, entry in (config.get("per_layer_config") or {}).items()}
+    kinds: dict[str, int] = {}  # each kind of layer -> one of them
+    for i in range(count):
+        kinds.setdefault(str([*(entry[i] for entry in by_layer.values()), own.get(i)]), i)
+    chosen = [list(kinds.values())[i % len(kinds)] for i in range(layers)] if kinds else []
+    for key, entry in by_layer.items():
+        new[key] = [min(SMALL[key], entry[i]) if key in SMALL else entry[i] for i in chosen]
+    if own:  # a head that is wider than the others stays so
+        wide = {"head_dim": 32}
+        new["per_layer_config"] = {
+            str(i): {key: wide.get(key) or min(value, SMALL.get(key, value)) for key, value in own[one].items()}
+            for i, one in enumerate(chosen)
+            if one in own
+        }
+    for key in ("mlp_only_layers", "no_rope_layers", "moe_layers"):
+        if isinstance(config.get(key), list) and key not in by_layer:
+            new[key] = [i for i in config[key] if type(i) is int and i < layers]
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(rope, dict):  # longrope has a factor for each pair of a head's rotated values
         wide = int(new.get("head_dim") or new["hidden_size"] // max(new.get("num_attention_heads", 1), 1))
@@ -62,7 +75,7 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
             for key, value in rope.items()
         }
         new |= {key: small for key in ("rope_parameters", "rope_scaling") if config.get(key)}
-    new["vocab_size"] = vocab
+    new |= {key: vocab for key in ("vocab_size", "vocab_size_per_layer_input") if config.get(key)}
     for key in TOKENS:
         given = config.get(key)
         one = given[0] if isinstance(given, list) and given else given

@@ -373,6 +373,8 @@ def check_family(loaded: Loaded, base: Base) -> list[Problem]:
     run, family, problems = loaded.run, base.family, list[Problem]()
     if family.logits is not True:
         what = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
+        if family.logits is None:
+            what = f"{family.causal_lm} did not run when it was tried, tiny: it is not known what its loss is made of"
         problems.append(Problem(what, loaded.where("model.model_name_or_path"), "use a model of another family"))
     if run.data.packing and family.isolates is not True:
         seen = "see each other (tried)" if family.isolates is False else "may see each other"

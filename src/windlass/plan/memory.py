@@ -471,7 +471,7 @@ def _pinned_bytes(work: Work) -> float:
     shard, split = work.layout.shard, work.layout.expert_parallel
 
     def pinned(parameter: Parameter) -> int:
-        rows, *rest = parameter.shape
+        rows, *rest = parameter.shape or (1,)
         for ways in [split, shard // split] if parameter.part == "experts" else [shard]:
             rows = ceil(rows / ways)
         return 1 << (rows * prod(rest) * work.base_bytes - 1).bit_length()

@@ -164,7 +164,8 @@ def count(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1
     """Elements that the fullest of so many ranks has: the first dimension is cut into equal pieces, rounded up."""
     total = own = 0
     for p in parameters:
-        size = ceil(p.shape[0] / ranks) * prod(p.shape[1:])
+        rows, *rest = p.shape or (1,)
+        size = ceil(rows / ranks) * prod(rest)
         total += size
         own += size if p.name in names else 0
     return Count(total, own)
