@@ -55,7 +55,7 @@ def try_families(folder: Path, names: Sequence[str]) -> Iterator[dict[str, str]]
         adapts = "experts" in base.dims and base.family.expert_adapters
         row["experts"] = "yes" if adapts else "no" if "experts" in base.dims else "-"
         row["packing"] = "yes" if base.family.isolates else "refused"
-        for variant in (name, f"{name} in FP8"):
+        for variant in (name, in_fp8(name)):
             given[variant] = {"model__model_name_or_path": str(folder / variant)}
             given[variant] |= runs.EXPERTS if adapts else {}
             given[variant] |= {"layout__base_dtype": "fp8"} if variant != name else {}
@@ -68,9 +68,8 @@ def try_families(folder: Path, names: Sequence[str]) -> Iterator[dict[str, str]]
     two = runs.launched(folder, 2, {name: runs.case(2, **each) for name, each in given.items()}, f"{names[0]} ")
     for name, row in rows.items():
         row["trained on 2 ranks"] = "no" if two[name].get("error") else "yes"
-        row["equal to TRL"] = compare(two.steps(name), one.steps(name))
-        row["on an FP8 base"] = two[f"{name} in FP8"].get("error") or compare(
-            two.steps(f"{name} in FP8"), one.steps(name)
+        row["equal to TRL"], row["on an FP8 base"] = (
+            compare(two, each, one.steps(name)) for each in (name, in_fp8(name))
         )
         run = two.folder / name
         exported = folder / f"{name} exported"
@@ -79,9 +78,16 @@ def try_families(folder: Path, names: Sequence[str]) -> Iterator[dict[str, str]]
         yield row
 
 
-def compare(steps: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> str:
+def in_fp8(name: str) -> str:
+    return f"{name} in FP8"  # as write_fp8 calls its folder
+
+
+def compare(trained: Any, name: str, reference: Sequence[dict[str, Any]]) -> str:
     """The largest relative difference of loss and gradient norm."""
-    pairs = zip(steps, reference, strict=True)
+    if error := trained[name].get("error"):
+        print(f"{name}: {error}", file=sys.stderr)
+        return "no"
+    pairs = zip(trained.steps(name), reference, strict=True)
     return f"{max(abs(a[key] / b[key] - 1) for a, b in pairs for key in ('loss', 'grad_norm')):.0e}"
 
 

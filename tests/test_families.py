@@ -41,6 +41,7 @@ NAMES = """
 deepseek_v3 gpt_oss qwen3_next gemma3 gemma3_text olmo2 granite glm4_moe llama4_text llama4 qwen2_moe phi3
 mistral ministral3 mixtral mistral4 mistral3 llava qwen2 qwen3 qwen3_moe llama
 gemma2 cohere cohere2 phi starcoder2 olmoe granitemoe ernie4_5_moe minimax minimax_m2 hunyuan_v1_dense hunyuan_v1_moe
+gemma4_text
 """
 FAMILIES: dict[str, dict[str, Any]] = {name: {} for name in NAMES.split()} | {
     "qwen3_moe": {"mlp_only_layers": [0]},
@@ -213,7 +214,8 @@ def write_fp8(plain: Path, side: int = 32) -> None:
     copy = shutil.copytree(plain, plain.with_name(f"{plain.name} in FP8"))
     kept = ("embedding", "norm", "head", "router")
     parameters = [p for p in read_base(plain).parameters if p.part not in kept]
-    keys = {piece.stored.key for p in parameters for piece in p.pieces if len(piece.stored.shape) == 2}
+    pieces = [piece.stored for p in parameters for piece in p.pieces]
+    keys = {each.key for each in pieces if len(each.shape) == 2 and not each.key.endswith("bias")}
     values = load_file(plain / "model.safetensors")
     stored = dict(values)
     for key in keys:

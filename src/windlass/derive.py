@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import torch
 import transformers
+from peft import LoraConfig
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils import transformers_weight_conversion as peft_conversion
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -28,8 +30,12 @@ from transformers.models.auto import modeling_auto
 from windlass.errors import UserError
 from windlass.model.config import MAX_LAYERS, digest
 from windlass.model.shrink import shrink
+from windlass.trace import trace_layers
 
 ATTENTION: Final = re.compile(r"Attention|DeltaNet|Mamba|Mixer|Conv|LinearAttn")
+# Modules that mix tokens in a way that the plan has no formula for, and transformers' names for layers that have one.
+NO_FORMULA: Final = re.compile(r"DeltaNet|Mamba|Mixer|Conv|LinearAttn|Recurrent|Lightning|Indexer|Compress")
+NO_FORMULA_TYPES: Final = ("linear_attention", "mamba", "hybrid", "conv", "indexed_attention")
 LEAKS: Final = 1e-5  # of a logit's size: more of it from another document is no rounding
 KINDS: Final = {
     "sdpa": "_supports_sdpa",
@@ -84,9 +90,9 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         entry |= {"linear": True} if leaf == "weight" and type(modules[owner]) is nn.Linear else {}
         entry |= {"buffer": True} if name in buffers else {}
         entry |= {"transposed": True} if tensor.ndim == 3 and getattr(modules[owner], "is_transposed", False) else {}
-        if found := re.match(r"model\.layers\.(\d+)\.", name):
-            number = found[1]
-            entry["name"] = name.removeprefix(found[0])
+        if match := re.match(r"model\.layers\.(\d+)\.", name):
+            number = match[1]
+            entry["name"] = name.removeprefix(match[0])
             entry["stored"] = [
                 [[re.sub(rf"(?<=\.){number}(?=\.)", "@", piece[0], count=1), *piece[1:]] for piece in one]
                 for one in entry["stored"]
@@ -114,8 +120,13 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if type(top_k) is not int or top_k > experts:
             raise UserError(f"each token visits {top_k} of {experts} experts", where, "check num_experts_per_tok")
         dims |= {"experts": experts, "top_k": top_k}
+    types = [*(getattr(text, "layer_types", None) or ()), *[""] * len(layers)]
+    odd = [
+        kind in NO_FORMULA_TYPES or any(NO_FORMULA.search(type(each).__name__) for each in layer.modules())
+        for kind, layer in zip(types, layers.values(), strict=False)
+    ]
     attention = ["eager", *(kind for kind, flag in KINDS.items() if getattr(model, flag, False))]
-    return {
+    found = {
         "config": digest(config),
         "transformers": transformers.__version__,
         "model_type": text.model_type,
@@ -129,13 +140,18 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         **_try_out(causal, text, "sdpa" if "sdpa" in attention else "eager"),
         "expert_parallel": bool(model.ep_plan),
         "expert_adapters": all(map(_adaptable, filter(_is_experts, model.modules()))),
-        "layer_types": list(getattr(text, "layer_types", None) or ()),
-        "sliding_window": getattr(text, "sliding_window", None),
+        "without_formula": sum(odd),
         "dims": dims,
         "outside": outside,
         "kinds": kinds,
         "order": order,
     }
+    if any(odd):  # one layer of each kind; the model is used up by it
+        first = {kind: number for number, kind in reversed([*enumerate(order)]) if odd[number]}
+        with contextlib.suppress(Exception), _quietly():  # what can't be traced is estimated as attention
+            traced = trace_layers(model, [*first.values()])
+            found["traced"] = {str(kind): traced[number] for kind, number in first.items()}
+    return found
 
 
 # --- which classes ------------------
@@ -343,7 +359,7 @@ def _prefixes(others: list[str], language: list[str]) -> list[str]:
 # --- packed documents ------------------
 
 
-def _try_out(causal: Any, text: Any, attention: str) -> dict[str, bool | None]:
+def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
     """On a small model: whether packed documents don't see each other, and whether its logits are what the loss takes
     them for. None if it can't be tried."""
     try:
@@ -364,11 +380,31 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, bool | None]:
         logits = cap * torch.tanh(logits / cap) if cap else logits
         rounding, change = LEAKS * one.abs().max(), (one - two).abs().amax(-1)[0]
         if change[:12].max() <= rounding:  # a model that does not answer to its input proves nothing
-            return {"isolates": None, "logits": None}
+            return {"isolates": None, "logits": None, "idle": []}
+        idle = _untrainable_leaves(model, ids)
         isolates, same = bool(change[12:].max() <= rounding), bool((logits - one).abs().max() <= rounding)
-        return {"isolates": isolates, "logits": same}
+        return {"isolates": isolates, "logits": same, "idle": idle}
     except Exception:  # a family that can't be shrunk: no proof
-        return {"isolates": None, "logits": None}
+        return {"isolates": None, "logits": None, "idle": []}
+
+
+def _untrainable_leaves(model: Any, ids: Tensor) -> list[str]:
+    """Names of linear modules that no gradient comes back to, or that PEFT refuses."""
+    reached = set[str]()
+
+    def watch(leaf: str) -> Any:
+        return lambda _, __, output: output.requires_grad and output.register_hook(lambda _: reached.add(leaf)) and None
+
+    linears = [(name.rpartition(".")[2], each) for name, each in model.named_modules() if type(each) is nn.Linear]
+    for leaf, each in linears:
+        each.register_forward_hook(watch(leaf))
+    model(input_ids=ids, use_cache=False).logits.square().sum().backward()
+    for leaf in [*reached]:
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
+        except ValueError:
+            reached.remove(leaf)
+    return sorted({leaf for leaf, _ in linears} - reached)
 
 
 def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:

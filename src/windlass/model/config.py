@@ -93,11 +93,6 @@ def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 MAX_LAYERS: Final = 4096
 MAX_SIZE: Final = 2**24
 FETCH: Final = "fetch config.json again from where the model was published"
-# Of transformers' names for layers: what `plan` estimates as attention.
-WITHOUT_FORMULA: Final = (
-    *("linear_attention", "mamba", "hybrid", "conv"),
-    *("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
-)
 READS: Final = (
     "name the 16-bit model that it was made of, with layout.base_dtype: nf4 if memory is short; "
     "windlass reads fp8, mxfp4 and bitsandbytes' nf4 as published"
@@ -205,8 +200,12 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
         other_layers=tuple(found["layers"][1:]),
         attention=tuple(found["attention"]),
         **{key: found[key] for key in ("isolates", "logits", "expert_parallel", "expert_adapters")},
-        without_formula=sum(each in WITHOUT_FORMULA for each in found["layer_types"]),
+        without_formula=found["without_formula"],
+        traced={number: found["traced"].get(str(kind)) for number, kind in enumerate(found["order"])}
+        if "traced" in found
+        else {},
         peft_takes=frozenset(found["peft_takes"]),
+        idle=frozenset(found["idle"]),
         ignored=tuple(found["ignored"]),
     )
     return Base(

@@ -57,9 +57,9 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
     for key, entry in by_layer.items():
         new[key] = [min(SMALL[key], entry[i]) if key in SMALL else entry[i] for i in chosen]
     if own:  # a head that is wider than the others stays so
-        wide = {"head_dim": 32}
+        small = {**SMALL, "head_dim": 32}
         new["per_layer_config"] = {
-            str(i): {key: wide.get(key) or min(value, SMALL.get(key, value)) for key, value in own[one].items()}
+            str(i): {key: min(value, small.get(key, value)) for key, value in own[one].items()}
             for i, one in enumerate(chosen)
             if one in own
         }
@@ -70,11 +70,11 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
     if isinstance(rope, dict):  # longrope has a factor for each pair of a head's rotated values
         wide = int(new.get("head_dim") or new["hidden_size"] // max(new.get("num_attention_heads", 1), 1))
         share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-        small = {
+        shorter = {
             key: value[: int(wide * share) // 2] if isinstance(value, list) and "factor" in key else value
             for key, value in rope.items()
         }
-        new |= {key: small for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+        new |= {key: shorter for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     new |= {key: vocab for key in ("vocab_size", "vocab_size_per_layer_input") if config.get(key)}
     for key in TOKENS:
         given = config.get(key)

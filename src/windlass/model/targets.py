@@ -64,7 +64,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
     linears = {  # module -> its weight: what PEFT can adapt
         p.name.removesuffix(".weight"): p
         for p in base.parameters
-        if p.linear and _leaf(p.name) not in base.family.peft_takes
+        if p.linear and _leaf(p.name) not in base.family.peft_takes | base.family.idle
     }
     one = lora.target_modules if isinstance(lora.target_modules, str) else ""  # all, all-linear, a regular expression
     problems: list[Problem] = []
@@ -171,6 +171,7 @@ def _match(
     if isinstance(lora.target_modules, str):
         if everything:
             left = f"; without {', '.join(sorted(taken))}: {_PEFT_TAKES}" if taken else ""
+            left += f"; without {', '.join(sorted(base.family.idle))}: {_IDLE}" if base.family.idle else ""
             body = [module for module, parameter in linears.items() if parameter.part != "head"]
             return (pattern,), f"every linear layer but the head{left}", body
         if found := [module for module in linears if re.fullmatch(pattern, module)]:
@@ -201,6 +202,8 @@ def _match(
     if routed and lora.experts and FUSED.get(pattern) in lora.experts.targets:
         return (FUSED[pattern],), f"{pattern} -> {FUSED[pattern]} of lora.experts", []
 
+    if pattern in base.family.idle:
+        raise UserError(f"{pattern!r} can't be trained: {_IDLE}", place, "leave it out")
     if pattern in taken:
         return (pattern,), f"{pattern} is left out: {_PEFT_TAKES}", []
     problem, known = f"{pattern!r} matches no module of {base.family.causal_lm}", f"known: {', '.join(leaves)}"
@@ -220,6 +223,7 @@ def _match(
     raise UserError(problem, place, hint)
 
 
+_IDLE: Final = "PEFT refuses it, or no gradient comes back to it"
 _PEFT_TAKES: Final = "PEFT takes it for the routed experts, which lora.experts adapts, and could not open the adapter"
 
 

@@ -365,6 +365,9 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     )
     notes = [*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes]
     notes += row_notes
+    if base.family.traced:
+        some = f"{base.family.without_formula} of {base.dims['layers']} layers"
+        notes.append(f"{some} have no formula (linear attention or the like): their memory is measured by tracing")
     return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=tuple(notes))
 
 
@@ -509,7 +512,7 @@ def row_tokens(rows: Rows) -> int | None:
 def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
     """The gravest first."""
     yield from (Warning(f"lora.target_modules {text}") for text in plan.adapter.warnings)
-    if count := shape.base.family.without_formula:
+    if (count := shape.base.family.without_formula) and not shape.base.family.traced:
         text = f"{count} of {len(shape.layers)} layers are linear attention or the like, which no formula is known for:"
         yield Warning(f"{text} memory and time are estimated as attention of the same widths")
     run, schedule, limit, tokens = plan.loaded.run, plan.schedule, plan.batch.length, row_tokens(rows)

@@ -16,7 +16,7 @@ from math import ceil, prod
 from windlass.hardware import GIB
 from windlass.model import Parameter
 from windlass.plan.layout import FOUR_BITS, PUBLISHED_NF4
-from windlass.plan.work import Count, Layer, Lora, Shape, Work
+from windlass.plan.work import Count, Layer, Lora, Shape, Traced, Work
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. And what
@@ -258,6 +258,8 @@ def _kept(work: Work, t: Tokens) -> tuple[float, str]:
     layers = sum(layer_bytes(layer, t) * times for layer, times in shape.kinds)
     each = layers / t.count / count
     words = f"{count} layers x {t.count} tokens x {each:.0f} bytes of norms, attention, feed-forward, adapters"
+    if any(layer.traced for layer, _ in shape.kinds):
+        words += "; measured by tracing, where no formula is known"
     return stream + layers + final, words
 
 
@@ -342,6 +344,7 @@ class Tokens:
     surplus: float  # of tokens at the fullest rank's experts
     masked: int  # tokens that each one's mask is over; 0: there is no mask
     scores: int = 0  # tokens that each one has scores of, if they are kept
+    length: int = 1  # of a sequence
 
     @classmethod
     def of(cls, work: Work) -> Tokens:
@@ -356,7 +359,12 @@ class Tokens:
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
             masked=work.batch.length if work.masked else 0,
             scores=work.batch.length if work.scores else 0,
+            length=work.batch.length,
         )
+
+    def traced(self, traced: Traced, what: str) -> float:
+        """Bytes for each token, of a layer that was measured in 16 bits."""
+        return traced.at(what, self.length) / self.length * self.width / 2
 
     @property
     def rows(self) -> float:
@@ -368,6 +376,8 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
     """All that one layer keeps until its backward."""
     norms = FLOAT * layer.norms + 2 * FLOAT  # each norm's input in float32, and one reciprocal a token
     per_token = norms + _attention_bytes(layer, t) + 3 * layer.mlp * t.width
+    if layer.traced:
+        per_token = t.traced(layer.traced, "kept")
     # Inputs of the adapted modules, and their low-rank results.
     per_token += _adapter_inputs(layer.plain_lora, t) + sum(lora.r * t.width for lora in layer.plain_lora)
     # Of experts' adapters the low-rank rows, and the input rows that dropout made; other input rows are made again, of
@@ -388,6 +398,8 @@ def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     adapted = any(lora.leaf == "up_proj" for lora in layer.plain_lora)
     # An adapted up_proj has its own product, the adapter's, that scaled, and their sum, besides the gate.
     options = [_attention_bytes(layer, t) + 2 * layer.query * t.width, (5 if adapted else 3) * layer.mlp * t.width]
+    if layer.traced:
+        options.append(t.traced(layer.traced, "forward_peak"))
     if layer.expert:
         # rows in expert order, gate and up, activated gate, product; or the rows, results, their weighted, unsorted
         options.append(t.rows * (hidden + 4 * layer.expert) * t.width)
@@ -401,6 +413,8 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
     # The widest linear: gradient of its input from the base and from the adapter, the latter also in float32.
     widest = max(layer.mlp, hidden, *(lora.inputs for lora in layer.plain_lora))
     options: list[float] = [t.count * widest * (2 * t.width + (FLOAT if t.cast else 0))]
+    if layer.traced:
+        options.append(t.count * t.traced(layer.traced, "backward_peak"))
     if layer.expert:
         # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
         # shared expert, which ran last, is done, and what it and its adapters kept is freed

@@ -166,7 +166,14 @@ def count_flops(work: Work) -> tuple[float, float]:
 
 def causal_attention(shape: Shape, length: int) -> float:
     """Of one forward, per token: scores and their product with the values, over the unmasked half of the square."""
-    return float(sum(times * (layer.query + layer.attended) * length for layer, times in shape.kinds))
+    return float(sum(times * _mixing(layer, length) for layer, times in shape.kinds))
+
+
+def _mixing(layer: Layer, length: int) -> float:
+    """Operations of one layer that mix tokens, per token, forward."""
+    if layer.traced:
+        return layer.traced.at("mixing", length) / length
+    return float((layer.query + layer.attended) * length)
 
 
 def _product(
@@ -211,10 +218,10 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
             once += _product(work, rows, lora.r, lora.outputs, experts=used)
             compute += once * (2 if back else 1)
     length = work.document or work.batch.length
-    square = (layer.query + layer.attended) * length * tokens * (2 if work.masked else 1) * (BACKWARD if back else 1)
+    square = _mixing(layer, length) * tokens * (2 if work.masked else 1) * (BACKWARD if back else 1)
     head = layer.query / max(shape.heads, 1)
     compute += square / interpolate(rates.attention, length, head) / 1e12
-    did = dispatched(shape, layer, phase, separate=work.on_cpu or work.separate)
+    did = dispatched(shape, layer, phase, length, separate=work.on_cpu or work.separate)
     moved = did.bytes + did.adapter_bytes * (WIDE_ADAPTER if wide else 1)
     moved *= work.width / 2  # counted in 16 bits
     memory = moved * tokens / rates.memory_gb_per_second / 1e9
@@ -462,11 +469,19 @@ def table() -> dict[str, Any]:
     return dict(json.loads(Path(__file__).with_name("operators.json").read_text()))
 
 
-def dispatched(shape: Shape, layer: Layer, phase: str, *, separate: bool) -> Dispatched:
+def dispatched(shape: Shape, layer: Layer, phase: str, length: int, *, separate: bool) -> Dispatched:
     """Forward or backward, each operator for itself or fused as on GPUs.
 
     A family that nobody counted dispatches what the one most like it does.
     """
+    if layer.traced:  # and what is not in it: adapters, and routed experts
+        rest = dispatched(shape, replace(layer, traced=None), phase, length, separate=separate)
+        bare = replace(layer, traced=None, plain_lora=(), expert_lora=(), expert=0, experts=0)
+        without = dispatched(shape, bare, phase, length, separate=separate)
+        count = {what: layer.traced.at(f"{phase}_{what}", length) for what in ("operators", "views", "bytes")}
+        operators = count["operators"] + VIEW * count["views"] + rest.operators - without.operators
+        moved = count["bytes"] / length + rest.bytes - without.bytes
+        return Dispatched(operators, rest.modules, moved, rest.adapter_bytes)
     rows, name = table()["separate" if separate else "fused"], shape.base.family.model_type
     if not layer.experts and f"{name}, dense" in rows:
         name = f"{name}, dense"

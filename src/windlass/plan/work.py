@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
 from windlass.hardware import Machine
@@ -18,6 +18,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _QUERY = ("q_b_proj", "q_proj")
 _OUTPUT = ("o_proj", "out_proj", "dense")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")  # queries, then keys and values
+TRACED_LENGTHS = (256, 512, 768)  # trace.py's
 # What publishers store in FP8, for a config without weights to say it.
 _FP8_PARTS = ("attention", "mlp", "shared_experts", "experts")
 
@@ -99,6 +100,21 @@ class Lora:
         return self.r * (self.inputs + self.outputs) * max(self.experts, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What trace.py measured of a layer that has no formula, without its routed experts; in 16 bits."""
+
+    points: Mapping[str, Sequence[float]]
+
+    def at(self, what: str, length: int) -> float:
+        """For one sequence: on the parabola through what was measured."""
+        total = 0.0
+        for x, y in zip(TRACED_LENGTHS, self.points[what], strict=True):
+            others = [other for other in TRACED_LENGTHS if other != x]
+            total += y * prod(length - other for other in others) / prod(x - other for other in others)
+        return max(total, 0.0)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Layer:
     """One decoder layer. Layers that are alike are one object."""
@@ -117,6 +133,7 @@ class Layer:
     hidden: int
     plain_lora: tuple[Lora, ...]
     expert_lora: tuple[Lora, ...]
+    traced: Traced | None = None
 
     @property
     def all(self) -> Count:
@@ -224,7 +241,11 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
     for number, parameters in sorted(by_layer.items()):
         ranks = adapted.get(number, {})
         key = (*((name, p.shape, p.name in names) for name, p in parameters.items()), *ranks.items())
-        layers.append(alike.get(key) or alike.setdefault(key, _read_layer(parameters, ranks, names, hidden)))
+        if key not in alike:
+            points = base.family.traced.get(number)
+            layer = _read_layer(parameters, ranks, names, hidden)
+            alike[key] = replace(layer, traced=Traced(points)) if points else layer
+        layers.append(alike[key])
     kinds = tuple(Counter(layers).items())
     tied = not any(p.part == "head" for p in outside)
     tail = [p for p in outside if p.part in ("norm", "head") or (tied and p.part == "embedding")]

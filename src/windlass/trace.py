@@ -1,0 +1,118 @@
+"""Measure a layer on the fake device: bytes that it keeps, operators, matrix products. Nothing is computed."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+LENGTHS: Final = (256, 512, 768)  # tokens: what is between and beyond follows a parabola through these
+MOST: Final = 4000  # operators: a layer that computes token after token would take minutes to trace
+EXPERTS: Final = re.compile(r"Experts$")
+
+
+class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators, and the bytes that are there at the same time of what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.live, self.peak = Counter[str](), 0, 0
+        self.known = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        packet, name = func.overloadpacket, func.overloadpacket.__name__
+        if func.namespace == "prim":
+            return answer
+        if name.endswith("flash_attention_for_cpu"):
+            packet = torch.ops.aten._scaled_dot_product_flash_attention
+        made = [each for each in tree_leaves(answer) if isinstance(each, Tensor)]
+        if func.is_view or name in ("_unsafe_view", "detach", "lift_fresh") or "empty" in name:
+            self.count["views"] += 1
+            return answer
+        read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self.count["operators"] += 1
+        if self.count["operators"] > MOST:
+            raise RuntimeError(f"more than {MOST} operators")
+        if packet in flop_registry:
+            self.count["flops"] += flop_registry[packet](*args, **(kwargs or {}), out_val=answer)
+        else:
+            self.count["bytes"] += sum(each.numel() * each.element_size() for each in (*read, *made))
+        given = {each.untyped_storage()._cdata for each in read}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known | given:
+                self.known.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return answer
+
+    def _free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def trace_layers(model: Any, numbers: Collection[int]) -> dict[int, dict[str, list[float]]]:
+    """Of each of these decoder layers, at each of LENGTHS tokens in 16 bits: what one pass keeps and does.
+
+    `model` is on the meta device, and is not to be used afterwards. Routed experts are left out: they have formulas.
+    """
+    backbone = model.model
+    backbone.layers = backbone.layers[: max(numbers) + 1]  # those after it would compute for nothing
+    backbone.config.num_hidden_layers = len(backbone.layers)
+    backbone.to(torch.bfloat16).train().requires_grad_(False)
+    for module in backbone.modules():
+        if EXPERTS.search(type(module).__name__):
+            module.forward = lambda states, *_, **__: states
+    calls: dict[int, Any] = {}
+    found: dict[int, dict[str, list[float]]] = {number: {} for number in numbers}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        backbone.to_empty(device="cpu")
+        for length in LENGTHS:
+            for number, layer in enumerate(backbone.layers):  # what each is called with
+
+                def forward(states: Tensor, *args: Any, number: int = number, **kwargs: Any) -> Tensor:
+                    calls[number] = (states, args, kwargs)
+                    return states
+
+                layer.forward = forward
+            with torch.no_grad():
+                backbone(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+            for number in numbers:
+                del backbone.layers[number].forward
+                for key, value in _trace(backbone.layers[number], *calls[number]).items():
+                    found[number].setdefault(key, []).append(value)
+    return found
+
+
+def _trace(layer: nn.Module, states: Tensor, args: Any, kwargs: Any) -> dict[str, float]:
+    """One forward and backward."""
+    args, kwargs = tree_map_only(Tensor, lambda each: each.detach(), (args, kwargs))
+    states = states.detach().requires_grad_()
+    linear = sum(each.numel() for each in layer.parameters() if each.ndim == 2)
+    with _Tracing() as tracing:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = layer(states, *args, **kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        forward, kept = tracing.count.copy(), tracing.live - output.nbytes
+        inside, tracing.peak = tracing.peak, tracing.live
+        output.backward(torch.ones_like(output))
+    backward = tracing.count - forward
+    return {
+        "kept": kept,
+        "forward_peak": inside,
+        "backward_peak": tracing.peak - kept,
+        "mixing": forward["flops"] - 2 * linear * states.shape[1],
+        **{f"forward_{key}": forward[key] for key in ("operators", "views", "bytes")},
+        **{f"backward_{key}": backward[key] for key in ("operators", "views", "bytes")},
+    }
