@@ -29,9 +29,12 @@ from windlass.export.source import choose_adapter
 from windlass.model import PARTS, read_base
 from windlass.model.config import describe, find_description
 from windlass.model.family import FAMILIES as ROWS
+from windlass.model.shrink import shrink
 from windlass.model.targets import resolve
 from windlass.plan.cost import narrow, published
+from windlass.plan.work import Traced
 from windlass.runfile import Lora
+from windlass.trace import trace_layers
 from windlass.train.wrapped import outer_name
 
 test_train: Any = importlib.import_module("test_train")
@@ -133,9 +136,40 @@ def test_a_plan_warns_of_layers_without_a_formula_and_suggests_nothing_refused(r
     for name, odd, packs in (("minimax", True, False), ("granite", False, True)):
         model = {"model__model_name_or_path": str(written(root, name)), "cluster__gpu": "H100"}
         plan = planning.make(runfile.read(tmp_path / "run.yaml", test_train.case(8, **model)["overrides"]))
-        assert any("2 of 4 layers are linear attention" in each.text for each in plan.warnings) is odd
+        assert (
+            any("2 of 4 layers have no formula" in each and "measured by tracing" in each for each in plan.notes) is odd
+        )
         suggested = [*(each.override for each in plan.warnings), *(each.change for each in plan.advice)]
         assert any("data.packing" in each for each in suggested) is packs
+
+
+def test_a_traced_layer_keeps_what_a_real_one_keeps() -> None:
+    config = transformers.CONFIG_MAPPING["qwen3_next"].from_dict(
+        shrink(transformers.CONFIG_MAPPING["qwen3_next"]().to_dict(), layers=1)
+    )
+    real = transformers.Qwen3NextForCausalLM(config).to(torch.bfloat16).model.requires_grad_(False)
+    with torch.device("meta"):
+        traced = trace_layers(transformers.Qwen3NextForCausalLM(config), [0])[0]
+    layer, kept = real.layers[0], dict[int, int]()
+    layer.mlp.experts.forward = lambda states, *_: states
+    own = {each.untyped_storage()._cdata for each in layer.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    states = torch.randn(1, 512, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each), torch.autocast("cpu", torch.bfloat16):
+        output = layer(states, position_embeddings=None)
+    own = {states.untyped_storage()._cdata, output.untyped_storage()._cdata}
+    seen = sum(size for key, size in kept.items() if key not in own)
+    assert traced["kept"][1] == pytest.approx(seen, rel=0.02)
+    shape = Traced(traced)
+    assert shape.at("kept", 512) == traced["kept"][1]
+    assert shape.at("kept", 4096) == pytest.approx(8 * traced["kept"][1], rel=0.1)  # linear attention
+    assert traced["forward_operators"][0] < traced["forward_operators"][2]  # chunk by chunk
 
 
 def test_usual_names_mean_the_familys_own_modules(root: Path) -> None:
@@ -157,6 +191,8 @@ def test_what_is_refused_and_why(root: Path, tmp_path: Path) -> None:
         "bert": "encoder",
         "vit": "no causal language model",
         "gpt2": "can't be sharded",
+        "gpt_neox": "can't be sharded",
+        "musicgen": "Multiple valid text configs",
     }.items():
         config = transformers.CONFIG_MAPPING[model_type]().to_dict()
         with pytest.raises(UserError, match=why) as error:

@@ -21,7 +21,8 @@ from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper, compute
 from windlass.model.parameters import Base, Parameter, Spelling
 
 SHIPPED: Final = Path(__file__).with_name("descriptions")
-CODE: Final = Path(__file__).parents[1] / "derive.py"  # what another one found is not asked
+# What another one found is not asked.
+CODE: Final = tuple(Path(__file__).parents[1] / name for name in ("derive.py", "trace.py", "model/shrink.py"))
 BESIDE: Final = "windlass.json"  # in a model's folder
 # Entries of config.json that no name, shape or class depends on.
 ASIDE: Final = (
@@ -43,7 +44,7 @@ def digest(config: Mapping[str, Any]) -> str:
 
 def find_description(config: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any]:
     """The description of this config. Derived in a process of its own: torch takes seconds, and memory."""
-    key, code = digest(config), hashlib.sha256(CODE.read_bytes()).hexdigest()[:8]
+    key, code = digest(config), hashlib.sha256(b"".join(each.read_bytes() for each in CODE)).hexdigest()[:8]
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +55,7 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
     for file in (SHIPPED / f"{key}.json", cached, beside):
         try:
             found: dict[str, Any] = json.loads(file.read_text())
-            if found.get("config") == key:
+            if found.get("config") == key and "idle" in found:  # an older windlass did not look for it
                 return found
         except (OSError, ValueError):
             continue
@@ -201,9 +202,11 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
         attention=tuple(found["attention"]),
         **{key: found[key] for key in ("isolates", "logits", "expert_parallel", "expert_adapters")},
         without_formula=found["without_formula"],
-        traced={number: found["traced"].get(str(kind)) for number, kind in enumerate(found["order"])}
-        if "traced" in found
-        else {},
+        traced={
+            number: found["traced"][str(kind)]
+            for number, kind in enumerate(found["order"])
+            if str(kind) in found.get("traced", ())
+        },
         peft_takes=frozenset(found["peft_takes"]),
         idle=frozenset(found["idle"]),
         ignored=tuple(found["ignored"]),

@@ -97,7 +97,7 @@ class Family:
     expert_adapters: bool = True  # whether its experts are of a form that adapters are written for
     without_formula: int = 0  # layers of linear attention, a state space, a convolution or an indexer
     # Of these layers, by number: what trace.py measured of one like it
-    traced: Mapping[int, Mapping[str, list[float]] | None] = field(default_factory=dict, compare=False, repr=False)
+    traced: Mapping[int, Mapping[str, list[float]]] = field(default_factory=dict, compare=False, repr=False)
     idle: frozenset[str] = frozenset()  # names of linear modules that no gradient reaches
     peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT takes for routed experts
     ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers leaves aside
