@@ -192,6 +192,7 @@ def test_what_is_refused_and_why(root: Path, tmp_path: Path) -> None:
         "vit": "no causal language model",
         "gpt2": "can't be sharded",
         "gpt_neox": "can't be sharded",
+        "apertus": "is a single number",
         "musicgen": "Multiple valid text configs",
     }.items():
         config = transformers.CONFIG_MAPPING[model_type]().to_dict()

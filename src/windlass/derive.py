@@ -71,8 +71,8 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not layers or not all(name in model._fsdp_plan for name in ("model.embed_tokens", "model.layers.*")):
         what = f"{causal.__name__} can't be sharded: transformers' FSDP plan does not name its layers"
         raise UserError(what, where, "use a model whose decoder layers are model.layers.N, as most have them")
-    if single := [name for name, each in model.named_parameters() if each.ndim == 0]:
-        what = f"{causal.__name__} can't be sharded: {single[0]} is a single number, which FSDP2 does not take"
+    if single := [name for name, each in model.state_dict().items() if each.ndim == 0]:
+        what = f"{causal.__name__} is not supported: {single[0]} is a single number, which the loader does not read"
         raise UserError(what, where, "use a model of another family")
     spelled, skipped = _spellings(model, around, where)
 
@@ -393,7 +393,11 @@ def _untrainable_leaves(model: Any, ids: Tensor) -> list[str]:
     reached = set[str]()
 
     def watch(leaf: str) -> Any:
-        return lambda _, __, output: output.requires_grad and output.register_hook(lambda _: reached.add(leaf)) and None
+        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _: reached.add(leaf))  # type: ignore[no-untyped-call]
+
+        return hook
 
     linears = [(name.rpartition(".")[2], each) for name, each in model.named_modules() if type(each) is nn.Linear]
     for leaf, each in linears:

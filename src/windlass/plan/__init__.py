@@ -545,7 +545,9 @@ def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
 
 
 def _large_adapter(plan: Plan, shape: Shape, tokens: int | None) -> Iterator[Warning]:
-    modules = [lora for layer, _ in shape.kinds for lora in (*layer.plain_lora, *layer.expert_lora)]
+    modules = [
+        lora for layer, _ in shape.kinds for lora in (*layer.plain_lora, *layer.expert_lora) if lora.part != "router"
+    ]
     break_even = {lora: lora.inputs * lora.outputs // (lora.inputs + lora.outputs) for lora in modules}
     if modules and (least := min(modules, key=lambda lora: break_even[lora] / lora.r)).r > break_even[least]:
         text = (
