@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test prove browser format lint types imports docs site package clean
+.PHONY: demo test prove prove-cuda browser format lint types imports docs site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
@@ -17,6 +17,20 @@ test: $(STAMP) browser lint types imports  ## what CI runs
 
 prove: $(STAMP) browser site  ## everything, the long proofs too
 	$(BIN)/pytest
+
+CUDA := $(VENV)/cuda
+prove-cuda: $(CUDA)/libcuda.so.1  ## a step on torch's CUDA build (5 GB) and a GPU that is a stub: needs a C compiler
+	LD_LIBRARY_PATH=$(CURDIR)/$(CUDA) LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=$(CUDA) \
+	  $(BIN)/pytest -p no:cacheprovider tests/test_on_cuda.py tests/test_as_on_a_gpu.py
+
+$(CUDA)/libcuda.so.1: tests/cuda_stub.c $(STAMP)
+	v=$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])') && \
+	  { [ -d $(CUDA)/torch ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(CUDA) "torch===$$v"; }
+	mkdir -p $(CUDA)/crt
+	printf '#define %s\n' __device_builtin__ __cudart_builtin__ __host__ __device__ CUDARTAPI CUDARTAPI_CDECL \
+	  __device_builtin_texture_type__ __device_builtin_surface_type__ '__align__(n) __attribute__((aligned(n)))' \
+	  '__builtin_align__(n) __align__(n)' > $(CUDA)/crt/host_defines.h  # in no wheel that torch asks for
+	cc -w -shared -fPIC -I$(CUDA) -I$(CUDA)/nvidia/cu13/include -o $@ $<
 
 browser:  ## the report's page is tested in Debian's Chromium; where none can be had, those tests say so and skip
 	@command -v chromium >/dev/null 2>&1 \

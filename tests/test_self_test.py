@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -127,6 +128,7 @@ def steps(*losses: float, **more: float) -> list[dict[str, float]]:
         (steps(2.0, 1.8), FAIL, "loss here and on the CPU: 2 and 2, 1.8 and 1.9; 1% apart"),
         (steps(2.0, float("nan")), FAIL, "nan and 1.9"),
         (steps(2.0), FAIL, "ValueError"),
+        (steps(2.0, 1.9, apart=0.5), FAIL, "an adapter is 50% away from the CPU's"),
         (steps(2.0, 1.9, gpu_peak_gib=1.1), PASS, "peak 1.10 GiB, planned 1.00"),
         (steps(2.0, 1.9, gpu_peak_gib=1.9), WARN, "peak 1.90 GiB, planned 1.00"),
     ],
@@ -135,12 +137,27 @@ def test_training_is_held_against_the_cpu_and_the_plan(
     found: Any, verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(self_test, "train", lambda *_: (found, 1.0))
+    monkeypatch.setattr(self_test, "adapters_apart", lambda *_: found[0].get("apart", 0.1))
     monkeypatch.setattr(self_test, "is_finished", lambda folder: folder.name == "reference-bf16")
     monkeypatch.setattr(self_test, "read_steps", lambda _: steps(2.0, 1.9))
     tests = self_test.trainings(Rank(world=8), tmp_path)
     result = self_test.result_of("training", tests["training, expert-parallel, fp8"])
     assert result.verdict == verdict
     assert words in result.seen
+
+
+def test_experts_adapters_that_learn_one_and_a_half_times_as_much_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are a small part of the gradient: its norm doesn't show it."""
+    monkeypatch.setattr(self_test, "is_finished", lambda _: True)
+    learned = {f"layers.{i}.{part}.lora_B.weight": torch.ones(50) for i in range(2) for part in ("q_proj", "experts")}
+    for run, factor in (("one", 1.5), ("other", 1.0)):
+        (tmp_path / run / "final").mkdir(parents=True)
+        tensors = {name: each * (factor if "experts" in name else 1.0) for name, each in learned.items()}
+        save_file(tensors, tmp_path / run / "final" / "adapter_model.safetensors")
+    assert self_test.adapters_apart(tmp_path / "one", tmp_path / "other") == pytest.approx(0.5)
+    assert self_test.adapters_apart(tmp_path / "other", tmp_path / "other") == 0
 
 
 @pytest.mark.parametrize(
@@ -194,7 +211,7 @@ def test_all_of_it(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert len(trained) == 6
         assert report.results[0].verdict == SKIPPED
     elif fault == "wrong":
-        assert failing == {"experts with adapters"}
+        assert failing == {"experts with adapters", *trained}
     else:
         assert "experts with adapters" in failing
         assert not trained

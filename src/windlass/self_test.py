@@ -11,6 +11,7 @@ import gc
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -40,7 +42,7 @@ from windlass.launch.check.results import FAIL, STYLES, Report, Result, failed, 
 from windlass.model.targets import by_expert
 from windlass.observe.counters import machine_facts
 from windlass.plan.layout import FOUR_BITS
-from windlass.run_folder import is_finished
+from windlass.run_folder import FINAL, is_finished
 from windlass.train import experts, four_bits, fused, loss, parallel, quantised, ranks
 from windlass.train import run as training
 from windlass.train.rank import Rank, read_rank
@@ -48,7 +50,8 @@ from windlass.train.rank import Rank, read_rank
 LIMIT_SECONDS: Final = 170.0
 COMMAND: Final = (sys.executable, "-m", "windlass.self_test")
 CLOSE: Final = 0.02  # relative, of bfloat16 on a device to float32 on the CPU
-LOSS, NORM = 0.01, 0.1  # relative, of a loss and of a gradient's norm: tokens change sides between near experts
+# Relative, of a loss, a gradient's norm and a part's adapters: tokens change sides between near experts.
+LOSS, NORM, ADAPTERS = 0.01, 0.1, 0.3
 PLANNED, WORKSPACE = 1.25, 0.0625  # times what was planned, and GiB of cuBLAS's own: more is a warning
 EXPERTS: Final = 8
 BEGUN: Final = "did not end"
@@ -70,8 +73,8 @@ model: {{model_name_or_path: {folder}/model}}
 lora: {{r: 8, lora_alpha: 16, lora_dropout: 0, target_modules: all-linear, experts: {{r: 4}}}}
 data: {{dataset_name_or_path: {folder}/rows.jsonl, dataset_config_name: null, val_split: null, max_length: 128}}
 train: {{output_dir: {folder}/{name}, max_steps: 5, per_device_train_batch_size: 2, global_batch_size: {batch},
-  learning_rate: 0.003, warmup_ratio: 0, max_grad_norm: 100, bf16: true, logging_steps: 1, save_strategy: "no",
-  eval_strategy: "no"}}
+  optim: sgd, learning_rate: 0.3, warmup_ratio: 0, max_grad_norm: 100, bf16: true, logging_steps: 1,
+  save_strategy: "no", eval_strategy: "no"}}
 layout: {{name: {layout}, base_dtype: {dtype}}}
 cluster: {{nodes: 1, gpus_per_node: {ranks}{gpu}}}
 """
@@ -431,6 +434,21 @@ def train(
     return read_steps(folder / name), sum(row.bytes for row in rows) / GIB
 
 
+def adapters_apart(one: Path, other: Path) -> float:
+    """How far adapters of any kind are at most from another run's. SGD keeps what gradients were too large by."""
+    while not is_finished(one):  # rank 0 writes
+        time.sleep(0.1)
+    ours, theirs = (load_file(folder / FINAL / "adapter_model.safetensors") for folder in (one, other))
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(theirs):
+        if ".lora_B." in name:  # from zero, in steps of the gradient
+            kinds.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(name)
+    both = [
+        [torch.cat([each[name].flatten() for name in names]) for each in (ours, theirs)] for names in kinds.values()
+    ]
+    return max(float((a - b).norm() / b.norm()) for a, b in both)
+
+
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     return list(read_json_lines(folder / "steps-rank0.jsonl"))
 
@@ -461,8 +479,12 @@ def trained(here: Rank, folder: Path, layout: str, dtype: str) -> str:
         if not all(one <= close for one in each):  # NaN is not
             values = ", ".join(f"{a[what]:.4g} and {b[what]:.4g}" for a, b in zip(steps, wanted, strict=True))
             raise ArithmeticError(f"{what} here and on the CPU: {values}; {close:.0%} apart at most are noise")
+    learned = adapters_apart(folder / f"{layout}-{dtype}", by_cpu)
+    if not learned <= ADAPTERS:
+        raise ArithmeticError(f"an adapter is {learned:.0%} away from the CPU's; {ADAPTERS:.0%} at most is noise")
     seen = (
         f"loss within {apart['loss']:.2%} of the CPU's in {len(steps)} steps, gradients' norm {apart['grad_norm']:.1%}"
+        f", adapters {learned:.1%}"
     )
     if not (peak := max((step.get("gpu_peak_gib", 0.0) for step in steps), default=0.0)):
         return seen
