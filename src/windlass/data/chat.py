@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +43,7 @@ class Turn(NamedTuple):
         return bool(self.message["role"] == "assistant")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatTemplate:
     """A tokenizer and the template that renders chats for it; `source` says where the template comes from."""
 
@@ -62,6 +63,17 @@ class ChatTemplate:
         """All that rendering depends on besides the chat."""
         return [self.template, dict(self.kwargs), self.last, self.drop_reasoning, dict(self.names)]
 
+    @cached_property
+    def marks(self) -> bool:
+        """Whether the template itself marks the assistant's part."""
+        return bool(GENERATION.search(self.template))
+
+    @cached_property
+    def variables(self) -> dict[str, Any]:
+        """What the template reads besides the chat: each costs time for every row."""
+        named = {**self.tokenizer.special_tokens_map, **self.kwargs}
+        return {name: value for name, value in named.items() if name in self.template}
+
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> tuple[str, tuple[Span, ...]]:
         """The text, and the assistant's stretches of it that loss is computed on, from message `first` on."""
         turns = [read_turn(message, self.names, drop_reasoning=self.drop_reasoning) for message in messages]
@@ -72,7 +84,7 @@ class ChatTemplate:
         answers = [i for i, turn in enumerate(turns) if turn.answers]
         wanted = [i for i in answers if i >= first][-1 if self.last else 0 :]
         wanted = [i for i in wanted if turns[i].trained is not False]
-        if GENERATION.search(self.template):  # the template itself marks the assistant's part
+        if self.marks:
             text, marked = self.apply(turns, tools, marks=True)
             if len(marked) != len(answers) != len(wanted):
                 problem = f"the chat template marks {len(marked)} parts of a chat with {len(answers)} assistant turns"
@@ -116,17 +128,24 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """The text, and what a template's own marks enclose."""
         from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils as jinja
 
         chat = [turn.message for turn in turns]
-        named = {**self.tokenizer.special_tokens_map, **self.kwargs}
         options: dict[str, Any] = {"tools": tools, "chat_template": self.template, "add_generation_prompt": prompt}
-        options["return_assistant_tokens_mask"] = marks
+        options |= {"return_assistant_tokens_mask": marks, **self.variables}
         try:
+            # All that the function below does to a chat of mere texts, which are most, is to take longer.
+            if not tools and all({*map(type, m.values())} == {str} and m.keys().isdisjoint(REASONING) for m in chat):
+                compiled = jinja._compile_jinja_template(self.template)
+                if marks:
+                    return jinja._render_with_assistant_indices(compiled, chat, None, None, prompt, **self.variables)
+                return compiled.render(
+                    messages=chat, tools=None, documents=None, add_generation_prompt=prompt, **self.variables
+                ), []
             try:
-                texts, marked = render_jinja_template([chat], **options, **named)
+                texts, marked = jinja.render_jinja_template([chat], **options)
             except TypeError:  # a template that takes a call's arguments as text, as OpenAI's files have them
-                texts, marked = render_jinja_template([list(map(arguments_as_text, chat))], **options, **named)
+                texts, marked = jinja.render_jinja_template([list(map(arguments_as_text, chat))], **options)
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(str(message["role"]) for message in chat)
             hint = "fix or leave out such rows: most templates want user and assistant in turn, system first"
@@ -144,6 +163,8 @@ def common_length(one: str, other: str) -> int:
 
 def without_none(value: Any) -> Any:
     """Columnar files fill with None what one row has and another lacks; templates test for presence."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, dict):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value

@@ -9,8 +9,10 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from windlass.data.chat import FLAGS, ChatTemplate, Span, chat_template
 from windlass.data.sources import Row, Where
@@ -35,7 +37,7 @@ class Rendered:
     text: str
     supervised: tuple[Span, ...] | None = None
     closed: bool = False
-    ids: tuple[int, ...] | None = None
+    ids: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,22 +236,28 @@ def tokens_format(request: Request) -> Format:
     attended, everything = request.optional("attention_mask"), request.data.completion_only_loss is False
 
     def render(row: Row) -> Rendered | None:
-        ids, place = row.get(field) or [], request.where("data.columns.input_ids")
-        if any(type(token) is not int or token < 0 for token in ids):
-            raise UserError(f"column {field!r} is no list of token ids: {str(ids)[:80]}", place, "check the column")
-        kept = [1] * len(ids)
-        if marks := row.get(labels or mask or ""):
-            kept = [token != IGNORED for token in marks] if labels else marks
-        real = row.get(attended or "") or [1] * len(ids)
-        if not len(ids) == len(kept) == len(real):
-            raise UserError(f"{len(ids)} ids, {len(kept)} labels, {len(real)} in the mask", place, "fix such rows")
-        if labels and marks and any(k and mark != token for k, mark, token in zip(kept, marks, ids, strict=True)):
+        given, place = row.get(field) or [], request.where("data.columns.input_ids")
+        ids = np.array(given or [0])[: len(given)]
+        if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min(initial=0) < 0:
+            raise UserError(f"column {field!r} is no list of token ids: {str(given)[:80]}", place, "check the column")
+        marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
+        if given and marks is real is None:
+            return Rendered("", None, closed=True, ids=ids)
+        if any(each is not None and len(each) != len(ids) for each in (marks, real)):
+            lengths = [len(each or given) for each in (given, marks, real)]
+            raise UserError("{} ids, {} labels, {} in the mask".format(*lengths), place, "fix such rows")
+        kept = np.array(marks) != (IGNORED if labels else 0) if marks else np.ones(len(ids), np.bool_)
+        if labels and marks and (kept & (np.array(marks) != ids)).any():
             hint = "write the same ids, and -100 where no loss is computed; windlass shifts them by one itself"
             raise UserError(f"{labels!r} has other ids than {field!r}", place, hint)
-        ids, kept = ([v for v, r in zip(values, real, strict=True) if r] for values in (ids, kept))
-        edges = [0, *(i for i in range(1, len(ids)) if bool(kept[i]) != bool(kept[i - 1])), len(ids)]
-        spans = tuple((a, b) for a, b in pairwise(edges) if a < b and kept[a])
-        return Rendered("", None if everything or all(kept) else spans, closed=True, ids=tuple(ids)) if ids else None
+        if real:
+            there = np.array(real, np.bool_)
+            ids, kept = ids[there], kept[there]
+        if not len(ids):
+            return None
+        edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
+        spans = None if everything or kept.all() else tuple(zip(edges[::2], edges[1::2], strict=True))
+        return Rendered("", spans, closed=True, ids=ids)
 
     loss = "every token" if everything or not (labels or mask) else f"what {labels or mask!r} marks"
     return Format("input_ids", f"tokens in {field!r}, loss on {loss}", f"{field}:{labels}:{mask}:{everything}", render)

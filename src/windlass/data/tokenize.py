@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 # Token ids; which of them are supervised, None for all; whether a token lies across the edge of a supervised part.
-Encoded = tuple[list[int], Flags | None, bool]
+Encoded = tuple[list[int] | npt.NDArray[np.int64], Flags | None, bool]
 
 # A process with another id was forked from the one that imported this, perhaps after its threads had started.
 IMPORTED_BY = os.getpid()
@@ -99,7 +100,7 @@ def tokenize(
     with rust_threads(threads), ThreadPoolExecutor(1) as other:
         pending: tuple[list[Rendered], Future[list[Encoded]]] | None = None
         for batch in itertools.chain(batches(iter(rows)), [[]]):  # the empty one collects the last
-            rendered = [one for one in render(batch) if one is not None and (one.ids or one.text.strip())]
+            rendered = [one for one in render(batch) if one is not None and (one.ids is not None or one.text.strip())]
             counts["rows"] += len(batch)
             counts["empty"] += len(batch) - len(rendered)
             # Rust encodes without holding Python's lock: meanwhile this thread reads, renders and collects.
@@ -117,7 +118,7 @@ def collect(
     rendered: Sequence[Rendered], encoded: Sequence[Encoded], eos: int | None, max_length: int, counts: dict[str, int]
 ) -> Documents:
     """A batch's documents with their end of sequence, cut to length; those with nothing supervised only counted."""
-    flat: list[int] = []
+    flat = array("i")
     supervised = bytearray()
     lengths: list[int] = []
     hashes: list[int] = []
@@ -125,8 +126,8 @@ def collect(
         counts["straddling"] += straddles
         if not one.closed and eos is not None:
             # The end of sequence, unless it is there, is supervised when what comes before it is.
-            present = bool(ids) and ids[-1] == eos
-            ids += [] if present else [eos]
+            present = len(ids) > 0 and ids[-1] == eos
+            ids = ids if present else [*ids, eos]
             if flags is not None:
                 last = any(end == len(one.text) for _, end in one.supervised or ())
                 flags = np.append(flags[:-1] if present else flags, last)
@@ -139,17 +140,13 @@ def collect(
         if 1 not in row[1:]:
             counts["unsupervised"] += 1
             continue
-        flat += ids
+        flat.frombytes(np.asarray(ids, np.int32).tobytes())
         supervised += row
         lengths.append(len(ids))
-        hashes.append(
-            int.from_bytes(
-                hashlib.blake2b(np.array(one.ids).tobytes() if one.ids else one.text.encode(), digest_size=8).digest(),
-                "big",
-            )
-        )
+        content = one.text.encode() if one.ids is None else one.ids.tobytes()
+        hashes.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big"))
     return Documents(
-        np.array(flat, np.int32),
+        np.frombuffer(flat, np.int32),
         np.frombuffer(supervised, np.bool_),
         np.array(lengths, np.int64),
         np.array(hashes, np.uint64),
@@ -165,11 +162,11 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
             problem = f"a row has half a surrogate pair, which is no text: {piece!r}"
             raise UserError(problem, "data", "write it again as proper UTF-8") from None
     if not tokenizer.is_fast:
-        return [as_encoded(one) if one.ids else encode_slowly(one, tokenizer) for one in rendered]
+        return [encode_slowly(one, tokenizer) if one.ids is None else as_encoded(one, one.ids) for one in rendered]
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    encoded: list[Encoded] = [as_encoded(one) for one in rendered]
+    encoded: list[Encoded] = [([], None, False) if one.ids is None else as_encoded(one, one.ids) for one in rendered]
     for closed, partial in itertools.product((False, True), repeat=2):
         chosen = [
             i
@@ -182,29 +179,35 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
             chosen, call([rendered[i].text for i in chosen], add_special_tokens=not closed), strict=True
         ):
             spans = rendered[i].supervised
-            encoded[i] = (done.ids, *((None, False) if spans is None else flag_tokens(done.offsets, spans)))
+            encoded[i] = (done.ids, *((None, False) if spans is None else flag_tokens(done, spans)))
     return encoded
 
 
-def as_encoded(one: Rendered) -> Encoded:
-    """A row that came as tokens; nothing yet of one that is a text."""
-    ids, flags = list(one.ids or ()), None
-    if one.ids and one.supervised is not None:
+def as_encoded(one: Rendered, ids: npt.NDArray[np.int64]) -> Encoded:
+    """A row that came as tokens."""
+    flags = None
+    if one.supervised is not None:
         flags = np.zeros(len(ids), np.bool_)
         for start, end in one.supervised:
             flags[start:end] = True
     return ids, flags, False
 
 
-def flag_tokens(offsets: Sequence[tuple[int, int]], supervised: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:
+def flag_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:
     """A token is supervised when any of its characters is; and whether one also has characters that are not."""
-    edges = np.array(offsets, np.int64).reshape(-1, 2)
-    flags = np.zeros(len(edges), np.bool_)
+    flags = np.zeros(len(done), np.bool_)
     straddles = False
     for start, end in supervised:
-        inside = (edges[:, 1] > start) & (edges[:, 0] < end)
-        flags |= inside
-        straddles = straddles or bool(inside.any() and edges[inside][0, 0] < start)
+        first, last = done.char_to_token(start), done.char_to_token(end - 1)
+        if first is None or last is None:  # no token has the character: asking for all offsets takes far longer
+            edges = np.array(done.offsets, np.int64).reshape(-1, 2)
+            inside = np.flatnonzero((edges[:, 1] > start) & (edges[:, 0] < end))
+        else:  # one character may be several tokens
+            while last + 1 < len(done) and start < (edge := done.token_to_chars(last + 1))[1] and edge[0] < end:
+                last += 1
+            inside = np.arange(first, last + 1)
+        flags[inside] = True
+        straddles = straddles or bool(len(inside) and done.token_to_chars(int(inside[0]))[0] < start)
     return flags, straddles
 
 
