@@ -258,15 +258,19 @@ def data(
     Prints rows, tokens, how many of them the loss is computed on, what is cut off, and what packing would gain; of a
     mix, for each of its sets. With --sample or --row only those rows, and where loss is computed on them.
     """
+    from windlass import plan as planning
     from windlass.data.prepare import audit_data, token_rows
     from windlass.data.show import show, show_rows
     from windlass.runfile import read
 
+    loaded, chosen = planning.with_choices(read(run, override or ()))
+    for each in chosen:
+        say(f"not set, chosen: {each}")
     if sample or row is not None:
-        found = token_rows(read(run, override or ()), say=say, sample=sample, row=row, source=source)
+        found = token_rows(loaded, say=say, sample=sample, row=row, source=source)
         (write_json if as_json else show_rows)(found)
         return
-    audit_data(read(run, override or ()), say=say, audited=write_json if as_json else show)
+    audit_data(loaded, say=say, audited=write_json if as_json else show)
 
 
 @command(BEFORE, "fetch run.yaml")

@@ -138,10 +138,12 @@ class ChatTemplate:
             if not tools and all({*map(type, m.values())} == {str} and m.keys().isdisjoint(REASONING) for m in chat):
                 compiled = jinja._compile_jinja_template(self.template)
                 if marks:
-                    return jinja._render_with_assistant_indices(compiled, chat, None, None, prompt, **self.variables)
-                return compiled.render(
-                    messages=chat, tools=None, documents=None, add_generation_prompt=prompt, **self.variables
-                ), []
+                    text, spans = jinja._render_with_assistant_indices(
+                        compiled, chat, None, None, prompt, **self.variables
+                    )
+                    return text, spans
+                options = {"tools": None, "documents": None, "add_generation_prompt": prompt, **self.variables}
+                return compiled.render(messages=chat, **options), []
             try:
                 texts, marked = jinja.render_jinja_template([chat], **options)
             except TypeError:  # a template that takes a call's arguments as text, as OpenAI's files have them

@@ -35,13 +35,11 @@ from windlass.plan.layout import (
     read_request,
 )
 from windlass.plan.machine import own_file, read_machine
+from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, fill_in, row_tokens
 from windlass.plan.work import Shape
 from windlass.runfile import Cluster, Data, Loaded, Train, accumulation
 from windlass.runfile.names import ATTENTION
 
-# Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.
-BYTES_PER_TOKEN = 4.15
-FEW_STEPS = 50  # a warm-up and a decay need some; an adapter hardly moves in fewer
 SHORT = 0.5  # of max_length: below, rows are mostly padding, or the products small
 # Trained parameters per token of the data: an adapter stores about two bits in each, text has about one a token.
 LARGE = 100
@@ -94,6 +92,7 @@ class Plan:
     advice: tuple[Advice, ...]  # what would make the run faster
     warnings: tuple[Warning, ...]  # what most probably is not meant so
     notes: tuple[str, ...]
+    chosen: tuple[str, ...] = ()  # what the run file leaves open
 
     @property
     def batch(self) -> Batch:
@@ -261,6 +260,8 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     if run.train.router_aux_loss_coef and "experts" not in base.dims:
         what = f"{base.name} has no routed experts, and so no balancing loss to weight"
         raise UserError(what, where("train.router_aux_loss_coef"), "leave it out")
+    loaded, chosen = fill_in(loaded, base, request.ranks)
+    run = loaded.run
     raise_all(check_family(loaded, base))
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
     machine = machine_of(run.cluster.model_copy(update=sizes), where)
@@ -362,13 +363,20 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         advice=advise(work, length, contenders, run, batch_is_set=len(ways) == 1, layout_is_set=is_set),
         warnings=(),
         notes=(),
+        chosen=chosen,
     )
-    notes = [*loaded.notes, *(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes]
-    notes += row_notes
+    notes = [*(f"not set, chosen: {each}" for each in chosen), *loaded.notes]
+    notes += [*(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes, *row_notes]
     if base.family.traced:
         some = f"{base.family.without_formula} of {base.dims['layers']} layers"
         notes.append(f"{some} have no formula (linear attention or the like): their memory is measured by tracing")
     return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=tuple(notes))
+
+
+def with_choices(loaded: Loaded) -> tuple[Loaded, tuple[str, ...]]:
+    """The run file with what the plan chooses of its data, and the choices in words."""
+    base = weights.find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
+    return fill_in(loaded, base, loaded.run.ranks)
 
 
 def check_family(loaded: Loaded, base: Base) -> list[Problem]:
@@ -500,13 +508,6 @@ def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int
 
 
 # --- what most probably is not meant so ------------------
-
-
-def row_tokens(rows: Rows) -> int | None:
-    """Tokens of a usual row, uncut; None if nobody knows."""
-    if not rows.count or not rows.text_bytes:
-        return None
-    return math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN)
 
 
 def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:

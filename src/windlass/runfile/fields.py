@@ -214,9 +214,11 @@ class Data(RowFormat):
     val_split: Text | None = "validation"
     """Split to evaluate on; null for none."""
     max_length: Count = 1024
-    """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them."""
+    """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them. Not set: what nearly all of the
+    first rows fit in, from 512 to 4096."""
     packing: bool = False
-    """Fill each sequence with several documents that don't see each other: several times faster on short texts."""
+    """Fill each sequence with several documents that don't see each other: several times faster on short texts. Not
+    set: done if no key says how many sequences a step has, and the model's family keeps documents apart."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the training split to hold out for evaluation, if there is no validation split."""
     streaming: bool = False
@@ -277,12 +279,13 @@ class Train(Section):
     output_dir: Text = "/data/output/Models/mistral4small-lora-fsdp"
     """The run folder: everything that the run writes goes there."""
     num_train_epochs: Positive = 1
-    """Passes over the training data; may be a fraction."""
+    """Passes over the training data; may be a fraction. Not set, as max_steps and a step's sequences aren't:
+    up to 3 where one makes fewer than 50 optimizer steps."""
     max_steps: Count | Literal[-1] = -1
     """Optimizer steps to train for, overriding num_train_epochs; -1: by epochs."""
     per_device_train_batch_size: Count | Literal["auto"] = 1
     """Sequences per GPU in one micro-batch. auto: the plan picks the fastest that fits, and keeps the sequences per
-    optimizer step."""
+    optimizer step; so too if neither this nor gradient_accumulation_steps is set."""
     per_device_eval_batch_size: Count = 1
     """Sequences per GPU in one evaluation batch."""
     gradient_accumulation_steps: Count = 16

@@ -76,6 +76,7 @@ def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
         f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens"
         + "; the fastest micro-batch that fits"
         * (plan.loaded.run.train.per_device_train_batch_size == "auto"),
+        **({"chosen": "; ".join(plan.chosen)} if plan.chosen else {}),
         "machine": machine,
         "versions": ", ".join(f"{name} {version}" for name, version in versions(LIBRARIES).items()),
         "folder": plan.loaded.run.train.output_dir,

@@ -1,0 +1,90 @@
+"""What the run file leaves open, chosen from the data and the model's family, each choice with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Final
+
+from windlass.data import mix
+from windlass.data.sources import Rows, Where, parse_split, read_rows, resolve
+from windlass.errors import UserError
+from windlass.model import Base
+from windlass.runfile import Data, Loaded
+
+# Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.
+BYTES_PER_TOKEN = 4.15
+FEW_STEPS = 50  # a warm-up and a decay need some; an adapter hardly moves in fewer
+SAMPLED: Final = 2000  # rows that are read to see how long they are
+SHORTEST, LONGEST = 512, 4096  # of data.max_length
+COVERED: Final = 99.5  # percent of the rows that fit uncut
+MARGIN: Final = 1.25  # for text with more tokens than English has, and for what a chat template adds
+MOST_EPOCHS: Final = 3
+OF_A_STEP: Final = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+
+
+def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, ...]]:
+    """The run with what its file doesn't set, and the choices in words.
+
+    What an optimizer step is trained on stays as it is set: rows are packed, and epochs chosen, only if no key says
+    how many sequences it has; the micro-batch is the plan's only where nobody counts in micro-batches.
+    """
+    run, words = loaded.run, list[str]()
+
+    def is_set(section: str, *keys: str) -> bool:
+        return any(loaded.given(f"{section}.{key}") for key in keys)
+
+    data: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+    if not is_set("data", "max_length") and (lengths := sorted(_lengths(run.data, loaded.where))):
+        covered = lengths[math.ceil(len(lengths) * COVERED / 100) - 1] * MARGIN
+        data["max_length"] = -(-int(min(LONGEST, max(SHORTEST, covered))) // 256) * 256
+        share = sum(length * MARGIN <= data["max_length"] for length in lengths) / len(lengths)
+        words.append(f"data.max_length {data['max_length']}, which {share:.1%} of the first {len(lengths):,} rows fit")
+    if not is_set("train", *OF_A_STEP[:2]):
+        train["per_device_train_batch_size"] = "auto"
+    if not is_set("train", *OF_A_STEP):
+        if not is_set("data", "packing") and base.family.isolates:
+            data["packing"] = True
+            words.append(f"data.packing true: {base.family.causal_lm} keeps packed documents apart")
+        rows = mix.count_all(run.data, loaded.where)
+        if not is_set("train", "num_train_epochs", "max_steps") and rows.count and not run.data.streaming:
+            length = data.get("max_length", run.data.max_length)
+            mean = min(length, row_tokens(rows) or length)
+            sequences = rows.count * mean / length if data.get("packing", run.data.packing) else rows.count
+            wanted = math.ceil(FEW_STEPS * run.train.gradient_accumulation_steps * ranks / max(1, sequences))
+            if (epochs := min(MOST_EPOCHS, wanted)) > 1:
+                train["num_train_epochs"] = epochs
+                words.append(f"train.num_train_epochs {epochs}: one makes fewer than {FEW_STEPS} optimizer steps")
+    sections = {"data": run.data.model_copy(update=data), "train": run.train.model_copy(update=train)}
+    return Loaded(loaded.path, loaded.notes, loaded.places, run.model_copy(update=sections)), tuple(words)
+
+
+def _lengths(data: Data, where: Where) -> Iterator[int]:
+    """About how many tokens the first rows of every set have; none of a set that isn't here."""
+    sets = mix.training_sets(data, where)
+    for each in sets:
+        try:
+            parts = parse_split(each.data.train_split, resolve(each.data, where), where("data.train_split"))
+            yield from map(_tokens, islice(read_rows(parts), SAMPLED // len(sets)))
+        except (UserError, ImportError, OSError):  # found again, and reported, when the data are prepared
+            return
+
+
+def _tokens(value: Any) -> int:
+    """Of a row: its texts, by their bytes; or its longest list of token ids."""
+    if isinstance(value, str):
+        return math.ceil(len(value.encode(errors="replace")) / BYTES_PER_TOKEN)
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return math.ceil(len(value) / MARGIN)
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    ids = [_tokens(each) for each in inner if isinstance(each, list) and each and isinstance(each[0], int)]
+    return max(ids) if ids else sum(map(_tokens, inner))
+
+
+def row_tokens(rows: Rows) -> int | None:
+    """Tokens of a usual row, uncut; None if nobody knows."""
+    if not rows.count or not rows.text_bytes:
+        return None
+    return math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN)
