@@ -107,3 +107,12 @@ def test_a_set_takes_from_the_section_what_it_does_not_set(tmp_path: Path) -> No
     first, second = map(data.of, data.mix)
     assert (first.format, first.turns, first.dataset_name_or_path, first.val_fraction) == ("sharegpt", "last", "x", 0.1)
     assert (second.format, second.turns, second.mix) == ("text", "all", [])
+
+
+def test_a_mix_of_one_and_one_evaluation_set_have_figures_of_their_own(tmp_path: Path) -> None:
+    parts = {"mix": [{"path": f"{tmp_path}/a.jsonl", "epochs": 2}], "eval": {"held": {"path": f"{tmp_path}/b.jsonl"}}}
+    loaded = read(write(tmp_path, **parts, val_split=None), [])
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
+    made = prepare(loaded.run, tokenizer, where=loaded.where)
+    assert (made.sources, made.shares, made.evaluated) == (("a",), ((8, 16),), ("held",))
+    assert made.audit["evaluated"]["held"]["overlap"]["documents"] == 0

@@ -13,6 +13,7 @@ import warm
 from windlass import draft, tiny
 from windlass import plan as planning
 from windlass.errors import UserError
+from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, MOST_EPOCHS
 from windlass.runfile import read
 
 
@@ -38,13 +39,13 @@ def test_length_batch_and_epochs_follow_the_data(tmp_path: Path, model: Path) ->
     plan = planning.make(loaded)
     assert plan.cost.fits
     assert plan.schedule.steps is not None
-    assert plan.schedule.steps >= draft.FEW_STEPS
+    assert plan.schedule.steps >= FEW_STEPS
     assert "windlass plan run.yaml" in done.stdout.splitlines()[0]
 
 
 def test_few_rows_are_repeated_and_warned_about(tmp_path: Path, model: Path) -> None:
     made = draft.draft(str(model), rows(tmp_path / "few.jsonl", [100] * 20), "1xcpu", print)
-    assert made.settings["train.num_train_epochs"][0] == draft.MOST_EPOCHS
+    assert made.settings["train.num_train_epochs"][0] == MOST_EPOCHS
     assert "20 rows make only" in made.warnings[0]
 
 
@@ -71,6 +72,43 @@ def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_pat
             assert ("doesn't fit without" in own.layout.reason) == chosen[gpu][0]
             assert not unset(made, recompute=False).layout.activation_checkpointing
     assert chosen == {"8xh200": (False, False), "1xl4": (True, False), "1xh100": (True, True)}
+
+
+def test_what_a_run_file_leaves_open_is_chosen_and_said(tmp_path: Path, model: Path) -> None:
+    rows(tmp_path / "rows.jsonl", [200] * 990 + [1000] * 10)
+
+    def chosen(train: str = "", data: str = "", name: Path = model) -> planning.Plan:
+        (tmp_path / "run.yaml").write_text(
+            f"model: {{model_name_or_path: {name}}}\n"
+            f"data: {{dataset_name_or_path: {tmp_path}/rows.jsonl, dataset_config_name: null, val_split: null{data}}}\n"
+            f"train: {{output_dir: {tmp_path}/out, eval_strategy: 'no'{train}}}\n"
+            "cluster: {gpu: cpu, gpus_per_node: 2}\n"
+        )
+        return planning.make(read(tmp_path / "run.yaml"))
+
+    plan = chosen()
+    run = plan.loaded.run
+    assert 5000 / BYTES_PER_TOKEN < run.data.max_length <= 1.5 * 5000 / BYTES_PER_TOKEN
+    assert run.data.packing
+    assert run.train.num_train_epochs == 3  # 1000 rows make some 200 sequences, 6 steps
+    assert run.train.per_device_train_batch_size == "auto"
+    assert plan.schedule.global_sequences == 16 * 2  # as ever
+    assert [each.split(" ")[0] for each in plan.chosen] == ["data.max_length", "data.packing", "train.num_train_epochs"]
+    assert f"not set, chosen: {plan.chosen[1]}" in plan.notes
+    # Who says how many sequences a step has means rows of the data.
+    of_step = chosen(", global_batch_size: 8").loaded.run
+    assert (of_step.data.packing, of_step.train.num_train_epochs) == (False, 1)
+    assert of_step.train.per_device_train_batch_size == "auto"
+    counted = chosen(", gradient_accumulation_steps: 4")
+    assert (counted.batch.micro, counted.batch.accumulation) == (1, 4)
+    # What is set stays.
+    plan = chosen(", num_train_epochs: 1", ", max_length: 300, packing: false")
+    assert (plan.loaded.run.data.max_length, plan.loaded.run.data.packing, plan.chosen) == (300, False, ())
+    assert plan.loaded.run.train.num_train_epochs == 1
+    # A family that can't keep packed documents apart, and data that aren't here.
+    assert not chosen(name=Path("Qwen3-Next-80B-A3B-Instruct")).loaded.run.data.packing
+    (tmp_path / "rows.jsonl").unlink()
+    assert chosen().loaded.run.data.max_length == 1024
 
 
 @pytest.mark.parametrize("gpus", ["0xh200", "2x2x2xh200", "x", "8xh9000"])

@@ -21,6 +21,7 @@ from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
 from windlass.model.targets import ExpertShard
 from windlass.train import checkpoint, fused, lora, sync
+from windlass.train.initial import FixedHalves, start_from_weights
 from windlass.train.liveness import Liveness
 from windlass.train.sync import Replicas, fingerprints
 from windlass.train.wrapped import outer_name, rename_config, rename_keys
@@ -147,6 +148,59 @@ def test_the_saved_adapter_opens_in_plain_peft_and_goes_on_here(
     save_file(rename_keys(load_file(file), outer_name), file)
     again = adapted(experts=experts, adapter=str(tmp_path), **keys)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:(PiSSA|OLoRA) changes the base weights:UserWarning")
+@pytest.mark.parametrize(("how", "keys"), [("pissa", {"use_rslora": True}), ("olora", {})])
+def test_adapters_that_start_as_part_of_their_weights_are_pefts(how: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT takes the part out of the base; here a fixed half of the adapter does. Same losses, same saved adapter."""
+    keys = {"r": R, "lora_alpha": 2 * R, "target_modules": list(PATTERNS), "init_lora_weights": how, **keys}
+    ours, theirs = started(**keys), get_peft_model(base(), LoraConfig(**keys))
+    theirs.save_pretrained(tmp_path / "start")
+    halves = FixedHalves(ours)
+    fixed = [value.clone() for value in halves.values]
+    losses: list[list[float]] = [[], []]
+    for own, model in zip(losses, (ours, theirs), strict=True):
+        optimizer = torch.optim.AdamW(trained(model.train()).values(), lr=0.01, weight_decay=0.1)
+        for seed in range(5):
+            loss = model(**batch(seed)).loss
+            loss.backward()
+            if model is ours:
+                halves.clear_gradients()
+            nn.utils.clip_grad_norm_(trained(model).values(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if model is ours:
+                halves.restore()
+            own.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0][0] == pytest.approx(base()(**batch(0)).loss.item(), abs=1e-5)
+    assert losses[0][4] < losses[0][0]
+    assert all(torch.equal(a, b) for a, b in zip(FixedHalves(ours).values, fixed, strict=True))
+    # Saved, it is the LoRA of the base as it is that PEFT makes of its own.
+    checkpoint.save_adapter(ours, tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    one, other = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("ours", "theirs"))
+    assert one.keys() == other.keys()
+    assert all(apart(one[name], other[name]) < 1e-3 for name in one)
+    one, other = (json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("ours", "theirs"))
+    assert all(one[key] == pytest.approx(other[key]) for key in ("r", "lora_alpha", "init_lora_weights"))
+    opened = PeftModel.from_pretrained(base(), str(tmp_path / "ours")).eval()
+    assert torch.equal(opened(**batch()).logits, ours.eval()(**batch()).logits)
+    # The search for the largest values finds nearly as much; a rank that a weight doesn't have is refused.
+    full, found = (started(init_lora_weights=each) for each in ("pissa", "pissa_niter_16"))
+    for a, b in zip(FixedHalves(full).parts[::2], FixedHalves(found).parts[::2], strict=True):
+        assert b[0].norm().item() == pytest.approx(a[0].norm().item(), rel=0.02)
+    with pytest.raises(UserError, match=r"lora\.r: .*has only rank"):
+        start_from_weights(get_peft_model(base(), LoraConfig(r=8192, target_modules=["o_proj"])), how)
+
+
+def started(**keys: Any) -> PeftModel:
+    """Attached as the plan would say: with twice the rank."""
+    plan = plan_of(base(), (), PATTERNS)
+    targets = tuple(replace(target, parameters=2 * target.parameters) for target in plan.targets)
+    plan = replace(plan, r=2 * R, targets=targets, trainable=2 * plan.trainable)
+    return lora.attach(base(), section(**{"target_modules": list(PATTERNS), **keys}), plan, 1)
 
 
 # --- it trains ---

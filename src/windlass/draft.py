@@ -14,17 +14,14 @@ from windlass import plan as planning
 from windlass.data.sources import count_rows
 from windlass.errors import UserError
 from windlass.model import find_base
+from windlass.plan.unset import COVERED, FEW_STEPS, MOST_EPOCHS, SAMPLED, SHORTEST
 from windlass.runfile import Loaded, read
 from windlass.runfile.reference import text_of
 
-SAMPLED: Final = 2000  # rows that are tokenized to see how long they are
-SHORTEST, LONGEST = 512, 16_384  # of data.max_length
-COVERED: Final = 99.5  # percent of the rows that fit uncut
-FEW_STEPS: Final = 50  # optimizer steps that a run should have at least
+LONGEST: Final = 16_384  # of data.max_length
 MANY_STEPS: Final = 150  # from which an optimizer step takes more rows
 UNKNOWN: Final = 2048  # data.max_length for rows of unknown lengths
 MOST_SEQUENCES: Final = 128  # of an optimizer step
-MOST_EPOCHS: Final = 3
 
 
 class Draft:

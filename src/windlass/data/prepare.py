@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from windlass.data.collate import Collator
     from windlass.runfile import Data, Loaded, RunFile
 
-CACHE_VERSION = 4  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 5  # raise it when what is written into the cached folder changes
 # Rows whose keys together make the columns: JSON lines need not all have the same.
 HEAD_ROWS = 100
 # Larger files are known by a sample of their content: the same on every node, whatever their copies' times of change.
@@ -282,7 +282,8 @@ def write_tokens(
             np.save(into / f"{split}.rows.npy", np.concatenate(rows))
             np.save(into / f"{split}.lengths.npy", together[split].lengths)
             audit["splits"][split] = auditing.audit_split(together[split], eos)
-        for name, lengths in zip(sets, rows, strict=True) if len(sets) > 1 else ():
+        named = data.mix if key == "sources" else data.eval  # the only set of a run needs no figures of its own
+        for name, lengths in zip(sets, rows, strict=True) if named or len(sets) > 1 else ():
             audit[key][name] = {**auditing.audit_split(sets[name], eos), "sequences": len(lengths)}
             if key == "evaluated":
                 audit[key][name]["overlap"] = auditing.overlap(together["train"], sets[name])

@@ -61,6 +61,7 @@ class Adapter:
 
 def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
     """Which modules and expert parameters are adapted. Every pattern that matches nothing is an error."""
+    lora = lora.stored
     linears = {  # module -> its weight: what PEFT can adapt
         p.name.removesuffix(".weight"): p
         for p in base.parameters
@@ -278,6 +279,9 @@ def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None
     if lora.use_dora:
         place, hint = where("lora.use_dora"), "set lora.use_dora: false"
         problems.append(Problem("adapters of routed experts can't be DoRA", place, hint))
+    if lora.starts_from_weights:
+        place, hint = where("lora.init_lora_weights"), "leave lora.experts out, or set lora.init_lora_weights: true"
+        problems.append(Problem(f"adapters of routed experts can't start by {lora.init_lora_weights}", place, hint))
     r = lora.experts.r if lora.experts else lora.r
     leaves = tuple(dict.fromkeys(p.name.rpartition(".")[2] for p in fused))
     targets: dict[str, Target] = {}

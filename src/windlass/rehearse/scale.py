@@ -132,7 +132,7 @@ def scale_run(
     changes: list[Change] = []
     for key, value, why in _scaled_keys(run, plan, spread, material, folder):
         section, _, name = key.partition(".")
-        yours = getattr(getattr(run, section), name)
+        yours = tree.get(section, {}).get(name, getattr(getattr(run, section), name))
         if yours != value:
             tree.setdefault(section, {})[name] = value
             changes.append(Change(key, yours, value, why))

@@ -20,6 +20,7 @@ from typing import Any
 from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.hardware import this_machine
+from windlass.plan import with_choices
 from windlass.rehearse.process import ERROR, Command, node_variables
 from windlass.rehearse.record import Failed, Phase, Record
 from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, Spread, micro_batches, scale_ranks, scale_run
@@ -234,7 +235,8 @@ def replica(r: Rehearsal) -> Iterator[str]:
     material = Material(r.folder / "model", r.folder / "data", rows["validation"], rows["length"], rows["rows"], layers)
     loaded = r.load()
     assert isinstance(loaded, Loaded)
-    text, r.record.changes = scale_run(loaded.run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"])
+    run = with_choices(loaded)[0].run
+    text, r.record.changes = scale_run(run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"])
     (r.folder / "rehearsal.yaml").write_text(text, encoding="utf-8")
 
 

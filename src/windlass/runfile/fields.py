@@ -105,9 +105,10 @@ class Lora(Section):
     """Scale by lora_alpha / sqrt(r), which keeps large ranks stable."""
     use_dora: bool = False
     """Train magnitude and direction separately (DoRA). Not for routed experts."""
-    init_lora_weights: bool | Literal["gaussian"] = True
-    """true: A random, B zero, so that training starts from the base model; gaussian: A normal; false: both random (for
-    tests)."""
+    init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_4", "pissa_niter_16", "olora"] = True
+    """true: A random, B zero; gaussian: A normal; pissa: the weight's largest singular values, found much faster with
+    _niter_4 or _niter_16; olora: its QR decomposition. All begin at the base model; after pissa and olora the saved
+    adapter has twice the rank, and opens on the base as it is. false: both random (for tests)."""
     modules_to_save: list[Text] | None = None
     """Also train these in full and save them with the adapter: the embedding and the head, [embed_tokens, lm_head]."""
     adapter: Text | None = None
@@ -116,6 +117,29 @@ class Lora(Section):
     """Dtype of the adapter's weights and of the optimizer's state."""
     experts: ExpertLora | None = None
     """Adapt the routed experts too: true for the same rank, or their own r, lora_alpha and targets."""
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Whether an adapter starts as a part of its base weight."""
+        return str(self.init_lora_weights).startswith(("pissa", "olora"))
+
+    @property
+    def stored(self) -> Lora:
+        """As adapters are built and saved: those that start as a part of their weights have a fixed half, too."""
+        if not self.starts_from_weights:
+            return self
+        more = math.sqrt(2) if self.use_rslora else 2  # so that the scale stays
+        ranks = {"r": 2 * self.r, "rank_pattern": {name: 2 * r for name, r in self.rank_pattern.items()}}
+        alphas = {name: more * alpha for name, alpha in self.alpha_pattern.items()}
+        return self.model_copy(update={**ranks, "lora_alpha": more * self.lora_alpha, "alpha_pattern": alphas})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_default_dropout(cls, section: Any) -> Any:
+        """Dropout would also drop what takes the part of the weight away."""
+        if isinstance(section, dict) and str(section.get("init_lora_weights")).startswith(("pissa", "olora")):
+            return {"lora_dropout": 0.0, **section}
+        return section
 
     @model_validator(mode="before")
     @classmethod

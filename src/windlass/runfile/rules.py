@@ -169,6 +169,12 @@ def _model(run: RunFile, ranks: int) -> Iterator[Clash]:
     if model.device_map not in ("auto", None) and ranks > 1:
         what = f"places the model by hand, but {ranks} ranks each load their own part"
         yield "model.device_map", what, "remove it: `layout` decides how the model is sharded"
+    if run.lora.starts_from_weights:
+        what = f"init_lora_weights: {run.lora.init_lora_weights} subtracts a part of the base's weights, which"
+        if run.lora.lora_dropout:
+            yield "lora.lora_dropout", f"{what} dropout would drop as well", "set lora.lora_dropout: 0"
+        if run.lora.use_dora:
+            yield "lora.use_dora", f"{what} DoRA would rescale", "set lora.use_dora: false"
     if run.lora.use_dora and run.lora.experts is not None:
         hint = "set lora.use_dora: false, or remove lora.experts"
         yield "lora.use_dora lora.experts", "DoRA doesn't work on routed experts", hint

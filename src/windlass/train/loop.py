@@ -19,6 +19,7 @@ from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batch, Batches
 from windlass.train.fused import fuse
+from windlass.train.initial import FixedHalves
 from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
 from windlass.train.noise import add_embedding_noise
 from windlass.train.optimizer import create_optimizer, create_scheduler, follows_evaluation
@@ -67,6 +68,7 @@ class Loop:
     progress: Progress  # the terminal
     trackers: Trackers  # TensorBoard, W&B …
     samples: Samples | None = None  # prompts that it continues at evaluations
+    halves: FixedHalves | None = None  # of adapters that start as a part of their weights
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # trained on by all ranks since the run began
@@ -110,6 +112,8 @@ class Loop:
         """Train to the end, or until a signal; with every step: train, log, evaluate, save."""
         if resume is not None:
             checkpoint.restore(self, resume)
+        if self.plan.loaded.run.lora.starts_from_weights:
+            self.halves = FixedHalves(self.causal_lm)
         self.causal_lm.train()
         self.recorder.start(self.step)
         self.watch.start(self.step, self.total)
@@ -183,6 +187,8 @@ class Loop:
                 rows, tokens, supervised = rows + batch.rows, tokens + batch.tokens, supervised + batch.supervised
 
         # One collective: the gradients, and with them loss, tokens, faults, signals, and what the watch requests.
+        if self.halves:
+            self.halves.clear_gradients()
         sums = self.replicas.average(self._own_sums(loss, balance, supervised, tokens))
         self.recorder.mark("communication")
 
@@ -211,6 +217,8 @@ class Loop:
 
         # Update.
         self.optimizer.step()
+        if self.halves:
+            self.halves.restore()
         self.recorder.mark("optimizer")
         self.liveness.after_update()
         unchanged = "" if step.skipped else self.liveness.find_unchanged(learning_rate / self.train.learning_rate)
@@ -312,9 +320,10 @@ class Loop:
         self.eval_loss = loss / max(tokens, 1)
         if follows_evaluation(self.train):
             self.scheduler.step(self.eval_loss)
+        named = by_set.means(of_sets) if by_set.names else dict.fromkeys(self.validation.names, self.eval_loss)
         metrics = {
             "eval_loss": self.eval_loss,
-            **{f"eval_{name}_loss": mean for name, mean in by_set.means(of_sets).items()},
+            **{f"eval_{name}_loss": mean for name, mean in named.items()},
             "eval_mean_token_accuracy": right / max(tokens, 1),
             "eval_entropy": entropy / max(tokens, 1),
             "eval_num_tokens": self.tokens,

@@ -20,6 +20,7 @@ from transformers import set_seed
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model.targets import Adapter, ExpertShards
 from windlass.train import experts
+from windlass.train.initial import NAME, start_from_weights
 from windlass.train.parallel import device_of_this_rank, shard_like
 from windlass.train.quantised import formats_of, part_of
 from windlass.train.wrapped import read_inner_config
@@ -27,7 +28,6 @@ from windlass.train.wrapped import read_inner_config
 if TYPE_CHECKING:
     from windlass.runfile import Lora
 
-NAME = "default"  # PEFT's name of the one adapter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -74,6 +74,8 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
                 "lora.adapter",
                 "name a folder that final/ or checkpoints/step-N of a run with the same model and lora section left",
             )
+    if lora.starts_from_weights and not lora.adapter:
+        start_from_weights(peft_model, str(lora.init_lora_weights))
     if adapter.target_parameters:
         experts.patch_experts(peft_model)
         if lora.lora_dropout:  # PEFT refuses it beside experts. The saved configuration keeps 0, so that PEFT opens it
@@ -138,7 +140,7 @@ def unsharded_sizes() -> Iterator[None]:
 
 def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
     """The run file's lora section for PEFT, with patterns as exact names. Experts may have a rank of their own."""
-    every = adapter.ranks
+    every, lora = adapter.ranks, lora.stored
     ranks = {name: every[name] for name in adapter.target_modules if every.get(name, lora.r) != lora.r}
     alphas = dict(adapter.alphas)
     if lora.experts:
@@ -157,7 +159,7 @@ def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
         task_type=lora.task_type,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
-        init_lora_weights=lora.init_lora_weights,
+        init_lora_weights=True if lora.starts_from_weights else lora.init_lora_weights,
     )
 
 

@@ -1,0 +1,80 @@
+"""PiSSA and OLoRA: adapters that start as a part of the base's weights, beside a fixed half that takes it away again.
+
+PEFT takes that part out of the base. Here the base stays as it is stored: an adapter has twice the rank, A = [A; A0]
+and B = [B, -B0], of which A0 and B0 never change. That is the form in which PEFT itself saves such an adapter as a LoRA
+of the original base.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from windlass.errors import UserError
+from windlass.train.parallel import device_of_this_rank
+
+NAME = "default"  # PEFT's name of the one adapter
+
+
+def start_from_weights(model: nn.Module, how: str) -> None:
+    """Set every adapter to the part of its weight that it trains, and its fixed half to the same with the sign turned.
+
+    Weights that are sharded are gathered one after the other: a collective. Every rank has rank 0's values.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        weight, rank = module.get_base_layer().weight.detach(), module.r[NAME] // 2
+        weight = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(device_of_this_rank()).float()
+        weight = weight.T if getattr(module, "fan_in_fan_out", False) else weight
+        if rank > min(weight.shape):
+            problem = f"{how} with rank {rank}, and the weight of {name} has only rank {min(weight.shape)}"
+            raise UserError(problem, "lora.r", f"set lora.r to {min(weight.shape)} or less")
+        parts = [part.contiguous() for part in factors(weight, rank, module.scaling[NAME], how)]
+        if dist.is_initialized():
+            for part in parts:
+                dist.broadcast(part, 0)
+        down, up = parts
+        for own, value in ((module.lora_A, torch.cat([down, down])), (module.lora_B, torch.cat([up, -up], 1))):
+            own[NAME].weight.data = value.to(own[NAME].weight)
+
+
+def factors(weight: Tensor, rank: int, scale: float, how: str) -> tuple[Tensor, Tensor]:
+    """A0 and B0 as PEFT has them: `scale` times B0 A0 is the part of the weight."""
+    if how == "olora":
+        q, r = torch.linalg.qr(weight)
+        return r[:rank], q[:, :rank]
+    if how == "pissa":
+        left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        left, sizes, columns = torch.svd_lowrank(weight, rank, niter=int(how.rpartition("_")[2]))
+        right = columns.T
+    root = (sizes[:rank] / scale).sqrt()
+    return root[:, None] * right[:rank], left[:, :rank] * root
+
+
+class FixedHalves:
+    """The halves of adapters that never change, whatever an optimizer does to what has no gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts: list[tuple[nn.Parameter, int]] = []  # with the dimension in which the second half is fixed
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                self.parts += [(module.lora_A[NAME].weight, 0), (module.lora_B[NAME].weight, 1)]
+        self.values = [self._half(parameter, dim).clone() for parameter, dim in self.parts]
+
+    def clear_gradients(self) -> None:
+        for parameter, dim in self.parts:
+            if parameter.grad is not None:
+                self._half(parameter.grad, dim).zero_()
+
+    def restore(self) -> None:
+        for (parameter, dim), value in zip(self.parts, self.values, strict=True):
+            self._half(parameter, dim).copy_(value)
+
+    @staticmethod
+    def _half(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.detach().chunk(2, dim)[1]
