@@ -217,6 +217,11 @@ def main() -> None:
     report(found, count, as_json=asked.json)
 
 
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Measured on the same rows, packed or not."""
+    return (one.get("format"), one["packing"]) == (other.get("format"), other["packing"])
+
+
 def report(found: list[dict[str, Any]], rows: int, *, as_json: bool) -> None:
     machine = {
         "date": time.strftime("%Y-%m-%d"),
@@ -228,11 +233,13 @@ def report(found: list[dict[str, Any]], rows: int, *, as_json: bool) -> None:
         print(json.dumps({**machine, "results": found}))
         return
     print(machine)
-    print(f"{'':24} {'':17} {'seconds':>8} {'rows/s':>10} {'tokens/s':>12} {'rows out':>9}")
+    print(f"{'':24} {'':17} {'seconds':>8} {'rows/s':>10} {'tokens/s':>12} {'rows out':>9} {'windlass':>9}")
     for one in found:
         rates = f"{rows / one['seconds']:10,.0f} {one['tokens'] / one['seconds']:12,.0f}"
         kind = one.get("format") or ("packed" if one["packing"] else "not packed")
-        print(f"{one['way']:24} {kind:17} {one['seconds']:8.2f} {rates} {one['rows_out']:9,}")
+        ours = next(each for each in found if each["way"] == "windlass" and same(each, one))
+        ratio = one["seconds"] / one["tokens"] * ours["tokens"] / ours["seconds"]
+        print(f"{one['way']:24} {kind:17} {one['seconds']:8.2f} {rates} {one['rows_out']:9,} {ratio:8.2f}x")
 
 
 if __name__ == "__main__":

@@ -94,6 +94,26 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
     assert all(f"{line['prompt']}{line['reference']}" in texts for line in lines)
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("layout", ["name: full-shard", "name: expert-parallel, expert_parallel: 2"])
+@pytest.mark.parametrize("dtype", ["fp8", "nf4"])
+def test_a_base_in_few_bits_continues_prompts_and_trains_bit_for_bit(tmp_path: Path, layout: str, dtype: str) -> None:
+    tiny.write(tmp_path / "model", "mistral4", quantization="tensor" if dtype == "fp8" else "none")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"hull keel mast {n}"}) + "\n" for n in range(40)))
+    for name, sample in (("without", ""), ("stated", STATED)):
+        text = RUN.format(folder=name, sample=sample).replace("torch_dtype: float32", "torch_dtype: bfloat16")
+        text = text.replace("bf16: false", "bf16: true").replace(
+            "name: expert-parallel, expert_parallel: 2", f"{layout}, base_dtype: {dtype}"
+        )
+        (tmp_path / f"{name}.yaml").write_text(text)
+        command = [warm.python(), "-m", "windlass", "train", f"{name}.yaml"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    assert steps(tmp_path / "stated") == steps(tmp_path / "without")
+    assert [line["prompt"] for line in samples(tmp_path / "stated")] == 2 * PROMPTS
+    assert all(line["text"] for line in samples(tmp_path / "stated"))
+
+
 def test_noise_is_that_of_transformers_and_none_in_evaluations() -> None:
     embeddings, ids = nn.Embedding(16, 8), torch.arange(12).view(2, 6)
     plain = embeddings(ids)

@@ -263,12 +263,9 @@ def data(
     from windlass.data.show import show, show_rows
     from windlass.runfile import read
 
-    loaded, chosen = planning.with_choices(read(run, override or ()))
-    for each in chosen:
-        say(f"not set, chosen: {each}")
+    loaded = planning.with_choices(read(run, override or ()), say)
     if sample or row is not None:
-        found = token_rows(loaded, say=say, sample=sample, row=row, source=source)
-        (write_json if as_json else show_rows)(found)
+        (write_json if as_json else show_rows)(token_rows(loaded, say=say, sample=sample, row=row, source=source))
         return
     audit_data(loaded, say=say, audited=write_json if as_json else show)
 
@@ -684,8 +681,7 @@ def version(as_json: Json = False) -> None:
     """Print the versions that matter for a bug report: libraries, CUDA, driver, GPUs, system."""
     from windlass import support
 
-    found = support.versions()
-    write_json(found) if as_json else support.show(found)
+    (write_json if as_json else support.show)(support.versions())
 
 
 @command(HELP, "bug-report run", "bug-report run.yaml --out bug-report.tar.gz")

@@ -376,10 +376,13 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=tuple(notes))
 
 
-def with_choices(loaded: Loaded) -> tuple[Loaded, tuple[str, ...]]:
-    """The run file with what the plan chooses of its data, and the choices in words."""
+def with_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
+    """The run file with what it leaves open; `say` is told each choice."""
     base = weights.find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
-    return fill_in(loaded, base, loaded.run.ranks)
+    filled, chosen = fill_in(loaded, base, loaded.run.ranks)
+    for each in chosen:
+        say(f"not set, chosen: {each}")
+    return filled
 
 
 def check_family(loaded: Loaded, base: Base) -> list[Problem]:

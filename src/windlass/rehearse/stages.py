@@ -235,7 +235,7 @@ def replica(r: Rehearsal) -> Iterator[str]:
     material = Material(r.folder / "model", r.folder / "data", rows["validation"], rows["length"], rows["rows"], layers)
     loaded = r.load()
     assert isinstance(loaded, Loaded)
-    run = with_choices(loaded)[0].run
+    run = with_choices(loaded).run
     text, r.record.changes = scale_run(run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"])
     (r.folder / "rehearsal.yaml").write_text(text, encoding="utf-8")
 
