@@ -132,8 +132,6 @@ BAD_VALUES = {
     "layout: {base_dtype: fp4}": ("layout.base_dtype", "'int4' or 'mxfp4', not 'fp4'", "write nf4"),
     "lora: {init_lora_weights: PiSSA}": ("lora.init_lora_weights", "not 'PiSSA'", "did you mean pissa?"),
     "lora: {init_lora_weights: corda}": ("lora.init_lora_weights", "not 'corda'", "write true: corda changes the base"),
-    "lora: {init_lora_weights: PiSSA}": ("lora.init_lora_weights", "not 'PiSSA'", "did you mean pissa?"),
-    "lora: {init_lora_weights: corda}": ("lora.init_lora_weights", "not 'corda'", "write true: corda changes the base"),
     "cluster: {platform: k8s}": ("cluster.platform", "not 'k8s'", "write kubernetes"),
     "lora: {r: '16'}": ("lora.r", "must be a whole number, not '16'", "without quotes"),
     "lora: {r: 16.5}": ("lora.r", "must be a whole number, not 16.5", ""),
