@@ -31,8 +31,8 @@ from windlass.plan.layout import (
     FOUR_BITS,
     PUBLISHED,
     Layout,
-    needs_weights,
     read_request,
+    why_not_codes,
 )
 from windlass.plan.machine import own_file, read_machine
 from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, fill_in, row_tokens
@@ -266,10 +266,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
     machine = machine_of(run.cluster.model_copy(update=sizes), where)
     form = f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
-    in_full = needs_weights(run.lora)
-    if run.lora.starts_from_weights:
-        in_full = f"lora.init_lora_weights: {run.lora.init_lora_weights} takes adapters from base weights"
-    kept, why_not_kept = published(base), in_full or ("" if base.family.expert_adapters else form)
+    kept, why_not_kept = published(base), why_not_codes(run.lora) or ("" if base.family.expert_adapters else form)
     why_not_narrow = why_not_kept
     if not narrow(base):
         why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantise"

@@ -227,6 +227,13 @@ def needs_weights(lora: Any) -> str:
     return "lora.use_dora needs the norm of base weights" if lora.use_dora else ""
 
 
+def why_not_codes(lora: Any) -> str:
+    """Which setting of the adapter works with no base in fewer bits."""
+    if lora.starts_from_weights:
+        return f"lora.init_lora_weights: {lora.init_lora_weights} takes adapters from base weights"
+    return needs_weights(lora)
+
+
 def _rule_out(run: Any, experts_adapted: bool) -> dict[str, str]:
     """Layouts that the adapter doesn't work with, and why. Each goes when the engine supports it."""
     if why := needs_weights(run.lora):
