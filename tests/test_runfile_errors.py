@@ -112,6 +112,7 @@ BAD_KEYS = {
     "bias: none": ("bias", "belongs to `lora`", "the line `lora:` is missing"),
     "lora:\nr: 8": ("r", "belongs to `lora`", "indent it under `lora:`"),
     # What other tools call them.
+    "lora: {trainable_token_indices: [8]}": ("lora.trainable_token_indices", "", "write lora.modules_to_save: [embed"),
     "lora: {rank: 8}": ("lora.rank", "", "write lora.r"),
     "train: {micro_batch_size: 8}": ("train.micro_batch_size", "", "write train.per_device_train_batch_size"),
     "train: {epochs: 8}": ("train.epochs", "", "write train.num_train_epochs"),
