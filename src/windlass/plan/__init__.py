@@ -365,12 +365,18 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         notes=(),
         chosen=chosen,
     )
-    notes = [*(f"not set, chosen: {each}" for each in chosen), *loaded.notes]
-    notes += [*(accelerate.notes if accelerate else ()), *base.notes, *adapter.notes, *row_notes]
+    notes = (*_notes(plan, accelerate), *row_notes)
+    return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=notes)
+
+
+def _notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
+    """What is worth knowing of the files, the model and what was chosen."""
+    base, found = plan.base, accelerate.notes if accelerate else ()
+    yield from (f"not set, chosen: {each}" for each in plan.chosen)
+    yield from (*plan.loaded.notes, *found, *base.notes, *plan.adapter.notes)
     if base.family.traced:
         some = f"{base.family.without_formula} of {base.dims['layers']} layers"
-        notes.append(f"{some} have no formula (linear attention or the like): their memory is measured by tracing")
-    return replace(plan, warnings=tuple(find_warnings(plan, rows, work.shape)), notes=tuple(notes))
+        yield f"{some} have no formula (linear attention or the like): their memory is measured by tracing"
 
 
 def with_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
