@@ -5,23 +5,26 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test prove prove-cuda browser format lint types imports docs site package clean
+.PHONY: demo test test-long prove prove-cuda browser format lint types imports docs site package clean
 
 demo: $(STAMP)  ## the main job, end to end, on this machine's CPU
 	rm -rf demo-run
 	$(BIN)/windlass demo --dir demo-run
 	$(BIN)/windlass report demo-run/run
 
-test: $(STAMP) browser lint types imports  ## what CI runs
-	$(BIN)/pytest -m "not prove" -n 2 --dist loadfile
+test: $(STAMP) browser lint types imports  ## a part of every proof, in five minutes on two cores
+	$(BIN)/pytest -m "not long and not prove" -n 2 --dist loadfile
+
+test-long: $(STAMP) browser  ## what takes longer and CI runs as well
+	$(BIN)/pytest -m long -n 2 --dist loadfile
 
 prove: $(STAMP) browser site  ## everything, the long proofs too
-	$(BIN)/pytest
+	$(BIN)/pytest -m ""
 
 CUDA := $(VENV)/cuda
 prove-cuda: $(CUDA)/libcuda.so.1  ## a step on torch's CUDA build (5 GB) and a GPU that is a stub: needs a C compiler
 	LD_LIBRARY_PATH=$(CURDIR)/$(CUDA) LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=$(CUDA) \
-	  $(BIN)/pytest -p no:cacheprovider tests/test_on_cuda.py tests/test_as_on_a_gpu.py
+	  $(BIN)/pytest -m "" -p no:cacheprovider tests/test_on_cuda.py tests/test_as_on_a_gpu.py
 
 $(CUDA)/libcuda.so.1: tests/cuda_stub.c $(STAMP)
 	v=$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])') && \
@@ -61,7 +64,7 @@ site: $(STAMP)  ## the documentation as a site that needs no network: site/index
 
 package: $(STAMP)  ## wheel and sdist in dist/, and the demo from the wheel in an empty folder
 	$(BIN)/python -m build
-	$(BIN)/pytest tests/test_support.py
+	$(BIN)/pytest -m "" tests/test_support.py
 
 clean:
 	rm -rf $(VENV) demo-run build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

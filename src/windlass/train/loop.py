@@ -296,7 +296,8 @@ class Loop:
         self._schedule_free("eval")
         by_set = SourceLosses(self.validation.names, self.device, torch.float64)
         # Loss, right first choices, entropy, tokens; interruptions; then by set.
-        sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64)
+        sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64, device=self.device)
+        requested = None  # by a signal until the batch before: waiting for that one lets the device compute this one
         with self.adapters.unchanged():
             for host_batch in self.validation.epoch(0):
                 self.recorder.mark("pause")
@@ -309,9 +310,10 @@ class Loop:
                 of_batch = torch.cat([figures.double().sum(1), counts.double(), by_set.take()])
                 if self.replicas.world > 1:
                     dist.all_reduce(of_batch)
-                sums += of_batch.cpu()
-                if sums[4]:  # an evaluation can take longer than the time to save after a signal
+                sums += of_batch
+                if requested is not None and bool(requested):  # evaluating can take longer than the time to save
                     break
+                requested = of_batch[4]
         self.causal_lm.train()
         loss, right, entropy, tokens, interrupted, *of_sets = sums.tolist()
         self.stopped = self.evaluation_due = interrupted > 0
