@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 import pytest
 import warm
+
+# Marked `long`: what begins so. Each has a shorter relative among the other tests, or is about a part of its own.
+LONG: Final = (
+    *("test_checkpoint_kills.py", "test_cost_against_torch.py", "test_launch_script.py", "test_one_gpu.py"),
+    *("test_report_page.py", "test_retinanet.py", "test_script_run.py", "test_watch_run.py"),
+    "test_data.py::test_no_deadlock_in_forked_workers",
+    "test_families.py::test_a_plan_warns_of_layers_without_a_formula",
+    "test_families.py::test_shipped_descriptions_equal_what_is_derived",
+    "test_families.py::test_the_loader_is_bit_equal",
+    "test_families.py::test_two_ranks_train_as_plain_trl_does",
+    "test_fetch.py::test_headers_alone_are_enough_for_the_plan",
+    "test_importing.py::test_a_value_of_another_kind_is_refused_or_taken",
+    "test_launch_hosts.py::test_nodes_that_never_meet",
+    "test_quantised.py::test_the_kernel_computes_torchs_bits",
+    "test_rehearse.py::test_every_data_format_is_rehearsed",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -13,8 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[warm.SHARED] = warm.start()
 
 
+@pytest.hookimpl(tryfirst=True)  # before they are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(LONG):
+            item.add_marker(pytest.mark.long)
         item.user_properties += [("fault", mark.args) for mark in item.iter_markers("fault")]
 
 

@@ -473,7 +473,7 @@ def test_a_mix_is_the_same_on_any_number_of_ranks_and_when_resumed(alone: Outcom
     sets = {"mix": {"words", "talks", "ids"}, "streamed": {"words", "talks"}}[name]
     assert set().union(*(step["source_loss"] for step in expected)) == sets
     held_out = {f"eval_{each}_loss" for each in sets} if name == "mix" else set()
-    assert evaluations(alone, name)[0].keys() - {"eval_loss"} == ({*held_out, "eval_asked_loss"} if held_out else set())
+    assert evaluations(alone, name)[0].keys() - {"eval_loss"} == {*held_out, "eval_asked_loss"}
     if name == "mix":
         assert two["mix"]["collectives"] == ["allreduce_"]  # the losses by source are in the one that there is
 

@@ -33,7 +33,7 @@ RENAMED: Final = ("base_model_name_or_path", "inference_mode", "revision", "auto
 # Keys of config.json that no forward depends on.
 NO_FORWARD: Final = re.compile(
     r"_name_or_path|architectures|auto_map|(torch_)?dtype|transformers_version|use_cache|initializer_range|.*_token_id"
-    r"|router_aux_loss_coef|router_jitter_noise|output_.*|return_dict.*|id2label|label2id|quantization_config"
+    r"|router_aux_loss_coef|output_.*|return_dict.*|id2label|label2id|quantization_config"
 )
 Part = tuple[tuple[int, ...], tuple[int, ...], int]  # of a parameter: where it begins, its shape, its digest
 
