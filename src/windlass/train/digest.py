@@ -20,10 +20,9 @@ from windlass.model import Stored
 
 MODULUS: Final = 2**64
 TOGETHER: Final = 2**15  # bytes that one hash is of, at most, where a row is no longer
-hash_rows: Callable[[Any], int] = xxh3_64_intdigest
+hash_rows: Callable[[Any, int], int] = xxh3_64_intdigest
 
 Box = Sequence[tuple[int, int]]
-Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def rows_together(rows: int, width: int) -> int:
@@ -51,24 +50,24 @@ def digest_box(stored: Stored, box: Box, values: Tensor, read: Callable[[Stored,
     first, last = -(-start // together), -(-stop // together)  # groups
     if first == last:
         return 0
-    own = _bytes(values).reshape(-1, (stop - start) * width)[:, (first * together - start) * width :]
+    numbers = [0]  # of the matrices that the box is in
+    for (begin, close), size in zip(wide[:-2], shape[:-2], strict=True):
+        numbers = [number * size + index for number in numbers for index in range(begin, close)]
+    own = _bytes(values).reshape(len(numbers), -1)[:, (first * together - start) * width :]
     full = own.shape[1] // (together * width)
-    whole, rest = np.split(own, [full * together * width], axis=1)
+    rest = own[:, full * together * width :]
     if (end := min(last * together, rows)) > stop:
         beyond = (*wide[:-2], (stop, end), wide[-1])[: len(stored.shape)]
         behind = torch.empty([b - a for a, b in beyond], dtype=values.dtype)
         read(stored, beyond, behind)
         rest = np.concatenate([rest, _bytes(behind).reshape(len(own), -1)], axis=1)
-    hashes = np.empty((len(own), last - first), np.uint64)
-    hashes[:, :full] = np.fromiter(map(hash_rows, whole.reshape(-1, together * width)), np.uint64).reshape(
-        len(own), full
-    )
-    if full < last - first:
-        hashes[:, full] = [hash_rows(each) for each in rest]
-    place = np.zeros(1, np.uint64)
-    for (begin, close), size in zip((*wide[:-2], (first, last)), (*shape[:-2], -(-rows // together)), strict=True):
-        place = np.add.outer(place * np.uint64(size), np.arange(begin, close, dtype=np.uint64)).reshape(-1)
-    return int(_mixed(hashes.reshape(-1) ^ _mixed(place ^ _name_key(stored))).sum(dtype=np.uint64))
+    total = 0
+    for number, matrix, remaining in zip(numbers, own, rest, strict=True):
+        seed = _name_key(stored) + number * -(-rows // together) + first  # a group's place is a part of its hash
+        groups = matrix[: full * together * width].reshape(full, together * width)
+        total += sum(map(hash_rows, groups, range(seed, seed + full)))
+        total += hash_rows(remaining, seed + full) if full < last - first else 0
+    return total % MODULUS
 
 
 def _bytes(values: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -80,14 +79,6 @@ def digest_text(total: int) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _name_key(stored: Stored) -> np.uint64:
+def _name_key(stored: Stored) -> int:
     text = f"{stored.key} {stored.dtype} {list(stored.shape)}".encode()
-    return np.uint64(hash_rows(text))
-
-
-def _mixed(words: Words) -> Words:
-    """Every bit of a word into every other (the finaliser of SplitMix64)."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    return hash_rows(text, 0) // 2  # leaves room for places
