@@ -10,18 +10,16 @@ import warm
 
 # Marked `long`: what begins so. Each has a shorter relative among the other tests, or is about a part of its own.
 LONG: Final = (
-    *("test_checkpoint_kills.py", "test_cost_against_torch.py", "test_launch_script.py", "test_one_gpu.py"),
+    *("test_checkpoint_kills.py", "test_cost_against_torch.py", "test_families.py", "test_launch_rendezvous.py"),
+    *("test_launch_script.py", "test_one_gpu.py", "test_samples.py"),
     *("test_report_page.py", "test_retinanet.py", "test_script_run.py", "test_watch_run.py"),
     "test_data.py::test_no_deadlock_in_forked_workers",
-    "test_families.py::test_a_plan_warns_of_layers_without_a_formula",
-    "test_families.py::test_shipped_descriptions_equal_what_is_derived",
-    "test_families.py::test_the_loader_is_bit_equal",
-    "test_families.py::test_two_ranks_train_as_plain_trl_does",
     "test_fetch.py::test_headers_alone_are_enough_for_the_plan",
     "test_importing.py::test_a_value_of_another_kind_is_refused_or_taken",
     "test_launch_hosts.py::test_nodes_that_never_meet",
     "test_quantised.py::test_the_kernel_computes_torchs_bits",
     "test_rehearse.py::test_every_data_format_is_rehearsed",
+    "test_train.py::test_a_disk_that_is_full_costs_no_training",
 )
 
 
