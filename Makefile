@@ -16,7 +16,7 @@ test: $(STAMP) browser lint types imports  ## a part of every proof, in five min
 	$(BIN)/pytest -m "not long and not prove" -n 2 --dist loadfile
 
 test-long: $(STAMP) browser  ## what takes longer and CI runs as well
-	$(BIN)/pytest -m long -n 2 --dist loadfile
+	$(BIN)/pytest -m "long and not prove" -n 2 --dist loadfile
 
 prove: $(STAMP) browser site  ## everything, the long proofs too
 	$(BIN)/pytest -m ""
