@@ -65,6 +65,13 @@ def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: P
         said[port] = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
     for text in said.values():
         assert text.count("1 adapter tensor is not training") == text.count("another error") == 1, text
+    for alone in ({"WORLD_SIZE": "1"}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}):  # each start of a pod says it
+        for _ in range(2):
+            environ = {**os.environ, **alone, "TMPDIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"}
+            done = subprocess.run(
+                [warm.python(), str(script)], env=environ, capture_output=True, text=True, timeout=120, check=False
+            )
+            assert "1 adapter tensor is not training" in done.stdout
 
 
 # --- which rank this is, and how many there are ---

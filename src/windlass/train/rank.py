@@ -23,7 +23,7 @@ from windlass.files import FULL, unwritable, write_atomic
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STATUS_DIR: Final = "WINDLASS_STATUS_DIR"  # on this machine; ranks write their phase, error and exit code there
-SAID_SECONDS: Final = 60.0  # within which the same error of ranks that started together is one
+SAID_SECONDS: Final = 10.0  # within which the same error of ranks that started together is one
 SUPERVISED: Final = "WINDLASS_SUPERVISED"  # set: `windlass train` reads those files, so ranks print no errors
 
 
@@ -105,7 +105,7 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
         problems = [problem.as_dict() for problem in error.problems]
         here.report("error", json.dumps({"problems": problems, "code": code, "time": time.monotonic()}))
         if not here.supervised and (here.local_rank == 0 or code == 1):
-            if is_first(str(error)):
+            if is_first(here, str(error)):
                 print_error(error)
         else:  # most often what local rank 0 prints in full; if it is this rank's alone, here it is
             printed = f"rank {here.rank}: {error.problems[0].where}: {error.problems[0].problem}"
@@ -120,16 +120,20 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
     except Exception:
         code, trace = 1, traceback.format_exc()
         here.report("error", json.dumps({"traceback": trace, "time": time.monotonic()}))
-        printed = f"rank {here.rank} failed:\n{trace}" if is_first(trace) else ""
+        printed = f"rank {here.rank} failed:\n{trace}" if is_first(here, trace) else ""
     if printed and not here.supervised:
         print(printed, file=sys.stderr, flush=True)
     here.report("code", str(code))
     return code
 
 
-def is_first(text: str) -> bool:
+def is_first(here: Rank, text: str) -> bool:
     """Whether no other rank of this machine that the same launcher started has said the same: once is enough."""
+    if here.world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == "1":
+        return True
     start = [os.getuid(), os.getppid(), *map(os.environ.get, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))]
+    with contextlib.suppress(OSError, IndexError):  # when the launcher began: a pod's next one may have its number
+        start.append(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
     name = hashlib.blake2b(f"{start} {text}".encode(), digest_size=8).hexdigest()
     path = Path(tempfile.gettempdir()) / f"windlass-said-{name}"
     try:
