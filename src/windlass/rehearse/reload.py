@@ -19,10 +19,11 @@ from windlass.files import read_json
 from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
 from windlass.train.load import load
-from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, sample_rows
+from windlass.train.logits import compute_logits, kl_by_token, kl_divergence, logits_without_and_with, sample_rows
 
 ROWS, LENGTH = 4, 64
-KEPT = 0.5  # how far from all of the adapter's change what is merged may be: 16-bit weights are rounded by as much
+NEAR = 1e-3  # nats: 16-bit weights of these replicas have shown up to 2e-4
+KEPT = 0.2  # how far from all of the adapter's change what is merged may be
 EQUAL = 1e-3  # of logits in float32: the same arithmetic, perhaps in another order
 UNSHARDED = Layout("resident", "compared", 1, 1, shard=1)
 
@@ -74,22 +75,23 @@ def main(folder: Path) -> list[str]:
         if what.endswith("_keys") and keys:
             seen = f"{len(keys)} {what.replace('_', ' ')}: {keys}"
             raise Differs(f"plain transformers opens the merged model with {seen}")
-    logits, record = compute_logits(merged, rows), read_json(folder / "merged" / "export.json")
-    # Of so few rows, one token that rounding sends to another expert is a large share: a right merge has shown 2.9 % of
-    # the adapter's own effect.
-    bound = max(float(record["logits"].get("bound_kl", 5e-3)), 0.05 * effect)
-    far = kl_divergence(trained, logits)
-    if not far <= bound:
-        raise Differs(f"the merged model in plain transformers is {far:.3g} nats a token from what was trained")
-    # How much of the adapter's change is in the merged model: rounding cancels out over so many logits.
+    # Rounding sends a few tokens to other experts, and these would outweigh all others in a mean: hence the median.
+    logits = compute_logits(merged, rows)
+    far = float(kl_by_token(trained, logits).median())
+    if not far <= NEAR:
+        raise Differs(
+            f"the merged model in plain transformers is {far:.3g} nats from what was trained, at the median token"
+        )
     change = (trained - untrained).double()
-    kept = float(((logits - untrained) * change).sum() / (change * change).sum())
+    kept = float((((logits - untrained) * change).sum(-1) / (change * change).sum(-1)).median())
     if not abs(kept - 1) <= KEPT:
-        raise Differs(f"of what the adapter changes in the logits, {kept:.0%} is in the merged model")
+        raise Differs(
+            f"of what the adapter changes in the logits, {kept:.0%} is in the merged model, at the median token"
+        )
     return [
         *proved,
-        f"the merged model, opened by plain transformers as {kind}, no weight missing or unknown: KL {far:.1e} nats "
-        f"a token to what was trained (the adapter itself: {effect:.1e}), {kept:.0%} of the adapter's change of logits",
+        f"the merged model, opened by plain transformers as {kind}, no weight missing or unknown: at the median token, "
+        f"KL {far:.1e} nats to what was trained, {kept:.0%} of the adapter's change of logits",
     ]
 
 
