@@ -63,6 +63,7 @@ site: $(STAMP)  ## the documentation as a site that needs no network: site/index
 	$(BIN)/python docs/build_site.py
 
 package: $(STAMP)  ## wheel and sdist in dist/, and the demo from the wheel in an empty folder
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
 	$(BIN)/python -m build
 	$(BIN)/pytest -m "" tests/test_support.py
 

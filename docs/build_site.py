@@ -1,11 +1,11 @@
 """Builds the documentation's site: copies the Markdown and what it links to beside each other, then calls mkdocs.
 
-python docs/build_site.py                # site/index.html, which needs neither network nor server
-python -m http.server --directory site   # its search needs a server
+python docs/build_site.py   # site/index.html, which needs neither network nor server
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ def linked(page: Path) -> Iterator[Path]:
 
 def stage() -> None:
     shutil.rmtree(SOURCE, ignore_errors=True)
-    for path in {*pages(), *(target for page in pages() for target in linked(page))}:
+    for path in {*pages(), ROOT / "docs/iframe-worker.js", *(target for page in pages() for target in linked(page))}:
         copy = SOURCE / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -61,8 +61,4 @@ if __name__ == "__main__":
         "--config-file",
         str(ROOT / "mkdocs.yml"),
     ]
-    code = subprocess.run(command, check=False).returncode
-    for page in (ROOT / "site").rglob("*.html"):  # what lets a page that is opened from a disk search comes from a CDN
-        text = page.read_text(encoding="utf-8")
-        page.write_text(re.sub(r"<script src=\"?https://unpkg.com[^>]*></script>", "", text), encoding="utf-8")
-    sys.exit(code)
+    sys.exit(subprocess.run(command, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode)

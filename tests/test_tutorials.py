@@ -9,10 +9,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import chromium
 import pytest
 import typer.main
 import warm
@@ -138,3 +140,23 @@ def test_the_site_is_built_and_fetches_nothing() -> None:
             r'<(?:script|link|img)[^>]*(?:src|href)="?(https?:[^" >]+)', page.read_text(encoding="utf-8")
         )
         assert not [url for url in fetched if "canonical" not in url], f"{page}: {fetched}"
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
+def test_the_site_is_searched_from_the_disk() -> None:
+    pytest.importorskip("mkdocs", reason="make site installs it")
+    subprocess.run([sys.executable, ROOT / "docs/build_site.py"], check=True, timeout=200)
+    browser = chromium.Chromium()
+    try:
+        browser.open(ROOT / "site/docs/limits.html")
+        browser.run("document.querySelector('.md-search__input').focus()")
+        browser.send("Input.insertText", text="packing")
+        results = "[...document.querySelectorAll('.md-search-result__link')].map(each => each.href)"
+        until = time.monotonic() + 120
+        while not (found := browser.run(results)) and time.monotonic() < until:
+            time.sleep(0.2)
+        assert any("docs/data.html" in link for link in found), found
+        assert not [url for url in browser.requests if not url.startswith(("file:", "data:"))]
+    finally:
+        browser.close()
