@@ -26,7 +26,7 @@ from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
 from windlass.observe.watch import live, patrol
-from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm
+from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, hint_for
 from windlass.observe.watch.heartbeat import absent_ranks
 from windlass.observe.watch.patrol import Patrol, ScriptWatch, environment, report_alarm
 from windlass.runfile import Watch, names
@@ -218,7 +218,9 @@ def test_each_fault_raises_its_alarm_and_no_other(tmp_path: Path, name: str) -> 
     assert {(alarm.kind, alarm.rank) for alarm in raised} == {(kind, rank)}
     assert message in raised[0].message
     assert len(raised) <= 3, "once in a while, not at every step"
-    assert BY_KIND[kind].hint
+    (tmp_path / "run.yaml").touch()
+    assert (hint := hint_for(kind, tmp_path))
+    assert "RUN" not in hint, "its commands name this run"
     if name == "leak":
         assert {alarm.kind for alarm in found(tmp_path, 900, memory_fraction=0.6)} == {"memory_growth"}
         assert found(tmp_path, 900, memory_fraction=1.0) == [], "the run ends before"

@@ -41,10 +41,11 @@ class Problem:
 GIVEN: dict[str, str] = {}  # what this command was given as RUN or RUN_DIR
 
 
-def pasteable(hint: str) -> str:
+def pasteable(hint: str, **known: str) -> str:
     """A hint with the run file or folder that this command was given, so that it works as it is printed."""
+    names = {**known, **GIVEN}
     return re.sub(
-        r"(?<=`)(windlass [a-z-]+ )(RUN_DIR|RUN)\b", lambda m: m[1] + shlex.quote(GIVEN.get(m[2], m[2])), hint
+        r"(?<=`)(windlass [a-z-]+ )(RUN_DIR|RUN)\b", lambda m: m[1] + shlex.quote(names.get(m[2], m[2])), hint
     )
 
 

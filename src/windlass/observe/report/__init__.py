@@ -33,7 +33,7 @@ from windlass.observe.reader import ask, listed
 from windlass.observe.report.charts import PHASES, axes, charts, compared, comparison, differences, points
 from windlass.observe.report.facts import Facts, facts, peak_gib
 from windlass.observe.report.read import read
-from windlass.observe.watch.detectors import BY_KIND
+from windlass.observe.watch.detectors import hint_for
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -151,7 +151,7 @@ def page(runs: Sequence[Facts]) -> str:
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
         phases=PHASES,
-        hints={kind: detector.hint for kind, detector in BY_KIND.items()},
+        hint_for=lambda kind, folder: hint_for(kind, Path(folder)),
         peak_gib=peak_gib,
         NONE=formats.NONE,
     )

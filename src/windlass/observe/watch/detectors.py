@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from windlass.errors import RunError
+from windlass.errors import RunError, pasteable
 from windlass.observe import steps
 
 if TYPE_CHECKING:
@@ -382,3 +383,10 @@ DETECTORS: Final = (
     Detector("failed", "", None, RUN, True),
 )
 BY_KIND: Final = {detector.kind: detector for detector in DETECTORS}
+
+
+def hint_for(kind: str, folder: Path) -> str:
+    """What to do about an alarm, with commands that name this run."""
+    hint = BY_KIND[kind].hint if kind in BY_KIND else ""
+    run = folder / "run.yaml"  # `windlass submit` puts it there
+    return pasteable(hint, RUN_DIR=str(folder), **({"RUN": str(run)} if run.exists() else {}))

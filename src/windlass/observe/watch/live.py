@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass import run_folder
-from windlass.errors import UserError, pasteable
+from windlass.errors import UserError
 from windlass.files import read_json
 from windlass.observe import steps
 from windlass.observe.concerns import find_concerns
 from windlass.observe.reader import NAN, JoinedSteps, Tail, ask, known, listed, median, number
-from windlass.observe.watch.detectors import BY_KIND
+from windlass.observe.watch.detectors import hint_for
 from windlass.observe.watch.heartbeat import read_beats
 
 BARS: Final = "▁▂▃▄▅▆▇█"
@@ -160,9 +160,8 @@ class View:
             head = f"  step {alarm.get('step', '?')}{of_rank} {str(alarm.get('kind', '?')).replace('_', ' ')}: "
             message = "".join(letter for letter in str(alarm.get("message", "")) if letter.isprintable())
             lines.append(Text(head, style=LEVELS.get(str(alarm.get("level")), "yellow")) + Text(message))
-        detector = BY_KIND.get(str(self.alarms[-1].get("kind")))
-        if detector and detector.hint:
-            lines.append(Text(f"  hint: {pasteable(detector.hint)}", style="dim"))
+        if hint := hint_for(str(self.alarms[-1].get("kind")), self.folder):
+            lines.append(Text(f"  hint: {hint}", style="dim"))
         return Group(*lines)
 
 

@@ -16,7 +16,7 @@ from windlass.errors import UserError
 from windlass.files import append_json_line, read_json
 from windlass.observe import steps
 from windlass.observe.reader import JoinedSteps, Tail
-from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory
+from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory, hint_for
 from windlass.runfile import RunFile, ScriptRun, Watch
 
 # Of the whole job: the first rank's value is everybody's.
@@ -208,7 +208,7 @@ def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
 
 def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None:
     """Log and print it."""
-    hint, unwritten = BY_KIND[alarm.kind].hint.replace("RUN_DIR", str(folder)), ""
+    hint, unwritten = hint_for(alarm.kind, folder), ""
     try:
         append_json_line(folder / run_folder.ALARMS, dataclasses.asdict(alarm))
     except OSError as error:
