@@ -189,5 +189,6 @@ def show(report: Report, console: Console | None = None) -> None:
         for row in run["planned"]:
             if row["ratio"] is not None:
                 ratio = f"{row['ratio']:.2f} x the planned {figure(row['planned'])}"
+                ratio += f" ({' to '.join(map(figure, row['range']))})" if row["range"] else ""
                 console.print(Text(f"{head}{row['what']}: {figure(row['measured'])}, {ratio}"))
     console.print(Text(f"{report.html}\n{report.json}"), soft_wrap=True)

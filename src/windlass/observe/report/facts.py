@@ -247,19 +247,25 @@ def ranks(run: Run) -> list[Facts]:
 def planned(run: Run, made: Facts) -> list[Facts]:
     """Each figure of the plan that was also measured."""
     head = made["headline"]
+
+    def estimate(name: str) -> float:
+        return number(run.ask(PLAN, "estimate", name))
+
     rows = (
-        ("seconds per step", run.ask(PLAN, "estimate", "step_seconds"), head["step_seconds"]),
-        ("tokens per second", run.ask(PLAN, "estimate", "tokens_per_second"), head["tokens_per_second"]),
-        ("MFU", run.ask(PLAN, "estimate", "mfu"), head["mfu"]),
+        ("seconds per step", "step_seconds", head["step_seconds"]),
+        ("tokens per second", "tokens_per_second", head["tokens_per_second"]),
+        ("MFU", "mfu", head["mfu"]),
         ("peak memory, GiB", made["memory"]["planned_gib"], peak_gib(made)),
         ("steps", run.ask(PLAN, "batch", "steps"), float(head["steps"])),
-        ("hours", run.ask(PLAN, "estimate", "hours"), head["seconds"] / 3600),
+        ("hours", "hours", head["seconds"] / 3600),
     )
-    table = [
-        {"what": what, "planned": number(expected), "measured": measured, "ratio": measured / (number(expected) or NAN)}
-        for what, expected, measured in rows
-        if known([number(expected), measured])
-    ]
+    table = []
+    for what, source, measured in rows:
+        expected = estimate(source) if isinstance(source, str) else number(source)
+        if known([expected, measured]):
+            ends = [estimate(f"{source}_{end}") for end in ("low", "high")]
+            row = {"what": what, "planned": expected, "measured": measured, "ratio": measured / (expected or NAN)}
+            table.append({**row, "range": ends if known(ends) else None})
     return table if every(row["planned"] for row in table) else []
 
 
