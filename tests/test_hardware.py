@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from windlass import hardware
 from windlass.errors import UserError
@@ -85,6 +86,7 @@ def test_this_machine_and_its_control_group(tmp_path: Path) -> None:
     assert hardware.interface_addresses("eth7", tmp_path) == ["2001:db8::1"]
 
 
+RECIPE = Path(__file__).parent.parent / "examples" / "mistral-small-4" / "train.yaml"
 # A driver's library that is built for the test: the binding loads it by its name from the library path. Its faults are
 # set by variables, so that one is built for all.
 LIBRARY = r"""
@@ -92,6 +94,10 @@ LIBRARY = r"""
 #include <string.h>
 #define OK 0
 #define NOT_SUPPORTED 3
+#define NO_PERMISSION 4
+#define NOT_FOUND 6
+#define IS(kind) (getenv("KIND") && !strcmp(getenv("KIND"), kind))
+#define INSTANCE(d) ((long)(d) > 8)
 #define ANSWER(name) (getenv(name) ? atoi(getenv(name)) : OK)
 typedef void *device;
 typedef struct { unsigned long long total, free, used; } memory;
@@ -101,15 +107,25 @@ static int users;
 int nvmlInitWithFlags(unsigned f) { users++; return ANSWER("INIT"); }
 int nvmlInit_v2(void) { users++; return ANSWER("INIT"); }
 int nvmlShutdown(void) { users--; return OK; }
-const char *nvmlErrorString(int e) { return "Driver Not Loaded"; }
+const char *nvmlErrorString(int e) { return e == 15 ? "GPU is lost" : "Driver Not Loaded"; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return ANSWER("COUNT"); }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, device *d) { *d = (device)(long)(i + 1); return OK; }
-int nvmlDeviceGetHandleByUUID(const char *s, device *d) { *d = (device)2; return strcmp(s, "GPU-b") ? 6 : OK; }
+int nvmlDeviceGetHandleByUUID(const char *s, device *d) {
+  *d = (device)(IS("MIG") ? 9L : 2L); return strcmp(s, IS("MIG") ? "MIG-b" : "GPU-b") ? NOT_FOUND : OK; }
+int nvmlDeviceGetMigMode(device d, unsigned *now, unsigned *later) {
+  *now = *later = IS("MIG"); return IS("A100") ? NOT_SUPPORTED : OK; }
+int nvmlDeviceGetMaxMigDeviceCount(device d, unsigned *n) { *n = 7; return OK; }
+int nvmlDeviceGetMigDeviceHandleByIndex(device d, unsigned i, device *m) {
+  *m = (device)(long)(9 + i); return i || d != (device)1 ? NOT_FOUND : OK; }
 int nvmlSystemGetDriverVersion(char *s, unsigned n) { strncpy(s, "580.65.06", n); return users > 0 ? OK : 1; }
-int nvmlDeviceGetName(device d, char *s, unsigned n) { strncpy(s, "NVIDIA H200", n); return OK; }
-int nvmlDeviceGetUUID(device d, char *s, unsigned n) { strncpy(s, "GPU-b", n); return OK; }
+int nvmlDeviceGetName(device d, char *s, unsigned n) {
+  strncpy(s, IS("A100") ? "NVIDIA A100-SXM4-80GB" : IS("MIG") ? "NVIDIA H200 MIG 3g.71gb" : "NVIDIA H200", n);
+  return OK; }
+int nvmlDeviceGetUUID(device d, char *s, unsigned n) { strncpy(s, INSTANCE(d) ? "MIG-b" : "GPU-b", n); return OK; }
 int nvmlDeviceGetMemoryInfo(device d, memory *m) {
-  m->total = 143771ULL << 20; m->free = 143000ULL << 20; m->used = 771ULL << 20; return OK; }
+  if (IS("MIG") && !INSTANCE(d)) return NO_PERMISSION;  /* of all of the GPU: the administrator's alone */
+  m->total = (IS("A100") ? 81920ULL : IS("MIG") ? 71424ULL : 143771ULL) << 20;
+  m->free = m->total - (771ULL << 20); m->used = 771ULL << 20; return OK; }
 int nvmlDeviceGetComputeRunningProcesses_v3(device d, unsigned *n, process *p) {
   unsigned room = *n; *n = d == (device)2 ? 1 : 0;
   if (*n > room) return 7;
@@ -125,37 +141,73 @@ int nvmlDeviceGetRemappedRows(device d, unsigned *c, unsigned *u, unsigned *pend
   *c = 1; *u = 0; *pending = 1; *failed = 0; return OK; }
 int nvmlDeviceGetCurrPcieLinkWidth(device d, unsigned *w) { *w = 8; return OK; }
 int nvmlDeviceGetMaxPcieLinkWidth(device d, unsigned *w) { *w = 16; return OK; }
-int nvmlDeviceGetUtilizationRates(device d, rates *r) { r->gpu = 90; r->memory = 40; return OK; }
+int nvmlDeviceGetUtilizationRates(device d, rates *r) {
+  if (INSTANCE(d)) return NOT_SUPPORTED;
+  r->gpu = 90; r->memory = 40; return OK; }
 int nvmlDeviceGetPowerUsage(device d, unsigned *mw) { *mw = 650000; return OK; }
 int nvmlDeviceGetTemperature(device d, int sensor, unsigned *t) { *t = sensor ? 0 : 61; return OK; }
 int nvmlDeviceGetClockInfo(device d, int clock, unsigned *mhz) { *mhz = 1000 + clock; return OK; }
 int nvmlDeviceGetPcieThroughput(device d, int counter, unsigned *kib) { *kib = 1000000 * (counter + 1); return OK; }
 """
 READ = """
-import dataclasses, json
+import dataclasses, json, os, sys
+from pathlib import Path
 from windlass import hardware
-found = hardware.read_gpus()
-nvml = hardware.Nvml()
-load = {} if nvml.error else nvml.read_load(nvml.find("b", 0))
-print(json.dumps([dataclasses.asdict(found), load, hardware.this_gpu()]))
+from windlass.launch.check.machine import check_gpus
+from windlass.launch.check.results import Context
+from windlass.plan import make
+from windlass.runfile import read
+root, answers = Path(sys.argv[1]).parent, []
+part = "{name: a part, memory_gib: 69.75, bf16_tflops: 400, memory_gb_per_second: 2000}"
+for case in json.loads(sys.argv[2]):
+    os.environ |= {"KIND": "", "INIT": "0", "COUNT": "0"} | case  # the library asks for them at every call
+    found, nvml = hardware.read_gpus(), hardware.Nvml()
+    load = {} if nvml.error else nvml.read_load(nvml.find("b", 0))
+    gpu = case.get("PLANNED", part)
+    plan = make(read(Path(sys.argv[1]), ["cluster.nodes=1", "cluster.gpus_per_node=2", f"cluster.gpu={gpu}"]))
+    results = check_gpus(Context(plan.loaded, plan, {}, {}, root, alone=False), plan, found)
+    checks = {result.name: f"{result.verdict}: {result.seen}" for result in results}
+    answers.append([dataclasses.asdict(found), load, hardware.this_gpu(), checks])
+print(json.dumps(answers))
+"""
+STATS = """
+import ctypes, json, sys
+library = ctypes.CDLL(sys.argv[1])  # who asks for one of this name then gets this one
+from windlass.meter import nvml_gpu_stats, print_hw_summary
+print(json.dumps(nvml_gpu_stats()))
+print_hw_summary()
 """
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler to build a driver's library with")
+@pytest.mark.fault("a GPU's driver that does not answer", "`windlass check`", "NVML does not start: Driver Not Loaded")
 def test_nvml_answers_are_understood(tmp_path: Path) -> None:
     (tmp_path / "nvml.c").write_text(LIBRARY)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", tmp_path / "nvml.c"], check=True)
+    library = str(tmp_path / "libnvidia-ml.so.1")
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", library, tmp_path / "nvml.c"], check=True
+    )
 
-    def read(**faults: str) -> Any:
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), **faults}
-        done = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, check=True, env=environment)
+    def read(*cases: dict[str, str], folder: Path = tmp_path) -> Any:
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+        command = [sys.executable, "-c", READ, str(RECIPE), json.dumps(cases)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         return json.loads(done.stdout)
 
-    for fault, words in ({"INIT": "9"}, "NVML does not start"), ({"COUNT": "15"}, "NVML stopped answering"):
-        found, _, first_gpu = read(**fault)
-        assert (found["gpus"], found["installed"], first_gpu) == ([], True, "cpu")
-        assert words in found["error"]
-    found, load, first_gpu = read()
+    h200, a100 = {"PLANNED": "h200"}, {"KIND": "A100", "PLANNED": "a100"}
+    fails, stops, sound, other, planned, part = read(
+        h200 | {"INIT": "9"}, h200 | {"COUNT": "15"}, h200, a100 | h200, a100, {"KIND": "MIG"}
+    )
+    for words, found in (
+        ("NVML does not start: Driver Not Loaded", fails),
+        ("NVML stopped answering: GPU is lost", stops),
+        ("NVML does not start: NVML Shared Library Not Found", *read(h200, folder=tmp_path / "nowhere")),
+    ):
+        facts, _, first_gpu, checks = found
+        assert (facts["gpus"], facts["installed"], first_gpu, facts["error"]) == ([], True, "cpu", words)
+        assert checks["GPUs"] == f"fail: 0 here, 2 planned: {words}"
+
+    found, load, first_gpu, checks = sound
     assert (len(found["gpus"]), found["driver"], found["error"], first_gpu) == (2, "580.65.06", "", "NVIDIA H200")
     expected: dict[str, Any] = {
         "index": 1, "name": "NVIDIA H200", "uuid": "GPU-b", "processes": [4711], "ecc_uncorrected": 5,
@@ -166,10 +218,42 @@ def test_nvml_answers_are_understood(tmp_path: Path) -> None:
     assert {key: second[key] for key in expected} == expected
     assert round(second["memory_gib"], 1) == 140.4
     assert (first["processes"], first["remap_pending"]) == ([], None)  # it knows nothing of remapped rows
-    assert load == {
+    busy = {
         "gpu_utilization": 0.9, "gpu_memory_utilization": 0.4, "gpu_power_watts": 650.0,
         "gpu_temperature_celsius": 61, "gpu_sm_clock_mhz": 1001, "gpu_memory_clock_mhz": 1002,
         "gpu_throttle": ["software power cap", "hardware thermal slowdown"],
         "pcie_sent_gb_per_second": 1.024, "pcie_received_gb_per_second": 2.048,
         "nvlink_sent_total_gb": None, "nvlink_received_total_gb": None,
     }  # fmt: skip
+    assert load == busy
+    assert (checks["GPUs"], checks["GPU kind"]) == ("pass: 2 x NVIDIA H200", "pass: h200, as planned")
+    assert checks["GPU processes"] == "fail: GPU 1: processes [4711]"
+    assert checks["GPU errors"].endswith("GPU 1: 5 uncorrected, rows wait to be remapped")
+    assert checks["GPU clocks"].startswith("fail: GPU 0: software power cap, hardware thermal slowdown; GPU 1")
+    assert checks["PCIe width"].startswith("warn: GPU 0: 8 of 16 lanes")
+    assert checks["NVLink"].startswith("fail: GPU 0: 3 of 4 links up")
+
+    found, load, first_gpu, checks = other
+    assert (first_gpu, [gpu["memory_gib"] for gpu in found["gpus"]]) == ("NVIDIA A100-SXM4-80GB", [80, 80])
+    assert load == busy
+    assert checks["GPU kind"].startswith("fail: planned for h200; GPU 0 is NVIDIA A100-SXM4-80GB with 80 GiB")
+    assert planned[3]["GPU kind"] == "pass: a100-80gb, as planned"
+
+    # One instance of a GPU in MIG mode, as a container has it: of all of the GPU the driver says nothing.
+    found, load, first_gpu, checks = part
+    (instance,) = found["gpus"]
+    assert (instance["name"], instance["uuid"], instance["memory_gib"]) == (first_gpu, "MIG-b", 69.75)
+    assert (first_gpu, load["gpu_utilization"]) == ("NVIDIA H200 MIG 3g.71gb", None)
+    assert checks["GPUs"] == "fail: 1 here, 2 planned"
+    with pytest.raises(UserError, match="is a part of a GPU, which no table has") as caught:
+        hardware.gpu(first_gpu)
+    assert caught.value.problems[0].hint.startswith("give the part's figures: cluster.gpu: {name: …, memory_gib: …")
+
+    done = subprocess.run(
+        [warm.python(), "-c", STATS, library], capture_output=True, text=True, check=True,
+        env={**os.environ, "KIND": "MIG"},
+    )  # fmt: skip
+    (stats,), summary = json.loads(done.stdout.partition("\n")[0]), done.stdout.partition("\n")[2]
+    assert (stats["name"], stats["memory_total_gib"], stats["gpu_power_watts"]) == (first_gpu, 69.75, 650)
+    assert "GPUs        NVIDIA H200 MIG 3g.71gb, 70 GiB" in summary
+    assert "driver      580.65.06" in summary

@@ -220,8 +220,12 @@ def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
         return Gpu(name["name"], gib, peak, name.get("achieved_tflops", peak * ACHIEVED_SHARE), rate * MEMORY_SHARE)
     key = re.sub(r"[\s_/]+", "-", name.strip().lower())
     key = re.sub(r"^(nvidia|amd|instinct|tesla)-", "", re.sub(r"^(nvidia|amd)-(?=instinct)", "", key))
-    figures = ", ".join(f"{figure}: …" for figure in FIGURES)
-    key = _find("GPU", name, ALIASES.get(key, key), [*GPUS, *ALIASES], f"cluster.gpu: {{{figures}}}", where)
+    figures = f"cluster.gpu: {{{', '.join(f'{figure}: …' for figure in FIGURES)}}}"
+    if "-mig-" in key:  # the nearest row would be that of all of the GPU
+        raise UserError(
+            f"{name!r} is a part of a GPU, which no table has", where, f"give the part's figures: {figures}"
+        )
+    key = _find("GPU", name, ALIASES.get(key, key), [*GPUS, *ALIASES], figures, where)
     return GPUS[key]
 
 
@@ -326,7 +330,7 @@ def read_gpus(*, health: bool = True) -> Gpus:
     if nvml.error:
         return Gpus(error=nvml.error, installed=nvml.installed)
     try:
-        gpus = tuple(nvml.read_gpu(index, health=health) for index in range(nvml.count()))
+        gpus = tuple(nvml.read_gpu(index, gpu, health=health) for index, gpu in enumerate(nvml.handles()))
         return Gpus(gpus, "" if gpus else "NVML lists no GPU", nvml.ask("nvmlSystemGetDriverVersion"))
     except nvml.library.NVMLError as error:
         return Gpus(error=f"NVML stopped answering: {error}")
@@ -358,8 +362,18 @@ class Nvml:
             return None
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
-    def count(self) -> int:
-        return int(self.library.nvmlDeviceGetCount())
+    def handles(self) -> list[Any]:
+        """Of every GPU; in MIG mode of its instances, which are all that a process can compute on."""
+        found = []
+        for index in range(self.library.nvmlDeviceGetCount()):
+            gpu = self.library.nvmlDeviceGetHandleByIndex(index)
+            if not (self.ask("nvmlDeviceGetMigMode", gpu) or [0])[0]:
+                found.append(gpu)
+                continue
+            most = self.ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0
+            instances = (self.ask("nvmlDeviceGetMigDeviceHandleByIndex", gpu, number) for number in range(most))
+            found += [instance for instance in instances if instance is not None]
+        return found
 
     def find(self, uuid: str, index: int) -> Any:
         """The GPU that torch calls `index`, by UUID if possible: NVML doesn't know CUDA_VISIBLE_DEVICES."""
@@ -368,9 +382,8 @@ class Nvml:
                 return found
         return self.ask("nvmlDeviceGetHandleByIndex", index)
 
-    def read_gpu(self, index: int, *, health: bool = True) -> GpuReading:
-        """Raises NVMLError if not even name and memory can be read."""
-        gpu = self.library.nvmlDeviceGetHandleByIndex(index)
+    def read_gpu(self, index: int, gpu: Any, *, health: bool = True) -> GpuReading:
+        """Raises NVMLError if not even its memory can be read."""
         memory = self.library.nvmlDeviceGetMemoryInfo(gpu)
         name = self.ask("nvmlDeviceGetName", gpu) or "unknown GPU"
         reading = GpuReading(index, name, memory.total / GIB, memory.free / GIB, self.ask("nvmlDeviceGetUUID", gpu))

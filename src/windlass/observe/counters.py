@@ -92,11 +92,10 @@ class Counters:
 
 def nvml_gpu_stats() -> list[dict[str, Any]]:
     """One dict per GPU of this machine, with the field names of the step files; no GPU or no NVML: an empty list."""
-    nvml, found = Nvml(), []
-    for gpu in read_gpus(health=False).gpus:
+    nvml, gpus, found = Nvml(), read_gpus(health=False).gpus, []
+    for gpu, handle in zip(gpus, nvml.handles() if gpus else (), strict=True):
         memory = {"memory_total_gib": gpu.memory_gib, "memory_used_gib": gpu.memory_gib - gpu.free_gib}
-        load = nvml.read_load(nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index))
-        found.append({"name": gpu.name, **memory, **load})
+        found.append({"name": gpu.name, **memory, **nvml.read_load(handle)})
     return found
 
 
