@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 import warm
 
 from windlass.errors import SAVED, Problem, RunError, UserError
+from windlass.runfile import read
 from windlass.train import ranks
-from windlass.train.rank import Rank, read_rank
+from windlass.train.rank import launched_by_srun, read_rank
+from windlass.train.run import gpu_of_rank
 
 PROLOGUE = """
 import os, signal, sys, time
@@ -94,18 +97,71 @@ def test_accelerates_settings_are_removed() -> None:
     assert environ == {"HOME": "/h", "ACCELERATE_USE_CPU": "true"}
 
 
+SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "11"}
+SRUN |= {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "3", "SLURM_NODEID": "1", "MASTER_ADDR": "n1"}
+TORCHRUN = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1"}
+KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
+OLD_POD = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+ONE_EACH = {"CUDA_VISIBLE_DEVICES": "3"}
+LEADS, PODS = ("n1", "29422"), ("job-master-0", "23456")
+OURS = ("localhost", "77")  # one machine's own ranks: a port that is free
+
+
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("environ", "ranks_here", "gpus", "expected"),  # of all ranks that start here: rank, local rank, world, GPU
     [
-        ({}, None),
-        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, Rank(1, 1, 4)),
-        ({"RANK": "1", "WORLD_SIZE": "3"}, Rank(1, 0, 3)),  # an operator's pod with one rank
-        ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, None),  # its eight ranks are not started yet
-        ({"RANK": "1", "WORLD_SIZE": "3", "PET_NPROC_PER_NODE": "auto"}, Rank(1, 0, 3)),
+        ({}, 2, 2, ([(0, 0, 2, 0), (1, 1, 2, 1)], OURS, [2])),
+        (TORCHRUN | {"MASTER_PORT": "29422"}, 8, 8, ([(11, 3, 16, 3)], LEADS, [2, 8])),
+        (TORCHRUN | SRUN | {"MASTER_PORT": "29422"}, 8, 8, ([(11, 3, 16, 3)], LEADS, [2, 8])),  # srun torchrun
+        (TORCHRUN | ONE_EACH | {"MASTER_PORT": "29422"}, 8, 1, ([(11, 3, 16, 0)], LEADS, [2, 8])),
+        (SRUN, 8, 8, ([(11, 3, 16, 3)], LEADS, [2, 8])),
+        (SRUN | ONE_EACH, 8, 1, ([(11, 3, 16, 0)], LEADS, [2, 8])),  # srun --gpus-per-task=1
+        (
+            SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"},
+            *(2, 2, ([(2, 0, 4, 0), (3, 1, 4, 1)], LEADS, [2, 2])),
+        ),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, 2, 2, ([(0, 0, 2, 0), (1, 1, 2, 1)], OURS, [2])),  # a shell of srun's
+        # PyTorchJob, which Run:ai's distributed workloads are, and a TrainJob: both start the command once a pod.
+        (OLD_POD | KUBEFLOW | {"PET_NPROC_PER_NODE": "8"}, 8, 8, ([(8 + n, n, 16, n) for n in range(8)], PODS, [2, 8])),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, 2, 2, ([(2, 0, 4, 0), (3, 1, 4, 1)], PODS, [2, 2])),
+        (KUBEFLOW | {"PET_NNODES": "1:2"}, 1, 1, ([(1, 0, 2, 0)], PODS, [2])),  # an elastic one
+        (OLD_POD | {"WORLD_SIZE": "3"}, 1, 1, ([(1, 0, 3, 0)], PODS, [])),  # one rank a pod
     ],
 )
-def test_who_started_this_process_is_read_from_the_environment(environ: dict[str, str], expected: Rank | None) -> None:
-    assert read_rank(environ) == expected
+def test_who_started_this_process_is_read_from_the_environment(
+    environ: dict[str, str], ranks_here: int, gpus: int, expected: object, tmp_path: Path
+) -> None:
+    environ = {**environ, **launched_by_srun(environ)}
+    own = read_rank(environ)
+    every = ranks.environments(ranks_here, environ, 77) if own is None else [environ]
+    places = [found for each in every if (found := own or read_rank(each))]
+    where = {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in every}
+    path = tmp_path / "run.yaml"
+    path.write_text("lora: {r: 8}\n")
+    sizes = [int(each.partition("=")[2]) for each in ranks.started_on(read(path), environ, ranks_here)]
+    seen = [(each.rank, each.local_rank, each.world, gpu_of_rank(each.local_rank, gpus)) for each in places]
+    assert (seen, *where, sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (TORCHRUN | {"RANK": "16"}, "RANK=16, WORLD_SIZE=16, LOCAL_RANK=3, LOCAL_WORLD_SIZE=8 is no rank"),
+        (TORCHRUN | {"LOCAL_RANK": "8"}, "LOCAL_RANK=8, LOCAL_WORLD_SIZE=8 is no rank"),
+        (TORCHRUN | {"WORLD_SIZE": "4", "RANK": "3"}, "WORLD_SIZE=4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=8 is no rank"),
+        ({"RANK": "3"}, "RANK=3 is no rank"),
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a, WORLD_SIZE=2 is no rank"),
+        (KUBEFLOW | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2, PET_MASTER_ADDR=job-master-0: no node of so many"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_NODE_RANK=0: no address of the first node"),
+        (OLD_POD | {"PET_NPROC_PER_NODE": "8"}, "RANK=1, MASTER_ADDR=job-master-0: no node of so many"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,7"}, "16 tasks are spread unevenly over 2 nodes: 8,7"),
+        ({**SRUN, "MASTER_ADDR": ""}, "16 tasks on 2 nodes, and MASTER_ADDR is not set"),
+    ],
+)
+@pytest.mark.fault("a launcher's variables that contradict", "`windlass train`", "RANK=16, WORLD_SIZE=16, LOCAL_RANK=3")
+def test_an_environment_that_contradicts_itself_is_refused(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        ranks.environments(2, environ, 1) if read_rank({**environ, **launched_by_srun(environ)}) is None else None
 
 
 def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others() -> None:

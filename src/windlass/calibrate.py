@@ -60,7 +60,7 @@ def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, A
                 environment,
                 Path(folder) / f"output-{rank}",
             )
-            for rank, environment in enumerate(ranks.environments(count, environ, port))
+            for rank, environment in enumerate(ranks.environments(count, environ, port, alone=True))
         ]
         deadline = time.monotonic() + LIMIT_SECONDS
         while time.monotonic() < deadline and any(each.poll() is None for each in started):

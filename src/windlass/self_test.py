@@ -123,8 +123,11 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
 def in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float) -> list[Result]:
     """A rank on each device, and a process on the CPU that trains what they are held against."""
     with ranks.reserved_port() as port, ranks.reserved_port() as other:
-        alone = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
-        everyone = [*ranks.environments(1, alone, other), *ranks.environments(count, environ, port)]
+        cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
+        everyone = [
+            *ranks.environments(1, cpu, other, alone=True),
+            *ranks.environments(count, environ, port, alone=True),
+        ]
         command = [*COMMAND, str(folder)]
         started = [ranks.start_process(command, each, folder / f"output-{n}") for n, each in enumerate(everyone)]
         while time.monotonic() < until and any(each.poll() is None for each in started):

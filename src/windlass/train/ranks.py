@@ -20,7 +20,7 @@ from typing import Final
 from windlass.errors import RANK_USER_INPUT, SAVED, Problem, RunError, UserError
 from windlass.runfile import LoadedFile
 from windlass.runfile.machines import GRACE_SECONDS
-from windlass.train.rank import SIGNALS, STATUS_DIR, SUPERVISED, end_with_parent, read_status
+from windlass.train.rank import SIGNALS, STATUS_DIR, SUPERVISED, end_with_parent, read_node, read_rank, read_status
 from windlass.variables import DEFAULTS
 
 PATIENCE_SECONDS: Final = 20.0  # for the other ranks to end, once one has failed
@@ -69,17 +69,16 @@ def reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def environments(ranks: int, environ: Mapping[str, str], port: int) -> list[dict[str, str]]:
-    """One environment per rank. In an operator's pod the other nodes' ranks are counted in."""
-    nodes = int(environ.get("PET_NNODES", "1"))
-    node = int(environ.get("PET_NODE_RANK", environ.get("RANK", "0"))) if nodes > 1 else 0
+def environments(ranks: int, environ: Mapping[str, str], port: int, *, alone: bool = False) -> list[dict[str, str]]:
+    """One environment per rank. In an operator's pod the other nodes' ranks are counted in, unless it is `alone`."""
+    node, nodes, first = (0, 1, "localhost") if alone else read_node(environ)
     inherited = dict(environ)
     inherited.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # true would make forked workers wait for ever
     shared = {
         "WORLD_SIZE": str(nodes * ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": environ.get("PET_MASTER_ADDR", "localhost") if nodes > 1 else "localhost",
+        "MASTER_ADDR": first,
         "MASTER_PORT": environ.get("PET_MASTER_PORT", "29500") if nodes > 1 else str(port),
         SUPERVISED: "1",
     }
@@ -251,12 +250,13 @@ def started_on(loaded: LoadedFile, environ: Mapping[str, str], gpus: int) -> lis
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
-    return [f"cluster.gpus_per_node={gpus}"] if gpus > 1 else []
+    nodes = 1 if read_rank(environ) else read_node(environ)[1]
+    return [f"cluster.nodes={nodes}"] * (nodes > 1) + [f"cluster.gpus_per_node={gpus}"] * (gpus > 1)
 
 
 def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mapping[str, str]) -> None:
     """One machine of several would wait for the others, and one too few would train another run."""
-    nodes = int(environ.get("PET_NNODES", "1"))
+    nodes = read_node(environ)[1]
     if planned != nodes:
         problem = f"the run is planned for {planned} node{'s' * (planned != 1)}, and this is {nodes}"
         hint = "add --ranks N to use this machine alone, or start it with `windlass submit RUN`"

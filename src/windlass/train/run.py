@@ -216,6 +216,10 @@ def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = Mapp
         os.environ["LOCAL_RANK"] = str(index)  # transformers takes the GPU of this number when it shards
     here.phase("waiting for the other ranks")
     if not dist.is_initialized():
+        if here.world > 1 and not os.environ.get("MASTER_ADDR"):
+            what = f"{here.world} ranks, and MASTER_ADDR is not set: they can't find each other"
+            raise UserError(what, "the environment", "set it to rank 0's host, on all ranks; torchrun does")
+        os.environ.setdefault("MASTER_PORT", "29500")
         connected: Future[None] = Future()
 
         def connect() -> None:
