@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import warm
 from windlass import draft, tiny
 from windlass import plan as planning
 from windlass.errors import UserError
+from windlass.plan.show import show
 from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, MOST_EPOCHS
 from windlass.runfile import read
 
@@ -74,7 +76,9 @@ def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_pat
     assert chosen == {"8xh200": (False, False), "1xl4": (True, False), "1xh100": (True, True)}
 
 
-def test_what_a_run_file_leaves_open_is_chosen_and_said(tmp_path: Path, model: Path) -> None:
+def test_what_a_run_file_leaves_open_is_chosen_and_said(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows(tmp_path / "rows.jsonl", [200] * 990 + [1000] * 10)
 
     def chosen(train: str = "", data: str = "", name: Path = model) -> planning.Plan:
@@ -95,6 +99,19 @@ def test_what_a_run_file_leaves_open_is_chosen_and_said(tmp_path: Path, model: P
     assert plan.schedule.global_sequences == 16 * 2  # as ever
     assert [each.split(" ")[0] for each in plan.chosen] == ["data.max_length", "data.packing", "train.num_train_epochs"]
     assert f"not set, chosen: {plan.chosen[1]}" in plan.notes
+    show(plan)
+    assert "\nnot set  chosen: max_length 1536, packing true, num_train_epochs 3\n" in capsys.readouterr().out
+    # No longer than the model's positions; what is set beyond them is warned of.
+    small = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((small / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 600
+    (small / "config.json").write_text(json.dumps(config))
+    capped = chosen(name=small)
+    assert capped.loaded.run.data.max_length == 600
+    assert capped.chosen[0].startswith("data.max_length 600, all positions that the model has, ")
+    assert draft.draft(str(small), str(tmp_path / "rows.jsonl"), "2xcpu", print).settings["data.max_length"][0] == 600
+    warnings = chosen("", ", max_length: 700", small).warnings
+    assert [each.override for each in warnings if "600 positions" in each.text] == ["data.max_length=600"]
     # Who says how many sequences a step has means rows of the data.
     of_step = chosen(", global_batch_size: 8").loaded.run
     assert (of_step.data.packing, of_step.train.num_train_epochs) == (False, 1)

@@ -138,6 +138,17 @@ def edited(text: str, **values: Any) -> str:
     return "\n".join([*lines, *(f"{key}: {json.dumps(value)}" for key, value in values.items() if value is not None)])
 
 
+USUAL_SET = {
+    "path": "a.jsonl",
+    "ds_type": "json",
+    "type": "chat_template",
+    "chat_template": "chatml",
+    "roles_to_train": ["assistant"],
+    "train_on_eos": "turn",
+    "message_property_mappings": {"role": "speaker", "content": "value"},
+    "field_tools": "functions",
+    "roles": {"assistant": ["gpt"], "user": ["human"]},
+}
 # What a configuration becomes, and which of its keys are refused.
 CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "axolotl": (
@@ -277,7 +288,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         edited(LLAMA_FACTORY, dataset="a.jsonl,b.jsonl", eval_dataset="c.jsonl", eval_strategy="steps"),
         {
             "data.mix": [{"split": "train[:1000]", "path": name} for name in ("a.jsonl", "b.jsonl")],
-            "data.eval": {"c": {"path": "c.jsonl"}},
+            "data.eval": {"c": {"split": "train[:1000]", "path": "c.jsonl"}},
             "train.eval_strategy": "steps",
         },
         [],
@@ -298,6 +309,60 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         },
         [],
     ),
+    "axolotl settings of a set": (
+        "a.yml",
+        edited(AXOLOTL, datasets=[USUAL_SET], plugins=["axolotl.integrations.liger.LigerPlugin"]),
+        {"data.chat_template": "chatml", "data.columns": {"role": "speaker", "tools": "functions"}},
+        [],
+    ),
+    "axolotl settings of a set that change training": (
+        "a.yml",
+        edited(
+            AXOLOTL,
+            datasets=[USUAL_SET | {"roles_to_train": ["user"], "shards": 4, "roles": {"assistant": ["expert"]}}],
+            train_on_eos="none",
+            plugins=["axolotl.integrations.kd.KDPlugin"],
+        ),
+        {},
+        ["datasets[0].roles_to_train", "datasets[0].shards", "datasets[0].roles", "train_on_eos", "plugins"],
+    ),
+    "axolotl twice the same file": (
+        "a.yml",
+        edited(AXOLOTL, datasets=[{"path": "a", "type": "alpaca", "split": f"train[{part}]"} for part in (":5", "9:")]),
+        {
+            "data.mix": [
+                {"path": "a", "split": "train[:5]", "format": "alpaca"},
+                {"path": "a", "split": "train[9:]", "format": "alpaca", "name": "a-2"},
+            ]
+        },
+        [],
+    ),
+    "llamafactory order of sets": (
+        "l.yaml",
+        edited(LLAMA_FACTORY, dataset="a.jsonl,b.jsonl", mix_strategy="interleave_under"),
+        {},
+        ["mix_strategy"],
+    ),
+    "trl loss on answers": (
+        "t.yaml",
+        edited(TRL, assistant_only_loss=True, completion_only_loss=False, chat_template_path="t.jinja"),
+        {"data.completion_only_loss": True, "data.chat_template": "t.jinja"},
+        [],
+    ),
+    "trl another tokenizer's template": (
+        "t.yaml",
+        edited(TRL, chat_template_path="org/chat", datasets=[{"path": "a", "data_dir": "b"}], dataset_name=None),
+        {"data.dataset_name_or_path": "a"},
+        ["chat_template_path", "datasets[0].data_dir"],
+    ),
+    "swift text": ("s.sh", SWIFT.replace("swift sft", "swift pt"), {"data.completion_only_loss": False}, []),
+    "swift last turn": (
+        "s.sh",
+        SWIFT.replace("swift sft", "swift sft --loss_scale last_round"),
+        {"data.completion_only_loss": True, "data.turns": "last"},
+        [],
+    ),
+    "swift weights of words": ("s.sh", SWIFT.replace("swift sft", "swift sft --loss_scale react"), {}, ["loss_scale"]),
     "trl": (
         "t.yaml",
         TRL,
@@ -357,6 +422,36 @@ def test_a_configuration_becomes_a_run_file(case: str, tmp_path: Path) -> None:
         section, _, field = key.partition(".")
         if key not in ("lora.experts", "data.mix", "data.eval"):  # which defaults fill up
             assert run[section][field] == value
+
+
+def test_llamafactorys_names_of_data_sets_are_looked_up(tmp_path: Path) -> None:
+    info = {
+        "own": {"file_name": "a.jsonl", "columns": {"prompt": "question", "response": "output"}, "num_samples": 50},
+        "chats": {
+            "hf_hub_url": "org/chats",
+            "split": "sft",
+            "formatting": "sharegpt",
+            "columns": {"messages": "turns", "tools": "functions"},
+            "tags": {"role_tag": "who", "content_tag": "content", "user_tag": "human", "assistant_tag": "expert"},
+        },
+        "pairs": {"file_name": "p.jsonl", "ranking": True, "columns": {"chosen": "good"}, "folder": "sub"},
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    file = tmp_path / "l.yaml"
+    file.write_text(edited(LLAMA_FACTORY, dataset="own,chats,pairs"))
+    made = import_file(file)
+    own, chats, _ = made.settings["data.mix"]
+    assert own == {
+        "path": "data/a.jsonl", "split": "train[:50]", "format": "alpaca", "columns": {"instruction": "question"}
+    }  # fmt: skip
+    assert chats == {
+        "path": "org/chats", "split": "sft[:1000]", "messages_field": "turns",
+        "columns": {"role": "who", "tools": "functions"},
+    }  # fmt: skip
+    assert {problem.where.rpartition(": ")[2] for problem in made.problems} == {
+        "chats.tags", "pairs.ranking", "pairs.columns", "pairs.folder"
+    }  # fmt: skip
 
 
 def test_every_key_of_the_tables_is_known_once() -> None:

@@ -116,7 +116,7 @@ def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
     longest, why = UNKNOWN, "how long rows are is not known: see `windlass data run.yaml`"
     if len(lengths) > 1:
         covered = sorted(lengths)[math.ceil(len(lengths) * COVERED / 100) - 1]
-        longest = -(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256
+        longest = min(-(-min(LONGEST, max(SHORTEST, covered)) // 256) * 256, base.positions or LONGEST)
         share = sum(length <= longest for length in lengths) / len(lengths)
         why = f"{share:.1%} of the rows fit uncut, by the first {len(lengths):,}"
     made.settings["data.max_length"] = (longest, why)

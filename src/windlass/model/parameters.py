@@ -119,6 +119,12 @@ class Base:
         return (self.quantization or {}).get("weight_block_size") or BLOCK
 
     @property
+    def positions(self) -> int | None:
+        """Tokens of the longest row that it was made for, if config.json says."""
+        found = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
+        return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+    @property
     def total(self) -> int:
         return sum(parameter.count for parameter in self.parameters if not parameter.buffer)
 

@@ -537,8 +537,13 @@ def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
         each = f"{steps} optimizer step{'s' * (steps != 1)}, each on {schedule.global_sequences} sequences"
         is_set = train.global_batch_size and plan.loaded.given("train.gradient_accumulation_steps")
         yield Warning(f"only {each}, is hardly any training", key if fewer and not is_set else "")
+    if shape.base.positions and limit > shape.base.positions:
+        text = f"data.max_length {limit:,} is beyond the {shape.base.positions:,} positions that the model was made for"
+        yield Warning(text, f"data.max_length={shape.base.positions}")
     if tokens and tokens > limit:
-        key = f"data.max_length={1 << (tokens - 1).bit_length()}"
+        longer = 1 << (tokens - 1).bit_length()
+        longer = min(longer, shape.base.positions or longer)
+        key = f"data.max_length={longer}" if longer > limit else ""
         yield Warning(f"rows have about {tokens:,} tokens and are cut at data.max_length {limit:,}", key)
     elif tokens and tokens <= SHORT * limit and not run.data.packing:
         text = f"rows have about {tokens:,} tokens, {tokens / limit:.0%} of data.max_length"

@@ -115,6 +115,9 @@ def _lines(plan: Plan) -> Iterator[Named]:
     text = f"{length.global_sequences:,} rows a step of up to {batch.length:,} tokens: "
     text += f"{batch.micro} x {batch.accumulation} micro-batches x {ranks}"
     yield "batch", f"{text}; {_batch_reason(plan)}" if plan.tried else text
+    if plan.chosen:  # each begins with its key and value
+        unset = (" ".join(each.split()[:2]).strip(",:").partition(".")[2] for each in plan.chosen)
+        yield "not set", f"chosen: {', '.join(unset)}"
 
 
 LIMITS = {

@@ -37,11 +37,19 @@ def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, 
 
     data: dict[str, Any] = {}
     train: dict[str, Any] = {}
-    if not is_set("data", "max_length") and (lengths := sorted(_lengths(run.data, loaded.where))):
-        covered = lengths[math.ceil(len(lengths) * COVERED / 100) - 1] * MARGIN
-        data["max_length"] = -(-int(min(LONGEST, max(SHORTEST, covered))) // 256) * 256
-        share = sum(length * MARGIN <= data["max_length"] for length in lengths) / len(lengths)
-        words.append(f"data.max_length {data['max_length']}, which {share:.1%} of the first {len(lengths):,} rows fit")
+    if not is_set("data", "max_length"):
+        longest, why = run.data.max_length, list[str]()
+        if lengths := sorted(_lengths(run.data, loaded.where)):
+            covered = lengths[math.ceil(len(lengths) * COVERED / 100) - 1] * MARGIN
+            longest = -(-int(min(LONGEST, max(SHORTEST, covered))) // 256) * 256
+        if base.positions and base.positions < longest:
+            longest, why = base.positions, ["all positions that the model has"]
+        if lengths:
+            share = sum(length * MARGIN <= longest for length in lengths) / len(lengths)
+            why.append(f"which {share:.1%} of the first {len(lengths):,} rows fit")
+        if why:
+            data["max_length"] = longest
+            words.append(f"data.max_length {longest}, {', '.join(why)}")
     if not is_set("train", *OF_A_STEP[:2]):
         train["per_device_train_batch_size"] = "auto"
     if not is_set("train", *OF_A_STEP):

@@ -239,10 +239,11 @@ class Data(RowFormat):
     """Split to evaluate on; null for none."""
     max_length: Count = 1024
     """Longest sequence in tokens. Longer ones are cut, and `windlass data` counts them. Not set: what nearly all of the
-    first rows fit in, from 512 to 4096."""
+    first rows fit in, from 512 to 4096, and no more than the model's positions."""
     packing: bool = False
     """Fill each sequence with several documents that don't see each other: several times faster on short texts. Not
-    set: done if no key says how many sequences a step has, and the model's family keeps documents apart."""
+    set: true if the model's family keeps documents apart, and neither per_device_train_batch_size nor
+    gradient_accumulation_steps nor global_batch_size is set: whoever counts rows of a step gets as many."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the training split to hold out for evaluation, if there is no validation split."""
     streaming: bool = False

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import Problem, UserError, raise_all
-from windlass.runfile.document import load, scalar
+from windlass.runfile.document import dotted, load, scalar
 from windlass.runfile.fields import Train
 from windlass.runfile.names import IMPORTING as TABLES
 from windlass.runfile.names import TOOLS, by_name
@@ -38,6 +38,14 @@ OWN: Final = ("warmup_ratio", "global_batch_size", "resume")  # of `train`, and 
 
 
 TEMPLATES: Final = ("chatml", "llama3", "alpaca")  # of the same name here
+# What a message's role may be called, by what it is here.
+SPEAKERS: Final = {
+    "user": "user human",
+    "assistant": "assistant gpt chatgpt model bot",
+    "system": "system",
+    "tool": "tool observation function",
+    "call": "function_call",
+}
 TOKENIZERS_OWN: Final = "the tokenizer's own is used; compare with `windlass data run.yaml --sample 3`"
 
 
@@ -69,6 +77,38 @@ class Import:
         if value != "":
             self.settings[key], self.remarks[key] = value, remark
 
+    def judge(self, key: str, value: Any, place: str = "") -> None:
+        """A key that is not carried over: it has no effect, for a reason, or is refused."""
+        table, common, place = TABLES[self.tool], TABLES["common"], place or key
+        same = table.get("same", {})
+        no_effect, refused = (
+            {**by_name(common[kind]), **by_name(table.get(kind, {}))} for kind in ("no_effect", "refused")
+        )
+        if key in no_effect:
+            self.no_effect[place] = no_effect[key]
+        elif value in same.get(key, ()):
+            self.no_effect[place] = "windlass does just that"
+        elif value is None or (value in OFF and key not in same):
+            self.no_effect[place] = "it is switched off or empty"
+        elif key in refused:
+            self.refuse(place, refused[key], "remove it if you can train without it, then import again")
+        else:
+            hint = "remove it if it doesn't change what is trained, then import again"
+            self.refuse(place, f"windlass knows no such key of {TOOLS[self.tool]}", hint)
+
+    def judge_others(self, place: str, entry: Mapping[str, Any], read: str) -> None:
+        """Of a data set's entry, the keys that are not read."""
+        for key, value in entry.items():
+            if key not in read.split():
+                self.judge(str(key), value, f"{place}.{key}")
+
+    def require_roles(self, place: str, roles: Mapping[str, Any]) -> None:
+        """Names of roles can't be set here: they must be usual ones."""
+        for role, names in roles.items():
+            if unusual := [name for name in _listed(names) if str(name) not in SPEAKERS.get(str(role), "").split()]:
+                hint = f"rename it in the rows; windlass reads {SPEAKERS.get(str(role)) or ', '.join(SPEAKERS)}"
+                self.refuse(place, f"windlass doesn't read {unusual[0]!r} as {role}", hint)
+
     def as_dict(self) -> dict[str, Any]:
         problems = [problem.as_dict() for problem in self.problems]
         return {"tool": self.tool, "settings": self.settings, "no_effect": self.no_effect, "problems": problems}
@@ -89,7 +129,7 @@ def import_file(path: Path, tool: str = "") -> Import:
         hint = f"name it: `windlass import {path} --from axolotl`, or another: {', '.join(TOOLS)}"
         raise UserError("is not clearly a configuration of one tool", str(path), hint)
     made = Import(tool, str(path), dict(theirs), lines)
-    table, common = TABLES[tool], TABLES["common"]
+    table = TABLES[tool]
     _translate_common(made)
     for key, rule in table.get("needs", {}).items():
         if (value := made.take(key, rule["without"])) not in rule["is"]:
@@ -103,22 +143,12 @@ def import_file(path: Path, tool: str = "") -> Import:
     if held_out := table.get("held_out"):
         _held_out(made, made.take(held_out, kind=int | float) or 0, held_out)
     SPECIAL[tool](made)
-    no_effect, refused = (
-        {**by_name(common[kind]), **by_name(table.get(kind, {}))} for kind in ("no_effect", "refused")
-    )
     for key, value in made.theirs.items():
         ours = table["keys"].get(key) or (f"train.{key}" if key in Train.model_fields and key not in OWN else "")
         if ours and value is not None:
             made.set(ours, value, key)
-        elif key in no_effect:
-            made.no_effect[key] = no_effect[key]
-        elif value in OFF:
-            made.no_effect[key] = "it is switched off or empty"
-        elif key in refused:
-            made.refuse(key, refused[key], "remove it if you can train without it, then import again")
         else:
-            hint = "remove it if it doesn't change what is trained, then import again"
-            made.refuse(key, f"windlass knows no such key of {TOOLS[tool]}", hint)
+            made.judge(key, value)
     for key, value in table["defaults"].items():
         if key not in made.settings:
             made.settings[key], made.remarks[key] = (None if value == "null" else value), f"{TOOLS[tool]}'s default"
@@ -138,7 +168,7 @@ def _read_theirs(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]:
     if not isinstance(document.value, dict):
         raise UserError("holds no `key: value` settings", str(path), "give another tool's YAML, JSON or shell script")
     raise_all(document.problems)
-    return "", document.value, {str(steps[0]): line for steps, line in document.lines.items() if len(steps) == 1}
+    return "", document.value, {dotted(steps): line for steps, line in document.lines.items()}
 
 
 def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, int]]:
@@ -148,7 +178,7 @@ def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, 
         for tool, pattern in COMMANDS.items():
             if not (found := re.search(pattern, line)):
                 continue
-            options: dict[str, Any] = {}
+            options: dict[str, Any] = {"loss_scale": "all"} if re.search(r"\bpt\b", found[0]) else {}
             key = ""
             try:
                 words = shlex.split(line[found.end() :], comments=True)
@@ -258,7 +288,14 @@ def _axolotl(made: Import) -> None:
     elif special:
         made.no_effect["special_tokens"] = "padding never counts in the loss"
     tests = made.take("test_datasets", kind=list)
-    _evaluated_on(made, "test_datasets", [_axolotl_data(made, entry) for entry in tests or []])
+    tests = [_axolotl_data(made, entry, f"test_datasets[{i}]") for i, entry in enumerate(tests or [])]
+    _evaluated_on(made, "test_datasets", tests)
+    plugins = _listed(made.take("plugins"))
+    if others := [each for each in plugins if not re.search(r"\b(liger|cut_cross_entropy|kernels)\b", str(each))]:
+        hint = "remove it if you can train without it, then import again"
+        made.refuse("plugins", f"windlass has nothing like {others[0]}", hint)
+    elif plugins:
+        made.no_effect["plugins"] = "the same plugin's speed-up is built in"
     template, text = made.take("chat_template"), made.take("chat_template_jinja")
     if template in TEMPLATES or (template == "jinja" and text):
         made.set("data.chat_template", text or template, "chat_template")
@@ -270,10 +307,17 @@ def _axolotl(made: Import) -> None:
         kind = entry.get("type") if isinstance(entry, dict) else None
         if kind != "completion":
             made.set("data.completion_only_loss", not on_prompt, "train_on_inputs")
-    _data_sets(made, "datasets", [_axolotl_data(made, entry) for entry in entries if isinstance(entry, dict)])
+    sets = [_axolotl_data(made, each, f"datasets[{i}]") for i, each in enumerate(entries) if isinstance(each, dict)]
+    _data_sets(made, "datasets", sets)
 
 
-def _axolotl_data(made: Import, entry: Mapping[str, Any]) -> dict[str, Any]:
+AXOLOTL_DATA: Final = (
+    "path data_files name split type field_messages field text_column chat_template chat_template_jinja roles "
+    "message_property_mappings message_field_role message_field_content message_field_training field_tools field_system"
+)
+
+
+def _axolotl_data(made: Import, entry: Mapping[str, Any], place: str) -> dict[str, Any]:
     """One of its data sets as keys of our `data`."""
     kind = entry.get("type", "completion")
     found: dict[str, Any] = {
@@ -281,12 +325,24 @@ def _axolotl_data(made: Import, entry: Mapping[str, Any]) -> dict[str, Any]:
         "dataset_config_name": entry.get("name"),
         "train_split": entry.get("split", "train"),
     }
+    made.judge_others(place, entry, AXOLOTL_DATA)
     if isinstance(kind, dict):
         prompt = str(kind.get("format") or "{instruction} {input}")
         for name, default in (("instruction", "instruction"), ("input", "input")):
             prompt = prompt.replace(f"{{{name}}}", f"{{{kind.get(f'field_{name}') or default}}}")
         return {**found, "prompt_template": f"{prompt}[[{{{kind.get('field_output') or 'output'}}}]]"}
     if kind == "chat_template" or str(kind).startswith("sharegpt"):
+        mapped = entry.get("message_property_mappings")
+        columns = {name: entry[f"message_field_{name}"] for name in FIELDS if entry.get(f"message_field_{name}")}
+        columns |= mapped if isinstance(mapped, dict) else {}
+        columns |= {name: entry[f"field_{name}"] for name in ("tools", "system") if entry.get(f"field_{name}")}
+        found |= _columns(made, f"{place}.message_property_mappings", columns)
+        made.require_roles(f"{place}.roles", entry["roles"] if isinstance(entry.get("roles"), dict) else {})
+        template, text = entry.get("chat_template"), entry.get("chat_template_jinja")
+        if template in TEMPLATES or (template == "jinja" and text):
+            found["chat_template"] = text or template
+        elif template not in (None, "tokenizer_default"):
+            made.no_effect[f"{place}.chat_template"] = TOKENIZERS_OWN
         return {**found, "messages_field": entry.get("field_messages") or "messages"}
     if str(kind).startswith(("completion", "pretrain")):
         return {**found, "text_field": entry.get("field") or entry.get("text_column") or "text"}
@@ -296,6 +352,20 @@ def _axolotl_data(made: Import, entry: Mapping[str, Any]) -> dict[str, Any]:
         "datasets", f"windlass has no prompt style {kind!r}", "see data.prompt_template and data.messages_field"
     )
     return found
+
+
+FIELDS: Final = ("role", "content", "training")  # of a message, as Axolotl names them
+
+
+def _columns(made: Import, place: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What messages call their fields, where windlass doesn't know by itself."""
+    own = {"role": ("role", "from"), "content": ("content", "value"), "training": ("train", "weight")}
+    renamed = {name: column for name, column in columns.items() if column not in own.get(name, (name,))}
+    for name in renamed.keys() - {*own, "tools", "system"}:
+        made.refuse(place, f"windlass reads {name!r} of a message by that name", "rename it in the rows")
+    if not renamed:
+        return {}
+    return {"columns": {"train" if name == "training" else name: str(column) for name, column in renamed.items()}}
 
 
 def _llamafactory(made: Import) -> None:
@@ -321,12 +391,11 @@ def _llamafactory(made: Import) -> None:
     folder, rows = Path(str(made.take("dataset_dir", "data"))), made.take("max_samples")
     names = [name.strip() for name in str(made.take("dataset") or "").split(",") if name.strip()]
     known = _llamafactory_names(Path(made.file).parent, folder)
-    entries = [_llamafactory_data(name, known.get(name), folder) for name in names]
+    entries = [_llamafactory_data(made, name, known.get(name), folder, rows) for name in names]
     evaluated = [name.strip() for name in str(made.take("eval_dataset") or "").split(",") if name.strip()]
-    tests = [_llamafactory_data(name, known.get(name), folder) for name in evaluated]
+    tests = [_llamafactory_data(made, name, known.get(name), folder, rows) for name in evaluated]
     _evaluated_on(made, "eval_dataset", tests)
-    split = f"train[:{rows}]" if rows else "train"
-    _data_sets(made, "dataset", [{"train_split": split, **entry} for entry in entries])
+    _data_sets(made, "dataset", entries)
 
 
 def _llamafactory_names(beside: Path, folder: Path) -> dict[str, Any]:
@@ -340,15 +409,34 @@ def _llamafactory_names(beside: Path, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _llamafactory_data(name: str, known: Any, folder: Path) -> dict[str, Any]:
-    if not isinstance(known, dict):
-        return {"dataset_name_or_path": name}
-    source = known.get("hf_hub_url") or known.get("script_url") or str(folder / str(known.get("file_name", name)))
-    found = {"dataset_name_or_path": source, "dataset_config_name": known.get("subset")}
-    columns = known.get("columns") or {}
-    if known.get("formatting") in ("sharegpt", "openai"):
-        return {**found, "messages_field": columns.get("messages", "conversations")}
-    own = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
+LLAMAFACTORY_DATA: Final = (
+    "hf_hub_url ms_hub_url om_hub_url script_url file_name formatting subset split num_samples columns tags"
+)
+TAGS: Final = {"user": "user", "assistant": "assistant", "observation": "tool", "function": "call", "system": "system"}
+
+
+def _llamafactory_data(made: Import, name: str, known: Any, folder: Path, rows: Any) -> dict[str, Any]:
+    """A data set by its entry in dataset_info.json, or else by its path."""
+    entry = known if isinstance(known, dict) else {}
+    split, counts = entry.get("split") or "train", [n for n in (rows, entry.get("num_samples")) if isinstance(n, int)]
+    found = {"train_split": f"{split}[:{min(counts)}]" if counts else split}
+    if not entry:
+        return {**found, "dataset_name_or_path": name}
+    made.judge_others(f"dataset_info.json: {name}", entry, LLAMAFACTORY_DATA)
+    source = entry.get("hf_hub_url") or entry.get("script_url") or str(folder / str(entry.get("file_name", name)))
+    found |= {"dataset_name_or_path": source, "dataset_config_name": entry.get("subset")}
+    columns, tags = ({**each} if isinstance(each, dict) else {} for each in (entry.get("columns"), entry.get("tags")))
+    place = f"dataset_info.json: {name}.columns"
+    if entry.get("formatting") in ("sharegpt", "openai"):
+        field = columns.pop("messages", "conversations")
+        made.require_roles(
+            f"dataset_info.json: {name}.tags", {TAGS[t]: tags[f"{t}_tag"] for t in TAGS if f"{t}_tag" in tags}
+        )
+        columns |= {field: tags[f"{field}_tag"] for field in ("role", "content") if f"{field}_tag" in tags}
+        return {**found, **_columns(made, place, columns), "messages_field": field}
+    own = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
+    for column in columns.keys() - own.keys():
+        made.refuse(place, f"windlass has no {column!r} of such rows", "remove it if you can train without it")
     renamed = {own[name]: column for name, column in columns.items() if name in own and column != own[name]}
     return {**found, "format": "alpaca", **({"columns": renamed} if renamed else {})}
 
@@ -357,7 +445,20 @@ def _trl(made: Import) -> None:
     split = made.take("dataset_test_split")
     if made.settings.get("train.eval_strategy", "no") != "no":
         made.set("data.val_split", split or "test", "dataset_test_split")
+    marks = [made.take(key) for key in ("assistant_only_loss", "completion_only_loss")]  # of chats, of completions
+    if any(marks) or marks[1] is False:
+        made.set("data.completion_only_loss", any(marks), "assistant_only_loss, completion_only_loss")
+    else:
+        whole = "not set: TRL's loss is on all of a chat, here on what the assistant says; with "
+        made.no_effect["assistant_only_loss"] = f"{whole}data.completion_only_loss: false it is on all"
+    if (template := made.take("chat_template_path")) and str(template).endswith((".jinja", ".jinja2")):
+        made.set("data.chat_template", template, "chat_template_path")
+    elif template:
+        hint = "export that tokenizer's template to a file, and name it: chat_template_path: FILE.jinja"
+        made.refuse("chat_template_path", "windlass takes a template from a file, not from another tokenizer", hint)
     if entries := made.take("datasets", kind=list):
+        for number, entry in enumerate(entries):
+            made.judge_others(f"datasets[{number}]", entry, "path data_files name split")
         found = [
             {
                 "dataset_name_or_path": entry.get("data_files") or entry.get("path"),
@@ -385,7 +486,11 @@ def _swift(made: Import) -> None:
         for key in ("dataset", "val_dataset")
     )
     _evaluated_on(made, "val_dataset", evaluated)
-    made.set("data.completion_only_loss", True, "ms-swift's loss is on what the assistant says")
+    if (scale := made.take("loss_scale", "default")) == "last_round":
+        made.set("data.turns", "last", "loss_scale")
+    elif scale not in ("default", "all"):
+        made.refuse("loss_scale", f"is {scale}: windlass has no such weights", "write default, last_round or all")
+    made.set("data.completion_only_loss", scale != "all", f"loss_scale: {scale}")
     _data_sets(made, "dataset", trained)
 
 
@@ -418,6 +523,10 @@ def _data_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
         made.refuse(key, "names no data set", "set data.dataset_name_or_path in the run file")
     made.set("data.dataset_config_name", None, key)
     if len(found) > 1:
+        paths = [str(each["dataset_name_or_path"]) for each in found]
+        for i, path in enumerate(paths):  # twice the same file: each needs a name
+            if path in paths[:i]:
+                found[i]["name"] = f"{Path(path).stem}-{paths[:i].count(path) + 1}"
         made.set("data.mix", [_as_part(each) for each in found], key)
     for name, value in (found[0] if len(found) == 1 else {}).items():
         if value is not None:
@@ -475,7 +584,7 @@ def list_no_effect(made: Import) -> str:
         by_reason.setdefault(why, []).append(key)
     wrap = textwrap.TextWrapper(78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     paragraphs = [f"  {why}:\n{wrap.fill(', '.join(names))}" for why, names in by_reason.items()]
-    return "\n".join([f"{len(made.no_effect)} keys of {made.file} have no effect here:", *paragraphs])
+    return "\n".join([f"keys of {made.file} without effect here: {len(made.no_effect) or 'none'}", *paragraphs])
 
 
 def _validate(made: Import) -> None:
