@@ -167,7 +167,7 @@ def measure(way: str, rows: Path, tokenizer: Path, packing: bool) -> dict[str, A
         kind = AutoTokenizer.from_pretrained(tokenizer)
         WAYS[way](small(rows, Path(folder)), kind, Path(folder) / "warm", packing)  # imports and first calls
         seconds, found = WAYS[way](rows, kind, Path(folder) / "out", packing)
-        tokens = sum(map(len, found["input_ids"]))
+        tokens = sum(len(row) for row in found["input_ids"])
         return {"way": way, "packing": packing, "seconds": seconds, "rows_out": len(found), "tokens": tokens}
 
 

@@ -68,7 +68,7 @@ def batches(found: Prepared, batch: int, grouped: bool, padding_free: bool) -> I
     if grouped:  # the longest batch comes first: measured here is the mix
         order = np.concatenate([order[batch:], order[:batch]])
     for start in range(0, len(order), batch):
-        yield collate([found.train[int(i)] for i in order[start : start + batch]])
+        yield collate([found.train.slice(int(i), 1).to_pylist()[0] for i in order[start : start + batch]])
 
 
 def measure(found: Prepared, batch: int, grouped: bool, packed: bool, seconds: float) -> dict[str, Any]:

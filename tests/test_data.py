@@ -71,7 +71,7 @@ def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
 
 
 def supervised(prepared: Prepared, row: int = 0) -> list[int]:
-    found = prepared.train[row]
+    found = prepared.train.slice(row, 1).to_pylist()[0]
     return [token for token in found.get("labels", found["input_ids"]) if token != -100]
 
 
@@ -88,9 +88,9 @@ def test_rows_are_tokenized_as_trl_does(prepared: Prepare, tokenizer: Any, tmp_p
         data = Dataset.from_list(rows)
         expected = SFTTrainer._prepare_dataset(trainer, data, tokenizer, settings, False, None, "train")
         done = prepared(rows).train
-        assert done["input_ids"] == expected["input_ids"]
+        assert done["input_ids"].to_pylist() == expected["input_ids"]
         if partial:
-            assert done["labels"] == expected["labels"]
+            assert done["labels"].to_pylist() == expected["labels"]
 
 
 def test_empty_rows_are_dropped_and_long_ones_cut_and_counted(prepared: Prepare, tokenizer: Any) -> None:
@@ -101,8 +101,8 @@ def test_empty_rows_are_dropped_and_long_ones_cut_and_counted(prepared: Prepare,
     assert [figures[key] for key in ("rows", "empty", "documents", "truncated", "tokens_cut")] == [5, 2, 3, 1, cut]
     assert figures["supervised_tokens"] == figures["tokens"] - 3  # a first token is never predicted
     assert figures["end_learnt_share"] == pytest.approx(2 / 3)
-    assert len(done.train[0]["input_ids"]) == 128
-    assert done.train[0]["input_ids"][-1] != tokenizer.eos_token_id == done.train[1]["input_ids"][-1]
+    assert len(done.train["input_ids"][0].as_py()) == 128
+    assert done.train["input_ids"][0].as_py()[-1] != tokenizer.eos_token_id == done.train["input_ids"][1].as_py()[-1]
     assert any("cut at max_length" in note for note in done.audit["notes"])
 
 
@@ -124,7 +124,7 @@ def test_loss_is_on_the_completion(prepared: Prepare, tokenizer: Any) -> None:
 def test_loss_is_on_what_a_template_marks(prepared: Prepare, tokenizer: Any) -> None:
     rows = [{"q": "six times seven", "a": {"text": ["42"]}}, {"q": "who", "a": {"text": [""]}}]
     done = prepared(rows, prompt_template=r"\[[Q\]] {q}? {{}} A:[[ {a[text][0]}]]")
-    assert tokenizer.decode(done.train[0]["input_ids"]) == "<s>[[Q]] six times seven? {} A: 42</s>"
+    assert tokenizer.decode(done.train["input_ids"][0].as_py()) == "<s>[[Q]] six times seven? {} A: 42</s>"
     assert tokenizer.decode(supervised(done)) == " 42</s>"
     assert done.audit["splits"]["train"]["empty"] == 1  # a row without an answer is no example
     *_, asked, answered = done.audit["samples"][0]["parts"]
@@ -162,7 +162,7 @@ def test_loss_is_on_the_assistants_turns(prepared: Prepare, tokenizer: Any) -> N
     for kind in (tokenizer, bare):
         done = prepared([{"messages": CHAT}], kind)
         assert kind.decode(supervised(done)).replace(" ", "") == "Hi.</s>Because.</s>"
-        assert kind.decode(done.train[0]["input_ids"]).count("<s>") == 1
+        assert kind.decode(done.train["input_ids"][0].as_py()).count("<s>") == 1
         assert done.audit["splits"]["train"]["end_learnt_share"] == 1
         assert any("Mistral's is used" in note for note in done.audit["notes"]) is (kind is bare)
 
@@ -340,7 +340,7 @@ def test_a_tokenizer_without_offsets_keeps_the_edge(prepared: Prepare, tokenizer
     rows = [{"prompt": "What is a list?", "completion": " A sequence."}]
     slow, quick = prepared(rows, Slow()), prepared(rows)
     assert slow.fingerprint != quick.fingerprint
-    assert slow.train[0] == quick.train[0]
+    assert slow.train[:1] == quick.train[:1]
 
 
 def test_the_audit_is_shown(prepared: Prepare) -> None:
@@ -448,13 +448,18 @@ def test_a_failure_leaves_nothing_and_a_place_that_can_not_be_written_is_named(t
 def test_tokens_come_from_the_cache_and_are_made_again_if_damaged(text: Path, tokenizer: Any, harm: str) -> None:
     said: list[str] = []
     first = prepare(run_file(text, packing=True), tokenizer, say=said.append)
-    expected, audit = first.train[:], first.audit
+    expected, audit = first.train.to_pylist(), first.audit
     folder = text.parent / "out" / "tokens" / first.fingerprint
     del first
     arrow = folder / "train.arrow"
     times = arrow.stat()
     again = prepare(run_file(text, packing=True), tokenizer, say=said.append)
-    assert (again.train[:], again.audit, arrow.stat().st_mtime_ns, said) == (expected, audit, times.st_mtime_ns, [])
+    assert (again.train.to_pylist(), again.audit, arrow.stat().st_mtime_ns, said) == (
+        expected,
+        audit,
+        times.st_mtime_ns,
+        [],
+    )
     del again
     match harm:
         case "flip":  # one bit, and the clock set back: nothing but the content tells
@@ -473,7 +478,7 @@ def test_tokens_come_from_the_cache_and_are_made_again_if_damaged(text: Path, to
         case "garble":
             (folder / SEAL).write_text("{")
     for _ in range(2):
-        assert prepare(run_file(text, packing=True), tokenizer, say=said.append).train[:] == expected
+        assert prepare(run_file(text, packing=True), tokenizer, say=said.append).train.to_pylist() == expected
         assert len(said) == 1
         assert "damaged" in said[0]
 

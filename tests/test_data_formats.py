@@ -140,10 +140,10 @@ def test_published_rows_are_trained_on_where_they_should_be(
         return
     done = prepared(row, **section)
     assert done.audit["shape"]["name"] == kind
-    text = tokenizer.decode(done.train[0]["input_ids"])
+    text = tokenizer.decode(done.train["input_ids"][0].as_py())
     if kind == "input_ids":
-        assert done.train[0]["input_ids"] == [1, 40, 41, 42, 2]  # padding is not trained on
-        assert done.train[0].get("labels", IDS["input_ids"][:5])[2:] == [41, 42, 2]
+        assert done.train["input_ids"][0].as_py() == [1, 40, 41, 42, 2]  # padding is not trained on
+        assert done.train.to_pylist()[0].get("labels", IDS["input_ids"][:5])[2:] == [41, 42, 2]
     elif row is GSM8K:
         assert parts(done, tokenizer) == [f"{GSM8K['answer']}</s>"]
     else:
@@ -158,7 +158,7 @@ def test_published_rows_are_trained_on_where_they_should_be(
 def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_path: Path) -> None:
     both = [ALPACA, {**ALPACA, "input": ""}]
     done = prepared(both, chat_template="alpaca")
-    first, second = (tokenizer.decode(row["input_ids"]) for row in done.train)
+    first, second = (tokenizer.decode(row) for row in done.train["input_ids"].to_pylist())
     assert "### Instruction:\nAdd.\n\n### Input:\n2 and 2\n\n### Response:\n4</s>" in first
     assert "### Instruction:\nAdd.\n\n### Response:\n4</s>" in second
     assert "paired with an input" in first
@@ -176,7 +176,8 @@ def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_
     for template in (str(tmp_path / "own.jinja"), str(tmp_path / "chat_template.json"), TURNS + END):
         assert parts(prepared(SHAREGPT, template), tokenizer) == ["Because.<end>"]
     shout = "{% if shout %}LOUD {% endif %}" + TURNS + END
-    assert "LOUD" in tokenizer.decode(prepared(SHAREGPT, shout, template_kwargs={"shout": True}).train[0]["input_ids"])
+    loud = prepared(SHAREGPT, shout, template_kwargs={"shout": True}).train["input_ids"][0].as_py()
+    assert "LOUD" in tokenizer.decode(loud)
     calls = parts(prepared(OPENAI, TOOLS + TURNS + TEXT_CALLS + END), tokenizer)  # that takes arguments as text
     assert calls[0] == 'get_current_weather={"city": "Rome"}<end>'
     # One that drops earlier reasoning, as Qwen's does: its last turn alone can be trained on.

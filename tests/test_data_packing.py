@@ -95,11 +95,11 @@ def test_documents_are_complete_in_packed_rows(
 ) -> None:
     plain = prepare(run_file(rows, packing=False), tokenizer).train
     found = []
-    for row in packed.train:
+    for row in packed.train.to_pylist():
         edges = np.cumsum([0, *row["seq_lengths"]]).tolist()
         assert edges[-1] == len(row["input_ids"]) == len(row["labels"]) <= LENGTH
         found += [(row["input_ids"][a:b], row["labels"][a:b]) for a, b in itertools.pairwise(edges)]
-    assert sorted(found) == sorted(zip(plain["input_ids"], plain["labels"], strict=True))
+    assert sorted(found) == sorted(zip(plain["input_ids"].to_pylist(), plain["labels"].to_pylist(), strict=True))
     ways = packed.audit["batching"]["ways"]
     assert ways["packed"]["rows"] == len(packed.train)
     assert ways["packed"]["useful_share"] > 0.95
@@ -142,7 +142,8 @@ def small_model(family: str, attention: str) -> Any:
 @pytest.mark.parametrize("form", PACKED)
 def test_no_document_sees_another(packed: Prepared, family: str, attention: str, form: str) -> None:
     model = small_model(family, attention)
-    several = sorted((row for row in packed.train if len(row["seq_lengths"]) > 2), key=lambda r: len(r["input_ids"]))
+    rows = packed.train.to_pylist()
+    several = sorted((row for row in rows if len(row["seq_lengths"]) > 2), key=lambda row: len(row["input_ids"]))
     chosen = [several[-1], several[0]]
     assert len({len(row["input_ids"]) for row in chosen}) == 2  # the shorter one is padded
     batch = PACKED[form](chosen)
@@ -174,7 +175,7 @@ def test_no_document_sees_another(packed: Prepared, family: str, attention: str,
 
 def test_rows_one_below_the_other_are_the_rows_end_to_end(packed: Prepared) -> None:
     """The same losses of the same tokens."""
-    model, chosen = small_model("mistral4", "sdpa"), packed.train.to_list()[-3:]
+    model, chosen = small_model("mistral4", "sdpa"), packed.train.to_pylist()[-3:]
     chosen[1] |= {"input_ids": chosen[1]["input_ids"][:2], "labels": chosen[1]["labels"][:2], "seq_lengths": [1, 1]}
     losses = []
     for collate in PACKED.values():
@@ -214,7 +215,7 @@ def test_a_stream_gives_every_row_once_an_epoch_in_one_order(rows: Path, tokeniz
     plain = prepare(run_file(rows, packing=False), tokenizer).train
     count = len(plain)
     first = [tuple(row["input_ids"]) for row in itertools.islice(streamed, 2 * count)]
-    assert sorted(first[:count]) == sorted(first[count:]) == sorted(map(tuple, plain["input_ids"]))
+    assert sorted(first[:count]) == sorted(first[count:]) == sorted(map(tuple, plain["input_ids"].to_pylist()))
     assert first[:count] != first[count:]  # shuffled anew
     assert [tuple(row["input_ids"]) for row in itertools.islice(streamed, count)] == first[:count]
     packed = prepare(run_file(rows, streaming=True), tokenizer)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -32,7 +33,7 @@ from windlass.train.batches import Batch, Batches, Collate
 def batches(count: int, micro: int, world: int, rank: int, step: int, *, stream: bool = False, **more: Any) -> Batches:
     rows: list[dict[str, Any]] = [{"input_ids": [1, *range(2, 4 + number)], "labels": None} for number in range(count)]
     rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows]
-    data = IterableDataset.from_generator(lambda: iter(rows * 9)) if stream else Dataset.from_list(rows)
+    data = IterableDataset.from_generator(lambda: iter(rows * 9)) if stream else pa.Table.from_pylist(rows)
     order = None if stream else lambda epoch: np.random.default_rng(epoch).permutation(count)
     made = Batches(data, Collate(PaddedCollator(0)), micro, order=order, round_rows=step, **more)
     made.rank, made.world = rank, world
@@ -92,7 +93,7 @@ def test_batches_draw_no_random_numbers_from_training() -> None:
 def test_each_epoch_has_an_order_of_its_own(batching: str) -> None:
     """The fault that is guarded against: a shuffle by the seed alone."""
     lengths = np.arange(5, 105)
-    data = Prepared(Dataset.from_dict({}), None, {}, "", lengths=lengths, batching=batching)
+    data = Prepared(pa.table({}), None, {}, "", lengths=lengths, batching=batching)
     orders = [data.order(seed=3, epoch=epoch, global_batch=8) for epoch in (0, 0, 1, 2)]
     assert orders[0].tolist() == orders[1].tolist()
     assert len({tuple(order.tolist()) for order in orders}) == 3

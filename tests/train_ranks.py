@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -330,7 +331,7 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     tokenizer = run.tokenizer_of(plan)
     data = prepare(job, tokenizer)
     arguments = sft_config(plan, data)
-    trainer = Plain(model=model, args=arguments, train_dataset=data.train, processing_class=tokenizer)
+    trainer = Plain(model=model, args=arguments, train_dataset=Dataset(data.train), processing_class=tokenizer)
     trainer.rows = Rows(plan, data)
     trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]

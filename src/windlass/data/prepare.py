@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from windlass.data import audit as auditing
 from windlass.data.cache import Say, cached_folder, hash_file
 from windlass.data.formats import Format, choose_format
 from windlass.data.mix import RowSet, epoch_counts, evaluation_sets, training_sets
-from windlass.data.packing import Order, length_grouped, of_epoch, shuffled, write_rows
+from windlass.data.packing import Order, length_grouped, of_epoch, open_rows, shuffled, write_rows
 from windlass.data.sources import Part, Source, Where, parse_split, read_rows, resolve, row_place
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import Documents, tokenize
@@ -27,7 +28,7 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.names import EVALUATED_SCHEDULES
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
     from windlass.data.collate import Collator
@@ -45,8 +46,8 @@ STREAM_AUDIT_ROWS = 10_000  # of a stream, so many rows are audited beforehand
 class Prepared:
     """The sets that are trained and evaluated on, and how to make batches of them."""
 
-    train: Dataset | IterableDataset
-    validation: Dataset | None
+    train: pa.Table | IterableDataset
+    validation: pa.Table | None
     audit: dict[str, Any]
     fingerprint: str
     lengths: np.ndarray[Any, np.dtype[np.int64]] | None = None
@@ -123,8 +124,6 @@ def prepare(
     number of rows of the model's embedding; `batch` the rows of a micro-batch where the plan chose them; `audited` is
     given the audit before it is judged.
     """
-    from datasets import Dataset
-
     data, max_length, seed = run.data, run.data.max_length, run.train.order_seed
     capacity = max_length if data.packing else None
 
@@ -183,12 +182,12 @@ def prepare(
     # 4. The sets themselves, mapped into memory rather than read.
     train, validation, per_row = None, None, None
     if "validation" in audit["splits"]:
-        validation = Dataset.from_file(str(folder / "validation.arrow"))
+        validation = open_rows(folder / "validation.arrow")
     if data.streaming:
         streams = [(each, kind) for each, kind in chosen if not each.evaluated]
         train = stream_rows(streams, tokenizer, max_length, capacity, seed)
     else:
-        train, per_row = Dataset.from_file(str(folder / "train.arrow")), np.load(folder / "train.rows.npy")
+        train, per_row = open_rows(folder / "train.arrow"), np.load(folder / "train.rows.npy")
     names = tuple(each.of.name for each in trained) if data.mix else ()
     evaluated = tuple(audit["evaluated"])
     return Prepared(train, validation, audit, key, per_row, batching, run.masked, names, evaluated, shares)

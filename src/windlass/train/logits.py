@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.data.packing import open_rows
 from windlass.model.family import WRAPPERS
 from windlass.train.wrapped import read_inner_config
 
@@ -56,11 +57,9 @@ def sample_rows(run_folder: Path | None, vocab: int, count: int = 4, length: int
     """Tokens that a run was trained or evaluated on, if they are still there; else random ones."""
     files = list((run_folder / "tokens").glob("*/*.arrow")) if run_folder else []
     if files:
-        from datasets import Dataset
-
-        data = Dataset.from_file(str(min(files, key=lambda path: (path.stem != "validation", path))))
+        data = open_rows(min(files, key=lambda path: (path.stem != "validation", path)))
         if "input_ids" in data.column_names:
-            tokens = [token for row in data.select(range(min(len(data), 256)))["input_ids"] for token in row]
+            tokens = [token for row in data.slice(0, 256)["input_ids"].to_pylist() for token in row]
             fitting = min(length, len(tokens) // count)
             if fitting >= 2 and max(tokens) < vocab:
                 return torch.tensor(tokens[: count * fitting]).view(count, fitting)
