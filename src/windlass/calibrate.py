@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -18,6 +18,7 @@ from windlass.errors import RunError, UserError
 from windlass.hardware import KINDS, Collective, Points, Rates
 from windlass.plan.machine import own_file, write_machine
 from windlass.train import ranks
+from windlass.train.rank import launched_by_srun
 
 # Measured / planned step time of calibrated plans (benchmarks/cpu_plan.py), wider where the machine itself varies.
 LOW, HIGH = 0.8, 1.25
@@ -26,12 +27,13 @@ LIMIT_SECONDS = 300.0  # for all of it, before the ranks are ended: a collective
 
 
 def calibrate(
-    count: int | None, out: Path | None, environ: Mapping[str, str], say: Callable[[str], None]
+    count: int | None, out: Path | None, environ: MutableMapping[str, str], say: Callable[[str], None]
 ) -> tuple[Path, dict[str, Any]] | None:
     """Measure with real ranks and write the file: its path and content. Under torchrun this is one of the ranks; None
     on those that don't write."""
     gpus = hardware.this_machine().gpus
     kind = _kind_of(gpus[0].name) if gpus else "cpu"
+    environ.update(launched_by_srun(environ))
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
     count = int(environ["LOCAL_WORLD_SIZE"]) if under_torchrun else count or len(gpus) or 1
     most, what = (len(gpus), "GPUs") if gpus else (os.cpu_count() or 1, "processors")

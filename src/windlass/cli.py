@@ -313,18 +313,10 @@ def calibrate(
     from windlass import calibrate as calibrating
 
     require(TRAINING, "calibrate")
-    under_srun()
     if measured := calibrating.calibrate(ranks, out, os.environ, say):
         path, content = measured
         write_json(content) if as_json else calibrating.show(content)
         say(f"written to {path}")
-
-
-def under_srun() -> None:
-    """Its tasks become ranks, as torchrun's do."""
-    from windlass.train.rank import launched_by_srun
-
-    os.environ.update(launched_by_srun(os.environ))
 
 
 @command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --json", "check --self-test")
@@ -436,7 +428,6 @@ def train(
     is_script = kind(run, overrides) == "script"
     overrides += ["layout.ranks=null"] if is_script and ranks is not None else []
     require(("torch",) if is_script else TRAINING, "train")
-    under_srun()
 
     def planned() -> Any:
         """On the machines that a launcher started, or on this one, unless the files say which."""
@@ -594,8 +585,6 @@ def best(
     are significantly worse.
     """
     from windlass import train as training
-
-    under_srun()
 
     def show(ranking: Any) -> None:
         from windlass.train.best import show as show_table

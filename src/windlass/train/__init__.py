@@ -26,7 +26,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from windlass.runfile import Data, Loaded, RunFile
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import absent_trackers
 from windlass.train import ranks
-from windlass.train.rank import Rank, read_rank, run_rank
+from windlass.train.rank import Rank, launched_by_srun, read_rank, run_rank
 
 if TYPE_CHECKING:
     from windlass.plan import Plan
@@ -47,7 +47,7 @@ def train(
     make_plan: Callable[[], Plan],
     *,
     arguments: Sequence[str],
-    environ: Mapping[str, str],
+    environ: MutableMapping[str, str],
     resume: bool,
     debug_freq: int | None = None,
     allow_other_base: bool = False,
@@ -82,7 +82,7 @@ def best(
     run_folder: Path,
     *,
     arguments: Sequence[str],
-    environ: Mapping[str, str],
+    environ: MutableMapping[str, str],
     base_dtypes: Sequence[str] = (),
     allow_other_base: bool = False,
     show: Callable[[Ranking], None],
@@ -103,13 +103,14 @@ def in_ranks(
     work: Callable[[Rank], int],
     *,
     arguments: Sequence[str],
-    environ: Mapping[str, str],
+    environ: MutableMapping[str, str],
     say: Callable[[UserError], None],
 ) -> int:
     """Start this machine's ranks with the same command, or do one rank's work.
 
     Each rank plans again: that is quick compared with importing torch, and needs no copy of the plan in a file.
     """
+    environ.update(launched_by_srun(environ))
     here = read_rank(environ)
     if here is None:
         plan = make_plan()  # here first: the user's mistakes are found in one process, and before torch is imported

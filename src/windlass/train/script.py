@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,15 +26,20 @@ from windlass.observe.watch.patrol import ScriptWatch
 from windlass.plan.script import ScriptPlan
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.train import ranks
-from windlass.train.rank import SUPERVISED, read_rank, run_rank, wait_for_peers
+from windlass.train.rank import SUPERVISED, launched_by_srun, read_rank, run_rank, wait_for_peers
 
 LIBRARIES: Final = ("torch", "torchvision", "transformers", "accelerate", "lightning")
 
 
 def train(
-    make_plan: Callable[[], ScriptPlan], *, environ: Mapping[str, str], resume: bool, say: Callable[[UserError], None]
+    make_plan: Callable[[], ScriptPlan],
+    *,
+    environ: MutableMapping[str, str],
+    resume: bool,
+    say: Callable[[UserError], None],
 ) -> int:
     """Start this machine's ranks of the script, or be one. Returns the exit code."""
+    environ.update(launched_by_srun(environ))
     here = read_rank(environ)
     if here is None:
         plan = make_plan()
