@@ -251,6 +251,18 @@ for kind, side in (("nf4", 64), ("int4", 32)):
     for top, bottom, left, right in ((0, 41, 0, 2100), (3, 37, 128, 1998), (5, 5, 0, 128)):
         found = in_four_bits(codes[:, top:bottom, left // 2:right // 2], scale, table, side, torch.float32, (top, left))
         assert torch.equal(found, wanted[:, top:bottom, left:right]), (kind, top, left)
+for kind, side, dtype in (("mxfp4", 32, torch.bfloat16), ("nf4", 64, torch.float32)):  # as published: read, never made
+    rows = torch.randint(0, 256, (2, 41, four_bits.row_bytes(2112, side, dtype)), dtype=torch.uint8, generator=dice)
+    codes, scale = four_bits.split(rows, 2112, dtype)
+    numbers = torch.rand(scale.shape, generator=dice)
+    scale.copy_((20 * numbers - 10).round().exp2() if side == 32 else numbers)
+    units = torch.tensor(four_bits.TABLES[kind])[torch.stack([codes >> 4, codes & 15], -1).flatten(-2).long()]
+    wanted = units * scale.float().repeat_interleave(side, -1)
+    assert torch.equal(four_bits.decode(codes, scale, side, kind), wanted), kind
+    for top, bottom, left, right in ((0, 41, 0, 2112), (3, 37, 128, 1998)):
+        part, table = codes[:, top:bottom, left // 2:right // 2], four_bits.table(kind, codes.device)
+        found = in_four_bits(part, scale, table, side, torch.float32, (top, left))
+        assert torch.equal(found.view(torch.int32), wanted[:, top:bottom, left:right].view(torch.int32)), (kind, top)
 """
 COMPILED = """
 import triton
@@ -261,7 +273,8 @@ tiles = {"high": kernel.ROWS, "wide": kernel.COLUMNS}
 pointers = {"codes": "*u8", "scale": "*fp32", "table": "*fp32", "values": "*bf16"}
 strides = ("expert_stride", "row_stride", "rows", "columns")
 for architecture, exponents, side in ((80, (4, 5), 32), (90, (0, 0), 64), (100, (0,), 32)):
-    versions = [(kernel._in_four_bits, {"side": side}, {"scale": "*bf16"})]
+    scales = ("*bf16", "*fp32")[: 1 + (side == 64)]
+    versions = [(kernel._in_four_bits, {"side": side}, {"scale": scale}) for scale in scales]
     for number, exponent in enumerate(exponents):
         given = {"scale_rows": 1, "scale_columns": 1} if number == 0 else {}
         given |= {"one": number == 0, "exponent": exponent}

@@ -37,7 +37,7 @@ def test_each_part_passes_on_a_cpu_or_says_that_it_was_not_tested() -> None:
     found = verdicts()
     assert found.pop("attention, efficient") == SKIPPED
     assert set(found.values()) == {PASS}
-    assert len(found) == 13
+    assert len(found) == 15
 
 
 def doubled(function: Any) -> Any:
@@ -58,6 +58,7 @@ WAY = quantised.by_torch
     [
         (quantised, "by_torch", off_by_one, "FP8 decoding"),
         (quantised, "by_torch", off_by_one, "4 bits decoding, nf4"),
+        (quantised, "by_torch", off_by_one, "4 bits decoding, published nf4"),
         (quantised, "grouped_linear", doubled(quantised.grouped_linear), "grouped products, bf16"),
         (quantised, "products", doubled(quantised.products), "grouped products, nf4"),
         (experts, "stack_by_expert", lambda a, b, n, dtype: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),

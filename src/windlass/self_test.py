@@ -55,6 +55,7 @@ LOSS, NORM, ADAPTERS = 0.01, 0.1, 0.3
 PLANNED, WORKSPACE = 1.25, 0.0625  # times what was planned, and GiB of cuBLAS's own: more is a warning
 EXPERTS: Final = 8
 BEGUN: Final = "did not end"
+PACKED: Final = {"mxfp4": (32, torch.bfloat16), "published nf4": (64, torch.float32)}  # columns a scale, its dtype
 REFERENCES: Final = ("bf16", "nf4")  # FP8 as published has the same values in 16 bits
 CPU_ALONE: Final = "WINDLASS_SELF_TEST_CPU"  # the process that trains on the CPU: for so many ranks
 SEND: Final = "and send self-test.json with your report"
@@ -211,7 +212,7 @@ def parts(device: torch.device) -> dict[str, Callable[[], str]]:
         "loss": partial(head_loss, device),
         "fused layers": partial(fused_layers, device),
         "FP8 decoding": partial(decoding, device, ""),
-        **{f"4 bits decoding, {kind}": partial(decoding, device, kind) for kind in ("int4", "nf4")},
+        **{f"4 bits decoding, {kind}": partial(decoding, device, kind) for kind in (*FOUR_BITS, *PACKED)},
         **{f"grouped products, {dtype}": partial(grouped, device, dtype) for dtype in ("bf16", "FP8", "nf4")},
         "experts with adapters": partial(adapted_experts, device),
     }
@@ -311,12 +312,16 @@ def codes_of(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor,
     cpu, (count, rows, columns) = torch.device("cpu"), (5, 48, 320)
     values = fused.numbers(cpu, count, rows, columns).bfloat16().float()
     if kind:
-        block = FOUR_BITS[kind].block
-        coding = quantised.Format(torch.uint8, (1, block), torch.bfloat16, kind, columns)
-        codes = torch.empty(count, rows, four_bits.row_bytes(columns, block), dtype=torch.uint8)
-        four_bits.quantise(values, kind, codes)
-        bytes_of, scales = four_bits.split(codes, columns)
-        units = four_bits.table(kind, cpu)[torch.stack([bytes_of >> 4, bytes_of & 15], -1).flatten(-2).long()]
+        block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
+        coding = quantised.Format(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
+        codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype), dtype=torch.uint8)
+        bytes_of, scales = four_bits.split(codes, columns, dtype)
+        if kind in FOUR_BITS:
+            four_bits.quantise(values, kind, codes)
+        else:  # read, and never made
+            bytes_of.copy_(torch.arange(bytes_of.numel()).view_as(bytes_of) % 251)
+            scales.copy_(values[..., ::block].abs() if dtype == torch.float32 else values[..., ::block].round().exp2())
+        units = four_bits.table(coding.kind, cpu)[torch.stack([bytes_of >> 4, bytes_of & 15], -1).flatten(-2).long()]
         wanted = units * scales.float().repeat_interleave(block, -1)[..., :columns]
         return coding, codes.to(device), torch.empty(0), wanted
     coding = quantised.Format(torch.float8_e4m3fn, (16, 128), torch.bfloat16)

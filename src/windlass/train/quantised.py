@@ -85,7 +85,8 @@ def dequantise(
 ) -> Tensor:
     """True values of codes [..., rows, columns], the part of a parameter that begins at row and column `origin`."""
     plain = codes.is_cuda and type(codes) in (Tensor, nn.Parameter) and codes.stride(-1) == 1
-    way = by_kernel if plain and kernel_is_exact(codes.device, coding.codes, dtype, coding.kind) else by_torch
+    asked = codes.device, coding.codes, dtype, coding.kind, coding.scales
+    way = by_kernel if plain and kernel_is_exact(*asked) else by_torch
     return way(codes, scale, coding, dtype, origin)
 
 
@@ -103,7 +104,9 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, 
 
 
 @functools.cache
-def kernel_is_exact(device: torch.device, codes: torch.dtype, dtype: torch.dtype, kind: str = "") -> bool:
+def kernel_is_exact(
+    device: torch.device, codes: torch.dtype, dtype: torch.dtype, kind: str = "", scales: torch.dtype = torch.bfloat16
+) -> bool:
     """Once a process, before the kernel is used: whether all codes are the same bits as by torch. Warns if not.
 
     A part of a stack with a scale for each expert, and with one for each block. Draws no random numbers.
@@ -112,11 +115,11 @@ def kernel_is_exact(device: torch.device, codes: torch.dtype, dtype: torch.dtype
     stack = torch.arange(experts * rows * columns, device=device).to(torch.uint8).view(experts, rows, columns)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     try:
-        for block in ((1, 64),) if kind else ((rows, columns), (16, 128)):
+        for block in ((1, 32), (1, 64)) if kind else ((rows, columns), (16, 128)):
             coding = Format(codes, block, dtype, kind)
             shape = (experts, math.ceil(rows / block[0]), math.ceil(coding.per_byte * columns / block[1]))
             scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape)
-            scale = scale.bfloat16() if kind else scale
+            scale = scale.to(scales) if kind else scale
             part, origin = stack[:, 5:37, 136:1900], (5, 136 * coding.per_byte)
             one, other = (
                 way(part, scale, coding, dtype, origin).nan_to_num().view(bits) for way in (by_kernel, by_torch)
