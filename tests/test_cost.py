@@ -356,6 +356,11 @@ def test_the_host_bounds_small_micro_batches_and_waits_are_added() -> None:
     split = real(work(1, 8, 4, 1, expert_parallel=8, name="expert-parallel"), sync_seconds=1.0)
     assert cost(split).sync_seconds == 2 * 36  # in each layer's forward, and when it is computed again
     assert cost(split).step_seconds - cost(real(split, sync_seconds=0.0)).step_seconds >= 72
+    # Before Hopper each product of experts waits, two forward, again and back, and is one for each of 16 experts here.
+    older = replace(split, machine=replace(split.machine, gpu=gpu("a100")))
+    assert cost(older).sync_seconds == (2 * (1 + 2) + 2) * 36
+    per_layer = (cost(older).host_seconds - cost(split).host_seconds) / split.machine.rates.operator_seconds / 36
+    assert per_layer == pytest.approx(3 * 2 * 128 / 8)
 
 
 def test_products_are_slower_when_small_and_collectives_have_a_latency() -> None:

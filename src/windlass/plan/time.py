@@ -23,6 +23,9 @@ BACKWARD = 2.5  # operations of attention's backward over its forward's, which i
 LOGIT_BYTES = 26  # of a logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 OPTIMIZER_BYTES = 40  # of a trained parameter: gradient, two moments and value, read and written, and its norm
 GATHER_OPERATORS, EXCHANGE_OPERATORS = 40, 60  # to gather and free a layer; to send tokens to experts and back; assumed
+# GPUs before Hopper, for which torch has no product of all experts at once: the host asks for their rows, each time,
+# and starts one product for each.
+ONE_BY_ONE = ("a10", "l4")
 # Python of a micro-batch and of a step that belongs to no layer: batch, mask, loss, optimizer, measuring; assumed.
 MICRO_BATCH_OPERATORS, STEP_OPERATORS = 150, 600
 # Neither GPU nor host is ahead of the other all of the time: the exponent of the norm that stands for their maximum.
@@ -227,6 +230,7 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
     memory = moved * tokens / rates.memory_gb_per_second / 1e9
     operators = did.operators + GATHER_OPERATORS * (work.layout.shard > 1)
     operators += EXCHANGE_OPERATORS * (work.layout.expert_parallel > 1 and layer.experts > 0)
+    operators += _apart(work, layer, phase) * layer.experts / work.layout.expert_parallel
     return Passes(compute, memory, operators * rates.operator_seconds + did.modules * rates.module_seconds)
 
 
@@ -244,12 +248,21 @@ def _optimizer_seconds(work: Work) -> float:
     return OPTIMIZER_BYTES * mine / rates.memory_gb_per_second / 1e9 + STEP_OPERATORS * rates.operator_seconds
 
 
+def _apart(work: Work, layer: Layer, phase: str) -> int:
+    """Products of experts that are computed one expert after the other."""
+    if not layer.experts or not work.machine.gpu.name.startswith(ONE_BY_ONE):
+        return 0
+    return 2 + len(layer.expert_lora) * (4 if phase == "backward" else 2)  # gate with up, and down; A and B of each
+
+
 def _syncs(work: Work) -> float:
-    """How often in a micro-batch the host must know what the GPU has computed: how many tokens go to which rank."""
-    if work.layout.expert_parallel == 1:
-        return 0.0
-    passes = 2 if work.layout.activation_checkpointing else 1
-    return float(passes * sum(times for layer, times in work.shape.kinds if layer.experts))
+    """How often in a micro-batch the host must know what the GPU has computed: tokens for each rank, or each expert."""
+    again, total = 2 if work.layout.activation_checkpointing else 1, 0
+    for layer, times in work.shape.kinds:
+        exchanged = work.layout.expert_parallel > 1 and layer.experts > 0
+        waits = again * (exchanged + _apart(work, layer, "forward")) + _apart(work, layer, "backward")
+        total += times * waits
+    return float(total)
 
 
 def _weights_seconds(work: Work) -> float:
