@@ -188,6 +188,21 @@ def test_the_chosen_interface_exists_is_up_and_has_an_address(plans: dict[str, P
     assert "has no IP address" in seen(tmp_path, GLOO_SOCKET_IFNAME="net1")[0][1]
 
 
+@pytest.mark.fault("a host whose name leads to itself", "`windlass check`", "other nodes can't reach gloo there")
+def test_where_this_hosts_name_leads(plans: dict[str, Plan], tmp_path: Path) -> None:
+    plant(tmp_path, {"sys/class/net/lo/operstate": "up", "sys/class/net/eth7/operstate": "up"})
+    for addresses in (["127.0.1.1", "10.0.0.7"], ["::1"], []):
+        (found,) = machine.check_hostname(context(plans["nodes"], tmp_path), addresses)
+        assert (found.verdict, found.seen.endswith("other nodes can't reach gloo there")) == (WARN, True)
+        assert found.hint.endswith("reach: eth7")
+    (found,) = machine.check_hostname(context(plans["nodes"], tmp_path), ["10.0.0.7", "127.0.1.1"])
+    assert (found.verdict, found.seen) == (PASS, "10.0.0.7, 127.0.1.1")
+    assert machine.addresses_of("localhost")[0] in ("127.0.0.1", "::1")
+    assert machine.addresses_of("no-such-host.invalid") == []
+    assert machine.check_hostname(context(plans["nodes"], GLOO_SOCKET_IFNAME="eth7"), []) == []
+    assert machine.check_hostname(context(plans["server"]), []) == []
+
+
 def test_variables_that_nothing_reads(plans: dict[str, Plan]) -> None:
     """The table has every name that the libraries read, or a right one would be called wrong."""
     c = context(

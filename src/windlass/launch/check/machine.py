@@ -10,9 +10,10 @@ import math
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +67,7 @@ def check_machine(c: Context) -> list[Result]:
         *check_caches(c),
         *check_variables(c),
         *check_interfaces(c),
+        *check_hostname(c, addresses_of(socket.gethostname())),
         check_cuda(c, gpus),
     ]
     if c.plan is None:
@@ -160,6 +162,26 @@ def check_interfaces(c: Context) -> list[Result]:
         problem, seen = choice.problem, f"{choice.pattern}: {shown}"
         results.append(failed(title, problem, hint) if problem else passed(title, seen))
     return results
+
+
+def addresses_of(name: str) -> list[str]:
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def check_hostname(c: Context, addresses: Sequence[str]) -> list[Result]:
+    """gloo, which also connects ranks with GPUs, listens where this node's own name leads unless it is told."""
+    alone = c.plan is None or c.plan.layout.nodes == 1 or c.plan.machine.network.name == "loopback"
+    if alone or c.environ.get("GLOO_SOCKET_IFNAME"):
+        return []
+    title, seen = "address of this host's name", ", ".join(dict.fromkeys(addresses)) or "none"
+    if not addresses or addresses[0].startswith("127.") or addresses[0] == "::1":
+        others = ", ".join(path.name for path in sorted(c.root.glob("sys/class/net/*")) if path.name != "lo")
+        hint = f"set GLOO_SOCKET_IFNAME in cluster.env to the interface that they reach: {others or 'ip address'}"
+        return [warned(title, f"{seen}: other nodes can't reach gloo there", hint)]
+    return [passed(title, seen)]
 
 
 def check_infiniband(c: Context, plan: AnyPlan) -> Result:
