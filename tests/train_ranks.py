@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -321,8 +321,11 @@ def plain(case: dict[str, Any], file: Path) -> dict[str, Any]:
     how = {**run.precision(plan), "dtype": torch.float32}
     model, _ = load(plan.base, replace(plan.layout, base_dtype="bf16"), **how)
     with mock.patch.object(experts, "patch_experts"):  # PEFT's own forward of experts' adapters
-        if not job.lora.modules_to_save:
+        if not (job.lora.modules_to_save or job.lora.starts_from_weights):
             model = attach(model, job.lora, plan.adapter, job.train.seed)
+    if job.lora.starts_from_weights:  # PEFT's own, which changes the base
+        keys = {"r": job.lora.r, "lora_alpha": job.lora.lora_alpha, "target_modules": list(plan.adapter.target_modules)}
+        model = get_peft_model(model, LoraConfig(init_lora_weights=job.lora.init_lora_weights, **keys))
     if job.lora.modules_to_save:  # PEFT's own copies
         set_seed(job.train.seed)
         config = peft_config(job.lora, plan.adapter)
