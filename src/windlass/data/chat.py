@@ -176,6 +176,9 @@ def read_turn(message: Any, names: Mapping[str, str] = {}, *, drop_reasoning: bo
     """One message as OpenAI, ShareGPT or their relatives write it, with `role` and `content`."""
     if not isinstance(message, dict):
         raise UserError(f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}')
+    plain = not names and message.keys() == {"role", "content"} and type(message["content"]) is str
+    if plain and message["role"] in ("system", "user"):  # most are: nothing below changes them
+        return Turn(message, None, [])
     found = {names.get(key, key): without_none(value) for key, value in message.items() if value is not None}
     said = found.pop("from", None) or found.get("role")
     if said is None:
