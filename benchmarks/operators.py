@@ -113,11 +113,13 @@ def rank(folder: Path) -> None:
     """Both numbers of layers, one after the other in the same ranks."""
     import torch
 
+    from windlass.train import quantised
     from windlass.train.rank import Rank
     from windlass.train.run import join
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    quantised.ALIGN = 1  # one product of all experts, as on a GPU; a CPU in 16 bits takes one after the other
     join(Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])), 600)
     found = [[count_step(folder / f"{layers}" / "run.yaml", fused) for layers in (2, 3)] for fused in (False, True)]
     if os.environ["RANK"] == "0":
