@@ -1,23 +1,27 @@
 """What works for which family of models, tried on tiny random ones.
 
-python benchmarks/families.py            every family, and write the table of docs/families.md
-python benchmarks/families.py FAMILY …   print the rows of these
+python benchmarks/families.py            every family, those without a row in docs/families.md first
+python benchmarks/families.py FAMILY …   these
+
+Each family has processes of its own, and its row is on the page as soon as it is there; one that fails costs its own
+row only. Rows of other versions of the libraries are dropped.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,6 @@ from safetensors.torch import load_file
 
 from windlass import plan as planning
 from windlass import runfile, tiny
-from windlass.errors import UserError
 from windlass.model import Base, read_base
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -40,42 +43,33 @@ COLUMNS = (
 )
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 MARK = "<!-- benchmarks/families.py -->"
-AT_ONCE = 4  # families of one start of the ranks
+LIBRARIES = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "peft", "trl"))
+LIMIT = 900  # seconds of a family
 
 
-def try_families(folder: Path, names: Sequence[str]) -> Iterator[dict[str, str]]:
-    """A row for each, of runs in the same processes."""
-    given: dict[str, dict[str, Any]] = {}
-    bases, rows = dict[str, Base](), dict[str, dict[str, str]]()
-    for name in names:
-        path = tiny.write_family(folder / name, name, config=tests.FAMILIES[name], tokenizer=True)
-        tests.write_fp8(path)  # whose true values the plain one has from here on
-        bases[name] = base = read_base(path)
-        row = rows[name] = dict.fromkeys(COLUMNS, "-") | {"family": name}
-        adapts = "experts" in base.dims and base.family.expert_adapters
-        row["experts"] = "yes" if adapts else "no" if "experts" in base.dims else "-"
-        row["packing"] = "yes" if base.family.isolates else "refused"
-        for variant in (name, in_fp8(name)):
-            given[variant] = {"model__model_name_or_path": str(folder / variant)}
-            given[variant] |= runs.EXPERTS if adapts else {}
-            given[variant] |= {"layout__base_dtype": "fp8"} if variant != name else {}
-        try:
-            planning.make(runfile.read(folder / "run.yaml", runs.case(2, **given[name])["overrides"]))
-            row["plan"] = "yes"
-        except UserError as error:
-            row["plan"] = str(error).splitlines()[0]
-    one = runs.launched(folder, 1, {name: runs.case(1, plain=True, **given[name]) for name in names}, f"{names[0]} ")
-    two = runs.launched(folder, 2, {name: runs.case(2, **each) for name, each in given.items()}, f"{names[0]} ")
-    for name, row in rows.items():
-        row["trained on 2 ranks"] = "no" if two[name].get("error") else "yes"
-        row["equal to TRL"], row["on an FP8 base"] = (
-            compare(two, each, one.steps(name)) for each in (name, in_fp8(name))
-        )
-        run = two.folder / name
-        exported = folder / f"{name} exported"
-        row["opens in PEFT"] = "yes" if export(run, exported) and opens(bases[name], exported) else "no"
-        row["merge"] = "yes" if export(run, folder / f"{name} merged", "--merge") else "no"
-        yield row
+def try_family(folder: Path, name: str, tell: Callable[[str, str], None]) -> None:
+    """Tells what each column says as soon as it is known."""
+    path = tiny.write_family(folder / name, name, config=tests.FAMILIES[name], tokenizer=True)
+    tests.write_fp8(path)  # whose true values the plain one has from here on
+    base = read_base(path)
+    adapts = "experts" in base.dims and base.family.expert_adapters
+    tell("experts", "yes" if adapts else "no" if "experts" in base.dims else "-")
+    tell("packing", "yes" if base.family.isolates else "refused")
+    given: dict[str, Any] = {"model__model_name_or_path": str(path)} | (runs.EXPERTS if adapts else {})
+    fp8 = given | {"model__model_name_or_path": str(folder / in_fp8(name)), "layout__base_dtype": "fp8"}
+    for each in (given, fp8):
+        planning.make(runfile.read(folder / "run.yaml", runs.case(2, **each)["overrides"]))
+    tell("plan", "yes")
+    one = runs.launched(folder, 1, {name: runs.case(1, plain=True, **given)})
+    two = runs.launched(folder, 2, {name: runs.case(2, **given), in_fp8(name): runs.case(2, **fp8)})
+    tell("trained on 2 ranks", "yes" if not (error := two[name].get("error")) else f"failed: {error}")
+    tell("equal to TRL", compare(two, name, one.steps(name)))
+    tell("on an FP8 base", compare(two, in_fp8(name), one.steps(name)))
+    exported = folder / f"{name} exported"
+    export(two.folder / name, exported)
+    tell("opens in PEFT", opens(base, exported))
+    export(two.folder / name, folder / f"{name} merged", "--merge")
+    tell("merge", "yes")
 
 
 def in_fp8(name: str) -> str:
@@ -85,61 +79,91 @@ def in_fp8(name: str) -> str:
 def compare(trained: Any, name: str, reference: Sequence[dict[str, Any]]) -> str:
     """The largest relative difference of loss and gradient norm."""
     if error := trained[name].get("error"):
-        print(f"{name}: {error}", file=sys.stderr)
-        return "no"
+        return f"failed: {error}"
     pairs = zip(trained.steps(name), reference, strict=True)
     return f"{max(abs(a[key] / b[key] - 1) for a, b in pairs for key in ('loss', 'grad_norm')):.0e}"
 
 
-def export(run: Path, to: Path, *more: str) -> bool:
+def export(run: Path, to: Path, *more: str) -> None:
     command = [sys.executable, "-m", "windlass", "export", str(run), "--to", str(to), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"{run.name}: {(done.stderr or done.stdout)[-600:]}", file=sys.stderr)
-    return done.returncode == 0
+        raise RuntimeError((done.stderr or done.stdout)[-600:])
 
 
-def opens(base: Base, adapter: Path) -> bool:
+def opens(base: Base, adapter: Path) -> str:
     """Whether plain transformers and PEFT have every tensor of the file in its place."""
     name = base.wrapper.architecture if base.wrapper else base.family.causal_lm
     model = getattr(transformers, name).from_pretrained(base.path)
     with warnings.catch_warnings(record=True) as said:
         opened = PeftModel.from_pretrained(model, str(adapter))
     here, there = get_peft_model_state_dict(opened), load_file(adapter / "adapter_model.safetensors")
-    missing = [str(each.message) for each in said if "missing" in str(each.message)]
+    if missing := [str(each.message) for each in said if "missing" in str(each.message)]:
+        return f"no: {missing[0]}"
     values = {each.float().sum().item() for each in there.values()}
     same = {each.float().sum().item() for each in here.values()} == values
-    if missing or not same:
-        print(f"{base.name}: {missing[:1]}, {len(here)} tensors for {len(there)} saved", file=sys.stderr)
-    return not missing and same
+    return "yes" if same else f"no: {len(here)} tensors for {len(there)} saved"
 
 
-def main(names: list[str]) -> None:
+def try_alone(name: str, told: Path) -> None:
+    """In a process of its own: a line of `told` for each column."""
     transformers.logging.set_verbosity_error()
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    print("\n".join(lines))
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, told.open("a") as file:
         folder = Path(place)
         (folder / "data").mkdir()
         chance = random.Random(0)
         rows = [" ".join(chance.choices(runs.WORDS.split(), k=chance.randint(3, 12))) for _ in range(96)]
         (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
         (folder / "run.yaml").write_text(runs.RUN.format(folder=folder, steps=tests.STEPS))
-        for some in batched(names or tests.FAMILIES, AT_ONCE):
-            for row in try_families(folder, some):
-                lines.append("| " + " | ".join(row.values()) + " |")
-                print(lines[-1], flush=True)
-    if not names:
-        libraries = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "peft", "trl"))
-        text = f"{MARK}\n" + "\n".join(lines) + f"\n\nOf {datetime.now(UTC):%Y-%m-%d}, with {libraries}.\n<!-- end -->"
-        PAGE.write_text(re.sub(rf"{MARK}\n.*?<!-- end -->", lambda _: text, PAGE.read_text(), flags=re.DOTALL))
+        try_family(folder, name, lambda *pair: print(json.dumps(pair), file=file, flush=True))
 
 
-def batched(names: Iterable[str], count: int) -> Iterator[tuple[str, ...]]:
-    rest = iter(names)
-    while some := tuple(islice(rest, count)):
-        yield some
+def row_of(name: str) -> str:
+    """The family's row; the first column that it did not reach says why."""
+    with tempfile.TemporaryDirectory() as place:
+        told = Path(place, "told")
+        told.touch()
+        program = f"import families, pathlib; families.try_alone({name!r}, pathlib.Path({str(told)!r}))"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).parent,
+            env=os.environ | {"TMPDIR": place},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            text = process.communicate(timeout=LIMIT)[1].strip()
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            text = f"not ready after {LIMIT} seconds"
+        row = {"family": name} | dict(json.loads(line) for line in told.read_text().splitlines())
+    if len(row) < len(COLUMNS):
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
+        why = " ".join(text.splitlines()[-1:])[:200].replace("|", "/")
+        row[next(each for each in COLUMNS if each not in row)] = f"failed: {why}"
+    return "| " + " | ".join(row.get(each, "-") for each in COLUMNS) + " |"
+
+
+def main(names: list[str]) -> None:
+    text = PAGE.read_text()
+    table = text.partition(MARK)[2].partition("<!-- end -->")[0]
+    lines = table.splitlines() if LIBRARIES in table else []
+    rows = {match[1]: line for line in lines if (match := re.match(r"\| (\w+) \| (?!plan)", line))}
+    rows = {name: rows[name] for name in tests.FAMILIES if name in rows}
+    head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    print("\n".join(head))
+    for name in names or sorted(tests.FAMILIES, key=lambda each: each in rows):
+        rows[name] = row_of(name)
+        print(rows[name], flush=True)
+        lines = [*head, *(rows[each] for each in tests.FAMILIES if each in rows)]
+        table = "\n".join(lines) + f"\n\nWith {LIBRARIES}; last row of {datetime.now(UTC):%Y-%m-%d}."
+        before, _, rest = PAGE.read_text().partition(MARK)
+        PAGE.write_text(f"{before}{MARK}\n{table}\n{rest[rest.index('<!-- end -->') :]}")
 
 
 if __name__ == "__main__":
+    if unknown := {*sys.argv[1:]} - {*tests.FAMILIES}:
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(tests.FAMILIES)}")
     main(sys.argv[1:])

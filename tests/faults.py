@@ -66,8 +66,8 @@ def write(file: str, content: str) -> Plant:
     return lambda: Path(file).write_text(content)
 
 
-def remove(file: str) -> Plant:
-    return lambda: Path(file).unlink()
+def remove(pattern: str) -> Plant:
+    return lambda: [*map(Path.unlink, Path().glob(pattern))]
 
 
 def cut(file: str) -> Plant:
@@ -327,6 +327,10 @@ FAULTS = (
     Fault(
         "a tokenizer that is away", remove("model/tokenizer.json"), "check run.yaml", "holds no tokenizer that opens", 1
     ),
+    Fault(
+        "a tokenizer that is away, to training", remove("model/tokenizer.json"), NEW, "holds no tokenizer that opens"
+    ),
+    Fault("weights that are away", remove("model/*.safetensors*"), NEW, "model holds no weights"),
     Fault(
         "a tokenizer of another model",
         swap("model/tokenizer.json", '"<unk>"', '"<unknown>"'),

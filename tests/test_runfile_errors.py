@@ -126,6 +126,7 @@ BAD_KEYS = {
     "layout: {ep_size: 2}": ("layout.ep_size", "", "write layout.expert_parallel"),
     "layout: {dp_shard_size: 2}": ("layout.dp_shard_size", "", "write layout.shard"),
     "distributed: {strategy: fsdp2}": ("distributed", "", "full-shard (FSDP, ZeRO-3)"),
+    "data: {train: a.jsonl}": ("data.train", "", "write data.dataset_name_or_path"),
     "cluster.image: a/b": ("cluster.image", "", "write `image:` indented below `cluster:`"),
 }
 BAD_VALUES = {

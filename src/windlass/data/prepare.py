@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from windlass.data.collate import Collator
+    from windlass.model import Base
     from windlass.runfile import Data, Loaded, RunFile
 
 CACHE_VERSION = 5  # raise it when what is written into the cached folder changes
@@ -376,17 +377,29 @@ def token_rows(
 
 def tokenizer_of(loaded: Loaded) -> tuple[Any, int]:
     """The model's tokenizer, and the rows of its embedding."""
-    from transformers import AutoTokenizer
-
     from windlass.model import find_base
 
-    run, place = loaded.run, loaded.where("model.model_name_or_path")
-    base = find_base(run.model.model_name_or_path, place)
+    base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
+    return open_tokenizer(base, loaded), base.dims["vocab"]
+
+
+def open_tokenizer(base: Base, loaded: Loaded) -> Any:
+    """The tokenizer in the model's folder."""
+    from transformers import AutoTokenizer
+
+    model, place = loaded.run.model, loaded.where("model.model_name_or_path")
     if base.path is None:
-        hint = "the audit counts tokens: give the model's folder"
-        raise UserError(f"no tokenizer at {run.model.model_name_or_path}", place, hint)
-    tokenizer = AutoTokenizer.from_pretrained(base.path, trust_remote_code=run.model.trust_remote_code)
-    return tokenizer, base.dims["vocab"]
+        hint = "name the model's folder, or download it with `windlass fetch RUN`"
+        raise UserError(f"no tokenizer at {model.model_name_or_path}", place, hint)
+    try:
+        return AutoTokenizer.from_pretrained(base.path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # the library raises whatever a damaged file makes it stumble on
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        problem, hint = (
+            f"{base.path} holds no tokenizer that opens: {why}",
+            "copy tokenizer.json and tokenizer_config.json there",
+        )
+        raise UserError(problem, place, hint) from None
 
 
 def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None]) -> None:

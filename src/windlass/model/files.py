@@ -21,8 +21,9 @@ HEADERS: Final = "windlass-headers.json"  # of files that `windlass fetch --head
 DIGEST: Final = "digest of all weights"  # in it: what loading has to find; another name if its definition changes
 PUBLISHED: Final = "windlass-published.json"  # samples of files that had their published SHA-256 when fetched
 CONVERT: Final = (
-    "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
-    ".save_pretrained('{folder}-safetensors')\""
+    "python -c \"import transformers as t; a, b = '{folder}', '{folder}-safetensors'; "
+    "t.AutoModelForCausalLM.from_pretrained(a, dtype='auto').save_pretrained(b); "
+    't.AutoTokenizer.from_pretrained(a).save_pretrained(b)"'
 )
 LENGTH: Final = 8  # bytes of a header's length
 MAX_HEADER: Final = 100_000_000  # the format's own limit

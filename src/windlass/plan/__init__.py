@@ -110,6 +110,15 @@ class Plan:
         return sum(self.by_part.values())
 
     @property
+    def without_weights(self) -> list[Problem]:
+        """A plan can be made from a published config, a run can't."""
+        if self.base.path and self.disk_bytes is not None:
+            return []
+        hint = "mount the volume, name the model's folder, or download it with `windlass fetch RUN`"
+        what = f"{self.loaded.run.model.model_name_or_path} holds no weights"
+        return [Problem(what, self.loaded.where("model.model_name_or_path"), hint)]
+
+    @property
     def disk_bytes(self) -> int | None:
         """Bytes of the tensors that the run reads; None without weights and their headers."""
         return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces) or None

@@ -326,7 +326,7 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
         header = elsewhere[0].partition(".")[0]
         missing = "" if header in tree else f"; the line `{header}:` is missing"
         return f"belongs to `{header}`", f"indent it under `{header}:`{missing}"
-    if key in keys(root):
+    if "." in key and key in keys(root):
         header, _, inner = key.partition(".")
         return what, f"write `{inner}:` indented below `{header}:`, or give --override {key}=VALUE"
     if other and (other.rpartition(".")[0] == parent or not (elsewhere or (near and parent))):

@@ -114,6 +114,7 @@ def in_ranks(
     here = read_rank(environ)
     if here is None:
         plan = make_plan()  # here first: the user's mistakes are found in one process, and before torch is imported
+        raise_all(plan.without_weights)
         ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
         command, grace = [sys.executable, "-m", "windlass", *arguments], plan.loaded.run.cluster.grace_seconds
         return ranks.start(command, plan.layout.gpus_per_node, environ, grace_seconds=grace or GRACE_SECONDS)

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from windlass.data.prepare import Prepared, prepare
+from windlass.data.prepare import Prepared, open_tokenizer, prepare
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import Unwritten, commit_dir, write_json
 from windlass.hardware import read_gpus
@@ -310,8 +310,7 @@ def find_differences(plans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
-    job = plan.loaded.run
-    tokenizer = AutoTokenizer.from_pretrained(plan.base.path, trust_remote_code=job.model.trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = open_tokenizer(plan.base, plan.loaded)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 

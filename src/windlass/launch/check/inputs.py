@@ -90,30 +90,25 @@ def check_inputs(c: Context) -> list[Result]:
 
 
 def check_weights(c: Context, plan: Plan) -> Result:
-    """A plan can be made from a published config, a run can't."""
-    name, where = plan.loaded.run.model.model_name_or_path, c.loaded.where("model.model_name_or_path")
-    if plan.base.path and plan.disk_bytes is not None:
-        return passed("weights", f"{size(plan.disk_bytes)} in {plan.base.path}")
-    if c.elsewhere:
-        return not_here("weights", name)
-    hint = "mount the volume, name the model's folder, or download it with `windlass fetch RUN`"
-    return failed("weights", f"{name} holds no weights", hint, where)
+    if missing := plan.without_weights:
+        here = not c.elsewhere
+        return refused("weights", missing)[0] if here else not_here("weights", plan.loaded.run.model.model_name_or_path)
+    return passed("weights", f"{size(plan.disk_bytes or 0)} in {plan.base.path}")
 
 
 def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
     """The tokenizer next to the weights, opened as training does, and its ids against the embedding's rows."""
-    path, where, rows = plan.base.path, plan.loaded.where("model.model_name_or_path"), plan.base.dims["vocab"]
-    if path is None:
-        return None, skipped("tokenizer", "there is no model folder on this machine")
+    rows = plan.base.dims["vocab"]
+    if plan.base.path is None:
+        return None, skipped("tokenizer", "it comes with the weights")
     try:
-        from transformers import AutoTokenizer
+        from windlass.data.prepare import open_tokenizer
+
+        tokenizer = open_tokenizer(plan.base, plan.loaded)
     except ImportError as error:
         return None, skipped("tokenizer", f"transformers can't be imported: {error}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=plan.loaded.run.model.trust_remote_code)
-    except Exception as error:  # the library raises whatever a damaged file makes it stumble on
-        seen = f"{path} holds no tokenizer that opens: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
-        return None, failed("tokenizer", seen, "copy tokenizer.json and tokenizer_config.json there", where)
+    except UserError as error:
+        return None, refused("tokenizer", error.problems)[0]
     if len(tokenizer) > rows:
         hint = "these files belong to another model: copy the tokenizer that was published with this one"
         return tokenizer, failed("tokenizer", f"{len(tokenizer):,} tokens, and the embedding has {rows:,} rows", hint)
