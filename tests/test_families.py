@@ -50,6 +50,8 @@ FAMILIES: dict[str, dict[str, Any]] = {name: {} for name in NAMES.split()} | {
     "qwen3_moe": {"mlp_only_layers": [0]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
+    # At 0.02, TRL itself comes to another gradient norm (6e-4) of weights that are one rounding apart.
+    "gemma4_text": {"initializer_range": 0.5},
 }
 FEW = ("deepseek_v3", "gpt_oss", "gemma3", "granite")  # what every run of the tests tries
 ALL = [pytest.param(name, marks=[] if name in FEW else pytest.mark.prove) for name in FAMILIES]
@@ -231,6 +233,8 @@ def test_transposed_experts_merge_as_peft_merges_them(root: Path, tmp_path: Path
     wrapped = read_base(written(root, "llama4_text"))
     with pytest.raises(UserError, match="routed experts of Llama4ForCausalLM are not supported"):
         resolve(lora(experts={"r": 2}), wrapped, str)
+    with pytest.raises(UserError, match=r"lora\.bias: the head's bias can't be trained(.|\n)*lora_only"):
+        resolve(lora(bias="all"), read_base(written(root, "phi")), str)
 
 
 def test_a_machine_without_torch_is_told_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "kinds": kinds,
         "order": order,
     }
-    if any(odd):  # one layer of each kind; the model is used up by it
+    if any(odd) and found["logits"]:  # else it is refused. One layer of each kind; the model is used up by it
         first = {kind: number for number, kind in reversed([*enumerate(order)]) if odd[number]}
         with contextlib.suppress(Exception), _quietly():  # what can't be traced is estimated as attention
             traced = trace_layers(model, [*first.values()])

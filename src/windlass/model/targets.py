@@ -111,6 +111,9 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
             if not any(_pattern_matches(pattern, module) for module in taken):
                 problem, hint = f"{pattern!r} matches no adapted module", f"adapted: {some([*taken])}"
                 problems.append(Problem(problem, where(f"lora.{key}"), hint))
+    if lora.bias == "all" and any(p.part == "head" and p.name.endswith(".bias") for p in base.parameters):
+        problem, hint = "the head's bias can't be trained: the loss takes it as it is", "set lora.bias: lora_only"
+        problems.append(Problem(problem, where("lora.bias"), hint))
     try:
         in_full = _match_in_full(lora, base, where)
     except UserError as error:
