@@ -226,8 +226,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "axolotl preferences": ("a.yml", edited(AXOLOTL, rl="dpo", rl_beta=0.1), {}, ["rl", "rl_beta"]),
     "axolotl noise": (
         "a.yml",
-        edited(AXOLOTL, neftune_noise_alpha=5, use_eaft=True),
-        {"train.neftune_noise_alpha": 5},
+        edited(AXOLOTL, neftune_noise_alpha=5, torch_compile="auto", use_eaft=True),
+        {"train.neftune_noise_alpha": 5, "train.compile": True},
         ["use_eaft"],
     ),
     "axolotl new tokens": (

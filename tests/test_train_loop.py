@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import random
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from rich.console import Console
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
@@ -28,7 +30,7 @@ from windlass.fetch import record_digest
 from windlass.files import Unwritten, read_json, read_json_lines, write_json
 from windlass.observe.background import BackgroundReport
 from windlass.plan.layout import Layout
-from windlass.train import checkpoint, resume, run
+from windlass.train import checkpoint, compiled, resume, run
 from windlass.train.checkpoint import Snapshot
 from windlass.train.load import load
 from windlass.train.loop import Loop
@@ -297,3 +299,66 @@ def test_an_update_is_that_of_the_clipped_gradient(make: Make, tmp_path: Path, l
     assert 0.001 < line["grad_norm"] < 1000
     moved = torch.cat([(p.detach() - old).flatten() for p, old in zip(trained, before, strict=True)]).norm().item()
     assert moved == pytest.approx(line["learning_rate"] * min(limit, line["grad_norm"]), rel=1e-4)
+
+
+# --- compiled layers ---
+
+
+def losses(loop: Loop) -> list[float]:
+    return [values["loss"] for values in loop.log_history if "loss" in values]
+
+
+def printed(loop: Loop) -> Console:
+    loop.progress.console = Console(record=True, file=io.StringIO(), width=240)
+    return loop.progress.console
+
+
+@pytest.mark.fault("no C++ compiler", "`windlass train`", "the layers run uncompiled, with the reason")
+def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent"))
+    torch._dynamo.reset()
+    quiet = {"eval_strategy": "no", "save_strategy": "no", "max_steps": "2"}
+    eager, loop = make(**quiet), make(compile="true", **quiet)
+    console = printed(loop)
+    eager.run()
+    loop.run()
+    text = console.export_text()
+    assert "layers run eagerly on all ranks" in text
+    assert "/nonexistent" in text
+    assert loop.compiled is None
+    assert losses(loop) == losses(eager)  # what was tried has changed nothing
+
+
+@pytest.mark.prove
+def test_compiled_layers_train_as_eager_ones_do_and_resume_exactly(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+    eager, loop = make(output_dir=str(tmp_path / "eager")), make(compile="true")
+    console = printed(loop)
+    eager.run()
+    loop.run()
+    assert loop.compiled
+    assert "proven equal to eager" in console.export_text()
+    assert losses(loop) == pytest.approx(losses(eager), rel=1e-5)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    whole = adapter(checkpoints / "step-4")
+    torch._dynamo.reset()
+    resumed = make(compile="true")
+    resumed.run(checkpoints / "step-2")
+    assert resumed.compiled
+    again = adapter(checkpoints / "step-4")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "GRAPHS", 1)
+    limited = make(compile="true")
+    console = printed(limited)
+    limited.run()
+    assert limited.compiled is None
+    assert "recompile_limit" in console.export_text()
+    assert losses(limited) == pytest.approx(losses(eager), rel=1e-5)

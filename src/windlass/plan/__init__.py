@@ -382,6 +382,8 @@ def _notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     """What is worth knowing of the files, the model and what was chosen."""
     base, found = plan.base, accelerate.notes if accelerate else ()
     yield from (f"not set, chosen: {each}" for each in plan.chosen)
+    if plan.loaded.run.train.compile:
+        yield "layers compiled (train.compile): time and memory are estimated for layers that are not"
     yield from (*plan.loaded.notes, *found, *base.notes, *plan.adapter.notes)
     if base.family.traced:
         some = f"{base.family.without_formula} of {base.dims['layers']} layers"

@@ -320,6 +320,9 @@ class Train(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in backward instead of storing them: far less memory, about a third more compute. Not
     set: only if the run doesn't fit without."""
+    compile: bool = False
+    """Compile the layers with torch.compile: fewer, larger kernels after minutes of compiling. Proven on the first
+    micro-batch; where that fails layers run eagerly, with the reason. No plan knows how much faster it is."""
     optim: Text = "adamw_torch"
     """Optimizer, by transformers' name."""
     learning_rate: Positive = 1e-4

@@ -236,6 +236,8 @@ def _translate_common(made: Import) -> None:
         if each:
             made.set(f"train.{what}_steps", each, f"{what}_steps")
     _translate_four_bits(made)
+    if (compiled := made.take("torch_compile")) is not None:
+        made.set("train.compile", compiled in (True, "auto"), "torch_compile")
     bf16 = made.take("bf16", True)
     bf16 = made.take("bfloat16", bf16)
     made.set("train.bf16", bf16 in (True, "auto", "full"), "bf16")

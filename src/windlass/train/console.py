@@ -70,7 +70,8 @@ def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
         "model": f"{plan.base.name}: {plan.base.family.causal_lm}, {total:,} parameters",
         "adapter": f"rank {adapter.r}, {adapter.trainable:,} parameters ({adapter.trainable / total:.3%}): "
         + ", ".join(targets),
-        "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}",
+        "layout": f"{layout.name} on {layout.ranks} ranks: {layout.reason}"
+        + "; layers compiled" * plan.loaded.run.train.compile,
         "batch": f"{batch.micro} x {layout.ranks} ranks x {batch.accumulation} accumulated = "
         f"{plan.schedule.global_sequences} sequences of up to {batch.length} tokens"
         + "; the fastest micro-batch that fits"

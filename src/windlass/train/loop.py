@@ -18,7 +18,8 @@ from torch import Tensor
 from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batch, Batches
-from windlass.train.fused import fuse
+from windlass.train.compiled import Compiled
+from windlass.train.fused import Adapters, fuse
 from windlass.train.initial import FixedHalves
 from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
 from windlass.train.noise import add_embedding_noise
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from windlass.train.saver import Saver
     from windlass.train.sync import Replicas
     from windlass.train.trackers import Trackers
+
+COMPILING_SECONDS = 3600  # a rank beside others on few processors takes much longer than one that finds its kernels
 
 
 @dataclass(slots=True)
@@ -94,7 +97,8 @@ class Loop:
         self.waits = Waits(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
         self.sources = SourceLosses(self.batches.names, self.device)  # of a mix
         patch_forward(self.causal_lm, self.sources)
-        self.adapters = fuse(self.causal_lm, torch.bfloat16 if self.train.bf16 else None)
+        self.compiled = Compiled(self.causal_lm) if self.train.compile else None
+        self._fuse()
         if self.train.neftune_noise_alpha:
             add_embedding_noise(self.causal_lm.get_input_embeddings(), self.train.neftune_noise_alpha)
         if self.train.gradient_checkpointing or layout.activation_checkpointing:
@@ -115,6 +119,8 @@ class Loop:
         if self.plan.loaded.run.lora.starts_from_weights:
             self.halves = FixedHalves(self.causal_lm)
         self.causal_lm.train()
+        if self.compiled:
+            self._prove_compiled(self.compiled)
         self.recorder.start(self.step)
         self.watch.start(self.step, self.total)
         self.progress.start(self.total)
@@ -138,6 +144,8 @@ class Loop:
             if save or save_requested or self.stopped:
                 self.save()
         self._schedule_free("eval")
+        if self.compiled:
+            self.progress.console.print(f"compiled  {self.compiled.graphs} graphs in all")
         self.saver.close()
         self.recorder.event("end", self.step)
         self.recorder.close()
@@ -147,6 +155,55 @@ class Loop:
         last = self.step == self.total
         epoch_ends = last or (self.steps_per_epoch is not None and self.step % self.steps_per_epoch == 0)
         return {"no": False, "steps": last or self.step % every_steps == 0, "epoch": epoch_ends}[strategy]
+
+    # --- compiled layers ---
+
+    def _fuse(self) -> None:
+        """Fewer operations for layers that aren't compiled; a compiler finds them itself."""
+        dtype = torch.bfloat16 if self.train.bf16 else None
+        self.adapters = Adapters([], dtype) if self.compiled else fuse(self.causal_lm, dtype)
+
+    def _prove_compiled(self, compiled: Compiled) -> None:
+        """One micro-batch, eager and compiled, with the same random numbers; nothing of it is trained on.
+
+        Always the data's first: on resuming, layers are compiled for the same shapes as before.
+        """
+        began = time.monotonic()
+        host_batch = next(self.batches.train(0, self.accumulation, self.steps_per_epoch))
+        batch, share = host_batch.to(self.device), None
+        if self.router_weight:
+            share = self._balance_share([host_batch])
+
+        def compute() -> tuple[list[Tensor], list[Tensor]]:
+            with torch.random.fork_rng():
+                with self.autocast:
+                    outcome = self.causal_lm(**batch.inputs, balance_share=share)
+                loss = outcome[0] if self.router_weight else outcome
+                loss.backward()
+            gradients = self.replicas.gradients()
+            self.optimizer.zero_grad()
+            self.sources.take()
+            return [loss.detach()], gradients
+
+        narrow = self.train.bf16 or self.causal_lm.dtype != torch.float32
+        group.wait_at_most(max(COMPILING_SECONDS, self.train.ddp_timeout))
+        why = compiled.compare(torch.bfloat16 if narrow else torch.float32, compute)
+        group.wait_at_most(self.train.ddp_timeout)
+        if why:
+            self._fall_back(compiled, why)
+            return
+        took = f"{compiled.graphs} graphs in {time.monotonic() - began:.0f} s"
+        self.progress.console.print(f"compiled  {len(compiled.parts)} parts of layers, {took}; proven equal to eager")
+
+    def _fall_back(self, compiled: Compiled, why: str) -> None:
+        compiled.remove()
+        self.compiled = None
+        self._fuse()
+        self.progress.console.print(
+            f"warning: train.compile: layers run eagerly on all ranks: {why}\n"
+            "hint: `c++ --version` must work where the run is; or set train.compile: false",
+            style="yellow",
+        )
 
     # --- one optimizer step ---
 
@@ -202,7 +259,9 @@ class Loop:
 
         # The one wait for the device, and the checks.
         figures: list[float] = torch.cat([sums, norm[None]]).tolist()
-        total, balanced, counted, job_tokens, interrupted, requested, *each, grad_norm = figures
+        total, balanced, counted, job_tokens, interrupted, requested, failed, *each, grad_norm = figures
+        if failed and self.compiled:  # on any rank: a shape that can't be compiled, or one too many
+            self._fall_back(self.compiled, self.compiled.reason())
         faults, of_sources = each[: self.replicas.world], each[self.replicas.world :]
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         step = Step(self.step + 1, total / max(counted, 1), grad_norm, learning_rate, int(job_tokens))
@@ -245,15 +304,16 @@ class Loop:
         return step, round(requested), interrupted > 0
 
     def _own_sums(self, loss: Tensor, balance: Tensor, supervised: int, tokens: int) -> Tensor:
-        """What is added up over the ranks: six numbers, whether each rank saw something non-finite, and by source."""
+        """What is added up over the ranks: seven numbers, whether each rank saw something non-finite, and by source."""
         gradients = self.replicas.gradients()
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
         finite = torch.isfinite(loss) & torch.isfinite(largest).all()
-        own = [supervised, tokens, self.stop_signal.received, self.watch.request, *[0] * self.replicas.world]
+        failed = bool(self.compiled and self.compiled.problem)
+        own = [supervised, tokens, self.stop_signal.received, self.watch.request, failed, *[0] * self.replicas.world]
         counts = torch.tensor(own, dtype=torch.float32, pin_memory=self.device.type == "cuda")
         counted = counts.to(self.device, non_blocking=True)
         sums = torch.cat([torch.stack([loss, balance]), counted, self.sources.take()])
-        sums[6 + group.rank()] = (~finite).float()
+        sums[7 + group.rank()] = (~finite).float()
         return torch.nan_to_num(sums)
 
     def _balance_share(self, batches: list[Batch]) -> Tensor:

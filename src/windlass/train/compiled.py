@@ -1,0 +1,111 @@
+"""Compile a model's layers with torch.compile, part by part, and fall back to eager layers on all ranks together.
+
+What is compiled is the largest part of a layer without a collective: the whole layer, or what is beside routed experts.
+So a rank that can't compile computes that part eagerly, and no other rank waits for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.distributed.fsdp import FSDPModule
+
+from windlass.train import group
+
+LAYER: Final = re.compile(r"\blayers\.\d+$")
+GRAPHS: Final = 64  # of one forward's code: by shape, dtype, training or evaluation
+# Largest relative difference from eager layers, of the loss and of a gradient. Compiled, fewer values are rounded.
+TOLERANCE: Final = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 2e-1)}
+
+
+class Part:
+    """One module's forward, compiled. Once any part has failed, those not compiled by then are computed eagerly.
+
+    Those that are stay so to the end of the step: checkpointing recomputes a layer as it was computed.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Compiled) -> None:
+        self.module, self.eager, self.of = module, module.forward, compiled
+        self.fast = torch.compile(self.eager, fullgraph=True, dynamic=True)
+        self.works: bool | None = None
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.of.on and (not self.of.problem if self.works is None else self.works):
+            try:
+                output = self.fast(*args, **kwargs)
+                self.works = True
+                return output
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # also a missing C++ compiler
+                self.works = False
+                self.of.problem = f"{type(self.module).__name__}: {_in_one_line(error)}"
+        return self.eager(*args, **kwargs)
+
+
+class Compiled:
+    """The parts of a model that are compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        torch._dynamo.config.recompile_limit = GRAPHS
+        torch._functorch.config.force_non_lazy_backward_lowering = True  # what fails does so in the forward
+        torch._inductor.config.fallback_random = True  # dropout draws what it draws in eager layers
+        self.on, self.problem = True, ""
+        layers = [module for name, module in model.named_modules() if LAYER.search(name)]
+        self.parts = [Part(module, self) for layer in layers for module in _without_collectives(layer)]
+
+    def remove(self) -> None:
+        for part in self.parts:
+            part.module.forward = part.eager
+        self.on = False
+
+    @property
+    def graphs(self) -> int:
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    def compare(self, dtype: torch.dtype, compute: Any) -> str:
+        """Loss and gradients, compiled and eager: why the layers can't be used, or nothing. A collective."""
+        self.on = False
+        eager = compute()
+        self.on = True
+        far = [_far(one, other) for one, other in zip(compute(), eager, strict=True)]
+        if not self.problem and not all(map(float.__le__, far, TOLERANCE[dtype])):
+            self.problem = "loss and gradients differ from eager layers' by {:.1e} and {:.1e}".format(*far)
+        return self.reason()
+
+    def reason(self) -> str:
+        """The first rank's problem, and which ranks have one; empty if none has. A collective."""
+        problems = group.gather(self.problem)
+        ranks = [str(rank) for rank, problem in enumerate(problems) if problem]
+        where = f" (rank {group.first_few(ranks, ', ')})" if len(problems) > len(ranks) > 0 else ""
+        return next(filter(None, problems), "") + where
+
+
+def _without_collectives(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or the largest ones in it without experts, whose tokens may be sent, or weights gathered alone."""
+    inside = list(module.named_modules())[1:]
+    if not any(name.endswith("experts") or isinstance(each, FSDPModule) for name, each in inside):
+        yield module
+        return
+    for name, child in module.named_children():
+        if name != "experts" and not isinstance(child, FSDPModule):
+            yield from _without_collectives(child)
+
+
+def _far(ones: list[Tensor], others: list[Tensor]) -> float:
+    """The largest relative difference, where values near zero count beside the mean of all."""
+    norms = torch.stack(torch._foreach_norm([each.float() for each in others]))
+    apart = torch.stack(torch._foreach_norm([a.float() - b.float() for a, b in zip(ones, others, strict=True)]))
+    return float((apart / (norms + norms.mean()).clamp(min=1e-20)).max())
+
+
+def _in_one_line(error: Exception) -> str:
+    """What went wrong, without torch's advice on its own traces."""
+    text = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())
+    return f"{type(error).__name__}: {text}"[:300]
