@@ -313,6 +313,7 @@ def printed(loop: Loop) -> Console:
     return loop.progress.console
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, within its compiler
 @pytest.mark.fault("no C++ compiler", "`windlass train`", "the layers run uncompiled, with the reason")
 def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -332,6 +333,7 @@ def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
     assert losses(loop) == losses(eager)  # what was tried has changed nothing
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, within its compiler
 @pytest.mark.prove
 def test_compiled_layers_train_as_eager_ones_do_and_resume_exactly(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -342,7 +344,7 @@ def test_compiled_layers_train_as_eager_ones_do_and_resume_exactly(
     console = printed(loop)
     eager.run()
     loop.run()
-    assert loop.compiled
+    assert loop.compiled, console.export_text()
     assert "proven equal to eager" in console.export_text()
     assert losses(loop) == pytest.approx(losses(eager), rel=1e-5)
     checkpoints = tmp_path / "run" / "checkpoints"
