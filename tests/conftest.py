@@ -19,6 +19,7 @@ LONG: Final = (
     "test_launch_hosts.py::test_nodes_that_never_meet",
     "test_quantised.py::test_the_kernel_computes_torchs_bits",
     "test_rehearse.py::test_every_data_format_is_rehearsed",
+    "test_train_loop.py::test_without_a_compiler",
     "test_train.py::test_a_disk_that_is_full_costs_no_training",
 )
 

