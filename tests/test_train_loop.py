@@ -314,7 +314,7 @@ def printed(loop: Loop) -> Console:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, within its compiler
-@pytest.mark.fault("no C++ compiler", "`windlass train`", "the layers run uncompiled, with the reason")
+@pytest.mark.fault("no C++ compiler", "`windlass train`", "layers run eagerly on all ranks")
 def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
