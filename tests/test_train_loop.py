@@ -360,5 +360,5 @@ def test_compiled_layers_train_as_eager_ones_do_and_resume_exactly(
     console = printed(limited)
     limited.run()
     assert limited.compiled is None
-    assert "recompile_limit" in console.export_text()
+    assert "FailOnRecompileLimitHit" in console.export_text()
     assert losses(limited) == pytest.approx(losses(eager), rel=1e-5)
