@@ -34,7 +34,7 @@ UPSTREAM = {
     "lora": ("PEFT's LoraConfig", {"adapter", "dtype", "experts"}),
     "train": (
         "transformers' TrainingArguments",
-        {"global_batch_size", "resume", "router_aux_loss_coef", "sample", "warmup_ratio"},
+        {"compile", "global_batch_size", "resume", "router_aux_loss_coef", "sample", "warmup_ratio"},
     ),
 }
 

@@ -201,7 +201,7 @@ class Loop:
         self._fuse()
         self.progress.console.print(
             f"warning: train.compile: layers run eagerly on all ranks: {why}\n"
-            "hint: `c++ --version` must work where the run is; or set train.compile: false",
+            "hint: compiling needs `c++` on CPUs and triton on GPUs; or set train.compile: false",
             style="yellow",
         )
 
