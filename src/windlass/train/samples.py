@@ -6,6 +6,7 @@ so nothing that training depends on changes, and it draws no random numbers.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -166,7 +167,8 @@ def _text_of(line: str) -> str:
 def _of_rows(validation: Batches, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """The first documents of the validation rows: up to the first token that loss is computed on, or half."""
     prompts: list[Prompt] = []
-    for row in (validation.rows[number] for number in range(len(validation.rows))):
+    blocks = validation.rows.to_batches(max_chunksize=16)
+    for row in itertools.chain.from_iterable(block.to_pylist() for block in blocks):
         ids, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"] if "labels" in row else row["input_ids"])
         sizes = row["seq_lengths"] if "seq_lengths" in row else [len(ids)]
         for end, size in zip(np.cumsum(sizes), sizes, strict=True):
