@@ -1,6 +1,6 @@
 """The plan against real runs on this machine's processor: seconds of a step and memory, after calibrating it.
 
-    python benchmarks/cpu_plan.py [--steps 20] [--only WORDS] [--json]
+    python benchmarks/cpu_plan.py [--steps 60] [--only WORDS] [--json]
 
 The demo, two dense models and two mixtures of experts with random weights, packed and not, on one rank and on two over
 gloo. Calibrations and runs take turns, since other work on the machine comes and goes: a case is planned with the
@@ -77,7 +77,7 @@ def measure(name: str, run: Path, keys: list[str], steps: int) -> dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="of each run")
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--only", default="", help="cases whose name has these words")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()

@@ -16,14 +16,14 @@ Collator = Callable[[list[Row]], dict[str, Any]]
 
 
 class PaddedCollator:
-    """Each row by itself, padded to the longest; an attention mask says what is padding."""
+    """Each row by itself, padded to the longest or further; an attention mask says what is padding."""
 
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
+    def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
+        self.pad_token_id, self.multiple = pad_token_id, multiple
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
-        ids = _pad([row["input_ids"] for row in rows], self.pad_token_id)
-        labels = _pad([_labels(row) for row in rows], IGNORED)
+        ids = _pad([row["input_ids"] for row in rows], self.pad_token_id, self.multiple)
+        labels = _pad([_labels(row) for row in rows], IGNORED, self.multiple)
         lengths = np.array([len(row["input_ids"]) for row in rows])
         mask = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
         return {"input_ids": from_numpy(ids), "labels": from_numpy(labels), "attention_mask": from_numpy(mask)}
@@ -77,8 +77,9 @@ def _positions(row: Row) -> Array:
     return np.concatenate([np.arange(length) for length in row.get("seq_lengths", [len(row["input_ids"])])])
 
 
-def _pad(rows: Sequence[Any], padding: int) -> Array:
-    padded = np.full((len(rows), max(map(len, rows))), padding, np.int64)
+def _pad(rows: Sequence[Any], padding: int, multiple: int = 1) -> Array:
+    longest = max(map(len, rows))
+    padded = np.full((len(rows), longest + -longest % multiple), padding, np.int64)
     for into, row in zip(padded, rows, strict=True):
         into[: len(row)] = row
     return padded

@@ -63,12 +63,15 @@ class Prepared:
     shares: tuple[tuple[int, int], ...] = ()
     """Of every set of a mix its rows, and how many of them are in an epoch."""
 
-    def collator(self, pad_token_id: int) -> Collator:
-        """What makes a batch of rows of `train` or `validation`."""
+    def collator(self, pad_token_id: int, *, on_cpu: bool = False) -> Collator:
+        """What makes a batch of rows of `train` or `validation`.
+
+        On a CPU it has few lengths: oneDNN prepares every product anew for each, and keeps a thousand of them.
+        """
         from windlass.data import collate  # imports torch
 
         if self.batching == auditing.LENGTH_GROUPED:
-            return collate.PaddedCollator(pad_token_id)
+            return collate.PaddedCollator(pad_token_id, 16 if on_cpu else 1)
         if self.batching == auditing.PACKED and self.masked:
             return collate.PaddedPackingCollator(pad_token_id)
         return collate.PaddingFreeCollator()

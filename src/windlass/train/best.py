@@ -92,7 +92,7 @@ def best(
     if data.validation is None or len(data.validation) < 2:
         raise UserError("there are no rows to compare on", str(run_folder), "name some with --eval-data FILE")
     size, order = job.train.per_device_eval_batch_size, np.arange(len(data.validation))
-    collate = Collate(data.collator(tokenizer.pad_token_id))
+    collate = Collate(data.collator(tokenizer.pad_token_id, on_cpu=device_of_this_rank().type == "cpu"))
     batches = Batches(data.validation, collate, size, order=lambda _: order, round_rows=size * here.world)
 
     def evaluate(base_dtype: str, folders: Sequence[Path], suffix: str = "") -> dict[str, Rows]:

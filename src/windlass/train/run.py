@@ -405,7 +405,7 @@ def make_loop(
     seed, sequences = train.order_seed, plan.schedule.global_sequences
     # By seed and epoch alone: the same rows on any number of ranks. A stream has its own order.
     order = None if data.lengths is None else lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
-    collator = data.collator(tokenizer.pad_token_id)
+    collator = data.collator(tokenizer.pad_token_id, on_cpu=device.type == "cpu")
     collate = Collate(
         collator, mark_tokens=bool(router_loss_weight(model.get_base_model(), train.router_aux_loss_coef))
     )
