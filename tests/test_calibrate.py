@@ -62,8 +62,17 @@ def test_two_ranks_measure_and_the_plan_takes_it(run: Path, tmp_path: Path) -> N
     for kind in KINDS:  # measured between the two, and of a network as data sheets imply it
         assert over_two[kind, "link"].gb_per_second not in (0.0, sheet[kind, "link"].gb_per_second)
         assert (kind, "network") in over_two
-    for points in (rates.grouped, rates.attention, *rates.products.values()):
+    for points in (rates.grouped, rates.attention, *rates.products.values(), *rates.narrow.values()):
         assert all(rate > 0 for *_, rate in points)
+    backward = zip(rates.attention, rates.attention_backward, strict=True)
+    assert all(after[2] < before[2] for before, after in backward), (
+        "the backward has the forward's operations, and more"
+    )
+    wide, few = (
+        {(rows, width): rate for rows, width, rate in points}
+        for points in (rates.products["float32"], rates.narrow["float32"])
+    )
+    assert few[512, 256] < wide[512, 256], "an adapter's products have few columns, which are slower"
     large, small = (max(rate for rows, _, rate in rates.products["float32"] if rows == n) for n in (512, 1))
     assert large > small
     assert {"host", "processor", "torch", "threads", "load", "spread", "seconds"} <= content["conditions"].keys()

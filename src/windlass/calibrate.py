@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass import hardware
 from windlass.errors import RunError, UserError
-from windlass.hardware import KINDS, Collective, Points, Rates
+from windlass.hardware import KINDS, NARROW, Collective, Points, Rates
 from windlass.plan.machine import own_file, write_machine
 from windlass.train import ranks
 from windlass.train.rank import launched_by_srun
@@ -104,12 +104,16 @@ def _rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
     busy = found.pop("busy")  # everything that the processor does takes so much longer
     found |= {key: found[key] * busy for key in ("operator_seconds", "module_seconds")}
     found |= {key: found[key] / busy for key in ("memory_gb_per_second", "decode_gb_per_second")}
-    products = {dtype: _points(rows, busy) for dtype, rows in found.pop("products").items()}
+    products, narrow = (
+        {dtype: _points(rows, busy) for dtype, rows in found.pop(key).items()} for key in ("products", "narrow")
+    )
     return replace(
         sheet,
         products=products,
+        narrow=narrow,
         grouped=_points(found.pop("grouped"), busy),
         attention=_points(found.pop("attention"), busy),
+        attention_backward=_points(found.pop("attention_backward"), busy),
         **found,
         basis=f"calibrated on {count} x {kind}, {date}",
         collectives=tuple(collectives),
@@ -186,19 +190,22 @@ def work(storage: Path) -> dict[str, Any] | None:
     with torch.no_grad():
         states = [reference()]
         found: dict[str, Any] = {
-            "products": {
-                str(each).removeprefix("torch."): measure.product_rates(device, each, product(rows, widths))
+            key: {
+                str(each).removeprefix("torch."): measure.product_rates(device, each, product(rows, widths), columns)
                 for each in (torch.bfloat16, torch.float32)
             }
+            for key, columns in (("products", None), ("narrow", NARROW))
         }
         states.append(reference())
         narrower = product(rows[:-1], widths[:-1])
         found["grouped"] = measure.grouped_rates(device, dtype, narrower, _grouped_linear)
-        found["attention"] = measure.attention_rates(device, dtype, product(lengths, heads), 1024 if cpu else 16384)
         states.append(reference())
         found["memory_gb_per_second"] = measure.memory_rate(device, 1 << (18 if cpu else 28))
         found["decode_gb_per_second"] = decode()
         found["host_link_gb_per_second"] = measure.copy_rate(device, 1 << (24 if cpu else 28))
+    for key, backward in (("attention", False), ("attention_backward", True)):
+        tokens = 1024 if cpu else 16384
+        found[key] = measure.attention_rates(device, dtype, product(lengths, heads), tokens, backward=backward)
     found["operator_seconds"] = measure.operator_seconds(device)
     found["module_seconds"] = measure.module_seconds()
     found["sync_seconds"] = measure.sync_seconds(device)

@@ -45,8 +45,12 @@ class Rates:
 
     basis: str  # "data sheet", or "calibrated on 2 x h100, 2026-01-31"
     products: Mapping[str, Points]  # by dtype (bfloat16, float32): rows, sqrt(inputs x outputs), TFLOP/s
+    narrow: Mapping[
+        str, Points
+    ]  # to and from NARROW columns, as an adapter's: rows, width, TFLOP/s; empty: not measured
     grouped: Points  # one product of all experts, in the dtype of compute: rows per expert, the same width, TFLOP/s
     attention: Points  # causal attention forward: length, head width, TFLOP/s of the unmasked half
+    attention_backward: Points  # the same operations over its backward's time
     memory_gb_per_second: float  # read + written by a large elementwise operation
     decode_gb_per_second: float  # FP8 codes read, with the scales applied
     operator_seconds: float  # host time of one dispatched operator, autograd included
@@ -64,6 +68,9 @@ class Rates:
         """Of the measured group that is most like it."""
         alike = [c for c in self.collectives if (c.kind, c.fabric) == (kind, fabric)]
         return min(alike, key=lambda c: abs(log(c.ranks / ranks)))
+
+
+NARROW = 8
 
 
 @lru_cache(maxsize=10_000)
@@ -163,6 +170,7 @@ ALIASES["none"] = "cpu"
 # Host time: a launch takes about 5 us, and autograd and the dispatcher as much again; a module's call in Python, with
 # hooks and adapters, several times that. Collectives: 20-40 us through PyTorch for small ones (NCCL on NVLink 10-16).
 OPERATOR, MODULE, SYNC, LATENCY = 8e-6, 20e-6, 50e-6, 25e-6
+BACKWARD = 2.5  # attention's backward over its forward, which it computes again
 STORAGE = 2.0  # GB/s a node from a shared volume, an assumption
 # Measured / planned step time where nothing was measured: benchmarks/published.py has nine tenths of the eager runs at
 # 0.97 to 1.2, and the fastest of the other engines at 0.8.
@@ -184,14 +192,17 @@ def data_sheet_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric,
                 found.append((float(rows), float(width), flops / seconds / 1e12))
         return tuple(found)
 
-    narrow, wide = products(2, gpu.achieved_tflops), products(4, fp32)
+    halves, wide = products(2, gpu.achieved_tflops), products(4, fp32)
     lengths = [2.0**i for i in range(6, 18)]
+    attention = tuple((n, 128.0, gpu.achieved_tflops * 0.7 * n / (n + 512)) for n in lengths)
     inside, outside = link.gb_per_second, nics_per_node * network.gb_per_second
     return Rates(
         basis="data sheet",
-        products={"bfloat16": narrow, "float32": wide},
-        grouped=narrow,
-        attention=tuple((n, 128.0, gpu.achieved_tflops * 0.7 * n / (n + 512)) for n in lengths),
+        products={"bfloat16": halves, "float32": wide},
+        narrow={},
+        grouped=halves,
+        attention=attention,
+        attention_backward=tuple((n, width, rate / BACKWARD) for n, width, rate in attention),
         memory_gb_per_second=gpu.memory_gb_per_second,
         decode_gb_per_second=gpu.memory_gb_per_second / 7,
         operator_seconds=OPERATOR,

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,21 +62,40 @@ def rates(
     prepare: Callable[[int, int], Callable[[], Any]],
 ) -> Points:
     """TFLOP/s at each pair of sizes that isn't too large for this device."""
-    return tuple(
-        (float(a), float(b), flops(a, b) / seconds(prepare(a, b), device) / 1e12)
-        for a, b in sizes
-        if flops(a, b) <= MOST_FLOPS[device.type]
-    )
+    small = [pair for pair in sizes if flops(*pair) <= MOST_FLOPS[device.type]]
+    if device.type == "cuda":
+        times = [seconds(prepare(*pair), device) for pair in small]
+    else:
+        times = seconds_in_turn([prepare(*pair) for pair in small], device)
+    return tuple((float(a), float(b), flops(a, b) / took / 1e12) for (a, b), took in zip(small, times, strict=True))
 
 
-def product_rates(device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]]) -> Points:
-    """Of x W^T with a square W: rows, width."""
+def seconds_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Of each call after others, as in a layer: a CPU's small products take twice as long as one over and over."""
+    now, times = clock(device), [list[float]() for _ in calls]
+    for _ in range(TURNS + 1):  # the first prepares
+        for call, taken in zip(calls, times, strict=True):
+            began = now()
+            call()
+            taken.append(now() - began)
+    return [statistics.median(taken[1:]) for taken in times]
+
+
+def product_rates(
+    device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]], columns: int | None = None
+) -> Points:
+    """Of x W^T with a square W, or with `columns` columns there and back: rows, width."""
 
     def prepare(rows: int, width: int) -> Callable[[], Any]:
-        x, w = (torch.randn(size, width, device=device).to(dtype) for size in (rows, width))
-        return partial(torch.mm, x, w.T)
+        x, w = (torch.randn(size, width, device=device).to(dtype) for size in (rows, columns or width))
+        return partial(torch.mm, x, w.T) if columns is None else lambda: torch.mm(torch.mm(x, w.T), w)
 
-    return rates(device, sizes, lambda rows, width: 2.0 * rows * width**2, prepare)
+    return rates(
+        device,
+        sizes,
+        lambda rows, width: (2.0 if columns is None else 4.0) * rows * width * (columns or width),
+        prepare,
+    )
 
 
 def grouped_rates(
@@ -95,12 +114,19 @@ def grouped_rates(
     return rates(device, sizes, lambda rows, width: 2.0 * EXPERTS * rows * width**2, prepare)
 
 
-def attention_rates(device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]], tokens: int) -> Points:
-    """Of the unmasked half, for `tokens` tokens: length, width of a head."""
+def attention_rates(
+    device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]], tokens: int, *, backward: bool
+) -> Points:
+    """Of the forward's operations in the unmasked half, for `tokens` tokens: length, width of a head."""
 
     def prepare(length: int, width: int) -> Callable[[], Any]:
-        q, k, v = (torch.randn(max(1, tokens // length), 4, length, width, device=device).to(dtype) for _ in range(3))
-        return partial(nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
+        shape = (max(1, tokens // length), 4, length, width)
+        q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
+        forward = partial(nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
+        if not backward:
+            return forward
+        out = forward()
+        return partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
 
     flops = lambda length, width: 2.0 * max(1, tokens // length) * 4 * length**2 * width  # noqa: E731
     return rates(device, sizes, flops, prepare)
@@ -220,14 +246,19 @@ def _collective_seconds(kind: str, device: torch.device, group: ProcessGroup | N
             group=group,
         ),
     }
+    x, cpu = torch.randn(512, 256), device.type == "cpu"
     times = []
-    for turn in range(1 + turns):
-        dist.barrier(group=group)
+    for turn in range(1 + turns * (4 if cpu else 1)):
+        if cpu:  # ranks that share a processor wait for each other, and their messages for what they compute
+            for _ in range(10):
+                nn.functional.silu(x @ x.T).sum()
+        else:
+            dist.barrier(group=group)
         synchronize(device)
         began = time.perf_counter()
         calls[kind]()
         synchronize(device)
         times += [time.perf_counter() - began] * bool(turn)
-    slowest = torch.tensor(statistics.median(times), device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return float(slowest)
+    taken = torch.tensor(statistics.fmean(times) if cpu else statistics.median(times), device=device)
+    dist.all_reduce(taken, dist.ReduceOp.SUM if cpu else dist.ReduceOp.MAX, group=group)
+    return float(taken) / (ranks if cpu else 1)

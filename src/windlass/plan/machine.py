@@ -53,10 +53,12 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
         ) from None
     raise_all([*_problems(content, file, gpu, ranks)])
     made = content["rates"]
-    points = {key: tuple(map(tuple, made[key])) for key in ("grouped", "attention")}
-    products = {dtype: tuple(map(tuple, rows)) for dtype, rows in made["products"].items()}
+    points = {key: tuple(map(tuple, made[key])) for key in ("grouped", "attention", "attention_backward")}
+    by_dtype = {
+        key: {dtype: tuple(map(tuple, rows)) for dtype, rows in made[key].items()} for key in ("products", "narrow")
+    }
     collectives = tuple(Collective(**each) for each in made["collectives"])
-    return Rates(**{**made, **points, "products": products, "collectives": collectives})
+    return Rates(**{**made, **points, **by_dtype, "collectives": collectives})
 
 
 def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem]:

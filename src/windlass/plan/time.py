@@ -13,13 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from windlass.hardware import Fabric, interpolate, product_rate
+from windlass.hardware import NARROW, Fabric, interpolate, product_rate
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
 from windlass.plan.work import Layer, Shape, Work
 
 # Ranks wait for the slowest of them, and collectives take some of the GPU's own units and memory.
 SKEW = 1.03
-BACKWARD = 2.5  # operations of attention's backward over its forward's, which it computes again
 LOGIT_BYTES = 26  # of a logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 OPTIMIZER_BYTES = 40  # of a trained parameter: gradient, two moments and value, read and written, and its norm
 GATHER_OPERATORS, EXCHANGE_OPERATORS = 40, 60  # to gather and free a layer; to send tokens to experts and back; assumed
@@ -189,6 +188,13 @@ def _product(
     return 2 * max(experts, 1) * rows * inputs * outputs / rate / 1e12
 
 
+def _narrow(work: Work, rows: float, width: int, r: int, *, wide: bool) -> float:
+    """Seconds of one of an adapter's products: few columns take longer than a square of as many operations."""
+    points = work.machine.rates.narrow.get("bfloat16" if work.width == 2 and not wide else "float32")
+    least = 2 * rows * width * NARROW / interpolate(points, rows, width) / 1e12 if points else 0.0
+    return max(least, _product(work, rows, width, r, wide=wide))
+
+
 def _pass(work: Work, phase: str) -> Passes:
     """All layers' forward or backward."""
     found = Passes()
@@ -205,8 +211,9 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
             compute += _product(work, tokens, p.shape[1], p.shape[0])
     wide = work.layout.precision != "bf16" and shape.adapter.dtype_bytes > work.width
     for lora in layer.plain_lora:  # its backward also makes the gradients of A and B
-        once = _product(work, tokens, lora.inputs, lora.r, wide=wide)
-        once += _product(work, tokens, lora.r, lora.outputs, wide=wide)
+        once = _narrow(work, tokens, lora.inputs, lora.r, wide=wide) + _narrow(
+            work, tokens, lora.outputs, lora.r, wide=wide
+        )
         compute += once * (2 if back else 1)
     if layer.experts:
         # Each rank has some experts, and is sent the tokens of all ranks that route to them.
@@ -221,9 +228,10 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
             once += _product(work, rows, lora.r, lora.outputs, experts=used)
             compute += once * (2 if back else 1)
     length = work.document or work.batch.length
-    square = _mixing(layer, length) * tokens * (2 if work.masked else 1) * (BACKWARD if back else 1)
+    # A CPU's kernel computes in tiles that are as wide as short rows, whatever is masked.
+    square = _mixing(layer, length) * tokens * (2 if work.masked and not work.on_cpu else 1)
     head = layer.query / max(shape.heads, 1)
-    compute += square / interpolate(rates.attention, length, head) / 1e12
+    compute += square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
     did = dispatched(shape, layer, phase, length, separate=work.on_cpu or work.separate)
     moved = did.bytes + did.adapter_bytes * (WIDE_ADAPTER if wide else 1)
     moved *= work.width / 2  # counted in 16 bits
