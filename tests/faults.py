@@ -367,8 +367,7 @@ FAULTS = (
         "a row without the column",
         swap(DATA, '"text"', '"test"'),
         NEW,
-        "warning: data: rows that are empty or lack the column, and are dropped: 1",
-        0,
+        "data/train.jsonl: row 1: a row has no 'text'; it has 'test'",
     ),
     Fault(
         "a number for a text",

@@ -96,6 +96,9 @@ def test_rows_are_tokenized_as_trl_does(prepared: Prepare, tokenizer: Any, tmp_p
 def test_empty_rows_are_dropped_and_long_ones_cut_and_counted(prepared: Prepare, tokenizer: Any) -> None:
     texts = ["word " * 500, "short", "  \n\t", "", "x"]
     done = prepared([{"text": text} for text in texts])
+    (note,) = (note for note in done.audit["notes"] if "left out" in note)
+    assert note.startswith("2 rows left out (empty): ")
+    assert note.endswith("a.jsonl: rows 3, 4")
     figures = done.audit["splits"]["train"]
     cut = len(tokenizer(texts[0])["input_ids"]) + 1 - 128
     assert [figures[key] for key in ("rows", "empty", "documents", "truncated", "tokens_cut")] == [5, 2, 3, 1, cut]
@@ -113,7 +116,13 @@ def test_loss_is_on_the_completion(prepared: Prepare, tokenizer: Any) -> None:
     assert (done.audit["shape"]["name"], done.audit["splits"]["train"]["empty"]) == ("prompt-completion", 1)
     everything = prepared(rows, completion_only_loss=False)
     assert tokenizer.decode(supervised(everything)) == "<s>What is a list? A sequence.</s>"
-    messages = prepared([{"prompt": CHAT[1:4], "completion": CHAT[4:]}])
+    halves = {"prompt": CHAT[1:4], "completion": CHAT[4:]}
+    messages = prepared([*[{**halves, "completion": None}] * 5, halves, {**halves, "tools": []}, {**halves, "id": "x"}])
+    assert messages.audit["splits"]["train"]["documents"] == 3  # rows may have more, or less that is optional
+    assert any(
+        note.startswith("5 rows left out ('completion' is null): ") and note.endswith("rows 1, 2, 3, …")
+        for note in messages.audit["notes"]
+    )
     assert tokenizer.decode(supervised(messages)) == "Because.</s>"
     edge = prepared([{"prompt": "the answer is th", "completion": "e"}])  # a token has characters of both
     assert tokenizer.decode(supervised(edge)).strip() == "the</s>"
@@ -202,7 +211,14 @@ def test_where_answers_begin_and_end_in_a_template(tokenizer: Any, template: str
         ({"text_field": "body"}, [{"text": "a"}], "no column 'body'; they have 'text'"),
         ({}, [{"body": "a"}], "no column 'text'; they have 'body'"),
         ({}, [{"text": ["a"]}], "has a list, not text"),
-        ({}, [{"text": "a"}, {}, {"text": 3}], r"a.jsonl: row 3: column 'text' has a number, not text: 3"),
+        ({}, [{"text": "a"}, {"text": ""}, {"text": 3}], r"a.jsonl: row 3: column 'text' has a number, not text: 3"),
+        ({}, [{"text": "a"}, {}], r"a.jsonl: row 2: a row has no 'text'; it has nothing\n"),
+        ({}, [{"text": "a"}, {"messages": CHAT}], r"row 1: a row has no 'messages'; it has 'text' \(format text\)"),
+        ({}, [{"messages": CHAT}, {"messages": None, "text": "a"}], r"'text' \(format text\)\n\n.*format: messages"),
+        ({}, [{"messages": CHAT}, {"messages": 3}], "row 2: column 'messages' has a number, not a list of messages: 3"),
+        ({}, [{"messages": {"role": "user"}}], "column 'messages' has a dict, not a list of messages"),
+        ({}, [{"messages": '"Hello"'}], "column 'messages' has a str, not a list of messages"),
+        ({"prompt_template": "{a}: [[{b}{c}]]"}, [{"a": 1, "b": 2, "c": 3}, {"a": 1}], "row 2: a row has no 'b'"),
         ({"messages_field": "talk"}, [{"messages": CHAT}], "no column 'talk'"),
         ({"val_split": "held"}, [{"text": "a"}], "no split 'held'; it has 'train'"),
         ({"train_split": "train[5:]"}, [{"text": "a"}], "has no rows"),

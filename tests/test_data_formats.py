@@ -188,6 +188,21 @@ def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_
         prepared(twice, drops)
 
 
+def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepare, tokenizer: Any) -> None:
+    call = json.dumps({"name": "get_current_weather", "arguments": {"city": "Rome"}})
+    turns = [("developer", "Be brief."), ("Human", "?"), ("tool_call", call), ("tool_response", "21"), ("AI", "Warm.")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]}]
+    done = prepared(rows)
+    text = tokenizer.decode(done.train["input_ids"][0].as_py())
+    assert text.startswith("<system>Be brief.<end><user>?<end><assistant>")
+    assert "<tool>21<end><assistant>Warm.<end>" in text
+    assert parts(done, tokenizer) == ['get_current_weather{"city": "Rome"}<end>', "Warm.<end>"]
+    own = "{% set x = ['wizard', 'developer'] %}" + TURNS + CALLS + END
+    rows[0]["messages"].insert(1, {"role": "wizard", "content": "Abra."})
+    text = tokenizer.decode(prepared(rows, own).train["input_ids"][0].as_py())
+    assert text.startswith("<developer>Be brief.<end><wizard>Abra.<end><user>?<end>")
+
+
 @pytest.mark.parametrize(
     ("row", "section", "words"),
     [
@@ -209,9 +224,14 @@ def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_
         ({"messages": [{"speaker": "user", "content": "a"}]}, {}, r"no role: .*\n\n.*data.columns: {role: speaker}"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f()"]}]}, {}, "a tool call is a str"),
         ({"conversations": [{"from": "function_call", "value": "f("}]}, {}, "a tool call is no JSON"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, {}, "row 1: .* role 'wizard', which .* doesn't name"),
+        ({"conversations": [{"from": "Asistant", "value": "a"}]}, {}, "did you mean assistant"),
+        ({**ALPACA, "history": ["Hello"]}, {}, "column 'history' has no pairs"),
         ({**IDS, "labels": [1, 2]}, {}, "6 ids, 2 labels"),
         ({**IDS, "labels": [40, 41, 42, 2, 0, 0]}, {}, "'labels' has other ids than 'input_ids'"),
         ({"input_ids": ["a"]}, {}, "no list of token ids"),
+        ({"input_ids": "a"}, {}, "no list of token ids"),
+        ({"input_ids": 5}, {}, "no list of token ids"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(prepared: Prepare, row: Any, section: dict[str, Any], words: str | None) -> None:

@@ -37,6 +37,7 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
     stopping = int((documents.supervised[ends] & (documents.ids[ends] == eos)).sum()) if eos is not None else 0
     figures: Audit = {
         **counts,
+        "left_out": documents.left_out,
         "documents": kept,
         "tokens": tokens,
         "supervised_tokens": supervised,
@@ -191,7 +192,6 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     train, shared = audit["splits"]["train"], audit.get("overlap", {"documents": 0, "share": 0})
     waste, all_tokens = audit["batching"].get("padding_waste", 0), max(1, train["tokens"] + train["tokens_cut"])
     warnings = (
-        (train["empty"], f"rows that are empty or lack the column, and are dropped: {train['empty']:,}"),
         (
             train["truncated"],
             f"{train['truncated']:,} rows ({train['truncated_share']:.1%}) are cut at max_length and lose "
@@ -222,4 +222,5 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         ),
         (waste > 0.2, f"{waste:.0%} of the computed positions are padding: data.packing: true leaves next to none"),
     )
-    return [text for holds, text in warnings if holds]
+    left_out = itertools.chain(*(figures["left_out"] for figures in audit["splits"].values()))
+    return [*dict.fromkeys(left_out), *(text for holds, text in warnings if holds)]

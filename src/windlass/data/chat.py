@@ -24,8 +24,13 @@ Span = tuple[int, int]
 TEMPLATES = Path(__file__).parent / "templates"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write what should be a token of its own
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
-ROLES |= {"observation": "tool", "function": "tool", "function_call": "assistant"}
+OWN_ROLES = ("system", "user", "assistant", "tool")
+ROLES = {  # what other tools and data sets call them
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "ipython", "tool_response", "tool_result"), "tool"),
+    "developer": "system",
+}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
 THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or inside its content
 FLAGS = ("weight", "train")  # whether loss is computed on a message, in OpenAI's files and in Axolotl's
@@ -69,6 +74,15 @@ class ChatTemplate:
         return bool(GENERATION.search(self.template))
 
     @cached_property
+    def roles(self) -> dict[str, str]:
+        """What a message may call its role, and what the template calls it: some know tools by another name."""
+        own = {name: name for name, role in ROLES.items() if role in ("tool", "system") and self.knows(name)}
+        return {**{role: role for role in OWN_ROLES}, **ROLES, **own}
+
+    def knows(self, role: str) -> bool:
+        return re.search(rf"""(['"]){re.escape(role)}\1""", self.template) is not None
+
+    @cached_property
     def variables(self) -> dict[str, Any]:
         """What the template reads besides the chat: each costs time for every row."""
         named = {**self.tokenizer.special_tokens_map, **self.kwargs}
@@ -76,7 +90,14 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> tuple[str, tuple[Span, ...]]:
         """The text, and the assistant's stretches of it that loss is computed on, from message `first` on."""
-        turns = [read_turn(message, self.names, drop_reasoning=self.drop_reasoning) for message in messages]
+        turns = [read_turn(message, self.names, self.roles, drop_reasoning=self.drop_reasoning) for message in messages]
+        for role in {str(turn.message["role"]) for turn in turns}.difference(OWN_ROLES):
+            if not self.knows(role):
+                problem = f"a message has the role {role!r}, which {self.source or 'the chat template'} doesn't name"
+                close = difflib.get_close_matches(role.lower(), [*OWN_ROLES, *ROLES], n=1)
+                hint = f"did you mean {close[0]}? roles are" if close else "write one of the roles"
+                hint += f" {', '.join(OWN_ROLES)}, or one that a data.chat_template of yours names"
+                raise UserError(problem, "data", hint)
         tools = without_none(json.loads(tools) if isinstance(tools, str) and tools.strip() else tools) or None
         if tools and not re.search(r"\btools\b", self.template):
             hint = "name a data.chat_template that does, such as chatml"
@@ -172,7 +193,9 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def read_turn(message: Any, names: Mapping[str, str] = {}, *, drop_reasoning: bool = False) -> Turn:
+def read_turn(
+    message: Any, names: Mapping[str, str] = {}, roles: Mapping[str, str] = ROLES, *, drop_reasoning: bool = False
+) -> Turn:
     """One message as OpenAI, ShareGPT or their relatives write it, with `role` and `content`."""
     if not isinstance(message, dict):
         raise UserError(f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}')
@@ -184,7 +207,7 @@ def read_turn(message: Any, names: Mapping[str, str] = {}, *, drop_reasoning: bo
     if said is None:
         problem, hint = f"a message has no role: {str(message)[:80]}", "if its key has another name: data.columns: "
         raise UserError(problem, "data", f"{hint}{{role: {next(iter(found), 'speaker')}}}")
-    role = ROLES.get(said, said)
+    role = roles.get(str(said).lower(), said)
     if "value" in found and "content" not in found:
         found["content"] = found.pop("value")
     given = [found.pop(flag) for flag in FLAGS if flag in found]
@@ -194,7 +217,7 @@ def read_turn(message: Any, names: Mapping[str, str] = {}, *, drop_reasoning: bo
     if trained and role != "assistant":
         hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
         raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
-    if said == "function_call":  # LLaMA-Factory's name of an answer that calls tools
+    if said in ("function_call", "tool_call"):  # LLaMA-Factory's and ms-swift's names of an answer that calls tools
         calls = parsed(found.pop("content", ""))
         found["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if calls := found.get("tool_calls"):

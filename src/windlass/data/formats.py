@@ -7,7 +7,7 @@ import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +49,27 @@ class Format:
     identity: str
     render: Callable[[Row], Rendered | None]
     notes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    """Columns that a row must have; null or empty text leaves the row out."""
+    every: bool = True
+    """All of them, or one at least."""
+    others: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Columns of the other formats, by name, if the format was inferred."""
+
+    def require_columns(self, row: Row) -> None:
+        """A row of another format is an error: left out, it would be missed by no one."""
+        absent = [name for name in self.needs if name not in row]
+        lacks = absent[0] if absent and (self.every or len(absent) == len(self.needs)) else None
+        if lacks is None and any(row.get(name) is not None for name in self.needs):
+            return
+        filled = [name for name, value in row.items() if value is not None]
+        other = next((name for name, columns in self.others.items() if {*columns} <= {*filled}), None)
+        if lacks is not None or other:
+            problem = f"a row has no {lacks or self.needs[0]!r}; it has {', '.join(map(repr, filled)) or 'nothing'}"
+            hint = "fix or remove such rows; rows of another format go into a file of their own, named in data.mix"
+            if lacks is None:
+                hint += f"; to leave them out, set data.format: {self.name}"
+            raise UserError(f"{problem} (format {other})" if other else problem, "data", hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +135,28 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
         if chosen.name in ("template", "input_ids", "text"):
             problem = f"no effect on {chosen.name} rows: no chat template writes them"
             raise UserError(problem, where(f"data.{key}"), "remove it, or set data.format")
-    return chosen.make(Request(data, columns, tokenizer, where))
+    others = {f.name: f.columns for f in FORMATS if f.columns and f is not chosen and data.format is None}
+    return replace(chosen.make(Request(data, columns, tokenizer, where)), others=others)
 
 
-def as_text(value: Any, field: str) -> str:
+def as_text(value: Any, column: str) -> str:
     """A column's text; an absent value is empty, anything else is no text."""
     if value is None or isinstance(value, str):
         return value or ""
     hint = "name a column of text, or write data.prompt_template, which writes numbers and reaches inside: "
     hint += "{answers[text][0]}"
-    kind = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
-    raise UserError(f"column {field!r} has {kind}, not text: {str(value)[:80]}", "data", hint)
+    raise UserError(f"column {column!r} has {kind_of(value)}, not text: {str(value)[:80]}", "data", hint)
+
+
+def kind_of(value: Any) -> str:
+    return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
 def text_format(request: Request) -> Format:
     request.refuse_completion_only("plain text")
-    field = request.column("text", "text_field")
-    return Format(
-        "text", f"text in {field!r}, loss on every token", field, lambda row: Rendered(as_text(row.get(field), field))
-    )
+    name = request.column("text", "text_field")
+    description = f"text in {name!r}, loss on every token"
+    return Format("text", description, name, lambda row: Rendered(as_text(row[name], name)), needs=(name,))
 
 
 def completion_format(request: Request) -> Format:
@@ -143,10 +167,12 @@ def completion_format(request: Request) -> Format:
     template = cache(request.chat_template)  # most tokenizers here need none
 
     def render(row: Row) -> Rendered | None:
-        question, answer = row.get(prompt), row.get(completion)
+        question, answer = row[prompt], row[completion]
+        if not answer:
+            return None
         if isinstance(question, list) or isinstance(answer, list):
             before = question if isinstance(question, list) else [{"role": "user", "content": question or ""}]
-            after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer or ""}]
+            after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
             text, spans = template().render([*before, *after], first=len(before), tools=row.get(tools or ""))
             return Rendered(text, None if everything else spans, closed=True)
         head, tail = as_text(question, prompt), as_text(answer, completion)
@@ -157,27 +183,32 @@ def completion_format(request: Request) -> Format:
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
     rendering = [getattr(data, key) for key in sorted(CHAT_KEYS)]
     rendering += [template().template] if data.chat_template else []
-    return Format("prompt-completion", description, f"{prompt}:{completion}:{everything}:{rendering}", render)
+    identity = f"{prompt}:{completion}:{everything}:{rendering}"
+    return Format("prompt-completion", description, identity, render, needs=(prompt, completion))
 
 
 def chat_format(request: Request, column: str = "messages") -> Format:
     """A list of messages, with the tools that they may call; a system prompt may have a column of its own."""
-    field = request.column(column, "messages_field")
+    name = request.column(column, "messages_field")
     tools, system = request.optional("tools"), request.optional("system")
 
     def messages_of(row: Row) -> list[Any]:
-        messages = row.get(field)
+        messages = row[name]
         if isinstance(messages, str):
             try:
-                messages = json.loads(messages)
+                messages = json.loads(messages) if messages.strip() else []
             except json.JSONDecodeError:
                 hint = "name it in data.text_field, or convert it to [{role, content}, …]"
                 place = request.where("data.messages_field")
-                raise UserError(f"column {field!r} is text, not a list of messages", place, hint) from None
+                raise UserError(f"column {name!r} is text, not a list of messages", place, hint) from None
+        if messages and not isinstance(messages, list):
+            problem = f"column {name!r} has {kind_of(messages)}, not a list of messages: {str(messages)[:80]}"
+            raise UserError(problem, "data", "write [{role, content}, …]")
         first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
         return [*first, *messages] if messages else []
 
-    return through_template(request, f"chats in {field!r}", request.chat_template(), messages_of, tools, column)
+    template = request.chat_template()
+    return through_template(request, f"chats in {name!r}", template, messages_of, tools, column, (name,))
 
 
 def alpaca_format(request: Request) -> Format:
@@ -190,9 +221,13 @@ def alpaca_format(request: Request) -> Format:
         if not answer.strip():
             return []
         first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
+        earlier = row.get(history or "") or ()
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in earlier):
+            hint = "write [[question, answer], …]"
+            raise UserError(f"column {history!r} has no pairs: {str(earlier)[:80]}", "data", hint)
         turns = [
             {"role": role, "content": text}
-            for pair in row.get(history or "") or ()
+            for pair in earlier
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
         parts = {"instruction": asked, "input": given} if given.strip() else {}
@@ -200,7 +235,9 @@ def alpaca_format(request: Request) -> Format:
         return [*first, *turns, user, {"role": "assistant", "content": answer}]
 
     what = f"{instruction!r}{f' with {more!r}' if more else ''} then {output!r}"
-    return through_template(request, what, request.chat_template("alpaca"), messages_of, None, "alpaca")
+    return through_template(
+        request, what, request.chat_template("alpaca"), messages_of, None, "alpaca", (instruction, output)
+    )
 
 
 def through_template(
@@ -210,6 +247,7 @@ def through_template(
     messages_of: Callable[[Row], list[Any]],
     tools: str | None,
     name: str,
+    needs: tuple[str, ...],
 ) -> Format:
     """Rows that are chats, or become one."""
     everything = request.data.completion_only_loss is False
@@ -226,20 +264,21 @@ def through_template(
     loss = "every token" if everything else "the last assistant turn" if template.last else "assistant turns"
     kind = {"conversations": "sharegpt"}.get(name, name)
     description = f"{what} through {template.source}, loss on {loss}"
-    return Format(kind, description, f"{what}:{tools}:{everything}:{template.identity}", render, template.notes)
+    identity = f"{what}:{tools}:{everything}:{template.identity}"
+    return Format(kind, description, identity, render, template.notes, needs)
 
 
 def tokens_format(request: Request) -> Format:
     """Tokens as they are: `labels` or a mask say which of them the loss is computed on."""
-    field, labels = request.column("input_ids"), request.optional("labels")
+    name, labels = request.column("input_ids"), request.optional("labels")
     mask = next(filter(None, map(request.optional, ("completion_mask", "assistant_masks"))), None)
     attended, everything = request.optional("attention_mask"), request.data.completion_only_loss is False
 
     def render(row: Row) -> Rendered | None:
-        given, place = row.get(field) or [], request.where("data.columns.input_ids")
-        ids = np.array(given or [0])[: len(given)]
+        given, place = row[name] or [], request.where("data.columns.input_ids")
+        ids = np.array(given or [0])[: len(given)] if isinstance(given, list) else np.array(given)
         if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min(initial=0) < 0:
-            raise UserError(f"column {field!r} is no list of token ids: {str(given)[:80]}", place, "check the column")
+            raise UserError(f"column {name!r} is no list of token ids: {str(given)[:80]}", place, "check the column")
         marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
         if given and marks is real is None:
             return Rendered("", None, closed=True, ids=ids)
@@ -249,7 +288,7 @@ def tokens_format(request: Request) -> Format:
         kept = np.array(marks) != (IGNORED if labels else 0) if marks else np.ones(len(ids), np.bool_)
         if labels and marks and (kept & (np.array(marks) != ids)).any():
             hint = "write the same ids, and -100 where no loss is computed; windlass shifts them by one itself"
-            raise UserError(f"{labels!r} has other ids than {field!r}", place, hint)
+            raise UserError(f"{labels!r} has other ids than {name!r}", place, hint)
         if real:
             there = np.array(real, np.bool_)
             ids, kept = ids[there], kept[there]
@@ -260,7 +299,8 @@ def tokens_format(request: Request) -> Format:
         return Rendered("", spans, closed=True, ids=ids)
 
     loss = "every token" if everything or not (labels or mask) else f"what {labels or mask!r} marks"
-    return Format("input_ids", f"tokens in {field!r}, loss on {loss}", f"{field}:{labels}:{mask}:{everything}", render)
+    identity = f"{name}:{labels}:{mask}:{everything}"
+    return Format("input_ids", f"tokens in {name!r}, loss on {loss}", identity, render, needs=(name,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +336,7 @@ def parse_template(text: str, place: str) -> list[Piece]:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
         raise UserError(f"not a template: {error}", place, "write {column}; a brace itself is {{ or }}") from None
-    for literal, field, spec, conversion in parsed:
+    for literal, name, spec, conversion in parsed:
         for part in re.split(r"(\\\[\[|\\\]\]|\[\[|\]\])", literal):
             if part not in ("[[", "]]"):
                 pieces += [Piece(part.removeprefix("\\") if part in ("\\[[", "\\]]") else part, inside)] if part else []
@@ -305,8 +345,8 @@ def parse_template(text: str, place: str) -> list[Piece]:
                 hint = r"[[ and ]] come in pairs; \[[ is the bracket itself"
                 raise UserError(f"{part} without its other half", place, hint)
             inside = not inside
-        if field is not None:
-            pieces.append(Piece("", inside, field, conversion, spec or ""))
+        if name is not None:
+            pieces.append(Piece("", inside, name, conversion, spec or ""))
     if inside:
         raise UserError("[[ is never closed", place, r"put ]] where the completion ends; \[[ is the bracket itself")
     return pieces
@@ -327,6 +367,7 @@ def template_format(request: Request) -> Format:
         request.refuse_completion_only("a template without [[ ]]")
     marked = marked and request.data.completion_only_loss is not False
     needed = [piece.field is not None and (piece.supervised or not marked) for piece in pieces]
+    trained_on = {piece.column: None for piece, is_needed in zip(pieces, needed, strict=True) if is_needed}
 
     def render(row: Row) -> Rendered | None:
         parts = [piece.render(row, place) for piece in pieces]
@@ -340,7 +381,7 @@ def template_format(request: Request) -> Format:
         return Rendered("".join(parts), tuple(spans) if marked else None)
 
     description = f"data.prompt_template, loss on {'the part in [[ ]]' if marked else 'every token'}"
-    return Format("template", description, f"{marked}:{text}", render)
+    return Format("template", description, f"{marked}:{text}", render, needs=tuple(trained_on), every=False)
 
 
 class FormatRow(NamedTuple):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, RunFile
 
-CACHE_VERSION = 5  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 6  # raise it when what is written into the cached folder changes
 # Rows whose keys together make the columns: JSON lines need not all have the same.
 HEAD_ROWS = 100
 # Larger files are known by a sample of their content: the same on every node, whatever their copies' times of change.
@@ -302,6 +302,7 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     kept = len(validation.lengths)
     # What was dropped was dropped before the split.
     train.counts = {**documents.counts, "rows": documents.counts["rows"] - kept}
+    train.left_out = documents.left_out
     validation.counts = {**dict.fromkeys(documents.counts, 0), "rows": kept}
     return train, validation
 
@@ -365,9 +366,10 @@ def token_rows(
             count = sum(1 for _ in read_rows(each.train))
             raise UserError(f"{of.name} has {count:,} rows", "--row", f"the last one is --row {count - 1}")
         for number, columns in picked:
-            done = tokenize([columns], kind, tokenizer, run.data.max_length)
-            dropped = {"empty": "it is empty", "unsupervised": "nothing in it is supervised within max_length"}
-            why = next((f"dropped: {text}" for key, text in dropped.items() if done.counts[key]), "")
+            place = partial(lambda parts, number, _: row_place(parts, number), each.train, number)
+            done = tokenize([columns], kind, tokenizer, run.data.max_length, place=place)
+            why = "left out (nothing supervised within max_length)" * done.counts["unsupervised"]
+            why = next(iter(done.left_out), why)
             cut = f", {done.counts['tokens_cut']:,} more are cut off" if done.counts["truncated"] else ""
             tokens = [
                 {"id": id_, "text": tokenizer.decode([id_]), "loss": bool(flag and place)}

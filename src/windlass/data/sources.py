@@ -105,7 +105,7 @@ def read_table(path: Path, delimiter: str) -> Iterator[Row]:
         for row in reader:
             if None in row:
                 raise UserError("more fields than the header names", f"{path}:{reader.line_num}", "quote the field")
-            yield dict(row)
+            yield {name: value for name, value in row.items() if value is not None}  # of a short row
 
 
 def read_batches(path: Path) -> Iterator[Row]:
@@ -236,10 +236,13 @@ def read_rows(parts: Iterable[Part]) -> Iterator[Row]:
     return (row for _, _, row in placed_rows(parts))
 
 
-def row_place(parts: Iterable[Part], number: int) -> str:
-    """The file that has this row of the parts, counted from 0, and which of its rows it is, counted from 1."""
-    path, own, _ = next(islice(placed_rows(parts), number, None))
-    return f"{path}: row {own}"
+def row_place(parts: Iterable[Part], *numbers: int) -> str:
+    """The files that have these rows of the parts, counted from 0, and which of their rows they are, from 1."""
+    found: dict[Path, list[str]] = {}
+    for number, (path, own, _) in enumerate(islice(placed_rows(parts), max(numbers) + 1)):
+        if number in numbers:
+            found.setdefault(path, []).append(str(own))
+    return "; ".join(f"{path}: row{'s' * (len(own) > 1)} {', '.join(own)}" for path, own in found.items())
 
 
 def placed_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:

@@ -45,8 +45,8 @@ def stream_rows(
             rows = 0
             for number, window in enumerate(batches(read_rows(selection.train), WINDOW_ROWS)):
 
-                def place(row: int, before: int = number * WINDOW_ROWS) -> str:
-                    return row_place(selection.train, before + row)
+                def place(*rows: int, before: int = number * WINDOW_ROWS) -> str:
+                    return row_place(selection.train, *(before + row for row in rows))
 
                 documents = tokenize(window, kind, tokenizer, max_length, threads=threads, place=place)
                 groups = group_documents(documents, capacity)

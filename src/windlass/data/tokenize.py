@@ -31,6 +31,7 @@ Encoded = tuple[list[int] | npt.NDArray[np.int64], Flags | None, bool]
 
 # A process with another id was forked from the one that imported this, perhaps after its threads had started.
 IMPORTED_BY = os.getpid()
+FIRST = 3  # rows that are named when more are left out
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Documents:
     hashes: npt.NDArray[np.uint64]
     """Of the rendered text: equal rows have equal hashes."""
     counts: dict[str, int] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """Why rows are not among them, how many, and where the first are."""
 
     @cached_property
     def starts(self) -> Indices:
@@ -67,7 +70,9 @@ class Documents:
         """One after another, their counts added up."""
         names = ("ids", "supervised", "lengths", "hashes")
         counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}, counts=counts)
+        left_out = tuple(itertools.chain(*(part.left_out for part in parts)))
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return cls(**arrays, counts=counts, left_out=left_out)
 
     def spans(self) -> Iterator[slice]:
         """Where each document is in the flat arrays."""
@@ -82,16 +87,23 @@ def tokenize(
     max_length: int,
     *,
     threads: bool = True,
-    place: Callable[[int], str] = lambda number: f"row {number + 1}",
+    place: Callable[..., str] = lambda *numbers: f"row {numbers[0] + 1}",
 ) -> Documents:
-    """All rows that have a supervised token. `counts` says what became of every row; `place`: where a row is."""
+    """All rows that have a supervised token. `counts` says what became of every row; `place`: where rows are."""
     counts = dict.fromkeys(("rows", "empty", "unsupervised", "truncated", "tokens_cut", "straddling"), 0)
     chunks: list[Documents] = []
+    left_out: dict[str, list[int]] = {}
 
-    def render(batch: Sequence[Row]) -> Iterator[Rendered | None]:
+    def render(batch: Sequence[Row]) -> Iterator[Rendered]:
         for number, row in enumerate(batch, counts["rows"]):
             try:
-                yield kind.render(row)
+                kind.require_columns(row)
+                one = kind.render(row)
+                if one is not None and (one.ids is not None or one.text.strip()):
+                    yield one
+                else:
+                    null = next((name for name in kind.needs if row.get(name) is None), None)
+                    left_out.setdefault(f"{null!r} is null" if null else "empty", []).append(number)
             except UserError as error:
                 first, at = error.problems[0], place(number)
                 where, what = (at, "") if first.where == "data" else (first.where, f"{at}: ")
@@ -100,7 +112,7 @@ def tokenize(
     with rust_threads(threads), ThreadPoolExecutor(1) as other:
         pending: tuple[list[Rendered], Future[list[Encoded]]] | None = None
         for batch in itertools.chain(batches(iter(rows)), [[]]):  # the empty one collects the last
-            rendered = [one for one in render(batch) if one is not None and (one.ids is not None or one.text.strip())]
+            rendered = [*render(batch)]
             counts["rows"] += len(batch)
             counts["empty"] += len(batch) - len(rendered)
             # Rust encodes without holding Python's lock: meanwhile this thread reads, renders and collects.
@@ -111,6 +123,10 @@ def tokenize(
     chunks = chunks or [collect([], [], None, max_length, counts)]
     found = Documents.joined(chunks)
     found.counts = counts
+    found.left_out = tuple(
+        f"{len(rows):,} row{'s' * (len(rows) > 1)} left out ({why}): {place(*rows[:FIRST])}{', …' * (len(rows) > FIRST)}"
+        for why, rows in left_out.items()
+    )
     return found
 
 

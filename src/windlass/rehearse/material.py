@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from windlass.data.audit import audit_split, find_problems
 from windlass.data.formats import choose_format, parse_template
 from windlass.data.mix import RowSet, evaluation_sets, training_sets
 from windlass.data.prepare import check_selection, select_rows
-from windlass.data.sources import Row, Where, read_rows, resolve
+from windlass.data.sources import Row, Where, read_rows, resolve, row_place
 from windlass.data.tokenize import Documents, tokenize
 from windlass.errors import UserError, raise_all
 from windlass.files import read_json
@@ -85,9 +86,11 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     run, data, where, stand_ins = loaded.run, loaded.run.data, loaded.where, list[str]()
     vocab, trained, sets = base.dims["vocab"] if base.path else None, training_sets(data, where), list[RowSet]()
     taken: list[dict[str, list[Row]]] = []  # of each set, by split
+    places: list[dict[str, Any]] = []  # where the rows are, likewise
     columns, selections = list[tuple[str, ...]](), []
     for of in (*trained, *evaluation_sets(data, where)):
         sets.append(of)
+        places.append({})
         if reason := why_unreachable(of.data, of.where):
             forms = requested_columns(of.data)
             taken.append({"train": made_up_rows(forms, 600), "validation": made_up_rows(forms, 60)})
@@ -100,6 +103,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:
                 rows[name], size = [], 0
+                places[-1][name] = {"place": partial(row_place, parts)}
                 for row in itertools.islice(read_rows(parts), MOST_ROWS):
                     rows[name].append(row)
                     if (size := size + len(str(row))) > MOST_BYTES:
@@ -114,8 +118,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         stand_ins.append(f"tokenizer and chat template: the model's folder is not on this machine; {what}")
     kinds = [choose_format(of.data, each, tokenizer, of.where) for of, each in zip(sets, columns, strict=True)]
     made = [
-        {name: tokenize(part, kind, tokenizer, data.max_length) for name, part in rows.items()}
-        for rows, kind in zip(taken, kinds, strict=True)
+        {name: tokenize(part, kind, tokenizer, data.max_length, **at.get(name, {})) for name, part in rows.items()}
+        for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
     tokens = {
         name: Documents.joined(found)
