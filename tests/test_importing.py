@@ -534,3 +534,20 @@ def test_a_wrong_kind_and_an_open_quote_are_named(tmp_path: Path) -> None:
     (tmp_path / "s.sh").write_text(SWIFT.replace("'rows.jsonl#500'", "'rows.jsonl#500"))
     with pytest.raises(UserError, match=r"s\.sh:5: is no shell command: No closing quotation"):
         import_file(tmp_path / "s.sh")
+
+
+def test_keys_with_one_counterpart_agree_or_are_named_with_both(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    lines = ["base_model: m", "adapter: lora", "micro_batch_size: 2", "datasets: [{path: x, type: alpaca}]"]
+    lines += ["warmup_steps: 9", "warmup_ratio: 0.1", "lora_target_linear: true", "lora_target_modules: [q_proj]"]
+    path.write_text("\n".join([*lines, "bf16: true", "bfloat16: true"]))
+    made = import_file(path, "axolotl")
+    assert not made.problems
+    assert {"warmup_ratio", "lora_target_modules"} <= made.no_effect.keys()
+    path.write_text(
+        "\n".join([*lines, "bf16: true", "bfloat16: false", "sdp_attention: true", "flash_attention: true"])
+    )
+    (first, second) = import_file(path, "axolotl").problems
+    assert first.where == f"{path}:10: bfloat16"
+    assert first.problem == "makes train.bf16 false, and bf16 makes it true"
+    assert "model.attn_implementation" in second.problem

@@ -124,7 +124,7 @@ def tokenize(
     found = Documents.joined(chunks)
     found.counts = counts
     found.left_out = tuple(
-        f"{len(rows):,} row{'s' * (len(rows) > 1)} left out ({why}): {place(*rows[:FIRST])}{', …' * (len(rows) > FIRST)}"
+        f"{len(rows):,} row{'s'[len(rows) < 2 :]} left out ({why}): {place(*rows[:FIRST])}{', …' * (len(rows) > FIRST)}"
         for why, rows in left_out.items()
     )
     return found

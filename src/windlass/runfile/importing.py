@@ -23,7 +23,7 @@ from windlass.runfile.fields import Train
 from windlass.runfile.names import IMPORTING as TABLES
 from windlass.runfile.names import TOOLS, by_name
 from windlass.runfile.read import read
-from windlass.runfile.reference import text_of
+from windlass.runfile.reference import shown, text_of
 
 # What starts each tool on a command line; the options follow.
 COMMANDS: Final = {
@@ -40,11 +40,11 @@ OWN: Final = ("warmup_ratio", "global_batch_size", "resume")  # of `train`, and 
 TEMPLATES: Final = ("chatml", "llama3", "alpaca")  # of the same name here
 # What a message's role may be called, by what it is here.
 SPEAKERS: Final = {
-    "user": "user human",
-    "assistant": "assistant gpt chatgpt model bot",
-    "system": "system",
-    "tool": "tool observation function",
-    "call": "function_call",
+    "user": "user human prompter",
+    "assistant": "assistant gpt chatgpt model bot ai",
+    "system": "system developer",
+    "tool": "tool observation function ipython tool_response tool_result",
+    "call": "function_call tool_call",
 }
 TOKENIZERS_OWN: Final = "the tokenizer's own is used; compare with `windlass data run.yaml --sample 3`"
 
@@ -74,8 +74,19 @@ class Import:
     def set(self, key: str, value: Any, remark: str) -> None:
         values = TABLES[self.tool].get("values", {}).get(key, {})
         value = values.get(str(value).lower() if isinstance(value, bool) else str(value), value)
-        if value != "":
-            self.settings[key], self.remarks[key] = value, remark
+        if value == "":
+            return
+        before = self.settings.get(key)
+        if before not in (None, value):
+            problem = f"makes {key} {shown(value)}, and {self.remarks[key]} makes it {shown(before)}"
+            self.refuse(remark, problem, "keep one of them, then import again")
+        self.settings[key], self.remarks[key] = value, remark
+
+    def drop(self, key: str, why: str) -> None:
+        """One of our settings that another rules out."""
+        value, remark = self.settings.pop(key, None), self.remarks.pop(key, "")
+        if value is not None and "default" not in remark and remark:
+            self.no_effect[remark] = why
 
     def judge(self, key: str, value: Any, place: str = "") -> None:
         """A key that is not carried over: it has no effect, for a reason, or is refused."""
@@ -238,9 +249,9 @@ def _translate_common(made: Import) -> None:
     _translate_four_bits(made)
     if (compiled := made.take("torch_compile")) is not None:
         made.set("train.compile", compiled in (True, "auto"), "torch_compile")
-    bf16 = made.take("bf16", True)
-    bf16 = made.take("bfloat16", bf16)
-    made.set("train.bf16", bf16 in (True, "auto", "full"), "bf16")
+    given = [key for key in ("bf16", "bfloat16") if key in made.theirs]
+    for key in given or ["bf16"]:
+        made.set("train.bf16", made.take(key, True) in (True, "auto", "full"), key)
     if made.take("fp16"):
         made.refuse("fp16", "float16 overflows, and windlass stops at a step that isn't finite", "write bf16: true")
     if resume := made.take("auto_resume_from_checkpoints") or made.take("resume_from_checkpoint"):
@@ -277,8 +288,8 @@ def _translate_four_bits(made: Import) -> None:
 
 
 def _axolotl(made: Import) -> None:
-    if "lora.target_modules" in made.settings:  # by lora_target_linear
-        made.take("lora_target_modules")
+    if "lora.target_modules" in made.settings and made.take("lora_target_modules"):
+        made.no_effect["lora_target_modules"] = "lora_target_linear adapts all linear layers"
     if isinstance(ratio := made.take("cosine_min_lr_ratio"), float):
         made.take("lr_scheduler")
         made.set("train.lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler, cosine_min_lr_ratio")
@@ -532,6 +543,7 @@ def _data_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
         made.set("data.mix", [_as_part(each) for each in found], key)
     for name, value in (found[0] if len(found) == 1 else {}).items():
         if value is not None:
+            made.settings.pop(f"data.{name}", None)  # a set's own comes before the one of all sets
             made.set(f"data.{name}", value, key)
 
 
@@ -544,16 +556,16 @@ def _as_part(found: Mapping[str, Any]) -> dict[str, Any]:
 def _settle(made: Import) -> None:
     """Settings that rule each other out."""
     if made.settings.get("train.global_batch_size"):
-        made.settings.pop("train.gradient_accumulation_steps", None)
+        made.drop("train.gradient_accumulation_steps", "the whole batch is set as well")
     else:
         made.settings.pop("train.global_batch_size", None)
     if made.settings.get("train.warmup_steps") is not None:
-        made.settings.pop("train.warmup_ratio", None)
+        made.drop("train.warmup_ratio", "warmup_steps is set as well")
     if "data.val_fraction" in made.settings:
         made.settings.pop("data.val_split", None)
     for what in ("eval", "save"):
         if made.settings.get(f"train.{what}_strategy", "steps") != "steps":
-            made.settings.pop(f"train.{what}_steps", None)
+            made.drop(f"train.{what}_steps", f"{what}_strategy isn't steps")
     if (
         "data.val_fraction" not in made.settings
         and not made.settings.get("data.val_split")
