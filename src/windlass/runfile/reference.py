@@ -14,6 +14,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
@@ -120,6 +121,8 @@ def describe(path: str) -> list[str]:
     model, field = documented()[path]
     top, _, name = path.rpartition(".")
     lines = [_docstrings(model)[name]]
+    effects = tomllib.loads(Path(__file__).with_name("effects.toml").read_text(encoding="utf-8"))
+    common = f"data.{name}" if top in ("data.mix", "data.eval") else ""  # where a set has keys of all sets
     if section(field.annotation) and field.default_factory:
         inside = [name for above, _, name in (key.rpartition(".") for key in documented()) if above == path]
         lines.append(f"keys: {', '.join(inside)}")
@@ -133,11 +136,11 @@ def describe(path: str) -> list[str]:
         in_list = any(
             path.startswith(f"{key}.") and not section(found.annotation) for key, (_, found) in documented().items()
         )
-        if not in_list and (example := _example(field)):
-            lines.append(f"example: --override {path}={example}")
-    effects = tomllib.loads(Path(__file__).with_name("effects.toml").read_text(encoding="utf-8"))
-    if effect := effects.get(top, {}).get(name):  # on memory, speed and the result
-        lines += re.split(r"\. (?=[a-z ]+: )", effect)
+        if example := effects["examples"].get(path) or effects["examples"].get(common) or _example(field):
+            whole = example if example.startswith("--") else "--override " + quote(f"{path}={example}")
+            lines.append(f"example: {name}: {example}, in an entry of {top}" if in_list else f"example: {whole}")
+    if effect := effects.get(top, {}).get(name) or effects["data"].get(common.removeprefix("data.")):
+        lines += re.split(r"\. (?=[a-z ]+: )", effect)  # on memory, speed and the result
     upstream, own = UPSTREAM.get(top, ("", set()))
     if upstream and name not in own:
         lines.append(f"same as: {upstream}.{name}")
