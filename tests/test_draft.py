@@ -147,3 +147,25 @@ def test_what_is_not_there_is_named_by_its_flag(model: Path, tmp_path: Path) -> 
         draft.draft(str(model), str(tmp_path / "none.jsonl"), "1xcpu", print)
     with pytest.raises(UserError, match=r"^--model: "):
         draft.draft(str(tmp_path / "none"), rows(tmp_path / "rows.jsonl", [3]), "1xcpu", print)
+
+
+def test_columns_are_named_by_a_flag_that_the_error_suggests(tmp_path: Path, model: Path) -> None:
+    data = tmp_path / "qa.jsonl"
+    data.write_text("".join(json.dumps({"Question": f"{i}?", "answer": f" {i}", "id": i}) + "\n" for i in range(9)))
+
+    def made(columns: str | None) -> draft.Draft:
+        return draft.draft(str(model), str(data), "1xcpu", print, columns)
+
+    hint = "--columns '{prompt: Question, completion: answer}'"
+    with pytest.raises(UserError, match=f"^--data: the data have no column 'text'.*\n\n.* write {hint}$"):
+        made(None)
+    with pytest.raises(UserError, match=f"^--columns: the format text has no 'Question'\n\n.*: {hint}$"):
+        made("{Question: prompt}")
+    with pytest.raises(
+        UserError, match="^--columns: the data have no column 'question'.*\n\n.*did you mean 'Question'"
+    ):
+        made("{prompt: question, completion: answer}")
+    for text in ("Question", "{a"):
+        with pytest.raises(UserError, match="^--columns: .* is no mapping"):
+            made(text)
+    assert "  columns: {prompt: Question, completion: answer}\n" in made(hint.split("'")[1]).text

@@ -136,13 +136,16 @@ def init(
         str | None, opt("--model", "DIR", "Write one for this model, short and fast; needs --data.")
     ] = None,
     data: Annotated[str | None, opt("--data", "PATH", "The rows to train on.")] = None,
+    columns: Annotated[
+        str | None, opt("--columns", "MAP", "What the rows call a format's columns: '{prompt: question, …}'.")
+    ] = None,
     gpus: Annotated[str | None, opt("--gpus", "N", "8xh200, or 2x8xh200 for two nodes. Default: this machine.")] = None,
     names: Annotated[bool, flag("--list", "List the presets.")] = False,
 ) -> None:
     """Print a run file to start from: a commented preset, or one made for your model and data."""
     from windlass import runfile
 
-    if model or data or gpus:
+    if model or data or gpus or columns:
         from windlass import draft
 
         if preset:
@@ -150,7 +153,7 @@ def init(
         if not (model and data):
             hint = "`windlass init --model DIR --data PATH > run.yaml`"
             raise UserError("needs both --model and --data", "windlass init", hint)
-        made = draft.draft(model, data, gpus, say)
+        made = draft.draft(model, data, gpus, say, columns)
         for warning in made.warnings:
             say(f"warning: {warning}")
         print(made.text, end="")

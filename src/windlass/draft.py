@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from windlass import hardware
 from windlass import plan as planning
@@ -44,20 +47,29 @@ class Draft:
             return read(path)
 
 
-def draft(model: str, data: str, gpus: str | None, say: Callable[[str], None]) -> Draft:
+def draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], columns: str | None = None) -> Draft:
     """Choose what fits the data, the model and the machines."""
     try:
-        return _draft(model, data, gpus, say)
+        return _draft(model, data, gpus, say, columns)
     except UserError as error:  # its places are in a file that is gone
-        flags = {"model.model_name_or_path": "--model", "data.dataset_name_or_path": "--data"}
+        flags = {
+            "model.model_name_or_path": "--model",
+            "data.dataset_name_or_path": "--data",
+            "data.text_field": "--data",
+        }
         keys = [problem.where.rpartition(": ")[2] for problem in error.problems]
         problems = [
-            replace(problem, where=flags.get(key, key)) for problem, key in zip(error.problems, keys, strict=True)
+            replace(
+                problem,
+                where="--columns" if key.startswith("data.columns") else flags.get(key, key),
+                hint=re.sub(r"data\.columns: (\{.*?\})", r"--columns '\1'", problem.hint),
+            )
+            for problem, key in zip(error.problems, keys, strict=True)
         ]
         raise UserError.of(problems) from None
 
 
-def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None]) -> Draft:
+def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], columns: str | None) -> Draft:
     base = find_base(model, "--model")
     nodes, per_node, gpu = _machines(gpus)
     made = Draft(
@@ -89,6 +101,15 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None]) 
             "cluster.gpu": (gpu, ""),
         }
     )
+    if columns is not None:
+        try:
+            named = yaml.safe_load(columns)
+        except yaml.YAMLError:
+            named = None
+        if not isinstance(named, dict):
+            hint = "name the format's columns and yours: --columns '{prompt: question, completion: answer}'"
+            raise UserError(f"{columns!r} is no mapping", "--columns", hint)
+        made.settings["data.columns"] = (named, "")
     if nodes > 1:
         made.settings["cluster.network"] = ("infiniband-400", "between nodes: put in what you have")
     if gpu == "cpu":

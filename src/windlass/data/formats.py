@@ -19,6 +19,7 @@ from windlass.data.sources import Row, Where
 from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.runfile.fields import CHAT_KEYS
+from windlass.runfile.reference import as_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +88,8 @@ class Request:
         close = difflib.get_close_matches(column, self.columns, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "name one of these: "
         hint += "" if close else f"data.columns: {{{key.rpartition('.')[2].removesuffix('_field')}: …}}"
+        if key == "text_field" and (usual := usual_columns(self.columns)):
+            hint = f"if that is what they hold, write data.columns: {as_yaml(usual)}"
         has = ", ".join(map(repr, self.columns)) or "none"
         raise UserError(f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint)
 
@@ -110,6 +113,26 @@ class Request:
         return chat_template(self.tokenizer, self.data, self.where, fallback=fallback)
 
 
+ANSWERS = ("output", "completion", "response", "answer", "solution", "target", "chosen")
+# Columns of formats, and what data sets call them; of a row of these the first that all are there for.
+USUAL: tuple[dict[str, tuple[str, ...]], ...] = (
+    {"messages": ("conversation", "chat", "dialog", "dialogue", "turns")},
+    {"instruction": ("instruction",), "output": ANSWERS, "input": ("context",)},
+    {"prompt": ("prompt", "question", "query", "problem", "input", "source"), "completion": ANSWERS},
+    {"text": ("content", "body", "document", "article", "story", "code")},
+)
+
+
+def usual_columns(columns: Sequence[str]) -> dict[str, str]:
+    """`data.columns` for data with usual names; empty if there is none for them."""
+    there = {column.lower(): column for column in columns}
+    for names in USUAL:
+        found = {name: there[one] for name, known in names.items() if (one := next(filter(there.get, known), None))}
+        if names.keys() - found.keys() <= {"input"}:
+            return {name: column for name, column in found.items() if name != column}
+    return {}
+
+
 def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: Where = str) -> Format:
     """The format that the run file requests by its name or by a key, else the first one whose columns are there."""
     asked = [key for key in ("prompt_template", "messages_field", "prompt_field") if getattr(data, key)]
@@ -130,6 +153,8 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     if odd := [name for name in data.columns if name not in (*chosen.columns, *chosen.more)]:
         problem = f"the format {chosen.name} has no {odd[0]!r}"
         hint = f"it has {', '.join((*chosen.columns, *chosen.more))}; data.format chooses another"
+        if data.format is None and (usual := usual_columns(columns)):
+            hint = f"name the format's column, then yours: data.columns: {as_yaml(usual)}"
         raise UserError(problem, where(f"data.columns.{odd[0]}"), hint)
     for key in sorted(CHAT_KEYS & data.model_fields_set):
         if chosen.name in ("template", "input_ids", "text"):
