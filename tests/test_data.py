@@ -32,7 +32,7 @@ from windlass.data.chat import ChatTemplate, chat_template
 from windlass.data.prepare import Prepared, prepare
 from windlass.data.show import show
 from windlass.errors import UserError
-from windlass.runfile import RunFile
+from windlass.runfile import Data, RunFile
 
 PARAGRAPHS = [part for name in sorted(topics) for part in topics[name].split("\n\n")]
 Prepare = Callable[..., Prepared]
@@ -192,7 +192,12 @@ MARKED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endge
         ("{{ raise_exception('no') }}", "refuses a chat"),
     ],
 )
-def test_where_answers_begin_and_end_in_a_template(tokenizer: Any, template: str, expected: Any) -> None:
+@pytest.mark.parametrize("steps", [("_compile_jinja_template", "_render_with_assistant_indices"), ("gone", "_gone")])
+def test_where_answers_begin_and_end_in_a_template(
+    tokenizer: Any, template: str, expected: Any, steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By transformers' own steps, or by its public function where a version has them under other names."""
+    monkeypatch.setattr("windlass.data.chat.STEPS", steps)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             ChatTemplate(tokenizer, template).render(CHAT)
@@ -203,6 +208,10 @@ def test_where_answers_begin_and_end_in_a_template(tokenizer: Any, template: str
         assert [text[slice(*span)] for span in spans] == expected
     with pytest.raises(UserError, match="no role"):
         chat_template(tokenizer).render([{"content": "x"}])
+    known = Data(chat_template="{% set y = 1 %}{% if loud and y %}!{% endif %}" + template)
+    with pytest.raises(UserError, match=r"no variable 'shout'\n\n.* loud, messages"):
+        chat_template(tokenizer, known.model_copy(update={"template_kwargs": {"shout": True}}))
+    assert chat_template(tokenizer, known.model_copy(update={"template_kwargs": {"loud": True}})).kwargs
 
 
 @pytest.mark.parametrize(
