@@ -46,7 +46,7 @@ cluster: {{gpu: cpu, gpus_per_node: 2}}
 """
 PROMPTS = ["hull keel", "mast", "the quay by the north sea"]
 STATED = f"  sample: {{prompts: {json.dumps(PROMPTS)}, max_new_tokens: 6}}"
-ROWS = "  sample: {from_eval: 3, max_new_tokens: 4, every: 2}"
+ROWS = "  sample: {from_eval: 6, max_new_tokens: 4, every: 2, max_seconds: 1.0e-6}"  # time for a token each of four
 
 
 def steps(folder: Path) -> list[tuple[float, float]]:
@@ -68,6 +68,9 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
+        assert ("4 of 6 prompts were reached within max_seconds: 1e-06" in done.stdout + done.stderr) == (
+            name == "rows"
+        )
     assert steps(tmp_path / "stated") == steps(tmp_path / "rows") == steps(tmp_path / "without")
     assert not (tmp_path / "without" / "samples.jsonl").exists()
 
@@ -91,7 +94,7 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
     assert html.escape(text, quote=False)[:8] in page
 
     lines = samples(tmp_path / "rows")
-    assert [line["step"] for line in lines] == [2, 2, 2]  # every second evaluation, from the first on
+    assert [line["step"] for line in lines] == [2, 2, 2, 2]  # every second evaluation, from the first on
     texts = [row["text"] for row in rows]
     assert all(f"{line['prompt']}{line['reference']}" in texts for line in lines)
 

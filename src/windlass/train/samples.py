@@ -62,18 +62,24 @@ class Samples:
         own = [list(prompt.ids) for prompt in self.prompts[rank::world]]
         rounds = -(-len(self.prompts) // (world * self.at_once))  # the same on every rank
         loop.causal_lm.eval()
-        ended = [False] * len(own)
+        ended, stopped = list[bool](), False
         for start in range(0, rounds * self.at_once, self.at_once):
-            rows = own[start : start + self.at_once]
-            ended[start : start + len(rows)] = self._continue(loop, rows, ends)
+            if not stopped:  # on all ranks or none
+                finished, stopped = self._continue(loop, own[start : start + self.at_once], ends)
+                ended += finished
         loop.causal_lm.train()
         texts = [
             self.tokenizer.decode(ids[len(prompt.ids) :], skip_special_tokens=True)
-            for ids, prompt in zip(own, self.prompts[rank::world], strict=True)
+            for ids, prompt in zip(own[: len(ended)], self.prompts[rank::world], strict=False)
         ]
         everyones = group.gather(list(zip(texts, ended, strict=True)))
         if rank == 0:
-            for number, prompt in enumerate(self.prompts):
+            reached = sum(map(len, everyones))
+            if reached < len(self.prompts) and not loop.stop_signal.received:
+                of, seconds = f"{reached:,} of {len(self.prompts):,}", f"{self.settings.max_seconds:g}"
+                text = f"warning: train.sample: {of} prompts were reached within max_seconds: {seconds}"
+                loop.progress.console.print(text, style="yellow")
+            for number, prompt in enumerate(self.prompts[:reached]):
                 text, at_end = everyones[number % world][number // world]
                 line = {
                     "step": loop.step,
@@ -86,8 +92,8 @@ class Samples:
                     append_json_line(self.folder / SAMPLES, line)
         loop.recorder.mark("pause")
 
-    def _continue(self, loop: Loop, rows: list[list[int]], until: float) -> list[bool]:
-        """Append tokens to the rows, as many times as any rank needs; which of them have come to their end."""
+    def _continue(self, loop: Loop, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
+        """Append tokens to the rows, as many times as any rank needs; which have come to their end; is time up?"""
         device, ends = loop.device, _end_tokens(loop.causal_lm, self.tokenizer)
         finished = [False] * len(rows)
         for _ in range(self.settings.max_new_tokens):
@@ -109,7 +115,7 @@ class Samples:
                 dist.all_reduce(state)
             if not state[0] or state[1]:
                 break
-        return finished
+        return finished, bool(state[1])
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
