@@ -35,6 +35,7 @@ from windlass.errors import SAVED
 from windlass.files import read_json, read_json_lines
 from windlass.train import checkpoint
 from windlass.train.batches import Collate
+from windlass.train.compiled import TOLERANCE as TOLERANCES
 from windlass.train.loss import patch_forward, router_loss_weight
 
 STEPS = 8  # that are compared with TRL in every run of the tests; 20 by `make prove`
@@ -267,6 +268,15 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 
+# Each is trained eagerly and compiled. On two ranks, so that weights are gathered and tokens sent.
+COMPILED: dict[str, dict[str, Any]] = {
+    "sharded": {**EXPERTS, **CHECKPOINTING},
+    "split in bfloat16": {**SPLIT, **NARROW},
+    "dora": {"lora__use_dora": True, **AS_LOADED},
+    "in 4 bits": {"layout__base_dtype": "nf4"},
+    "sampled": {**EVALUATED, "train__sample": {"prompts": ["anchor bark"], "max_new_tokens": 4}},
+}
+
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -405,6 +415,19 @@ def test_ranks_equal_plain_trl(alone: Outcomes, outcomes: Callable[[int], Outcom
 def test_more_ways_equal_plain_trl(more: Callable[[int], Outcomes], world: int, name: str) -> None:
     assert len(more(world).steps(name)) == 20
     assert_equal(more(world).steps(name), more(1).steps(reference(name)))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_of_two_ranks_train_as_eager_ones_do(material: Path, name: str) -> None:
+    ways = {"eager": False, "compiled": True}
+    cases = {way: case(2, **{**BRIEF, **COMPILED[name]}, train__compile=compiled) for way, compiled in ways.items()}
+    found = launched(material, 2, cases, f"{name} ")
+    assert [[rank[way]["compiled"] for way in ways] for rank in found.ranks] == [[False, True]] * 2, found.said
+    bound, _ = TOLERANCES[torch.bfloat16 if "bfloat16" in name else torch.float32]
+    losses = {way: [step["loss"] for step in found.steps(way)] for way in ways}
+    assert len(losses["eager"]) == 4
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=bound)
 
 
 @pytest.mark.prove

@@ -213,7 +213,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
 
     def loop_of(*arguments: Any, **others: Any) -> Loop:
         seen["placements"] = placements(arguments[2])
-        loop = original(*arguments, **others)
+        loop = seen["loop"] = original(*arguments, **others)
         if case.get("fused"):  # as on a GPU
             loop.adapters = fuse(loop.causal_lm, torch.bfloat16 if loop.train.bf16 else None, always=True)
             assert loop.adapters.groups
@@ -249,7 +249,8 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         os.chdir(folder)
         run.make_loop, vars(run)["versions"] = original, libraries
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    seen |= {"collectives": watched.names, "gathered": watched.gathered, "waits": watched.waits}
+    loop = seen.pop("loop", None)  # it is compiled still if no layer had to run eagerly
+    seen |= {"compiled": bool(loop and loop.compiled), "collectives": watched.names, "gathered": watched.gathered, "waits": watched.waits}
     return seen
 
 
