@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from windlass import cli, tiny
 from windlass.errors import RunError, UserError
@@ -46,6 +48,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module:RuntimeWarning"),
 ]
+load_ranks = importlib.import_module("load_ranks")  # beside this file
 ALONE = Layout(name="resident", reason="test", nodes=1, gpus_per_node=1, shard=1, precision="no")
 EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MLA = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -176,6 +179,34 @@ def test_merged_in_its_own_dtype_keeps_every_byte_that_it_can(name: str, cases: 
         if change.abs().max() > 0:
             kept = float(((state[key] - case.plain[key]) * change).sum() / (change * change).sum())
             assert abs(kept - 1) < 0.1, f"{key}: {kept}"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+def test_a_base_published_in_4_bits_is_merged_into_16(kind: str, tmp_path: Path) -> None:
+    """Against PEFT's merge into what bitsandbytes and transformers decode; what is not adapted, bit by bit."""
+    base, adapter, wide, out = (tmp_path / name for name in ("base", "adapter", "wide", "out"))
+    if kind == "nf4":
+        tiny.write(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=2)
+    else:
+        sizes = {"hidden_size": 64, "intermediate_size": 96}
+        tiny.write_family(base, "gpt_oss", config=sizes, layers=2, quantized={"quant_method": kind})
+    model = peft_model(base, {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]})
+    model.save_pretrained(str(adapter), save_embedding_layers=False)
+    with pytest.raises(UserError, match="hint: add --dtype bf16"):
+        export(adapter, out, merge=True, say=silent)
+    record = export(adapter, out, merge=True, dtype="bf16", say=silent).record
+    assert (record["deviations"], record["dtype"]) == ([], "bf16")
+    assert record["logits"]["kl"] <= record["logits"]["bound_kl"]
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    load_ranks.write_unpacked(base, wide, kind)
+    truth = PeftModel.from_pretrained(plain_model(wide), str(adapter)).merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    assert merged.keys() == truth.keys()
+    for key, true in truth.items():
+        if "o_proj" in key or "down_proj" in key:
+            assert torch.allclose(merged[key], true, rtol=2.0**-8 * 1.001, atol=1e-7), key
+        else:
+            assert torch.equal(merged[key], true.bfloat16().float()), key
 
 
 def test_transformers_opens_the_merged_model(cases: dict[str, Case]) -> None:

@@ -250,7 +250,12 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         run.make_loop, vars(run)["versions"] = original, libraries
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     loop = seen.pop("loop", None)  # it is compiled still if no layer had to run eagerly
-    seen |= {"compiled": bool(loop and loop.compiled), "collectives": watched.names, "gathered": watched.gathered, "waits": watched.waits}
+    seen |= {
+        "compiled": bool(loop and loop.compiled),
+        "collectives": watched.names,
+        "gathered": watched.gathered,
+        "waits": watched.waits,
+    }
     return seen
 
 

@@ -28,6 +28,7 @@ from windlass.hardware import usable_cpus
 from windlass.model import Base, Piece, Stored
 from windlass.model.family import ACTIVATIONS
 from windlass.model.files import BITS, CONFIG, INDEX, LENGTH, SINGLE
+from windlass.model.packed import BLOCKS
 from windlass.train.reading import DTYPES, NEEDS_SCALE, DamagedError, Files
 
 OWN, BF16, FP8 = "own", "bf16", "fp8"
@@ -77,13 +78,14 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
     sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
     raise_all(list(_unsupported(base, sources, dtype)))
     weights = {piece.stored.key: (p.name, piece) for p in base.parameters for piece in p.pieces}
-    scales = {piece.scale.key: (p.name, piece) for p in base.parameters for piece in p.pieces if piece.scale}
+    scales = {each.key: (p.name, piece) for p in base.parameters for piece in p.pieces for each in piece.tensors[1:]}
     entries: list[Entry] = []
     dropped: list[str] = []
     for stored in sources:
         if stored.key in weights:
             name, piece = weights[stored.key]
-            out = replace(stored, dtype="BF16") if dtype == BF16 else stored
+            key = stored.key.removesuffix(BLOCKS) if piece.packed else stored.key
+            out = replace(stored, key=key, dtype="BF16", shape=piece.shape) if dtype == BF16 else stored
             how = MERGED if name in deltas.by_name else COPIED if out.dtype == stored.dtype else CONVERTED
             entries.append(Entry(out, stored, how, name, piece))
         elif dtype == BF16 and (stored.key in scales or (scales and base.unread.get(stored) == ACTIVATIONS)):
@@ -134,11 +136,11 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
 def _unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[Problem]:
     if dtype not in (OWN, BF16, FP8):
         yield Problem(f"a merged model can't be written as {dtype!r}", "--dtype", "bf16, or fp8")
-    if packed := next((piece for p in base.parameters for piece in p.pieces if piece.packed), None):
+    packed = next((piece for p in base.parameters for piece in p.pieces if piece.packed), None)
+    if packed and dtype != BF16:
         problem = f"{base.name} is stored in 4 bits ({packed.stored.key}): what an adapter adds would be rounded away"
-        hint = "merge into the 16-bit model that it was made of: --base FOLDER --allow-other-base"
-        yield Problem(problem, "--merge", hint)
-    if dtype == FP8 and not any(stored.dtype in NEEDS_SCALE for stored in sources):
+        yield Problem(problem, "--merge", "add --dtype bf16: the merged model has 16 bits; or leave --merge out")
+    elif dtype == FP8 and not any(stored.dtype in NEEDS_SCALE for stored in sources):
         problem = f"{base.name} is not quantised, and --dtype fp8 re-applies the base's own quantisation"
         yield Problem(problem, "--dtype", "leave --dtype out, and quantise it afterwards with a server's own tool")
     vision = [stored.key for stored in base.unread if stored.dtype in NEEDS_SCALE]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from windlass.export.deltas import Factors
 from windlass.model import Piece
-from windlass.train.reading import DTYPES, Box, Files, block_side, decode, read_box, spread, whole_scale
+from windlass.train.reading import DTYPES, Box, Files, block_side, decode, fill, read_box, spread, whole_scale
 
 AT_ONCE: Final = 2**20  # elements: 4 MiB in float32, a few of them alive per worker
 
@@ -52,17 +53,27 @@ class MergedTensor:
 
     def __init__(self, piece: Piece, factors: Factors | None, files: Files, block: Sequence[int]) -> None:
         self.piece, self.factors, self.files, self.block = piece, factors, files, block
-        self.scale = None if piece.scale is None else whole_scale(piece.scale, files)[0]
+        self.scale = None if piece.scale is None or piece.packed else whole_scale(piece.scale, files)[0]
 
     def blocks(self) -> Iterator[Box]:
-        return row_blocks(self.piece.stored.shape, self.block[0])
+        packed, shape = self.piece.packed, self.piece.shape
+        return row_blocks(shape, shape[-2] if packed and packed.transposed else self.block[0])  # whole rows of its file
 
     def values(self, box: Box, unit: Tensor | None = None) -> Tensor:
         """A block's values in float32; divided by `unit`, a scale, if it is given."""
         stored, factors = self.piece.stored, self.factors
-        codes = torch.empty([stop - start for start, stop in box], dtype=DTYPES[stored.dtype])
-        read_box(stored, box, codes, self.files)
-        values = decode(codes)
+        outer = len(self.piece.offset) - len(box)  # one expert's matrix is a slice of the fused parameter
+        inside = (*((0, 1),) * outer, *box)
+        place = tuple((start + at, stop + at) for (start, stop), at in zip(inside, self.piece.offset, strict=True))
+        if self.piece.packed:
+            values = torch.empty([stop - start for start, stop in place])
+            with ThreadPoolExecutor(1) as pool:
+                fill(values, [start for start, _ in place], [self.piece], self.files, self.block, pool)
+            values = values.view([stop - start for start, stop in box])
+        else:
+            codes = torch.empty([stop - start for start, stop in box], dtype=DTYPES[stored.dtype])
+            read_box(stored, box, codes, self.files)
+            values = decode(codes)
         scale = None if self.scale is None else spread(self.scale, stored.shape, box, self.block)
         per = None if unit is None else spread(unit, stored.shape, box, self.block)
         if scale is not None:  # their ratio is a power of two: exact
@@ -73,9 +84,6 @@ class MergedTensor:
         def in_units(true: Tensor) -> Tensor:
             return true if per is None else torch.where(per == 0, 0.0, true / per)  # a block of zeros has the scale 0
 
-        outer = len(self.piece.offset) - len(box)  # one expert's matrix is a slice of the fused parameter
-        inside = (*((0, 1),) * outer, *box)
-        place = tuple((start + at, stop + at) for (start, stop), at in zip(inside, self.piece.offset, strict=True))
         if factors.delta.replaced is not None:
             return in_units(factors.a[tuple(slice(*extent) for extent in place)].reshape(values.shape))
         expert, rows = (place[0][0] if len(place) == 3 else 0), place[-2]

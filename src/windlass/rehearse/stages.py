@@ -352,11 +352,7 @@ def export(r: Rehearsal) -> Iterator[str]:
 
 def merge(r: Rehearsal) -> Iterator[str]:
     """In 16 bits where the base is quantized: plain transformers can't open fused experts in FP8."""
-    quantized = r.record.twin.get("quantization")
-    if quantized and quantized != "fp8":
-        yield f"left out: a base in {quantized} takes no adapter; merge into the 16-bit model that it was made of"
-        return
-    dtype = ("--dtype", "bf16") if quantized else ()
+    dtype = ("--dtype", "bf16") if r.record.twin.get("quantization") else ()
     made = r.windlass("merge", "export", str(r.run_folder), "--to", str(r.folder / "merged"), "--merge", *dtype)
     logits = made["logits"]
     yield f"{made['touched']} tensors merged and computed again, {made['untouched']} byte-equal to the base"
