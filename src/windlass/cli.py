@@ -160,7 +160,7 @@ def init(
         return
     if names:
         for name, text in runfile.presets().items():
-            print(f"{name:24} {text.splitlines()[0].removeprefix('# ')}")
+            print(f"{name}\n  {text.splitlines()[0].removeprefix('# ')}")
     else:
         print(runfile.init(preset or "mistral-small-4"), end="")
 
@@ -191,7 +191,9 @@ def import_(
 def schema() -> None:
     """Print the run file's JSON Schema, for editors that complete and check.
 
-    Most editors read it from the first line of run.yaml: # yaml-language-server: $schema=windlass.schema.json
+    Most editors read it if this is the first line of run.yaml:
+
+    `# yaml-language-server: $schema=windlass.schema.json`
     """
     from windlass import runfile
 
