@@ -132,9 +132,7 @@ def windlass(
 )
 def init(
     preset: Annotated[str | None, arg("PRESET", "Which run file; see --list. Default: mistral-small-4.")] = None,
-    model: Annotated[
-        str | None, opt("--model", "DIR", "Write one for this model, short and fast; needs --data.")
-    ] = None,
+    model: Annotated[str | None, opt("--model", "DIR", "Write one for this model; needs --data.")] = None,
     data: Annotated[str | None, opt("--data", "PATH", "The rows to train on.")] = None,
     columns: Annotated[
         str | None, opt("--columns", "MAP", "What the rows call a format's columns: '{prompt: question, …}'.")
@@ -191,9 +189,7 @@ def import_(
 def schema() -> None:
     """Print the run file's JSON Schema, for editors that complete and check.
 
-    Most editors read it if this is the first line of run.yaml:
-
-    `# yaml-language-server: $schema=windlass.schema.json`
+    `# yaml-language-server: $schema=windlass.schema.json` as the first line of run.yaml names it to most editors.
     """
     from windlass import runfile
 
