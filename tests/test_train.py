@@ -272,7 +272,7 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
 COMPILED: dict[str, dict[str, Any]] = {
     "sharded": {**EXPERTS, **CHECKPOINTING},
     "split in bfloat16": {**SPLIT, **NARROW},
-    "dora": {"lora__use_dora": True, **AS_LOADED},
+    "dora": {"layout": "resident", "lora__use_dora": True, **AS_LOADED},  # it is refused where weights are sharded
     "in 4 bits": {"layout__base_dtype": "nf4"},
     "sampled": {**EVALUATED, "train__sample": {"prompts": ["anchor bark"], "max_new_tokens": 4}},
 }
@@ -423,7 +423,9 @@ def test_compiled_layers_of_two_ranks_train_as_eager_ones_do(material: Path, nam
     ways = {"eager": False, "compiled": True}
     cases = {way: case(2, **{**BRIEF, **COMPILED[name]}, train__compile=compiled) for way, compiled in ways.items()}
     found = launched(material, 2, cases, f"{name} ")
-    assert [[rank[way]["compiled"] for way in ways] for rank in found.ranks] == [[False, True]] * 2, found.said
+    compiles = name != "dora"  # PEFT's code of it can't be compiled: all ranks run eagerly, with the reason
+    assert [[rank[way]["compiled"] for way in ways] for rank in found.ranks] == [[False, compiles]] * 2, found.said
+    assert compiles or "layers run eagerly on all ranks" in found.said
     bound, _ = TOLERANCES[torch.bfloat16 if "bfloat16" in name else torch.float32]
     losses = {way: [step["loss"] for step in found.steps(way)] for way in ways}
     assert len(losses["eager"]) == 4
