@@ -43,7 +43,9 @@ class Part:
                 output = self.fast(*args, **kwargs)
                 self.works = True
                 return output
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # also a missing C++ compiler
+            except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
+                # Also a missing C++ compiler, and what torch asserts of its own traces: of 4 bits, for one. What is
+                # wrong with the layer itself is raised again by the eager one.
                 self.works = False
                 self.of.problem = f"{type(self.module).__name__}: {_in_one_line(error)}"
         return self.eager(*args, **kwargs)
