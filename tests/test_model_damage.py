@@ -164,6 +164,10 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "missing size": (text(kv_lora_rank=...), "kv_lora_rank is missing"),
     "flag": (text(attention_bias="no"), "attention_bias is 'no'\n\nhint: true or false"),
     "heads": (text(num_key_value_heads=3), "4 attention heads can't share 3 heads of keys and values"),
+    "positions of a name": (text(rope_scaling="linear"), "rope_scaling is 'linear', not a table"),
+    "positions of no kind": (text(rope_parameters={"rope_type": "x"}), "rope_parameters has the rope_type 'x'"),
+    "positions without factor": (text(rope_parameters={"type": "yarn"}), "factor is missing, which yarn needs"),
+    "positions of a word": (text(rope_scaling={"type": "linear", "factor": "2"}), "rope_scaling.factor is '2', which"),
     "experts": (text(num_experts_per_tok=9), "each token visits 9 of 8 experts"),
     "other quantisation": (outer(quantization_config={"quant_method": "gptq"}), "unsupported quantisation 'gptq'"),
     "odd blocks": (

@@ -73,7 +73,7 @@ def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(what, where, "use a model whose decoder layers are model.layers.N, as most have them")
     if single := [name for name, each in model.state_dict().items() if each.ndim == 0]:
         what = f"{causal.__name__} is not supported: {single[0]} is a single number, which the loader does not read"
-        raise UserError(what, where, "use a model of another family")
+        raise UserError(what, where, "models that were tried are in docs/families.md")
     spelled, skipped = _spellings(model, around, where)
 
     modules, parts = dict(model.named_modules()), _parts(model, layers)

@@ -289,7 +289,12 @@ def resolve(data: Data, where: Where = str) -> Source:
     parent = next((p for p in path.parents if p.is_dir()), Path())
     missing = path.relative_to(parent).parts[0]
     close = difflib.get_close_matches(missing, sorted(file.name for file in parent.glob("*")), n=3)
-    hint = f"{parent} has {', '.join(close)}" if close else f"{parent} has no {missing}: is the volume mounted?"
+    there = "this folder" if parent == Path() else str(parent)
+    hint = (
+        f"did you mean {parent / close[0]}? {there} has {', '.join(close)}"
+        if close
+        else f"{there} has no {missing}: is the volume mounted?"
+    )
     raise UserError(f"{name} does not exist", place, hint)
 
 

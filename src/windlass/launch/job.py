@@ -253,7 +253,7 @@ def pod_problems(job: Job) -> Iterator[Problem]:
             yield Problem(f"{path} is a path of this machine's working folder", job.where(key), hint)
     folder = PurePosixPath(job.folder)
     if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in cluster.volumes):
-        hint = f"mount a volume there: cluster.volumes: [{{claim: NAME, path: /{folder.parts[1]}}}]"
+        hint = f"mount a volume there: cluster.volumes: [{{claim: my-claim, path: /{folder.parts[1]}}}]"
         what = f"{folder} is on no volume: what the run writes would vanish with its pods"
         yield Problem(what, job.where(run.folder_key), hint)
     need, what = float(job.shm_gib if cluster.large_shm else 0), "/dev/shm counts in it"

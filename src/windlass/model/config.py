@@ -77,6 +77,7 @@ def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "transformers" in sys.modules:
         found: dict[str, Any] = importlib.import_module("windlass.derive").derive(config, where)
         return found
+    print(f"{where}: asking transformers about {config.get('model_type')} (kept for the next time)", file=sys.stderr)
     command = [sys.executable, "-m", "windlass.derive", "-", where]
     done = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, check=False)
     try:
@@ -93,6 +94,14 @@ def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 # Far above any model, and low enough that a typing error does not make a list of a billion parameters.
 MAX_LAYERS: Final = 4096
 MAX_SIZE: Final = 2**24
+# Ways of stretching positions, and what each needs; a model that can't be built with them would fail when it is loaded.
+ROPE: Final = {
+    "default": (),
+    "proportional": (),
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 FETCH: Final = "fetch config.json again from where the model was published"
 READS: Final = (
     "name the 16-bit model that it was made of, with layout.base_dtype: nf4 if memory is short; "
@@ -131,6 +140,7 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
     dims, faults = _read_sizes(family, text)
     if not isinstance(tied := text.get("tie_word_embeddings", False), bool | None):
         faults[f"tie_word_embeddings is {reprlib.repr(tied)}"] = "true or false"
+    faults |= {fault: FETCH for key in ("rope_scaling", "rope_parameters") for fault in _check_rope(key, text.get(key))}
     raise_all([*problems, *(Problem(problem, place, hint) for problem, hint in faults.items())])
 
     return Base(
@@ -143,6 +153,22 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
         wrapper=wrapper,
         quantization=quantization,
     )
+
+
+def _check_rope(key: str, rope: Any) -> Iterator[str]:
+    if not isinstance(rope, dict | None):
+        yield f"{key} is {reprlib.repr(rope)}, not a table"
+    if not isinstance(rope, dict) or not rope:
+        return
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPE:
+        yield f"{key} has the rope_type {reprlib.repr(kind)}; there are {', '.join(ROPE)}"
+        return
+    for name in ROPE[kind]:
+        value = rope.get(name)
+        numbers = value if isinstance(value, list) and value and name.endswith("_factor") else [value]
+        if not all(isinstance(number, int | float) and number > 0 for number in numbers):
+            yield f"{key}.{name} is {'missing' if value is None else reprlib.repr(value)}, which {kind} needs"
 
 
 def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tuple[Any, list[Problem]]:
