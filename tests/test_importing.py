@@ -547,7 +547,10 @@ def test_keys_with_one_counterpart_agree_or_are_named_with_both(tmp_path: Path) 
     path.write_text(
         "\n".join([*lines, "bf16: true", "bfloat16: false", "sdp_attention: true", "flash_attention: true"])
     )
-    (first, second) = import_file(path, "axolotl").problems
+    assert "Next step: windlass plan" in run_file(made)
+    made = import_file(path, "axolotl")
+    assert run_file(made).startswith("# INCOMPLETE")
+    (first, second) = made.problems
     assert first.where == f"{path}:10: bfloat16"
     assert first.problem == "makes train.bf16 false, and bf16 makes it true"
     assert "model.attn_implementation" in second.problem
