@@ -585,7 +585,7 @@ def run_file(made: Import) -> str:
     """The run file's text, each line with the key that it is from."""
     head = f"From {Path(made.file).name} of {TOOLS[made.tool]}. Next step: windlass plan run.yaml"
     if made.problems:
-        head = f"INCOMPLETE, from {Path(made.file).name} of {TOOLS[made.tool]}: keys without a counterpart were refused."
+        head = f"INCOMPLETE: from {Path(made.file).name} of {TOOLS[made.tool]}: some keys have no counterpart."
     settings, remarks = (
         {**made.settings, "layout.name": "auto"},
         {**made.remarks, "layout.name": "the fastest that fits"},
