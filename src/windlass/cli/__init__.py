@@ -1,0 +1,30 @@
+"""Every command: parse, call one function, print. Results go to stdout, everything else to stderr.
+
+This is the only place that reads the environment. Imports are inside the commands, which keeps `--help` fast.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from windlass.cli import after, before, during, help  # noqa: F401  # each registers its commands
+from windlass.cli.options import app as app
+from windlass.errors import TRAINING, USER_INPUT, UserError, not_installed, print_error
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script. Only a `UserError` is printed without a traceback."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except UserError as error:
+        print_error(error)
+        sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in TRAINING:
+            raise
+        print_error(not_installed(error.name, next(iter(sys.argv[1:] if arguments is None else arguments), "")))
+        sys.exit(USER_INPUT)
+    except BrokenPipeError:  # `windlass plan … | head` closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

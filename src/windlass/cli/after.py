@@ -1,0 +1,146 @@
+"""Commands after a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from windlass.cli.options import (
+    AFTER,
+    Base,
+    BaseDtypes,
+    Json,
+    OtherBase,
+    Ranks,
+    RunDir,
+    arg,
+    command,
+    flag,
+    opt,
+    words,
+    write_json,
+    write_result,
+)
+from windlass.errors import print_error
+
+
+@command(AFTER, "report run", "report run-a run-b --out compared")
+def report(
+    folders: Annotated[list[Path], arg("RUN_DIR", "One run folder, or several to compare.")],
+    out: Annotated[Path | None, opt("--out", "DIR", "Folder to write the report to.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write report.html and report.json for one run, or compare several."""
+    from windlass.observe import report as reporting
+    from windlass.observe.report import show
+
+    write_result(reporting.make(folders, out), as_json, show)
+
+
+@command(AFTER, "best run", "best run --eval-data held-out.jsonl --ranks 1", "best run --base-dtype bf16,nf4")
+def best(
+    folder: RunDir,
+    eval_data: Annotated[Path | None, opt("--eval-data", "PATH", "Rows to evaluate on, instead of the run's.")] = None,
+    ranks: Ranks = None,
+    base_dtype: BaseDtypes = None,
+    allow_other_base: OtherBase = False,
+    as_json: Json = False,
+) -> None:
+    """Evaluate all saved adapters on the same rows and rank them.
+
+    The base model is loaded once. Differences come with a paired 95 % confidence interval, which shows which adapters
+    are significantly worse.
+    """
+    from windlass import train as training
+
+    def show(ranking: Any) -> None:
+        from windlass.train.best import show as show_table
+
+        write_result(ranking, as_json, show_table)
+
+    dtypes = base_dtype.split(",") if base_dtype else []
+    arguments = ["best", str(folder), *words("--eval-data", eval_data), *words("--ranks", ranks), *["--json"] * as_json]
+    arguments += [*words("--base-dtype", base_dtype), *["--allow-other-base"] * allow_other_base]
+    code = training.best(
+        lambda: training.plan_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtypes=dtypes),
+        folder,
+        arguments=arguments,
+        environ=os.environ,
+        base_dtypes=dtypes,
+        allow_other_base=allow_other_base,
+        show=show,
+        say=print_error,
+    )
+    raise typer.Exit(code)
+
+
+@command(AFTER, "export run --to my-adapter", "export run --to my-model --merge --dtype bf16")
+def export(
+    source: Annotated[Path, arg("RUN_DIR|CHECKPOINT", "A run folder, or a folder with an adapter.")],
+    to: Annotated[Path, opt("--to", "DIR", "Folder to write to.")],
+    merge: Annotated[bool, flag("--merge/--adapter", "Merge the adapter into its base model.")] = False,
+    dtype: Annotated[str | None, opt("--dtype", "DTYPE", "bf16; a merged model also fp8. Default: unchanged.")] = None,
+    base: Base = None,
+    base_name: Annotated[str | None, opt("--base-name", "NAME", "Name of the base model in the model card.")] = None,
+    model_class: Annotated[str | None, opt("--for", "CLASS", "Model class that opens it, if the base has two.")] = None,
+    workers: Annotated[int | None, opt("--workers", "N", "Write N files at a time.", min=1)] = None,
+    push: Annotated[str | None, opt("--push", "ORG/NAME", "Upload it to a private Hub repository.")] = None,
+    allow_other_base: OtherBase = False,
+    as_json: Json = False,
+) -> None:
+    """Write the best adapter, alone or merged, and verify the files.
+
+    Exits with 1 if the verification finds a deviation; nothing is deleted then.
+    """
+    from windlass import export as exporting
+    from windlass.export import screen
+
+    made = exporting.export(
+        source,
+        to,
+        merge=merge,
+        dtype=dtype,
+        base=base,
+        called=base_name,
+        model_class=model_class,
+        workers=workers,
+        allow_other_base=allow_other_base,
+        say=screen.say,
+    )
+    address = exporting.push(to, push, say=screen.say) if push else None
+    if as_json:
+        write_json({**made.record, "pushed": address})
+    else:
+        print(to)
+
+
+@command(AFTER, "generate my-model --prompt 'Once upon a time'")
+def generate(
+    folder: Annotated[Path, arg("DIR", "A merged model, an adapter, or a run folder.")],
+    prompt: Annotated[str, opt("--prompt", "TEXT", "The text to continue.")],
+    tokens: Annotated[int, opt("--tokens", "N", "Maximum number of new tokens. Default: 64.", min=1)] = 64,
+    temperature: Annotated[float, opt("--temperature", "T", "Default: 0, always the likeliest token.", min=0)] = 0.0,
+    seed: Annotated[int, opt("--seed", "N", "Seed for sampling.")] = 0,
+    chat: Annotated[bool, flag("--chat", "Apply the model's chat template to the prompt.")] = False,
+    base: Base = None,
+    allow_other_base: OtherBase = False,
+) -> None:
+    """Generate text with a model on this machine, as a quick check."""
+    from windlass.export import screen
+    from windlass.export.generate import generate as generating
+
+    generating(
+        folder,
+        prompt,
+        base=base,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        chat=chat,
+        allow_other_base=allow_other_base,
+        say=screen.say,
+        write=lambda text: print(text, end="", flush=True),
+    )

@@ -1,0 +1,304 @@
+"""Commands before a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windlass.cli.options import (
+    BEFORE,
+    Accelerate,
+    Json,
+    Overrides,
+    Run,
+    arg,
+    command,
+    flag,
+    make_plan,
+    opt,
+    remember,
+    say,
+    write_json,
+    write_result,
+)
+from windlass.errors import RANK_USER_INPUT, TRAINING, UserError, print_error, raise_all, require
+
+
+@command(
+    BEFORE, "init > run.yaml", "init --model ./Qwen3-8B --data chats.jsonl --gpus 8xh100 > run.yaml", "init --list"
+)
+def init(
+    preset: Annotated[str | None, arg("PRESET", "Which run file; see --list. Default: mistral-small-4.")] = None,
+    model: Annotated[str | None, opt("--model", "DIR", "Write one for this model; needs --data.")] = None,
+    data: Annotated[str | None, opt("--data", "PATH", "The rows to train on.")] = None,
+    columns: Annotated[
+        str | None, opt("--columns", "MAP", "What the rows call a format's columns: '{prompt: question, …}'.")
+    ] = None,
+    gpus: Annotated[str | None, opt("--gpus", "N", "8xh200, or 2x8xh200 for two nodes. Default: this machine.")] = None,
+    names: Annotated[bool, flag("--list", "List the presets.")] = False,
+) -> None:
+    """Print a run file to start from: a commented preset, or one made for your model and data."""
+    from windlass import runfile
+
+    if model or data or gpus or columns:
+        from windlass import draft
+
+        if preset:
+            raise UserError(f"takes either a preset or --model, not {preset} too", "windlass init", "leave one out")
+        if not (model and data):
+            hint = "`windlass init --model DIR --data PATH > run.yaml`"
+            raise UserError("needs both --model and --data", "windlass init", hint)
+        made = draft.draft(model, data, gpus, say, columns)
+        for warning in made.warnings:
+            say(f"warning: {warning}")
+        print(made.text, end="")
+        return
+    if names:
+        for name, text in runfile.presets().items():
+            print(f"{name}\n  {text.splitlines()[0].removeprefix('# ')}")
+    else:
+        print(runfile.init(preset or "mistral-small-4"), end="")
+
+
+@command(BEFORE, "import axolotl.yml > run.yaml", "import sft.sh --from swift > run.yaml")
+def import_(
+    file: Annotated[Path, arg("FILE", "Configuration (YAML, JSON), or shell script that starts the tool.")],
+    tool: Annotated[
+        str | None, opt("--from", "TOOL", "axolotl, llamafactory, trl or swift. Default: recognised.")
+    ] = None,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object instead of a run file.")] = False,
+) -> None:
+    """Print a run file made from another tool's configuration.
+
+    Every key is carried over, translated, or listed on stderr with the reason why it has no effect.
+    A key that changes training and has no counterpart is an error.
+    """
+    from windlass.runfile import importing
+
+    made = importing.import_file(file, tool or "")
+    write_json(made.as_dict()) if as_json else print(importing.run_file(made), end="", flush=True)
+    if not as_json:
+        say(importing.list_no_effect(made))
+    raise_all(made.problems)
+
+
+@command(BEFORE, "schema > windlass.schema.json")
+def schema() -> None:
+    """Print the run file's JSON Schema, for editors that complete and check.
+
+    `# yaml-language-server: $schema=windlass.schema.json` as the first line of run.yaml names it to most editors.
+    """
+    from windlass import runfile
+
+    write_json(runfile.schema())
+
+
+@command(
+    BEFORE, "plan run.yaml", "plan run.yaml --compare", "plan run.yaml --accelerate fsdp.yaml --json | jq .estimate"
+)
+def plan(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    compare: Annotated[bool, flag("--compare", "Show the same run under other layouts and numbers of nodes.")] = False,
+    details: Annotated[bool, flag("--details", "Show the tables and notes behind it.")] = False,
+    explain: Annotated[bool, flag("--explain", "Show every row of the tables, with its formula.")] = False,
+    out: Annotated[Path | None, opt("--out", "DIR", "Write plan.json to this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate memory, network traffic and time, without a GPU.
+
+    Reads the run file, config.json and the safetensors headers; needs neither the weights nor torch.
+    The exit code is 0 whether or not the run fits; `memory.fits` in the JSON says which.
+    """
+    from windlass.plan import write
+    from windlass.plan.show import show
+
+    made = make_plan(run, override, accelerate)
+    written = write(made, out)
+    write_result(made, as_json, lambda made: show(made, details=details, formulas=explain, compare=compare))
+    if written:
+        say(f"plan written to {written}")
+
+
+@command(
+    BEFORE, "explain lora.r", "explain lora.r --run run.yaml", "explain NCCL_IB_HCA", "explain --accelerate fsdp.yaml"
+)
+def explain(
+    topic: Annotated[str | None, arg("KEY", "Key of a run file or Accelerate file, variable, or layout.")] = None,
+    run: Annotated[Path | None, opt("--run", "RUN", "Also show where this run file sets it, and to what.")] = None,
+    accelerate: Annotated[
+        Path | None, opt("--accelerate", "FILE", "Explain every key of an Accelerate FSDP YAML.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Explain a setting: what it means and what windlass does with it."""
+    from windlass import explain as explaining
+
+    rows = [*(explaining.topic(topic, run) if topic else ()), *(explaining.file(accelerate) if accelerate else ())]
+    if not rows:
+        raise UserError("nothing to explain", "windlass explain", "give a key, or a file with --accelerate FILE")
+    if as_json:
+        write_json([asdict(row) for row in rows])
+    else:
+        explaining.show(rows)
+
+
+@command(BEFORE, "data run.yaml", "data run.yaml --override data.packing=true")
+def data(
+    run: Run,
+    override: Overrides = None,
+    sample: Annotated[int | None, opt("--sample", "N", "Show N rows of every set token by token.", min=1)] = None,
+    row: Annotated[int | None, opt("--row", "K", "Show row K, counted from 0, token by token.", min=0)] = None,
+    source: Annotated[str | None, opt("--source", "NAME", "Of this set of a mix.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tokenize the data and show what the model will be trained on.
+
+    Prints rows, tokens, how many of them the loss is computed on, what is cut off, and what packing would gain; of a
+    mix, for each of its sets. With --sample or --row only those rows, and where loss is computed on them.
+    """
+    from windlass import plan as planning
+    from windlass.data.prepare import audit_data, token_rows
+    from windlass.data.show import show, show_rows
+    from windlass.runfile import read
+
+    loaded = planning.with_choices(read(run, override or ()), say)
+    if sample or row is not None:
+        (write_json if as_json else show_rows)(token_rows(loaded, say=say, sample=sample, row=row, source=source))
+        return
+    audit_data(loaded, say=say, audited=write_json if as_json else show)
+
+
+@command(BEFORE, "fetch run.yaml")
+def fetch(
+    run: Run,
+    override: Overrides = None,
+    headers_only: Annotated[bool, flag("--headers-only", "Only what `plan` needs of the model, a few MB.")] = False,
+) -> None:
+    """Download the run's model and data set from the Hugging Face Hub.
+
+    They go into the hub's cache (HF_HOME), where a run file that names them by their hub id finds them. An interrupted
+    download is resumed.
+    """
+    from windlass import fetch as fetching
+    from windlass.runfile import read
+
+    loaded = read(run, override or ())
+    for name, folder in fetching.fetch_run(loaded.run, loaded.where, say, headers_only=headers_only).items():
+        print(f"{name}\t{folder}")
+
+
+@command(
+    BEFORE,
+    "calibrate",
+    "calibrate --ranks 2 --out machine.json",
+    "plan run.yaml --override cluster.machine=machine.json",
+)
+def calibrate(
+    ranks: Annotated[
+        int | None, opt("--ranks", "N", "Ranks that measure together. Default: one per GPU.", min=1)
+    ] = None,
+    out: Annotated[
+        Path | None, opt("--out", "FILE", "Machine file. Default: where `plan` finds it on this host.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine for the plan, in about a minute.
+
+    Products, memory, the host, FP8 decoding, collectives between real ranks, and storage. The plan takes the file that
+    cluster.machine names, or on one node the one found for this host. Under torchrun over several nodes it measures
+    the network too.
+    """
+    from windlass import calibrate as calibrating
+
+    require(TRAINING, "calibrate")
+    if measured := calibrating.calibrate(ranks, out, os.environ, say):
+        path, content = measured
+        write_json(content) if as_json else calibrating.show(content)
+        say(f"written to {path}")
+
+
+@command(BEFORE, "check run.yaml", "check run.yaml --here", "check run.yaml --in-pod --json", "check --self-test")
+def check(
+    run: Annotated[Path | None, arg("RUN", "The run file (YAML). None with --self-test.", callback=remember)] = None,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    here: Annotated[bool, flag("--here", "Check this machine too: the run will use it.")] = False,
+    in_pod: Annotated[bool, flag("--in-pod", "Run on every node: checks the nodes and their network.")] = False,
+    wait: Annotated[float, opt("--wait", "SECONDS", "How long nodes wait for others. Default: 300.", min=1)] = 300.0,
+    self_test: Annotated[bool, flag("--self-test", "Test kernels and training on this machine, in 3 minutes.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check what would stop the run: files, libraries, GPUs, network.
+
+    Writes check.json into the run folder if it exists. Exits with 1 if a check fails. With --in-pod all nodes agree on
+    one verdict and exit with 13, or with 1 if the only problem is that nodes are missing.
+    """
+    from windlass.launch import check as checking
+    from windlass.plan.accelerate import read_accelerate
+    from windlass.plan.script import refuse_accelerate
+    from windlass.runfile import LoadedScript, read_any
+
+    if (run is None) != self_test or (self_test and (override or accelerate or here or in_pod)):
+        raise UserError("give a run file, or --self-test alone", "windlass check", "`windlass check run.yaml`")
+    if run is None:
+        from windlass import self_test as testing
+
+        report = testing.run(os.environ, Path("self-test.json"), say)
+        write_result(report, as_json, checking.show)
+        raise typer.Exit(report.exit_code)
+    try:
+        loaded = read_any(run, override or ())
+        if isinstance(loaded, LoadedScript):
+            refuse_accelerate(accelerate)
+    except UserError as error:
+        if not in_pod:
+            raise
+        print_error(error)
+        raise typer.Exit(RANK_USER_INPUT) from None
+    report = checking.run(
+        loaded,
+        lambda: read_accelerate(accelerate) if accelerate else None,
+        depth=checking.IN_POD if in_pod else checking.HERE if here else checking.ALONE,
+        environ=os.environ,
+        patience_seconds=wait,
+        say=say,
+    )
+    if report.is_leader:
+        written = report.write(Path(loaded.run.folder))
+        write_result(report, as_json, checking.show)
+        if written:
+            say(f"checks written to {written}")
+    else:  # whoever reads this node's log alone
+        for result in report.failures:
+            say(f"check failed: {result.title}: {result.seen}")
+    checking.leave_error(report, os.environ)
+    raise typer.Exit(report.exit_code)
+
+
+@command(BEFORE, "rehearse run.yaml", "rehearse run.yaml --keep rehearsal --override cluster.nodes=2")
+def rehearse(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    keep: Annotated[Path | None, opt("--keep", "DIR", "Keep all files there. Default: those of a failure.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run everything with a tiny replica of the model on this CPU.
+
+    Takes minutes: your first rows, your launch script and as many workers as the run has go through plan, check, train,
+    stop, resume, export, merge and reload. Exits with 1 if a stage fails and 2 if the input is wrong.
+    """
+    from windlass import rehearse as rehearsing
+
+    require(TRAINING, "rehearse")
+    record = rehearsing.rehearse(
+        run, overrides=override or (), accelerate=accelerate, keep=keep, environ=os.environ, say=say
+    )
+    write_result(record, as_json, rehearsing.show)
+    raise typer.Exit(record.exit_code)

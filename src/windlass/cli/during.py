@@ -1,0 +1,180 @@
+"""Commands during a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from windlass.cli.options import (
+    DURING,
+    Accelerate,
+    Follow,
+    JobDir,
+    Kustomize,
+    OtherBase,
+    Overrides,
+    Ranks,
+    Run,
+    RunDir,
+    command,
+    flag,
+    make_plan,
+    opt,
+    say,
+    words,
+)
+from windlass.errors import TRAINING, UserError, print_error, require
+
+
+@command(DURING, "train run.yaml", "train run.yaml --ranks 2 --override train.max_steps=20")
+def train(
+    run: Run,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    ranks: Ranks = None,
+    resume: Annotated[bool, flag("--resume", "Resume the unfinished run in the run folder.")] = False,
+    debug_freq: Annotated[int | None, opt("--debug-freq", "N", "Measure GPUs every N steps; 0: never.", min=0)] = None,
+    allow_other_base: OtherBase = False,
+) -> None:
+    """Start training. Under torchrun or accelerate, runs as one worker.
+
+    Such as: accelerate launch --config_file fsdp.yaml -m windlass train run.yaml
+
+    Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a worker), and 75 if a signal
+    stopped it and everything was saved.
+    """
+    from windlass import train as training
+    from windlass.runfile import kind
+    from windlass.train import script
+
+    overrides = [*(override or ()), *([] if ranks is None else ["cluster.nodes=1", f"cluster.gpus_per_node={ranks}"])]
+    is_script = kind(run, overrides) == "script"
+    overrides += ["layout.ranks=null"] if is_script and ranks is not None else []
+    require(("torch",) if is_script else TRAINING, "train")
+
+    def planned() -> Any:
+        """On the machines that a launcher started, or on this one, unless the files say which."""
+        from windlass.hardware import this_machine
+        from windlass.plan.accelerate import accelerate_file
+        from windlass.plan.script import make_any, refuse_accelerate
+        from windlass.runfile import read_any
+        from windlass.train.ranks import started_on
+
+        if is_script and debug_freq is not None:
+            hint = "pass it to the meter inside your script"
+            raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint)
+        if is_script:
+            refuse_accelerate(accelerate)
+        loaded, file = read_any(run, overrides), None if is_script else accelerate_file(accelerate, os.environ)
+        sized = file is not None and not file.wishes.keys().isdisjoint(("nodes", "ranks"))
+        if not sized and (found := started_on(loaded, os.environ, len(this_machine().gpus))):
+            loaded = read_any(run, [*overrides, *found])
+        return make_any(loaded, file)
+
+    if is_script:
+        raise typer.Exit(script.train(planned, environ=os.environ, resume=resume, say=print_error))
+    arguments = ["train", str(run), *(word for each in overrides for word in ("--override", each))]
+    arguments += words("--accelerate", accelerate) + words("--debug-freq", debug_freq) + ["--resume"] * resume
+    arguments += ["--allow-other-base"] * allow_other_base
+    code = training.train(
+        planned,
+        arguments=arguments,
+        environ=os.environ,
+        resume=resume,
+        debug_freq=debug_freq,
+        allow_other_base=allow_other_base,
+        say=print_error,
+    )
+    raise typer.Exit(code)
+
+
+@command(DURING, "demo --dir demo-run", "report demo-run/run")
+def demo(
+    directory: Annotated[Path, opt("--dir", "DIR", "Folder to create it in. Default: demo-run.")] = Path("demo-run"),
+    make_only: Annotated[bool, flag("--make-only", "Create model, data and run file, but don't train.")] = False,
+) -> None:
+    """Create a tiny Mistral 4 and train it on this CPU with two workers."""
+    from windlass import demo as demonstration
+
+    run = demonstration.make(directory)
+    say(f"created {directory / 'model'}, {directory / 'data'} and {run}")
+    if not make_only:
+        train(run)
+
+
+@command(DURING, "submit run.yaml --to kubernetes --dry-run", "submit run.yaml --to runai --follow")
+def submit(
+    run: Run,
+    to: Annotated[str | None, opt("--to", "PLATFORM", "local, script, slurm, kubernetes, openshift or runai.")] = None,
+    override: Overrides = None,
+    accelerate: Accelerate = None,
+    dry_run: Annotated[bool, flag("--dry-run", "Write the files, start nothing.")] = False,
+    follow: Annotated[bool, flag("--follow", "Print the run's log until it ends.")] = False,
+    out: JobDir = None,
+    kustomize: Kustomize = None,
+) -> None:
+    """Write the job's files for a platform and submit it.
+
+    local trains here, in the foreground. script writes launch.sh, to be run on every node by hand. slurm, kubernetes,
+    openshift and runai use the commands sbatch, kubectl (or oc) and runai; without them, only the files are written.
+    Submit an interrupted run again to resume it.
+    """
+    from windlass.launch import submit as submitting
+
+    submitting.require_platform(to)
+    plan = make_plan(run, override, accelerate)
+    code = submitting.submit(
+        plan,
+        to or plan.loaded.run.cluster.platform,
+        overrides=override or (),
+        accelerate=accelerate,
+        out=out,
+        dry_run=dry_run,
+        follow=follow,
+        kustomize=kustomize,
+        say=say,
+    )
+    raise typer.Exit(code)
+
+
+@command(DURING, "status run.yaml")
+def status(run: Run, override: Overrides = None, out: JobDir = None) -> None:
+    """Show the state of a submitted run, as its platform reports it."""
+    from windlass.launch.submit import submitted
+
+    platform, record = submitted(run, override or (), out, say)
+    raise typer.Exit(platform.status(record))
+
+
+@command(DURING, "logs run.yaml --follow")
+def logs(run: Run, override: Overrides = None, follow: Follow = False, out: JobDir = None) -> None:
+    """Show the output of a submitted run's nodes."""
+    from windlass.launch.submit import submitted
+
+    platform, record = submitted(run, override or (), out, say)
+    raise typer.Exit(platform.logs(record, follow=follow))
+
+
+@command(DURING, "stop run.yaml", "submit run.yaml    # resumes it")
+def stop(run: Run, override: Overrides = None, out: JobDir = None) -> None:
+    """Stop a submitted run after it has saved a checkpoint."""
+    from windlass.launch.submit import submitted
+
+    platform, record = submitted(run, override or (), out, say)
+    raise typer.Exit(platform.stop(record))
+
+
+@command(DURING, "watch run", "watch run --once")
+def watch(folder: RunDir, once: Annotated[bool, flag("--once", "Print the current state and exit.")] = False) -> None:
+    """Watch a run: curves, workers, alarms.
+
+    Reads only the files in the run folder, so it also works on a finished run or from another machine.
+    """
+    from rich.console import Console
+
+    from windlass.observe.watch import live
+
+    live.watch(folder, once=once, console=Console(highlight=False))

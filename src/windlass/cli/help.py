@@ -1,0 +1,32 @@
+"""Commands if something is wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from windlass.cli.options import HELP, Json, arg, command, opt, say, write_json
+
+
+@command(HELP, "version", "version --json")
+def version(as_json: Json = False) -> None:
+    """Print the versions that matter for a bug report: libraries, CUDA, driver, GPUs, system."""
+    from windlass import support
+
+    (write_json if as_json else support.show)(support.versions())
+
+
+@command(HELP, "bug-report run", "bug-report run.yaml --out bug-report.tar.gz")
+def bug_report(
+    run: Annotated[Path, arg("RUN", "The run folder, or the run file.")],
+    out: Annotated[Path | None, opt("--out", "FILE", "Archive to write. Default: bug-report-RUN.tar.gz, here.")] = None,
+) -> None:
+    """Collect what explains a run into one archive, without data or secrets, and print what is in it.
+
+    Versions, the resolved run with secrets masked, plan, loading certificate, counts of the data audit, and the last
+    lines of logs and events. No rows, no weights, no samples. Read it before you send it.
+    """
+    from windlass import support
+
+    print(support.bug_report(run, out, os.environ, say))

@@ -1,0 +1,153 @@
+"""What commands share: how one is declared, the groups of the help, arguments, options and output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from windlass import __version__
+from windlass.errors import GIVEN, pasteable
+
+if TYPE_CHECKING:
+    from windlass.plan.script import AnyPlan
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+BEFORE, DURING, AFTER, HELP = "Before a run", "During a run", "After a run", "If something is wrong"
+
+
+class Groups(TyperGroup):
+    """Lists the commands in the order in which a run meets them."""
+
+    def format_commands(self, _context: Any, formatter: Any) -> None:
+        for title in (BEFORE, DURING, AFTER, HELP):
+            commands = [each for each in self.commands.values() if getattr(each, "rich_help_panel", None) == title]
+            with formatter.section(title):
+                formatter.write_dl([(each.name or "", each.get_short_help_str(limit=200)) for each in commands])
+
+
+class Help(TyperCommand):
+    """Names arguments as one types them: RUN if required, [RUN] if not, RUN_DIR... if there may be several."""
+
+    def collect_usage_pieces(self, context: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(context)]
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for each in self.get_params(context):
+            if each.param_type_name == "argument":
+                several = "..." * (each.nargs == -1)
+                rows["Arguments"].append((f"{each.metavar}{several}", getattr(each, "help", "")))
+            elif record := each.get_help_record(context):
+                rows["Options"].append(record)
+        for title, lines in rows.items():
+            if lines:
+                with formatter.section(title):
+                    formatter.write_dl(lines)
+
+
+app = typer.Typer(
+    name="windlass",
+    cls=Groups,
+    help="Multi-GPU LoRA fine-tuning that fails loudly instead of training the wrong thing.\n\n"
+    "Start with `windlass init > run.yaml`, then `windlass plan run.yaml`.",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: rich's takes longer to import than all the rest of `--help`
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def command(group: str, *examples: str) -> Callable[[Command], Command]:
+    """Register a command, with examples below its help; their first word is its name."""
+    lines = "".join(f"  windlass {example}\n" for example in examples)
+    return app.command(
+        examples[0].split()[0],
+        cls=Help,
+        rich_help_panel=group,
+        epilog=f"Example{'s' * (len(examples) > 1)}:\n\n\b\n{lines}",
+    )
+
+
+def arg(metavar: str, help: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
+
+
+def opt(name: str, metavar: str, help: str, **more: Any) -> Any:
+    return typer.Option(*name.split(), metavar=metavar, help=help, show_default=False, **more)
+
+
+def flag(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(*name.split(), help=help, show_default=False, **more)
+
+
+def print_version(requested: bool) -> None:
+    if requested:
+        print(f"windlass {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def windlass(
+    _v: Annotated[bool, flag("--version", "Print the version.", callback=print_version, is_eager=True)] = False,
+) -> None: ...
+
+
+def remember(parameter: typer.CallbackParam, run: Path | None) -> Path | None:
+    """For hints, which name it."""
+    GIVEN.clear()
+    if run is not None and run.is_dir() == (parameter.metavar == "RUN_DIR"):
+        GIVEN[str(parameter.metavar)] = str(run)
+    return run
+
+
+def say(text: str) -> None:
+    print(pasteable(text), file=sys.stderr, flush=True)
+
+
+def words(option: str, value: object) -> list[str]:
+    """An option of the ranks' command line, if it was given."""
+    return [] if value is None else [option, str(value)]
+
+
+def write_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def write_result(value: Any, as_json: bool, show: Callable[[Any], None]) -> None:
+    write_json(value.as_dict()) if as_json else show(value)
+
+
+def make_plan(run: Path, override: list[str] | None, accelerate: Path | None) -> AnyPlan:
+    from windlass.plan.accelerate import read_accelerate
+    from windlass.plan.script import make_any
+    from windlass.runfile import read_any
+
+    return make_any(read_any(run, override or ()), read_accelerate(accelerate) if accelerate else None)
+
+
+Run = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember)]
+RunDir = Annotated[Path, arg("RUN_DIR", "The run folder: train.output_dir.", callback=remember)]
+Overrides = Annotated[list[str] | None, opt("--override", "KEY=VALUE", "Set one key of the run file; repeatable.")]
+Accelerate = Annotated[Path | None, opt("--accelerate", "FILE", "Take the layout from an Accelerate FSDP YAML.")]
+Json = Annotated[bool, flag("--json", "Print one JSON object instead of tables.")]
+JobDir = Annotated[Path | None, opt("--out", "DIR", "Folder of the job's files. Default: the run folder.")]
+Follow = Annotated[bool, flag("--follow -f", "Keep printing the log as lines arrive.")]
+Ranks = Annotated[int | None, opt("--ranks", "N", "Run N workers, on this machine only.", min=1)]
+Base = Annotated[str | None, opt("--base", "DIR", "Folder of the base model.")]
+
+BaseDtypes = Annotated[
+    str | None, opt("--base-dtype", "DTYPES", "Also evaluate the base, and the best adapter on it, stored so.")
+]
+OtherBase = Annotated[
+    bool, flag("--allow-other-base", "Accept a base model whose weights are not those the adapter was trained on.")
+]
+Kustomize = Annotated[
+    Path | None, opt("--kustomize", "DIR", "With --dry-run: write a kustomize base for Kubernetes there.")
+]
