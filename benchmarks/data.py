@@ -1,4 +1,4 @@
-"""Tokenising and packing, tokens a second: windlass beside `datasets.map` and TRL on the same file, in one run.
+"""Tokenising and packing, tokens a second: windlass, `datasets.map` and TRL on the same file, in one run.
 
     python benchmarks/data.py                       text that every Python carries, as JSON lines
     python benchmarks/data.py --formats             the same in every format, not packed: some 6 minutes

@@ -1,4 +1,4 @@
-"""Adapters of routed experts: beside their weights (windlass) against PEFT's, which builds W + B A; one run, one table.
+"""Adapters of routed experts: unmerged (windlass) against PEFT's, which builds W + B A; one run, one table.
 
     python benchmarks/experts.py            time from 2 to 1024 tokens per expert, and memory, on this CPU
     python benchmarks/experts.py --quick    8 to 32 tokens per expert, fewer rounds
@@ -7,7 +7,7 @@
 Time is that of one layer's experts under gradient checkpointing: forward, recomputation, backward. All ways take
 turns in one process, and the medians of their rounds are compared: the ratio stands a busy machine, the times do not.
 Memory is what a process needs at its peak above weights, adapters and the adapters' gradients, of several layers under
-checkpointing, each way in a process of its own (the system's count of resident memory, the allocator told to give freed
+checkpointing, each way in a process of its own (the system's count of resident memory, the allocator set to give freed
 memory back).
 """
 
@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Mistral4Config
 from transformers.models.mistral4.modeling_mistral4 import Mistral4Experts
 
-from windlass.train import experts as beside
+from windlass.train import experts as alongside
 from windlass.train.load import peak_rss, reset_peak_rss
 
 EXPERTS, TOP_K, RANK = 32, 4, 16
@@ -77,7 +77,7 @@ def layers(way: str, count: int, sizes: tuple[int, int], dtype: torch.dtype) -> 
                 if "lora_B" in name:
                     nn.init.normal_(parameter, std=0.02)
             if way == BESIDE:
-                beside.patch_experts(model)
+                alongside.patch_experts(model)
         made.append(layer)
     return made
 
@@ -127,7 +127,7 @@ def sweep(tokens_per_expert: tuple[int, ...], rounds: int) -> list[dict[str, Any
 
 
 def weigh(way: str, dtype: torch.dtype) -> int:
-    """Bytes at the peak of a step above what is held between steps, in a process of its own."""
+    """Bytes at the peak of a step above what is kept between steps, in a process of its own."""
     step = step_of(layers(way, LAYERS, WEIGHED, dtype), WEIGHED_TOKENS, WEIGHED[0], dtype)
     step()
     gc.collect()

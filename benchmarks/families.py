@@ -95,20 +95,20 @@ def opens(base: Base, adapter: Path) -> str:
     """Whether plain transformers and PEFT have every tensor of the file in its place."""
     name = base.wrapper.architecture if base.wrapper else base.family.causal_lm
     model = getattr(transformers, name).from_pretrained(base.path)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         opened = PeftModel.from_pretrained(model, str(adapter))
     here, there = get_peft_model_state_dict(opened), load_file(adapter / "adapter_model.safetensors")
-    if missing := [str(each.message) for each in said if "missing" in str(each.message)]:
+    if missing := [str(each.message) for each in caught if "missing" in str(each.message)]:
         return f"no: {missing[0]}"
     values = {each.float().sum().item() for each in there.values()}
     same = {each.float().sum().item() for each in here.values()} == values
     return "yes" if same else f"no: {len(here)} tensors for {len(there)} saved"
 
 
-def try_alone(name: str, told: Path) -> None:
+def try_alone(name: str, results: Path) -> None:
     """In a process of its own: a line of `told` for each column."""
     transformers.logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as place, told.open("a") as file:
+    with tempfile.TemporaryDirectory() as place, results.open("a") as file:
         folder = Path(place)
         (folder / "data").mkdir()
         chance = random.Random(0)
@@ -121,9 +121,9 @@ def try_alone(name: str, told: Path) -> None:
 def row_of(name: str) -> str:
     """The family's row; the first column that it did not reach says why."""
     with tempfile.TemporaryDirectory() as place:
-        told = Path(place, "told")
-        told.touch()
-        program = f"import families, pathlib; families.try_alone({name!r}, pathlib.Path({str(told)!r}))"
+        results = Path(place, "results")
+        results.touch()
+        program = f"import families, pathlib; families.try_alone({name!r}, pathlib.Path({str(results)!r}))"
         process = subprocess.Popen(
             [sys.executable, "-c", program],
             cwd=Path(__file__).parent,
@@ -138,7 +138,7 @@ def row_of(name: str) -> str:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             text = f"not ready after {LIMIT} seconds"
-        row = {"family": name} | dict(json.loads(line) for line in told.read_text().splitlines())
+        row = {"family": name} | dict(json.loads(line) for line in results.read_text().splitlines())
     if len(row) < len(COLUMNS):
         print(f"{name}: {text}", file=sys.stderr, flush=True)
         why = " ".join(text.splitlines()[-1:])[:200].replace("|", "/")

@@ -46,8 +46,8 @@ def prepare(folder: Path) -> None:
 
 def first_step(folder: Path, out: Path, ranks: int) -> dict[str, float]:
     """Seconds of each part of one run, by what its rank 0 was doing."""
-    desks = Path(tempfile.mkdtemp(dir=folder))
-    environ = {**os.environ, "TMPDIR": str(desks), "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+    folders = Path(tempfile.mkdtemp(dir=folder))
+    environ = {**os.environ, "TMPDIR": str(folders), "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "windlass", "train", str(folder / "run.yaml"), "--ranks", str(ranks)]
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -61,25 +61,25 @@ def first_step(folder: Path, out: Path, ranks: int) -> dict[str, float]:
     try:
         while process.poll() is None and doing:
             now = time.perf_counter()
-            said = "" if stepped(out) else (said_in(desks) or doing)
-            if said != doing:
-                found[STEP if not said else doing] += now - since
-                doing, since = said, now
+            printed = "" if stepped(out) else (read_phase(folders) or doing)
+            if printed != doing:
+                found[STEP if not printed else doing] += now - since
+                doing, since = printed, now
             time.sleep(OFTEN)
-        told = process.communicate(timeout=300)[0].decode(errors="replace")
+        output = process.communicate(timeout=300)[0].decode(errors="replace")
     finally:
         process.kill()
         process.wait()
     if process.returncode or doing:
-        raise SystemExit(f"the run ended with {process.returncode}:\n{told[-3000:]}")
+        raise SystemExit(f"the run ended with {process.returncode}:\n{output[-3000:]}")
     return {**found, "total": since - began}
 
 
-def said_in(desks: Path) -> str:
+def read_phase(folders: Path) -> str:
     try:
-        return next(desks.glob("windlass-*/phase-0")).read_text()
+        return next(folders.glob("windlass-*/phase-0")).read_text()
     except (StopIteration, OSError):
-        return "the ranks' interpreters" if list(desks.glob("windlass-*")) else ""
+        return "the ranks' interpreters" if list(folders.glob("windlass-*")) else ""
 
 
 def stepped(out: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Predicted against counted operations: windlass.plan.cost beside torch's FlopCounterMode, with PEFT adapters.
+"""Predicted against counted operations: windlass.plan.cost and torch's FlopCounterMode, with PEFT adapters.
 
     python benchmarks/flops_model.py [--json]
 
@@ -59,9 +59,9 @@ def count(case: Case) -> tuple[int, float, float]:
         if case.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         embedded = torch.zeros(case.micro, case.length, model.config.hidden_size, dtype=torch.bfloat16)
-        said = {"position_ids": documents(case, case.micro)} if case.packed else {}
+        extra = {"position_ids": documents(case, case.micro)} if case.packed else {}
         with counter, torch.autocast("cpu", torch.bfloat16):
-            peft(inputs_embeds=embedded.requires_grad_(), use_cache=False, **said).logits.sum().backward()
+            peft(inputs_embeds=embedded.requires_grad_(), use_cache=False, **extra).logits.sum().backward()
     passes = 4 if case.checkpointing else 3
     expected = predicted.flops_per_token + predicted.recompute_flops_per_token + passes * square
     return counter.get_total_flops(), expected * case.micro * case.length, predicted.recompute_flops_per_token

@@ -1,4 +1,4 @@
-"""The base held in FP8 against the base in BF16: memory, wire, time, and the same losses. Prints its own table.
+"""The base kept in FP8 against the base in BF16: memory, wire, time, and the same losses. Prints its own table.
 
     python benchmarks/fp8.py [--rounds 3] [--hidden 512] [--layers 4] [--experts 16] [--tokens 512]
 
@@ -89,9 +89,9 @@ def run_rank(asked: argparse.Namespace) -> None:
     lora = Lora.model_validate({"r": 16, "lora_dropout": 0, "target_modules": "all-linear"})
     adapter = resolve(lora, checkpoint, lambda key: key)
     models, found = {}, {}
-    for name, (layout, held) in TURNS.items():
+    for name, (layout, kept) in TURNS.items():
         shard = 1 if layout == "resident" else RANKS
-        spread = Layout(layout, "benchmark", 1, RANKS, shard, RANKS // shard, base_dtype=held)
+        spread = Layout(layout, "benchmark", 1, RANKS, shard, RANKS // shard, base_dtype=kept)
         base, made = load(checkpoint, spread)
         base_bytes = sum(own_part(p)[0].nbytes for p in base.parameters()) + sum(b.nbytes for b in base.buffers())
         model = attach(base, lora, adapter, seed=1).train()
@@ -119,7 +119,7 @@ def run_rank(asked: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
-    os._exit(0)  # gloo's threads may outlive the group, and an interpreter that ends beside them aborts
+    os._exit(0)  # gloo's threads may outlive the group, and an interpreter that ends before them aborts
 
 
 def show(found: dict[str, dict[str, Any]], asked: argparse.Namespace) -> None:

@@ -93,7 +93,7 @@ cluster:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the plan is told of the machine. The first guess stands until the ranks have measured."""
+    """What the plan knows of the machine. The first guess stands until the ranks have measured."""
 
     tflops: float = 0.02
     memory: float = 5.0
@@ -192,9 +192,9 @@ def command(folder: Path) -> list[str]:
 
 
 def environ(node: int, machines: Hosts) -> dict[str, str]:
-    told = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": machines.address(0), "MASTER_PORT": PORT}
+    output = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": machines.address(0), "MASTER_PORT": PORT}
     settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    return {**os.environ, **{key: str(value) for key, value in told.items()}, **settings}
+    return {**os.environ, **{key: str(value) for key, value in output.items()}, **settings}
 
 
 def throttle(machines: Hosts) -> None:
@@ -218,10 +218,10 @@ def calibrated(folder: Path, found: Mapping[str, Any]) -> Rates:
 
 def wrong_pairs(rows: Sequence[Outcome]) -> tuple[int, list[tuple[Outcome, Outcome]]]:
     """How many pairs the prediction tells apart, and those that were measured the other way round."""
-    told = [
+    output = [
         (one, other) for one, other in itertools.permutations(rows, 2) if one.predicted * (1 + TIE) <= other.predicted
     ]
-    return len(told), [(one, other) for one, other in told if one.measured >= other.measured]
+    return len(output), [(one, other) for one, other in output if one.measured >= other.measured]
 
 
 def proof() -> dict[str, Any]:

@@ -125,8 +125,8 @@ def measure(way: str, checkpoint: Path, ranks: int) -> list[dict[str, Any]]:
         timeout=1800,
         check=True,
     )
-    said: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
 
 
 def run_rank(way: str, path: Path) -> None:
@@ -149,7 +149,7 @@ def run_rank(way: str, path: Path) -> None:
     if dist.get_rank() == 0:
         print(json.dumps(everyone), flush=True)
     dist.barrier()
-    os._exit(0)  # gloo's threads may outlive the group, and an interpreter that ends beside them aborts
+    os._exit(0)  # gloo's threads may outlive the group, and an interpreter that ends before them aborts
 
 
 def own(path: Path, layout: Layout) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Predicted against measured peaks: windlass.plan.cost beside torch's own FSDP2 memory tracker on fake tensors.
+"""Predicted against measured peaks: windlass.plan.cost and torch's own FSDP2 memory tracker on fake tensors.
 
     python benchmarks/memory_model.py            the whole table
     python benchmarks/memory_model.py --quick    the rows that the tests check
@@ -274,18 +274,18 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
     optimizer = torch.optim.AdamW(list(trained), lr=1e-3, foreach=True)
     ids = torch.zeros(case.micro, case.length, dtype=torch.long)
     more = torch.zeros(case.evaluated, case.length, dtype=torch.long)
-    said = {"position_ids": documents(case, case.micro)} if case.packed else {}
-    _pass(peft, ids, **said)
+    extra = {"position_ids": documents(case, case.micro)} if case.packed else {}
+    _pass(peft, ids, **extra)
     optimizer.step()
     optimizer.zero_grad()
-    _pass(peft, ids, **said)  # the first of two micro-batches leaves gradients
+    _pass(peft, ids, **extra)  # the first of two micro-batches leaves gradients
     if case.evaluated:
         optimizer.zero_grad()
         peft.eval()
     gc.collect()
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((more if case.evaluated else ids,))
-    for parameter in trained:  # plain tensors beside the sharded base, which the tracker does not look for
+    for parameter in trained:  # plain tensors next to the sharded base, which the tracker does not look for
         for tensor in (parameter, *([] if parameter.grad is None else [parameter.grad])):
             tracker._update_and_maybe_create_winfos(tensor, _FSDPRefType.SHARDED_PARAM)
     # The head's module is never called, the fused loss reads its weight: its group hooks in by the final norm.
@@ -295,21 +295,21 @@ def _peak(case: Case, model: Any, peft: Any, mesh: Any) -> float:
             with torch.no_grad():
                 _forward(peft, more, **({"position_ids": documents(case, case.evaluated)} if case.packed else {}))
         else:
-            _pass(peft, ids, **said)
+            _pass(peft, ids, **extra)
             optimizer.step()
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def _pass(peft: Any, ids: torch.Tensor, **said: torch.Tensor) -> None:
-    _forward(peft, ids, **said).backward()
+def _pass(peft: Any, ids: torch.Tensor, **extra: torch.Tensor) -> None:
+    _forward(peft, ids, **extra).backward()
 
 
-def _forward(peft: Any, ids: torch.Tensor, **said: torch.Tensor) -> Any:
+def _forward(peft: Any, ids: torch.Tensor, **extra: torch.Tensor) -> Any:
     """The loss of all tokens but each row's first, summed."""
     rows, length = ids.shape
     supervised = (torch.arange(rows)[:, None] * length + torch.arange(length - 1)).flatten()
     with torch.autocast("cpu", torch.bfloat16):
-        return peft.get_base_model()(ids, supervised, ids[:, 1:].flatten(), **said)
+        return peft.get_base_model()(ids, supervised, ids[:, 1:].flatten(), **extra)
 
 
 def documents(case: Case, rows: int) -> torch.Tensor:

@@ -48,8 +48,8 @@ ABOUT = {
     "ground": "the card's own rates, and our GPU paths against plain ones",
     "whole": "all layers resident in FP8, adapters on attention and shared experts",
     "whole-experts": "the same, adapters on the routed experts too",
-    "layers": "a few layers at full width, held in 16 bits and in FP8, by tokens per micro-batch",
-    "peft": "one layer's experts with adapters: PEFT's way beside ours, by tokens per expert",
+    "layers": "a few layers at full width, kept in 16 bits and in FP8, by tokens per micro-batch",
+    "peft": "one layer's experts with adapters: PEFT's way and ours, by tokens per expert",
     "profile": "where one step's time goes",
 }
 ASIDE = 0.04  # of the time, for starting processes and printing
@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=530.0, help="of all parts (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("one_gpu.jsonl"), help="a JSON object a line")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print an earlier run's tables, and measure nothing")
-    parser.add_argument("--part", choices=list(SHARES), help=argparse.SUPPRESS)  # what a part's own process is told
+    parser.add_argument("--part", choices=list(SHARES), help=argparse.SUPPRESS)  # for a part's own process
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)  # time.time()
     asked = parser.parse_args()
     if unknown := [part for part in asked.parts.split(",") if part not in SHARES]:
@@ -90,7 +90,7 @@ def facts() -> dict[str, Any]:
 
 
 def write(out: Path, row: dict[str, Any]) -> None:
-    """At once and whole: a process that is killed later has said this."""
+    """At once and whole: a process that is killed later has written this."""
     with out.open("a") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
@@ -219,8 +219,8 @@ def show(rows: list[dict[str, Any]]) -> None:
             for row in measured:
                 print("| " + " | ".join(cell(row.get(key), form) for _, key, form in columns) + " |")
         for row in own:
-            if said := row.get("note") or row.get("skipped"):
-                print(f"{'note' if 'note' in row else 'skipped'}: {said}")
+            if printed := row.get("note") or row.get("skipped"):
+                print(f"{'note' if 'note' in row else 'skipped'}: {printed}")
     for row in rows:
         if row["part"] == "facts" and "skipped" in row:
             print(f"skipped: {row['skipped']}")
@@ -240,8 +240,8 @@ def measure(asked: argparse.Namespace) -> None:
             write(asked.out, {"part": asked.part, **row})
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
-        write(asked.out, {"part": asked.part, "skipped": f"{said} ({Path(last.filename).name}:{last.lineno})"})
+        printed = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+        write(asked.out, {"part": asked.part, "skipped": f"{printed} ({Path(last.filename).name}:{last.lineno})"})
         raise
 
 

@@ -111,8 +111,8 @@ def layout_of(base: str) -> Layout:
 
 
 def lora_of(sizes: Sizes, routed: bool) -> Lora:
-    said = {"r": sizes.r, "lora_alpha": 2 * sizes.r, "lora_dropout": 0.0, "target_modules": DENSE}
-    return Lora.model_validate({**said, **({"experts": {"r": sizes.expert_r}} if routed else {})})
+    extra = {"r": sizes.r, "lora_alpha": 2 * sizes.r, "lora_dropout": 0.0, "target_modules": DENSE}
+    return Lora.model_validate({**extra, **({"experts": {"r": sizes.expert_r}} if routed else {})})
 
 
 @torch.no_grad()

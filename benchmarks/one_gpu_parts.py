@@ -107,9 +107,9 @@ def attempt(cell: Callable[[], Row], words: str) -> Row:
     try:
         return cell()
     except torch.OutOfMemoryError as full:
-        said = f"{words}: does not fit ({str(full).split('.')[0]})"
+        printed = f"{words}: does not fit ({str(full).split('.')[0]})"
     free()
-    return {"skipped": said}
+    return {"skipped": printed}
 
 
 def unmeasured() -> Iterator[Row]:
@@ -246,11 +246,11 @@ def beside_is_right(sizes: Sizes) -> Iterator[Row]:
         free()
     errors = [error(ours, theirs) for ours, theirs in zip(found[OURS], found[PEFTS], strict=True)]
     for what, worst in (("output", errors[0]), ("gradient of x", errors[1]), ("adapters' gradients", max(errors[2:]))):
-        yield {"what": f"adapters beside experts against PEFT's: {what}", "value": worst, "unit": "relative",
+        yield {"what": f"unmerged adapters of experts against PEFT's: {what}", "value": worst, "unit": "relative",
                "expected": "below 0.03 (BF16)"}  # fmt: skip
 
 
-# --- PEFT's way of experts' adapters beside ours ---
+# --- PEFT's way of experts' adapters, and ours ---
 
 
 def one_layer(sizes: Sizes, way: str, per_expert: int) -> tuple[nn.Module, list[Tensor], Tensor, tuple[Tensor, Tensor]]:
@@ -279,7 +279,7 @@ def tokens_of(found: Base, per_expert: int) -> tuple[Tensor, tuple[Tensor, Tenso
 
 
 def peft(sizes: Sizes, until: float) -> Iterator[Row]:
-    """Time of forward, recomputation and backward of one layer's experts, and memory above what is held."""
+    """Time of forward, recomputation and backward of one layer's experts, and memory above what was there."""
     yield from unmeasured()
     found = headers(sizes, 1)
     table: dict[int, dict[str, tuple[float, float]]] = {each: {} for each in sizes.per_expert}
@@ -310,13 +310,13 @@ def peft(sizes: Sizes, until: float) -> Iterator[Row]:
 def bare(experts: nn.Module) -> Iterator[None]:
     """Within it, without adapters."""
     innermost: Any = next(module for module in experts.modules() if "adapters" in vars(module))
-    held, innermost.adapters = innermost.adapters, {}
+    kept, innermost.adapters = innermost.adapters, {}
     yield
-    innermost.adapters = held
+    innermost.adapters = kept
 
 
 def timed(experts: nn.Module, x: Tensor, route: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Median seconds, and GiB above what was held before."""
+    """Median seconds, and GiB above what was there before."""
 
     def step() -> None:
         y = checkpointed(experts, x, *route, use_reentrant=False)

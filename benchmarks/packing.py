@@ -6,7 +6,7 @@
 
 A tiny Llama with random weights, forward, backward and AdamW, through the batches that training makes of prepared
 rows. A CPU is bound by its arithmetic, so this shows what padding costs; on GPUs whose time goes into
-gathering weights for every micro-batch, the number of micro-batches counts, which is shown beside.
+gathering weights for every micro-batch, the number of micro-batches counts, which is shown too.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ TORCH_OPERATORS, TORCH_BYTES = (
     24,
 )  # of AutoGPTQ's torch operators: how many for each matrix, and their copies a weight
 GPTQ_BYTES = 0.52  # of a weight: 4 bits, a scale in 16 and a zero in 4 for 128 of them
-# What an engine has beside transformers and PEFT: kernels, compilation, offloading, another trainer.
+# What an engine has besides transformers and PEFT: kernels, compilation, offloading, another trainer.
 OTHER_ENGINE = (
     "foak|liger|triton|unsloth|megatron|transformerengine|nemo|litgpt|torchtune|torchtitan|scattermoe|fused lora|"
     "axolotl|deepspeed|zero-?[123]|atorch|mosaic|llm-foundry|swift|compile|lora kernels|offload|padding-free|"
@@ -389,7 +389,7 @@ def network_of(words: str) -> str:
 
 
 def seconds_of(work: Work, planned: Time, engine: Engine) -> float:
-    """Of a step, with what this engine's host dispatches beside."""
+    """Of a step, with what this engine's host dispatches besides."""
     batch, layers = work.batch, work.shape.kinds
     if engine.fsdp1:
         units = sum(2 * len(layer.plain_lora) * times for layer, times in layers)

@@ -319,7 +319,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="real text, a row a line")
     parser.add_argument("--adapt-experts", action="store_true", help="adapters on the routed experts too")
     parser.add_argument("--gbit", type=float, help="throttle the link between the two ranks")
-    parser.add_argument("--only", nargs="+", choices=ENGINES, help="others are held against the first of them")
+    parser.add_argument("--only", nargs="+", choices=ENGINES, help="others are compared with the first of them")
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"{'=…, '.join(peers.SETTINGS)}=…"
     )
@@ -353,9 +353,14 @@ def print_table(found: Mapping[str, Measured], tokens: int, losses: Mapping[str,
             print(f"| {name} |" + " |" * 7 + " did not run |")
             continue
         sent = "" if m.sent_mb is None else f"{m.sent_mb:,.1f}"
-        told = (f"{rate[name]:,.0f}", f"{rate[name] / next(iter(rate.values())):.1f}", f"{m.step_seconds:.2f}", m.steps)
+        output = (
+            f"{rate[name]:,.0f}",
+            f"{rate[name] / next(iter(rate.values())):.1f}",
+            f"{m.step_seconds:.2f}",
+            m.steps,
+        )
         more = (f"{m.peak_gib:.2f}", sent, f"{m.first_step_seconds:.0f} s", f"{losses[name]:.4f}")
-        print(f"| {name} | " + " | ".join(map(str, told + more)) + " |")
+        print(f"| {name} | " + " | ".join(map(str, output + more)) + " |")
     for name in found:
         print(f"\n{name}: {ENGINES[name].what}", end="")
     print()

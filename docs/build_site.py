@@ -1,4 +1,4 @@
-"""Builds the documentation's site: copies the Markdown and what it links to beside each other, then calls mkdocs.
+"""Builds the documentation's site: copies the Markdown and what it links to next to each other, then calls mkdocs.
 
 python docs/build_site.py   # site/index.html, which needs neither network nor server
 """

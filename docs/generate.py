@@ -1,4 +1,4 @@
-"""Writes the pages that are generated: one per command from its help, the published recipe's claims held against the
+"""Writes the pages that are generated: one per command from its help, the published recipe's claims compared with the
 plan, and the marked blocks of others. `make docs` writes them; a test fails when a committed page differs."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_file_page() -> str:
 
 
 def run_folder_page() -> str:
-    """Exit codes and the run folder's files, from the comments beside their names in the source."""
+    """Exit codes and the run folder's files, from the comments at their names in the source."""
     from windlass import errors, run_folder
 
     def rows(module: object, form: str) -> str:

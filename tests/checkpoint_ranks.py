@@ -55,7 +55,7 @@ def emptied(loop: Loop) -> None:
 
 
 def spoilt(loop: Loop) -> None:
-    """The adapter turns against what it has learnt, on all ranks alike."""
+    """The adapter turns against what it has learned, on all ranks alike."""
     for parameter in loop.replicas.parameters:
         parameter.data.mul_(-3)
 

@@ -70,7 +70,7 @@ class Chromium:
         while b"\0" not in self.buffer:
             ready, _, _ = select.select([self.answers], [], [], max(0.0, until - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"Chromium said nothing for {seconds} s")
+                raise TimeoutError(f"Chromium answered nothing for {seconds} s")
             more = os.read(self.answers, 1 << 20)
             if not more:
                 raise RuntimeError("Chromium has gone")
@@ -80,15 +80,15 @@ class Chromium:
         return answer
 
     def _heard(self, event: dict[str, Any]) -> None:
-        method, said = event.get("method"), event.get("params", {})
+        method, printed = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(said["exceptionDetails"])[:500])
-        elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
-            self.errors.append(json.dumps(said["args"])[:500])
-        elif method == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
-            self.errors.append(said["entry"]["text"])
+            self.errors.append(json.dumps(printed["exceptionDetails"])[:500])
+        elif method == "Runtime.consoleAPICalled" and printed["type"] in ("error", "warning", "assert"):
+            self.errors.append(json.dumps(printed["args"])[:500])
+        elif method == "Log.entryAdded" and printed["entry"]["level"] in ("error", "warning"):
+            self.errors.append(printed["entry"]["text"])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(said["request"]["url"])
+            self.requests.append(printed["request"]["url"])
 
     def size(self, width: int, height: int, *, phone: bool = False, dark: bool = False) -> None:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)

@@ -529,13 +529,13 @@ FAULTS = (
         "adapter_model.safetensors: not what was written … base_model.json",
     ),
     Fault(
-        "another alpha beside the adapter",
+        "another alpha next to the adapter",
         table("run/final/adapter_config.json", lambda c: c.update(lora_alpha=800)),
         MERGE_FINAL,
         "adapter_config.json: not what was written",
     ),
     Fault(
-        "another rank beside the adapter",
+        "another rank next to the adapter",
         foreign(table("run/final/adapter_config.json", lambda c: c.update(r=2))),
         MERGE_FINAL,
         "o_proj has rank 4, and adapter_config.json has 2",

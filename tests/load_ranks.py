@@ -377,8 +377,8 @@ def steps(
     checkpointing: bool = False,
 ) -> list[float]:
     """Losses and norms of some optimizer steps of `micro` micro-batches; every rank with rows of its own."""
-    said = {"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "bias": bias}
-    lora = Lora.model_validate({**said, **({"experts": {"r": 2, "lora_alpha": 4}} if experts else {})})
+    printed = {"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "bias": bias}
+    lora = Lora.model_validate({**printed, **({"experts": {"r": 2, "lora_alpha": 4}} if experts else {})})
     model = attach(load(base, layout, dtype=dtype)[0], lora, resolve(lora, base, str), seed=1).train()
     if checkpointing:
         model.enable_input_require_grads()

@@ -122,8 +122,8 @@ def others(count: int, ranks: int) -> dict[str, Any]:
     lengths = {"median": 122, "percentile_95": 408, "most": 2048}
     split = {"documents": 28910, "tokens": 4193890, "supervised_fraction": 0.62, "truncated_share": 0.012}
     parts = [
-        {"learnt": False, "text": "[INST]What lifts an anchor?[/INST]"},
-        {"learnt": True, "text": "A windlass.</s>"},
+        {"trained": False, "text": "[INST]What lifts an anchor?[/INST]"},
+        {"trained": True, "text": "A windlass.</s>"},
     ]
     return {
         "plan.json": {

@@ -257,9 +257,9 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
-    said = capsys.readouterr().out
-    assert f"stopped by a signal after step {stopped}" in said
-    assert f"{stopped} of 6 steps are made" in said
+    printed = capsys.readouterr().out
+    assert f"stopped by a signal after step {stopped}" in printed
+    assert f"{stopped} of 6 steps are made" in printed
 
 
 def test_the_published_command_line_is_understood() -> None:
@@ -270,6 +270,6 @@ def test_the_published_command_line_is_understood() -> None:
         "--local-image-dir /data/input/Datasets/RetinaNet/data/openimages/images "
         "--cache-dir /data/input/Datasets/RetinaNet/data/openimages"
     )
-    said = factory.options(given.split())
-    assert (said.batch_size, said.max_val, said.backend) == (16, 500, "cpu")
-    assert said.cache_dir == said.local_image_dir.parent
+    printed = factory.options(given.split())
+    assert (printed.batch_size, printed.max_val, printed.backend) == (16, 500, "cpu")
+    assert printed.cache_dir == printed.local_image_dir.parent

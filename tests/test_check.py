@@ -152,7 +152,7 @@ def test_faults_are_reported_all_at_once_with_their_places(
     assert report.exit_code == 1
     assert {result.name for result in report.results if result.verdict == FAIL} == {"attention", "data", "run folder"}
     check.show(report)
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     for words in (
         "flash-attn",
         "txet",
@@ -162,8 +162,8 @@ def test_faults_are_reported_all_at_once_with_their_places(
         "did you mean NCCL_IB_HCA?",
         "fail: 3 fail",
     ):
-        assert words in said
-    assert "failing: attention, data, run folder" in said
+        assert words in printed
+    assert "failing: attention, data, run folder" in printed
 
 
 def test_what_the_plan_refuses_fails_with_its_place_and_the_rest_is_checked(sound: Path) -> None:
@@ -208,14 +208,14 @@ def test_a_tokenizer_that_is_damaged_absent_or_anothers_fails(sound: Path, tmp_p
 
 def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
     assert checked_data(read(sound)).verdict == PASS
-    for override, said in (
+    for override, printed in (
         ("data.text_field=txet", "txet"),
         ("data.dataset_name_or_path=/no/such/set", "does not exist"),
         ("data.train_split=trian", "trian"),
         ("data.val_split=holdout", "holdout"),
     ):
         found = checked_data(read(sound, [override]))
-        assert (found.verdict, said in found.seen) == (FAIL, True), found
+        assert (found.verdict, printed in found.seen) == (FAIL, True), found
     assert checked_data(read(sound, ["data.dataset_name_or_path=someone/set"])).verdict == SKIPPED  # from the hub
 
     def alone(text: str, *lines: str, more: Sequence[str] = ()) -> Loaded:
@@ -299,9 +299,14 @@ def test_a_missing_model_class_is_reported_with_the_version_that_has_it(sound: P
     c, family = context(read(sound)), FAMILIES["mistral4"]
     found, result = inputs.check_model_class(c, family)
     assert (found.__name__, result.verdict) == ("Mistral4ForCausalLM", PASS)
-    for since, said in (("5.4", "can't be imported"), ("99.1", "99.1 is the first that has")):
+    for since, printed in (("5.4", "can't be imported"), ("99.1", "99.1 is the first that has")):
         found, result = inputs.check_model_class(c, replace(family, causal_lm="Mistral9ForCausalLM", since=since))
-        assert (found, result.verdict, said in result.seen, "transformers==" in result.hint) == (None, FAIL, True, True)
+        assert (found, result.verdict, printed in result.seen, "transformers==" in result.hint) == (
+            None,
+            FAIL,
+            True,
+            True,
+        )
     light = context(c.loaded, have={"transformers": "5.23.0"})
     assert inputs.check_model_class(light, family)[1].verdict == SKIPPED
 
@@ -344,13 +349,13 @@ def test_a_tracker_that_is_not_installed_fails(sound: Path) -> None:
 def test_a_scripts_own_faults_fail(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(f"kind: script\nscript: {{path: {tmp_path}/a.py, output_dir: {tmp_path}/run}}\n")
-    for text, said in ((None, "can't be read"), ("def f(:\n", "a.py:1 is not Python"), ("\0", "not Python")):
+    for text, printed in ((None, "can't be read"), ("def f(:\n", "a.py:1 is not Python"), ("\0", "not Python")):
         (tmp_path / "a.py").unlink(missing_ok=True)
         if text is not None:
             (tmp_path / "a.py").write_text(text)
         results = inputs.check_inputs(context(read_any(run), have={}))
         found = named(results, "script")
-        assert (found.verdict, said in found.seen) == (FAIL, True), found
+        assert (found.verdict, printed in found.seen) == (FAIL, True), found
         assert named(results, "library torch").verdict == FAIL
     plan, results = inputs.check_plan(read_any(run, ["cluster.gpu=quantum"]), lambda: None)
     assert (plan, "quantum" in named(results, "plan").seen) == (None, True)

@@ -392,15 +392,15 @@ def test_two_processes_measure_each_other_and_agree(sound: Path, tmp_path: Path)
         environ["WINDLASS_STATUS_DIR"] = str(tmp_path)  # both in one: the last one's reason stays
         command = [warm.python(), "-m", "windlass", "check", str(sound), "--in-pod", "--wait", "60", *words]
         crew.append(subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    said = [process.communicate(timeout=120) for process in crew]
-    assert [process.returncode for process in crew] == [13, 13], said
-    assert said[1][0] == ""  # one node prints
-    table = " ".join(said[0][0].split())
+    printed = [process.communicate(timeout=120) for process in crew]
+    assert [process.returncode for process in crew] == [13, 13], printed
+    assert printed[1][0] == ""  # one node prints
+    table = " ".join(printed[0][0].split())
     assert "gloo: " in table
     assert "of loopback's 1" in table
     assert "folder HOME on node 1" in table.partition("failing: ")[2]
     assert "on node 0" not in table.partition("failing: ")[2]
-    assert "check failed: folder HOME on node 1" in said[1][1], "and in its own log too"
+    assert "check failed: folder HOME on node 1" in printed[1][1], "and in its own log too"
     assert "windlass check: folder HOME on node 1" in first_error(tmp_path), "what launch.sh tells the others"
 
 

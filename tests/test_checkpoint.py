@@ -72,13 +72,13 @@ def trained() -> Trained:
 
 
 def written(run: Path, trained: Trained, *steps: int, losses: dict[int, float] | None = None) -> list[str]:
-    """Checkpoints of these steps; what was said."""
-    said: list[str] = []
-    saver = Saver(run, None, {}, said.append)
+    """Checkpoints of these steps; what was printed."""
+    printed: list[str] = []
+    saver = Saver(run, None, {}, printed.append)
     for step in steps:
         saver.begin(trained.snapshot(step, eval_loss=(losses or {}).get(step)))
     saver.close()
-    return said
+    return printed
 
 
 def names(run: Path) -> list[str]:
@@ -174,9 +174,9 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_a_disk_that_is_full_harms_no_older_checkpoint(tmp_path: Path, trained: Trained, size: int) -> None:
     written(tmp_path, trained, 1)
     with files_of_at_most(size):
-        said = written(tmp_path, trained, 2)
-    assert "step     2  NOT saved: " in said[0]
-    assert "older checkpoints are unharmed" in said[0]
+        printed = written(tmp_path, trained, 2)
+    assert "step     2  NOT saved: " in printed[0]
+    assert "older checkpoints are unharmed" in printed[0]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
     assert checkpoint.damage(tmp_path / "checkpoints" / "step-1") == ""
     assert written(tmp_path, trained, 3) == ["step     3  saved checkpoints/step-3"]
@@ -189,12 +189,12 @@ def test_storage_that_is_slow_or_no_folder_or_changes_bits(
     monkeypatch.setattr("windlass.train.saver.PATIENCE_SECONDS", 0.05)
     made = trained.snapshot(1)
     object.__setattr__(made, "write", lambda partial: time.sleep(0.3))
-    said: list[str] = []
-    saver = Saver(tmp_path, None, {}, said.append)
+    printed: list[str] = []
+    saver = Saver(tmp_path, None, {}, printed.append)
     saver.begin(made)
-    assert not said
+    assert not printed
     saver.begin(trained.snapshot(2))
-    assert said[0].startswith("waiting for the checkpoint of step 1: the storage has been writing for")
+    assert printed[0].startswith("waiting for the checkpoint of step 1: the storage has been writing for")
     saver.close()
 
     (tmp_path / "other").mkdir()

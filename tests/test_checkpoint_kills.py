@@ -60,8 +60,8 @@ def whole(material: Path) -> Path:  # noqa: F811
     process = started(material / "run.yaml", "--override", f"train.output_dir={folder}")
     wait_for(lambda: (folder / "load.json").exists(), process)
     loaded = time.monotonic()
-    _, said = process.communicate(timeout=WAIT_SECONDS)
-    assert process.returncode == 0, said
+    _, printed = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 0, printed
     (material / "load seconds").write_text(str(loaded - began))
     (material / "train seconds").write_text(str(time.monotonic() - loaded))
     return folder
@@ -88,18 +88,18 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
         running = process.poll() is None
         if running:
             shoot(process, how, chance)
-        _, said = process.communicate(timeout=WAIT_SECONDS)
-        whatever = f"{how} after {moment:.1f} s: {process.returncode}\n{said}"
+        _, printed = process.communicate(timeout=WAIT_SECONDS)
+        whatever = f"{how} after {moment:.1f} s: {process.returncode}\n{printed}"
         assert process.returncode in ((0, 1) if how == "kill" else (0, SAVED)), whatever
-        assert "Traceback" not in said, whatever
-        assert "killed by SIGKILL while" in said or process.returncode != 1, whatever
+        assert "Traceback" not in printed, whatever
+        assert "killed by SIGKILL while" in printed or process.returncode != 1, whatever
         assert all(not checkpoint.damage(f) for f in checkpoint.saved(folder / "checkpoints")), whatever
         if process.returncode == 0 or is_finished(folder):
             break  # also where the shot came after the last word
     else:
         process = started(material / "run.yaml", *words)
-        _, said = process.communicate(timeout=WAIT_SECONDS)
-        assert process.returncode == 0, said
+        _, printed = process.communicate(timeout=WAIT_SECONDS)
+        assert process.returncode == 0, printed
     ours, theirs = (load_file(each / "final" / checkpoint.ADAPTER) for each in (whole, folder))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -156,9 +156,9 @@ def test_a_signal_to_another_launcher_is_saved_too(
             if attempt == "stopped":
                 wait_for(lambda: "training step 3" in phases(tmp_path / "stopped"), process)
                 process.send_signal(signal.SIGTERM)
-            _, said = process.communicate(timeout=WAIT_SECONDS)
+            _, printed = process.communicate(timeout=WAIT_SECONDS)
         codes = [(status_dir / f"code-{rank}").read_text() for rank in range(2)]
-        assert codes == ["75" if attempt == "stopped" else "0"] * 2, said
+        assert codes == ["75" if attempt == "stopped" else "0"] * 2, printed
     ours, theirs = (load_file(each / "final" / checkpoint.ADAPTER) for each in (whole, folder))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 

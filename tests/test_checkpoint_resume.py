@@ -62,8 +62,8 @@ Case = dict[str, Any]
 
 def case(out: str, *faults: str, resume: bool = False, damage: dict[str, str] | None = None, **keys: Any) -> Case:
     overrides = {"train.output_dir": f"{{out}}/{out}"} | {key.replace("__", "."): value for key, value in keys.items()}
-    said = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()]
-    return {"overrides": said, "faults": list(faults), "resume": resume, "damage": damage or {}}
+    printed = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()]
+    return {"overrides": printed, "faults": list(faults), "resume": resume, "damage": damage or {}}
 
 
 def resumed(cut: str, out: str, **keys: Any) -> Case:
@@ -152,7 +152,7 @@ Two = tuple[Outcomes, dict[str, str]]  # and what rank 0 printed in each
 
 
 def launched(material: Path, world: int, cases: dict[str, Case]) -> Two:
-    """All cases one after the other in the same processes; by name each rank's outcome, and what rank 0 said."""
+    """All cases one after the other in the same processes; by name each rank's outcome, and what rank 0 printed."""
     out = material / "runs"
     out.mkdir(exist_ok=True)
     (material / "cases.json").write_text(
@@ -171,8 +171,8 @@ def launched(material: Path, world: int, cases: dict[str, Case]) -> Two:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     by_rank = [json.loads(found.with_name(f"{found.name}-{rank}").read_text()) for rank in range(world)]
-    said = dict(part.split("\n", 1) for part in done.stderr.split("--- ")[1:])
-    return {name: [outcomes[name] for outcomes in by_rank] for name in cases}, said
+    printed = dict(part.split("\n", 1) for part in done.stderr.split("--- ")[1:])
+    return {name: [outcomes[name] for outcomes in by_rank] for name in cases}, printed
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +264,10 @@ def assert_same_batches(outcomes: Outcomes, material: Path, name: str, folder: s
 
 
 def test_a_full_disk_is_said_and_training_goes_on(two: Two, material: Path) -> None:
-    outcomes, said = two
+    outcomes, printed = two
     assert outcomes["disk full for a while"][0]["code"] == 0
     run = material / "runs" / "disk"
-    assert "step     8  NOT saved: No space left on device" in said["disk full for a while"]
+    assert "step     8  NOT saved: No space left on device" in printed["disk full for a while"]
     assert [f.name for f in checkpoint.saved(run / "checkpoints")] == ["step-4", "step-12"]
     assert not list((run / "checkpoints").glob(".*"))
     assert all(not checkpoint.damage(f) for f in checkpoint.saved(run / "checkpoints"))
@@ -326,17 +326,17 @@ def test_what_ends_a_run_on_every_rank(two: Two, name: str, messages: list[str])
     "step-8: optimizer.pt is not what was written; kept as damaged-step-8",
 )
 def test_a_damaged_newest_checkpoint_is_passed_over_and_said(two: Two, material: Path) -> None:
-    outcomes, said = two
+    outcomes, printed = two
     run = material / "runs" / "poisoned"
     assert outcomes["newest damaged"][0]["code"] == 0, outcomes["newest damaged"]
-    assert "step-8: optimizer.pt is not what was written; kept as damaged-step-8" in said["newest damaged"]
+    assert "step-8: optimizer.pt is not what was written; kept as damaged-step-8" in printed["newest damaged"]
     assert_same_bits(run / "final", material / "runs" / "plain" / "final")
     assert steps(run) == steps(material / "runs" / "plain")
     assert evaluations(run) == evaluations(material / "runs" / "plain")
 
 
 def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Two, material: Path) -> None:
-    outcomes, said = two
+    outcomes, printed = two
     for name, adapter in (
         ("base, altered", "checkpoints/step-6"),
         ("adapter, altered", "plain/final"),
@@ -352,7 +352,7 @@ def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Tw
             assert "model.model_name_or_path" in outcome["where"]
     assert [outcome.get("code") for outcome in outcomes["base, accepted"]] == [0, 0], outcomes["base, accepted"]
     assert [outcome.get("code") for outcome in outcomes["base, put back"]] == [0, 0], outcomes["base, put back"]
-    assert "accepted with --allow-other-base" in said["base, accepted"]
+    assert "accepted with --allow-other-base" in printed["base, accepted"]
     runs = material / "runs"
     records = {name: read_json(runs / name / "final" / "base_model.json") for name in ("plain", "base parts")}
     loads = {name: read_json(runs / name / "load.json")["base_digest"] for name in records}

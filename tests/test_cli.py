@@ -48,9 +48,9 @@ def test_a_hint_names_the_run_that_was_given(windlass: Windlass, tmp_path: Path)
     """So that it works when it is pasted; a RUN in anything else that is printed stays."""
     mine = tmp_path / "my run.yaml"
     mine.write_text(f"model: {{model_name_or_path: org/none}}\ntrain: {{output_dir: {tmp_path}/RUN}}\n")
-    said = windlass("status", str(mine), code=2)
-    assert f"{tmp_path}/RUN/submitted.json: nothing was submitted" in said
-    assert f"hint: `windlass submit '{mine}'`" in said
+    printed = windlass("status", str(mine), code=2)
+    assert f"{tmp_path}/RUN/submitted.json: nothing was submitted" in printed
+    assert f"hint: `windlass submit '{mine}'`" in printed
     assert f"`windlass fetch '{mine}'` (with --headers-only" in windlass("plan", str(mine), code=2)
 
 

@@ -103,7 +103,7 @@ def test_empty_rows_are_dropped_and_long_ones_cut_and_counted(prepared: Prepare,
     cut = len(tokenizer(texts[0])["input_ids"]) + 1 - 128
     assert [figures[key] for key in ("rows", "empty", "documents", "truncated", "tokens_cut")] == [5, 2, 3, 1, cut]
     assert figures["supervised_tokens"] == figures["tokens"] - 3  # a first token is never predicted
-    assert figures["end_learnt_share"] == pytest.approx(2 / 3)
+    assert figures["end_trained_share"] == pytest.approx(2 / 3)
     assert len(done.train["input_ids"][0].as_py()) == 128
     assert done.train["input_ids"][0].as_py()[-1] != tokenizer.eos_token_id == done.train["input_ids"][1].as_py()[-1]
     assert any("cut at max_length" in note for note in done.audit["notes"])
@@ -137,11 +137,11 @@ def test_loss_is_on_what_a_template_marks(prepared: Prepare, tokenizer: Any) -> 
     assert tokenizer.decode(supervised(done)) == " 42</s>"
     assert done.audit["splits"]["train"]["empty"] == 1  # a row without an answer is no example
     *_, asked, answered = done.audit["samples"][0]["parts"]
-    assert (asked["text"][-2:], asked["learnt"], answered) == ("A:", False, {"text": " 42</s>", "learnt": True})
+    assert (asked["text"][-2:], asked["trained"], answered) == ("A:", False, {"text": " 42</s>", "trained": True})
     middle = prepared(rows, prompt_template="[[{q}]] and more")
     assert tokenizer.decode(supervised(middle)) == "six times seven"  # neither what follows nor the end
     assert any("not learn to stop" in note for note in middle.audit["notes"])
-    assert "loss on every token" in prepared(rows, prompt_template="{q}").audit["shape"]["said"]
+    assert "loss on every token" in prepared(rows, prompt_template="{q}").audit["shape"]["description"]
     for template, words in (
         ("{question}", r"no column 'question'; they have 'q', 'a'"),
         ("{q} [[{a}", "never closed"),
@@ -172,7 +172,7 @@ def test_loss_is_on_the_assistants_turns(prepared: Prepare, tokenizer: Any) -> N
         done = prepared([{"messages": CHAT}], kind)
         assert kind.decode(supervised(done)).replace(" ", "") == "Hi.</s>Because.</s>"
         assert kind.decode(done.train["input_ids"][0].as_py()).count("<s>") == 1
-        assert done.audit["splits"]["train"]["end_learnt_share"] == 1
+        assert done.audit["splits"]["train"]["end_trained_share"] == 1
         assert any("Mistral's is used" in note for note in done.audit["notes"]) is (kind is bare)
 
 
@@ -418,7 +418,7 @@ def make(into):
     while not (cache / "go").exists():
         time.sleep(0.02)
     (into / "tokens").write_text("all")
-print((cached_folder(cache, "key", make, lambda said: print(said, flush=True)) / "tokens").read_text())
+print((cached_folder(cache, "key", make, lambda line: print(line, flush=True)) / "tokens").read_text())
 """
 
 
@@ -471,15 +471,15 @@ def test_a_failure_leaves_nothing_and_a_place_that_can_not_be_written_is_named(t
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "unseal", "lose", "garble"])
 def test_tokens_come_from_the_cache_and_are_made_again_if_damaged(text: Path, tokenizer: Any, harm: str) -> None:
-    said: list[str] = []
-    first = prepare(run_file(text, packing=True), tokenizer, say=said.append)
+    printed: list[str] = []
+    first = prepare(run_file(text, packing=True), tokenizer, say=printed.append)
     expected, audit = first.train.to_pylist(), first.audit
     folder = text.parent / "out" / "tokens" / first.fingerprint
     del first
     arrow = folder / "train.arrow"
     times = arrow.stat()
-    again = prepare(run_file(text, packing=True), tokenizer, say=said.append)
-    assert (again.train.to_pylist(), again.audit, arrow.stat().st_mtime_ns, said) == (
+    again = prepare(run_file(text, packing=True), tokenizer, say=printed.append)
+    assert (again.train.to_pylist(), again.audit, arrow.stat().st_mtime_ns, printed) == (
         expected,
         audit,
         times.st_mtime_ns,
@@ -503,9 +503,9 @@ def test_tokens_come_from_the_cache_and_are_made_again_if_damaged(text: Path, to
         case "garble":
             (folder / SEAL).write_text("{")
     for _ in range(2):
-        assert prepare(run_file(text, packing=True), tokenizer, say=said.append).train.to_pylist() == expected
-        assert len(said) == 1
-        assert "damaged" in said[0]
+        assert prepare(run_file(text, packing=True), tokenizer, say=printed.append).train.to_pylist() == expected
+        assert len(printed) == 1
+        assert "damaged" in printed[0]
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -536,7 +536,7 @@ def test_a_volume_without_locks_still_gets_one_complete_folder(tmp_path: Path, m
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    said: list[str] = []
+    printed: list[str] = []
 
     def quick(into: Path) -> None:
         (into / "tokens").write_text("first")
@@ -544,11 +544,11 @@ def test_a_volume_without_locks_still_gets_one_complete_folder(tmp_path: Path, m
     def make(into: Path) -> None:
         with monkeypatch.context() as patch:  # a process on another machine comes in between and is first
             patch.setattr(socket, "gethostname", lambda: "another")
-            cached_folder(tmp_path, "key", quick, said.append)
+            cached_folder(tmp_path, "key", quick, printed.append)
         (into / "tokens").write_text("second")
 
-    assert (cached_folder(tmp_path, "key", make, said.append) / "tokens").read_text() == "first"
-    assert "takes no locks" in said[0]
+    assert (cached_folder(tmp_path, "key", make, printed.append) / "tokens").read_text() == "first"
+    assert "takes no locks" in printed[0]
 
 
 FORKED = """

@@ -108,7 +108,7 @@ def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
 
 def parts(done: Prepared, tokenizer: Any) -> list[str]:
     """What the loss is computed on, stretch by stretch."""
-    return [part["text"] for part in done.audit["samples"][0]["parts"] if part["learnt"]]
+    return [part["text"] for part in done.audit["samples"][0]["parts"] if part["trained"]]
 
 
 @pytest.mark.parametrize(

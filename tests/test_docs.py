@@ -71,7 +71,7 @@ def test_links_lead_somewhere() -> None:
 @pytest.mark.prove
 def test_the_demo_ends_as_the_readme_shows(tmp_path: Path) -> None:
     """Word for word; figures are of the day and the machine."""
-    said = ""
+    output = ""
     for arguments in (("demo", "--dir", "demo-run"), ("report", "demo-run/run")):
         done = subprocess.run(
             [sys.executable, "-m", "windlass", *arguments],
@@ -82,10 +82,10 @@ def test_the_demo_ends_as_the_readme_shows(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        said += done.stderr + done.stdout
+        output += done.stderr + done.stdout
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.findall(r"<!-- demo -->\n```\n(.*?)\n```", text, re.DOTALL)[0].splitlines()
-    printed = [masked(line) for line in said.splitlines()]
+    printed = [masked(line) for line in output.splitlines()]
     for line in (masked(line) for line in shown if line != "…"):
         assert line in printed, line
         printed = printed[printed.index(line) + 1 :]

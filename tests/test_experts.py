@@ -84,17 +84,17 @@ def peft_of(model: nn.Module, *leaves: str, **config: Any) -> PeftModel:
 
 def plan_of(model: nn.Module, found: tuple[str, ...], patterns: tuple[str, ...] = ("o_proj",), r: int = R) -> Adapter:
     """What the plan would say, counted from the shapes here. `r` is the experts' rank."""
-    said = []
+    printed = []
     for pattern in patterns:
         linear = {name: m for name, m in model.named_modules() if name.endswith(f".{pattern}")}
         count = sum(R * sum(m.weight.shape) for m in linear.values())
-        said.append(Target(pattern, (pattern,), "attention", tuple(linear), count))
-    modules = tuple(name for target in said for name in target.modules)
+        printed.append(Target(pattern, (pattern,), "attention", tuple(linear), count))
+    modules = tuple(name for target in printed for name in target.modules)
     shapes = [model.get_parameter(name).shape for name in found]
     if found:
         count = sum(shape[0] * r * (shape[1] + shape[2]) for shape in shapes)
-        said.append(Target("experts", ("experts",), "experts", found, count))
-    return Adapter(R, 2.0 * R, tuple(said), modules, found, sum(target.parameters for target in said), 4)
+        printed.append(Target("experts", ("experts",), "experts", found, count))
+    return Adapter(R, 2.0 * R, tuple(printed), modules, found, sum(target.parameters for target in printed), 4)
 
 
 def section(**keys: Any) -> Lora:

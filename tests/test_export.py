@@ -599,10 +599,10 @@ def test_an_adapter_on_another_base_of_the_same_shapes(
     cases: dict[str, Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One bit of its weights is another. An adapter without a digest is taken, and that is printed."""
-    said: list[str] = []
+    printed: list[str] = []
     adapter, other, base = tmp_path / "adapter", tmp_path / "other", read_base(cases["tied"].base)
-    export(cases["tied"].adapter, tmp_path / "unproven", merge=True, say=said.append)
-    assert [line for line in said if "that it was trained on base is unproven" in line]
+    export(cases["tied"].adapter, tmp_path / "unproven", merge=True, say=printed.append)
+    assert [line for line in printed if "that it was trained on base is unproven" in line]
     shutil.copytree(cases["tied"].adapter, adapter)
     (adapter / RECORD).write_text(json.dumps(describe_base(base, digest_files(base))))
     shutil.copytree(cases["tied"].base, other)

@@ -60,8 +60,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [" ".join(chance.choices(WORDS.split(), k=12)) for _ in range(60)]
     (folder / "data" / "train.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
     (folder / "run.yaml").write_text(RUN)
-    code, said = windlass("train run.yaml", folder)
-    assert code == 0, said
+    code, printed = windlass("train run.yaml", folder)
+    assert code == 0, printed
     return folder
 
 
@@ -74,8 +74,8 @@ def test_a_planted_fault_is_named(fault: Fault, material: Path, tmp_path: Path) 
     folder = shutil.copytree(material, tmp_path / "here")
     with contextlib.chdir(folder):
         fault.plant()
-    code, said = windlass(fault.command, folder, **fault.environ)
-    said = re.sub(r"\s+", " ", said)
-    assert "Traceback" not in said, said
-    assert code == fault.code, said
-    assert re.search(".*?".join(re.escape(part.strip()) for part in fault.says.split("…")), said), said
+    code, printed = windlass(fault.command, folder, **fault.environ)
+    printed = re.sub(r"\s+", " ", printed)
+    assert "Traceback" not in printed, printed
+    assert code == fault.code, printed
+    assert re.search(".*?".join(re.escape(part.strip()) for part in fault.says.split("…")), printed), printed

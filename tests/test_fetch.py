@@ -140,7 +140,7 @@ from windlass.fetch import fetch_run
 from windlass.runfile import RunFile
 run = RunFile.model_validate(json.loads(sys.argv[1]))
 try:
-    found = fetch_run(run, lambda key: f"run.yaml:1: {key}", lambda said: print(said, file=sys.stderr, flush=True))
+    found = fetch_run(run, lambda key: f"run.yaml:1: {key}", lambda line: print(line, file=sys.stderr, flush=True))
 except UserError as error:
     sys.exit(f"USER {error}")
 print(json.dumps({part: str(folder) for part, folder in found.items()}))
@@ -183,19 +183,19 @@ def test_several_processes_fetch_once_and_only_what_the_run_reads(hub: Hub, tmp_
     folders = found[0][0]
     assert (folders["model"] / "model.safetensors").read_bytes() == FILES["org/model"]["model.safetensors"]
     assert not (folders["model"] / "consolidated.safetensors").exists()
-    assert sum("waiting for another process" in said for _, said in found) >= 1
+    assert sum("waiting for another process" in printed for _, printed in found) >= 1
     # Afterwards no network is needed.
-    offline, said = result(fetch(hub, tmp_path, HF_HUB_OFFLINE="1"))
-    assert offline == folders, said
+    offline, printed = result(fetch(hub, tmp_path, HF_HUB_OFFLINE="1"))
+    assert offline == folders, printed
 
 
 def test_a_cut_transfer_goes_on_where_it_stopped(hub: Hub, tmp_path: Path) -> None:
     hub.cut = "model.safetensors"
-    folders, said = result(fetch(hub, tmp_path))
+    folders, printed = result(fetch(hub, tmp_path))
     if not folders:  # the client gave up: the next run goes on
         hub.cut = ""
-        folders, said = result(fetch(hub, tmp_path))
-    assert folders, said
+        folders, printed = result(fetch(hub, tmp_path))
+    assert folders, printed
     assert (folders["model"] / "model.safetensors").read_bytes() == FILES["org/model"]["model.safetensors"]
     assert hub.ranges
     assert hub.gets["small/train.jsonl"] == 1
@@ -204,13 +204,13 @@ def test_a_cut_transfer_goes_on_where_it_stopped(hub: Hub, tmp_path: Path) -> No
 @pytest.mark.fault("a file that is not what the hub publishes", "`windlass fetch`", "the hub publishes ")
 def test_a_file_without_its_published_hash_is_removed_and_fetched_again(hub: Hub, tmp_path: Path) -> None:
     hub.spoilt = "model.safetensors"
-    folders, said = result(fetch(hub, tmp_path))
+    folders, printed = result(fetch(hub, tmp_path))
     assert not folders
-    assert "model.safetensors: has SHA-256 " in said
-    assert "the hub publishes " in said
+    assert "model.safetensors: has SHA-256 " in printed
+    assert "the hub publishes " in printed
     hub.spoilt = ""
-    folders, said = result(fetch(hub, tmp_path))
-    assert folders, said
+    folders, printed = result(fetch(hub, tmp_path))
+    assert folders, printed
     known = json.loads((folders["model"] / "windlass-published.json").read_text())
     assert list(known) == ["model.safetensors"]
 
@@ -218,18 +218,18 @@ def test_a_file_without_its_published_hash_is_removed_and_fetched_again(hub: Hub
 @pytest.mark.parametrize("how", ["offline", "unreachable"])
 def test_without_a_network_the_next_step_is_named(hub: Hub, tmp_path: Path, how: str) -> None:
     more = {"HF_HUB_OFFLINE": "1"} if how == "offline" else {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    folders, said = result(fetch(hub, tmp_path, **more))
+    folders, printed = result(fetch(hub, tmp_path, **more))
     assert not folders
-    assert "USER run.yaml:1: model.model_name_or_path: org/model is not on this machine and the hub" in said
-    assert "hint: run `windlass fetch RUN` where there is a network" in said
+    assert "USER run.yaml:1: model.model_name_or_path: org/model is not on this machine and the hub" in printed
+    assert "hint: run `windlass fetch RUN` where there is a network" in printed
 
 
 def test_an_unknown_name_and_a_local_folder(hub: Hub, tmp_path: Path) -> None:
     assert "the hub has no model 'org/none'" in result(fetch(hub, tmp_path, model="org/none"))[1]
     (tmp_path / "rows.txt").write_text("a\n")
-    folders, said = result(fetch(hub, tmp_path, data=str(tmp_path / "rows.txt")))
+    folders, printed = result(fetch(hub, tmp_path, data=str(tmp_path / "rows.txt")))
     assert set(folders) == {"model"}
-    assert "nothing to fetch" in said
+    assert "nothing to fetch" in printed
 
 
 def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class Device:
     """Of torch's CUDA functions those that are asked here, for a machine without a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.state, self.held, self.peak = torch.arange(16, dtype=torch.uint8), 0, 0
+        self.state, self.kept, self.peak = torch.arange(16, dtype=torch.uint8), 0, 0
         for name in ("get_rng_state", "set_rng_state", "memory_stats", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
@@ -75,10 +75,10 @@ class Device:
         self.state = state
 
     def memory_stats(self, _: Any) -> dict[str, int]:
-        return {"allocated_bytes.all.current": self.held, "allocated_bytes.all.peak": self.peak}
+        return {"allocated_bytes.all.current": self.kept, "allocated_bytes.all.peak": self.peak}
 
     def reset_peak_memory_stats(self, _: Any) -> None:
-        self.peak = self.held
+        self.peak = self.kept
 
 
 def test_the_gpus_random_numbers_go_on_whatever_else_the_node_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,11 +102,11 @@ def test_what_has_no_effect_there_is_reported() -> None:
     def notes(to: str, *overrides: str) -> str:
         return "\n".join(submitting.review(job_of(example("train", overrides)[0]), to))
 
-    said = notes("runai", *FULL, "cluster.priority_class=high", "cluster.gpu_resource=nvidia.com/mig-7g.141gb")
+    printed = notes("runai", *FULL, "cluster.priority_class=high", "cluster.gpu_resource=nvidia.com/mig-7g.141gb")
     for key in ("queue", "node_selector", "deadline_seconds", "service_account", "gpu_resource"):
-        assert f"cluster.{key} has no effect on Run:ai" in said
+        assert f"cluster.{key} has no effect on Run:ai" in printed
     env = "cluster.env={NCCL_TIMEOUT: '1', RDMAV_FORK_SAFE: '1', NCCL_IB_HCA: mlx5_0, OURS: x}"
-    said = notes("kubernetes", *FULL, "cluster.user={uid: 0}", "cluster.image=a/b:1", env, "cluster.engine=trainer")
+    printed = notes("kubernetes", *FULL, "cluster.user={uid: 0}", "cluster.image=a/b:1", env, "cluster.engine=trainer")
     for part in (
         "cluster.project has no effect on Kubernetes",
         "a tag may change",
@@ -114,12 +114,12 @@ def test_what_has_no_effect_there_is_reported() -> None:
         "RDMAV_FORK_SAFE: redundant",
         "restarts are the runtime's (torch-distributed)",
     ):
-        assert part in said
-    assert "NCCL_IB_HCA" not in said
+        assert part in printed
+    assert "NCCL_IB_HCA" not in printed
     volumes = "cluster.volumes=[{host: /data, path: /data}]"
-    said = notes("slurm", volumes, "cluster.memory_request=64Gi", "cluster.memory_limit=96Gi", "cluster.runtime=r")
+    printed = notes("slurm", volumes, "cluster.memory_request=64Gi", "cluster.memory_limit=96Gi", "cluster.runtime=r")
     for key in ("volumes", "memory_request", "runtime"):
-        assert f"cluster.{key} has no effect on Slurm" in said
+        assert f"cluster.{key} has no effect on Slurm" in printed
     assert "yunikorn is given no PodGroup" in notes("kubernetes", *SITE, "cluster.scheduler_name=yunikorn")
     assert "cluster's queue, labels" in notes("script", "cluster.queue=gpus", "cluster.labels={a: b}")
     one = (
@@ -131,8 +131,8 @@ def test_what_has_no_effect_there_is_reported() -> None:
         "cluster.install=[a]",
     )
     assert "cluster's queue\ncluster.install has no effect" in notes("local", *one)
-    assert "OURS" not in said
-    assert "SCC" not in said
+    assert "OURS" not in printed
+    assert "SCC" not in printed
     assert "SCC nonroot-v2" in notes("runai", *FULL), "which may run on OpenShift"
     # anyuid itself refuses every pod that names a profile.
     assert "a copy of the SCC anyuid with seccompProfiles" in notes("openshift", *SITE, "cluster.user={uid: 0}")
@@ -231,7 +231,7 @@ class Cluster:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._monkeypatch = folder, monkeypatch
-        self.said: list[str] = []
+        self.printed: list[str] = []
         program(folder / "bin", "kubectl", KUBECTL)
         files = {
             name: str(folder / name.lower())
@@ -252,8 +252,8 @@ class Cluster:
     def submit(self, *more: str, to: str = "kubernetes", **options: Any) -> int:
         overrides = (*volume(self.folder), *more)
         plan = plan_of(EXAMPLES / "train.yaml", overrides)
-        self.said.clear()
-        return submitting.submit(plan, to, overrides=overrides, say=self.said.append, **options)
+        self.printed.clear()
+        return submitting.submit(plan, to, overrides=overrides, say=self.printed.append, **options)
 
     @property
     def words(self) -> list[str]:
@@ -282,8 +282,8 @@ def test_the_cluster_is_asked_first_and_then_given_the_very_file(cluster: Cluste
     assert {"persistentvolumeclaim", "secret"} <= set(words)
     record = json.loads((folder / "submitted.json").read_text())
     assert (record["platform"], record["engine"], record["namespace"]) == ("kubernetes", "job", "ml")
-    assert "created" in "\n".join(cluster.said)
-    assert warning in cluster.said
+    assert "created" in "\n".join(cluster.printed)
+    assert warning in cluster.printed
 
 
 def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
@@ -304,7 +304,7 @@ def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
         assert cluster.applied is None
         cluster.answer(MISSING="-", DENIED=missing)
         assert cluster.submit(more) == 0, "whoever may not look may still submit"
-        assert f"note: {missing} could not be looked up: Error from server (Forbidden)" in "\n".join(cluster.said)
+        assert f"note: {missing} could not be looked up: Error from server (Forbidden)" in "\n".join(cluster.printed)
         (cluster.folder / "applied").unlink()
         cluster.answer(DENIED="nobody")
     cluster.answer(MISSING="queue.scheduling.volcano.sh gpus")
@@ -324,7 +324,7 @@ def test_what_the_cluster_lacks_or_refuses_is_found_before_anything_is_created(
     assert cluster.applied is None
     monkeypatch.setenv("PATH", str(cluster.folder / "empty"))
     assert cluster.submit() == 0
-    assert f"kubectl apply -f {cluster.folder}/run/job.yaml" in cluster.said[-1]
+    assert f"kubectl apply -f {cluster.folder}/run/job.yaml" in cluster.printed[-1]
     with pytest.raises(UserError, match="kubectl can't be run"):
         kubectl.KubernetesJob("run", "job", None).logs()
     program(cluster.folder / "empty", "oc", "exit 0")
@@ -353,13 +353,13 @@ def test_what_a_pod_would_be_refused_for_is_found_before_anything_is_created(
             tried.unlink()
     cluster.answer(REFUSES_POD=quota)
     assert cluster.submit() == 0, "a queue may wait for it"
-    assert f"note: {quota}" in cluster.said
+    assert f"note: {quota}" in cluster.printed
     assert json.loads(tried.read_text())["kind"] == "Pod"
     for path in (tried, cluster.folder / "applied"):
         path.unlink()
     cluster.answer(REFUSES_POD=forbidden)
     assert cluster.submit() == 0, "the server can't be asked"
-    assert [line for line in cluster.said if forbidden in line]
+    assert [line for line in cluster.printed if forbidden in line]
     job = tried.read_text().partition("}{")[2]
     kubernetes_validate.validate({**json.loads("{" + job), "metadata": {"name": "x"}}, "1.36", strict=True)
 
@@ -406,7 +406,7 @@ def test_the_role_in_the_docs_is_what_it_takes(cluster: Cluster, capfd: pytest.C
         cluster.answer(AFTER=ended("Suspended"), OVER=ended("Complete"))
         options = (f"cluster.engine={engine}", "cluster.queue=gpus", "cluster.network_policy=ingress")
         assert cluster.submit(*options, follow=True) == 0
-        platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.said.append)
+        platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.printed.append)
         assert platform.status(record) == platform.stop(record) == platform.logs(record, follow=False) == 0
         documents = list(yaml.safe_load_all(cluster.applied or ""))
         others = {document["kind"] for document in documents[:-1]}
@@ -430,7 +430,7 @@ def test_nodes_without_the_gpus_are_a_note(cluster: Cluster) -> None:
         cluster.has(nodes=json.dumps({"items": items}))
         assert cluster.submit(more) == 0
         (cluster.folder / "applied").unlink()
-        return [line for line in cluster.said if "nodes have" in line or "planned for" in line]
+        return [line for line in cluster.printed if "nodes have" in line or "planned for" in line]
 
     assert notes(*[("NVIDIA-H200", 8)] * 3) == []
     (few,) = notes(("NVIDIA-H200", 8), ("NVIDIA-H200", 0), ("NVIDIA-H200", 8))
@@ -443,7 +443,7 @@ def test_nodes_without_the_gpus_are_a_note(cluster: Cluster) -> None:
     assert notes(*[("NVIDIA-H200", 8)] * 3, ("NVIDIA-A100-SXM4-80GB", 8), more=chosen) == []
     (cluster.folder / "nodes").unlink()
     assert cluster.submit() == 0
-    assert "could not be looked up: Error: nodes is forbidden" in "\n".join(cluster.said)
+    assert "could not be looked up: Error: nodes is forbidden" in "\n".join(cluster.printed)
 
 
 def test_what_belongs_to_the_job_goes_with_it(cluster: Cluster) -> None:
@@ -461,7 +461,7 @@ def test_what_belongs_to_the_job_goes_with_it(cluster: Cluster) -> None:
     (cluster.folder / "applied").unlink()
     cluster.has(**{"no-patch": ""})
     assert cluster.submit() == 0
-    assert "note: only `windlass stop RUN` deletes what belongs to the job: Error: forbidden" in cluster.said
+    assert "note: only `windlass stop RUN` deletes what belongs to the job: Error: forbidden" in cluster.printed
 
 
 def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
@@ -481,7 +481,7 @@ def test_a_running_job_is_left_alone_and_an_ended_one_replaced(
     words = cluster.words
     assert words[words.index("delete") + 1] == "jobs.batch"
     assert words.index("--dry-run=server") < words.index("delete")
-    assert "resumes from its last checkpoint" in "\n".join(cluster.said)
+    assert "resumes from its last checkpoint" in "\n".join(cluster.printed)
     texts = ((cluster.folder / "tried").read_text(), cluster.applied or "")
     tried, kept = ([one["metadata"]["name"] for one in yaml.safe_load_all(text)] for text in texts)
     assert not set(tried) & set(kept), "the server compares with no job that is to go"
@@ -492,7 +492,7 @@ def test_pods_of_the_job_before_are_waited_for(cluster: Cluster, monkeypatch: py
     """`stop` deletes the job at once, and its pods have minutes to save."""
     cluster.has(pods="Running Running\nRunning\nFailed Succeeded\n")
     assert cluster.submit() == 0
-    waiting = [line for line in cluster.said if "waiting" in line]
+    waiting = [line for line in cluster.printed if "waiting" in line]
     assert waiting == ["the job before has 2 pods left, which may be saving: waiting for the end"]
     assert (cluster.folder / "pods").read_text() == "Failed Succeeded\n", "every answer was read"
     (cluster.folder / "applied").unlink()
@@ -539,20 +539,20 @@ def test_the_engine_is_the_first_that_serves_the_run(cluster: Cluster) -> None:
         ("jobs.batch pytorchjobs.kubeflow.org", "jobs.batch", "", "pytorchjob", "you may not create it here"),
     ):
         cluster.answer(KINDS=kinds, DENIED=denied or "nobody", RUNTIME=shipped)
-        cluster.said.clear()
+        cluster.printed.clear()
         section = plan_of(EXAMPLES / "train.yaml", volume(cluster.folder)).loaded.run.cluster
-        assert kubectl.installed_engine(section, cluster.said.append) == engine, (kinds, denied, shipped)
-        assert why in "\n".join(cluster.said)
-        assert bool(why) == bool(cluster.said), cluster.said
+        assert kubectl.installed_engine(section, cluster.printed.append) == engine, (kinds, denied, shipped)
+        assert why in "\n".join(cluster.printed)
+        assert bool(why) == bool(cluster.printed), cluster.printed
     cluster.answer(KINDS=every, DENIED="nobody", RUNTIME=STOCK)
     assert cluster.submit() == 0
     assert "kind: JobSet" in (cluster.applied or "")
-    assert "no cluster was asked" not in "\n".join(cluster.said)
+    assert "no cluster was asked" not in "\n".join(cluster.printed)
     (cluster.folder / "applied").unlink()
     assert cluster.submit("cluster.engine=trainer") == 0, "it was asked for"
-    assert "counts each node that is stopped as one of 6 failures" in "\n".join(cluster.said)
+    assert "counts each node that is stopped as one of 6 failures" in "\n".join(cluster.printed)
     assert cluster.submit(dry_run=True) == 0
-    assert "auto, and no cluster was asked: an indexed Job" in "\n".join(cluster.said)
+    assert "auto, and no cluster was asked: an indexed Job" in "\n".join(cluster.printed)
 
 
 def test_events_say_why_there_is_no_pod(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
@@ -589,16 +589,18 @@ def test_events_say_why_there_is_no_pod(cluster: Cluster, capfd: pytest.CaptureF
         "pod run-node-0-2-abcde: FailedScheduling: 0/8 nodes are available",
         "workload job-run-1a2b3: Pending: insufficient quota for nvidia.com/gpu",
     ]
-    shown = [line for line in cluster.said if line.startswith("waiting") or line in complaints]
+    shown = [line for line in cluster.printed if line.startswith("waiting") or line in complaints]
     assert shown == ["waiting: no pod yet", *complaints, "waiting: Pending"], "each once"
-    assert "of " not in "".join(line for line in cluster.said if "Failed:" in line)
+    assert "of " not in "".join(line for line in cluster.printed if "Failed:" in line)
     (cluster.folder / "over").unlink()
     cluster.has(pods="Running Pending Running\n")
-    platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.said.append)
+    platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.printed.append)
     capfd.readouterr()
     assert platform.status(record) == 0
-    said = capfd.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("warning: ")] == [f"warning: {c}" for c in complaints]
+    printed = capfd.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("warning: ")] == [
+        f"warning: {c}" for c in complaints
+    ]
     cluster.answer(DENIED="events")
     assert platform.status(record) == 0
     assert "events can't be read: Error from server (Forbidden)" in capfd.readouterr().out
@@ -629,7 +631,7 @@ def test_a_dry_run_writes_to_its_own_folder_alone(cluster: Cluster) -> None:
 
 def test_status_logs_and_stop_of_kubernetes(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     cluster.submit()
-    platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.said.append)
+    platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.printed.append)
     assert platform.status(record) == 0
     assert platform.logs(record, follow=True) == 0
     assert "step 1" in capfd.readouterr().out
@@ -637,7 +639,7 @@ def test_status_logs_and_stop_of_kubernetes(cluster: Cluster, capfd: pytest.Capt
     assert "--follow" in cluster.words
     assert "app.kubernetes.io/instance=run,app.kubernetes.io/managed-by=windlass" in cluster.words
     with pytest.raises(UserError, match="nothing was submitted from here"):
-        open_record(cluster.folder, cluster.folder, cluster.said.append)
+        open_record(cluster.folder, cluster.folder, cluster.printed.append)
 
 
 @pytest.mark.parametrize(("how", "code"), [("Complete", 0), ("Failed", 1)])
@@ -649,9 +651,9 @@ def test_submit_follows_all_pods_through_restarts_and_ends_as_the_job_does(
     # The logs of the first try end with all of its pods; those of the second when the job has.
     cluster.answer(AFTER=ended("Suspended"), OVER=ended(how))
     assert cluster.submit(follow=True) == code
-    waited = [line for line in cluster.said if line.startswith("waiting")]
+    waited = [line for line in cluster.printed if line.startswith("waiting")]
     assert waited == ["waiting: no pod yet", "waiting: Running, Pending, Running", "waiting: Failed, Pending, Failed"]
-    assert f"run: {how}" in cluster.said
+    assert f"run: {how}" in cluster.printed
     assert capfd.readouterr().out.count("step 1") == 3, "both tries, and the last words"
     assert sum(word.startswith("--since-time=") for word in cluster.words) == 2, "nothing is shown twice"
     most = {word for word in cluster.words if word.startswith("--max-log-requests=")}

@@ -222,9 +222,9 @@ def test_a_node_that_fails_or_is_lost_is_reported_to_all(
     assert (crew.lost(0), crew.lost(2)) == (code, code)
     crew.leave(1, 1, 1)
     assert crew.ended() == [0, 0, 0]
-    said = capfd.readouterr().err
-    assert f"node 1 ({made[1].host}) {text}" in said
-    assert f"node 0 says: node 1 ({made[1].host}) {text}" in said
+    printed = capfd.readouterr().err
+    assert f"node 1 ({made[1].host}) {text}" in printed
+    assert f"node 0 says: node 1 ({made[1].host}) {text}" in printed
 
 
 # --- all-gather

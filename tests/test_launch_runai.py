@@ -115,7 +115,7 @@ def test_what_runai_cannot_take_is_refused() -> None:
 
 
 def test_the_client_is_called_if_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes, run, said = tmp_path / "bin", tmp_path / "run", list[str]()
+    fakes, run, printed = tmp_path / "bin", tmp_path / "run", list[str]()
     monkeypatch.setenv("PATH", f"{fakes}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
     words = [word for word in SITE if not word.startswith("cluster.volumes")]
@@ -123,21 +123,21 @@ def test_the_client_is_called_if_it_is_there(tmp_path: Path, monkeypatch: pytest
     plan = plan_of(EXAMPLES / "train.yaml", overrides)  # on a machine with the pods' volume
 
     def send(**options: Any) -> None:
-        assert submitting.submit(plan, "runai", overrides=overrides, say=said.append, **options) == 0
+        assert submitting.submit(plan, "runai", overrides=overrides, say=printed.append, **options) == 0
 
     send()
-    assert "runai is not installed here" in said[-1]
+    assert "runai is not installed here" in printed[-1]
     program(fakes, "runai", "exit 0")
     other, overrides_there, _ = example("train")  # whose /data is not on this machine
     if not Path("/data").exists():
-        assert submitting.submit(other, "runai", overrides=overrides_there, say=said.append) == 0
-        assert "is not here: copy launch.sh, accelerate.yaml, run.yaml there" in said[-1]
+        assert submitting.submit(other, "runai", overrides=overrides_there, say=printed.append) == 0
+        assert "is not here: copy launch.sh, accelerate.yaml, run.yaml there" in printed[-1]
         assert (tmp_path / "mistral4small-lora-fsdp-2xH200-job" / "submit.sh").stat().st_mode & 0o111
         assert not calls(fakes, "runai")
     send(follow=True)
     assert calls(fakes, "runai")[:3] == ["training", "pytorch", "submit"]
     assert calls(fakes, "runai")[-5:] == ["logs", "run", "--project", "research", "--follow"]
-    platform, record = submitting.open_record(run, run, said.append)
+    platform, record = submitting.open_record(run, run, printed.append)
     for verb, ask in (("describe", platform.status), ("delete", platform.stop)):
         assert ask(record) == 0
         assert calls(fakes, "runai")[-4:] == [verb, "run", "--project", "research"]

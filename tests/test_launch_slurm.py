@@ -77,13 +77,13 @@ for file in "$FAKE"/task-*; do kill "-${1#--signal=}" -- "-$(<"$file")"; done
 
 @dataclass
 class Slurm:
-    """Slurm's stand-in in a folder, and what was said."""
+    """Slurm's stand-in in a folder, and what was printed."""
 
     folder: Path
-    said: list[str] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
 
     def submit(self, plan: Plan, overrides: tuple[str, ...] = ()) -> int:
-        return submitting.submit(plan, "slurm", overrides=overrides, say=self.said.append)
+        return submitting.submit(plan, "slurm", overrides=overrides, say=self.printed.append)
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
@@ -127,11 +127,11 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     )
     plan = plan_of(file, overrides)
     assert cluster.submit(plan, overrides) == 0
-    assert f"submitted as job 4711; its log: {folder}/slurm-4711.log" in cluster.said
+    assert f"submitted as job 4711; its log: {folder}/slurm-4711.log" in cluster.printed
     with pytest.raises(UserError, match=r"Slurm has it already, as job 4711 \(RUNNING\)"):
         cluster.submit(plan, overrides)
     steps, log = folder / run_folder.STEPS.format(rank=0), folder / "slurm-4711.log"
-    platform, record = open_record(folder, folder, cluster.said.append)
+    platform, record = open_record(folder, folder, cluster.printed.append)
 
     def last() -> int:
         return max((line["step"] for line in read_json_lines(steps)), default=0) if steps.exists() else 0
@@ -146,7 +146,7 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     cluster.wait_for(lambda: last() > before)
     assert not (folder / "slurm-4711.exit").exists(), "it goes on"
     assert platform.stop(record) == 0
-    assert "job 4711 is stopping: its ranks save, and `windlass submit RUN` resumes from there" in cluster.said
+    assert "job 4711 is stopping: its ranks save, and `windlass submit RUN` resumes from there" in cluster.printed
     cluster.wait_for(lambda: cluster.is_over)
     assert (folder / "slurm-4711.exit").read_text() == "75\n"
     assert (cluster.folder / "requeued").read_text() == "\n", "not queued again"
@@ -159,7 +159,7 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     assert platform.status(record) == 0
     assert "job 4711: ended with 75" in capsys.readouterr().out
     assert platform.stop(record) == 0
-    assert "has ended already" in cluster.said[-1]
+    assert "has ended already" in cluster.printed[-1]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_what_slurm_refuses_and_jobs_that_wait(cluster: Slurm, capsys: pytest.Ca
     assert cluster.submit(plan, overrides) == 0
     os.environ["STATE"] = "PENDING"
     try:
-        platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.said.append)
+        platform, record = open_record(cluster.folder / "run", cluster.folder / "run", cluster.printed.append)
         with pytest.raises(UserError, match="there is no log yet"):
             platform.logs(record, follow=False)
         program(cluster.folder / "bin", "scancel", 'touch "$FAKE/over"')
@@ -202,7 +202,7 @@ def test_what_slurm_refuses_and_jobs_that_wait(cluster: Slurm, capsys: pytest.Ca
     finally:
         del os.environ["STATE"]
     assert calls(cluster.folder / "bin", "scancel") == ["12"]
-    assert "is taken from the queue" in cluster.said[-1]
+    assert "is taken from the queue" in cluster.printed[-1]
     assert platform.logs(record, follow=True) == 1, "it never ran"
     (cluster.folder / "pid").unlink()
     capsys.readouterr()

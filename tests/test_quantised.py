@@ -319,10 +319,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Base:
     return read_base(tiny.write(tmp_path_factory.mktemp("fp8") / "published", experts=4, tokenizer=False))
 
 
-def adapted(base: Base, base_dtype: str, **said: object) -> dict[str, Tensor]:
+def adapted(base: Base, base_dtype: str, **printed: object) -> dict[str, Tensor]:
     """The adapter as it is before the first step, of a base in BF16."""
     layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
-    lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", **said})
+    lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", **printed})
     attached = attach(load(base, layout)[0], lora, resolve(lora, base, lambda key: key), seed=1)
     return {name: tensor for name, tensor in attached.named_parameters() if tensor.requires_grad}
 

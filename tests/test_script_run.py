@@ -118,7 +118,7 @@ def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "hint"),
+    ("text", "printed", "hint"),
     [
         ("kind: scirpt\nscript: {path: a.py}", ":1: kind: must be 'lora' or 'script', not 'scirpt'", "mean script?"),
         ("script: {path: a.py}", ":1: script: is a section of `kind: script` runs", "write `kind: script`"),
@@ -132,11 +132,11 @@ def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
         ("kind: script\nscript: {path: a}\nlayout: {ranks: 3}\ncluster: {nodes: 2, gpus_per_node: 1}", "3 ranks", ""),
     ],
 )  # fmt: skip
-def test_bad_input_is_told_with_its_place(tmp_path: Path, text: str, said: str, hint: str) -> None:
+def test_bad_input_is_told_with_its_place(tmp_path: Path, text: str, printed: str, hint: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
         read_any(tmp_path / "run.yaml")
-    assert said in str(caught.value)
+    assert printed in str(caught.value)
     assert hint in str(caught.value)
 
 
@@ -164,7 +164,7 @@ def test_the_plan_says_what_it_knows_and_what_it_can_not(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("script", "override", "verdict", "said"),
+    ("script", "override", "verdict", "printed"),
     [
         ("a = 1\n", [], "pass", "1 statements"),
         ("\nb = = 2\n", [], "fail", "me.py:2 is not Py"),
@@ -172,11 +172,11 @@ def test_the_plan_says_what_it_knows_and_what_it_can_not(tmp_path: Path) -> None
     ],
 )
 def test_check_reads_the_script_and_skips_what_is_its_own(
-    tmp_path: Path, script: str, override: list[str], verdict: str, said: str
+    tmp_path: Path, script: str, override: list[str], verdict: str, printed: str
 ) -> None:
     made = check.run(read_any(run_file(tmp_path, script), override), depth=check.HERE)
     found = {result.name: result for result in made.results}
-    assert (found["script"].verdict, said in found["script"].seen) == (verdict, True)
+    assert (found["script"].verdict, printed in found["script"].seen) == (verdict, True)
     assert found["model, data and optimizer"].verdict == "skipped"
     assert found["processors"].seen.endswith("for 2 ranks")
     assert not {"adapter", "tokenizer", "weights", "data", "model class"} & found.keys()
@@ -186,10 +186,10 @@ def test_check_reads_the_script_and_skips_what_is_its_own(
 
 
 def test_every_rank_gets_its_words_and_torchruns_environment(trained: Path, tmp_path: Path) -> None:
-    told = [json.loads((trained / f"run/told-{rank}.json").read_text()) for rank in range(2)]
-    assert [each["argv"] for each in told] == [NASTY, NASTY]
-    assert [each["name"] for each in told] == ["__main__", "__main__"]
-    assert [(each["env"]["RANK"], each["env"]["LOCAL_RANK"]) for each in told] == [("0", "0"), ("1", "1")]
+    output = [json.loads((trained / f"run/told-{rank}.json").read_text()) for rank in range(2)]
+    assert [each["argv"] for each in output] == [NASTY, NASTY]
+    assert [each["name"] for each in output] == ["__main__", "__main__"]
+    assert [(each["env"]["RANK"], each["env"]["LOCAL_RANK"]) for each in output] == [("0", "0"), ("1", "1")]
     script = tmp_path / "keys.py"
     script.write_text(f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(' '.join(os.environ))")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(script)]
@@ -197,7 +197,7 @@ def test_every_rank_gets_its_words_and_torchruns_environment(trained: Path, tmp_
     # Its store, its error file and its choice for NCCL are the launcher's own; a script asks for none of them.
     own = {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     own |= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_HEALTH_CHECK_PORT"}
-    assert set((tmp_path / "0").read_text().split()) - own <= told[0]["env"].keys()
+    assert set((tmp_path / "0").read_text().split()) - own <= output[0]["env"].keys()
 
 
 def test_the_meter_writes_what_it_is_told_to_count(trained: Path) -> None:
@@ -229,9 +229,9 @@ def test_the_watch_and_the_report_speak_of_images(trained: Path) -> None:
     assert "finished" in shown
     assert "images/s" in shown
     assert "no alarm" in shown
-    told = windlass("report", trained / "run").stdout
-    assert "images per second" in told
-    assert "token" not in told
+    output = windlass("report", trained / "run").stdout
+    assert "images per second" in output
+    assert "token" not in output
     (facts,) = report.make([trained / "run"]).runs
     assert facts["verdict"]["text"].startswith("Finished after 40 steps; the loss went from")
     assert facts["headline"]["unit"] == "images"
@@ -262,14 +262,14 @@ def test_the_page_of_a_script_has_no_part_of_a_language_model(trained: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("code", "exits", "said"),
+    ("code", "exits", "printed"),
     [(3, 1, "rank 1 ended with exit code 3"), (13, 2, "rank 1 reports wrong input"), (75, 75, "")],
 )
-def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exits: int, said: str) -> None:
+def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exits: int, printed: str) -> None:
     path = run_file(tmp_path, FAILS.replace("time.sleep(600)", "time.sleep(1)"), [code])
     done = windlass("train", path)
     assert done.returncode == exits, done.stderr
-    assert said in done.stderr
+    assert printed in done.stderr
     assert "words of rank 1" in done.stderr
     assert state(tmp_path) == ("failed" if exits != 75 else "stopped by a signal")
     again = windlass("train", path)
@@ -278,15 +278,15 @@ def test_a_rank_that_fails_is_named_with_its_code(tmp_path: Path, code: int, exi
 
 
 @pytest.mark.parametrize(
-    ("script", "exits", "said"), [(SAVES, 75, ""), (DEAF, 1, "SIGTERM")], ids=["saves", "does not listen"]
+    ("script", "exits", "printed"), [(SAVES, 75, ""), (DEAF, 1, "SIGTERM")], ids=["saves", "does not listen"]
 )
-def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: int, said: str) -> None:
+def test_a_stop_signal_reaches_the_script(tmp_path: Path, script: str, exits: int, printed: str) -> None:
     path = run_file(tmp_path, script)
     process = started(path, "run/ready-0", "run/ready-1")
     process.send_signal(signal.SIGTERM)
     words = process.communicate(timeout=60)[1]
     assert process.returncode == exits, words
-    assert said in words
+    assert printed in words
     assert len(list((tmp_path / "run").glob("saved-*"))) == (2 if exits == 75 else 0)
 
 
@@ -451,9 +451,9 @@ def test_pods_need_to_be_told_what_can_not_be_planned(plan: Callable[..., Script
     made = plan(*SITE, "cluster.memory_limit=null", "script.output_dir=here", "cluster.working_dir=null")
     with pytest.raises(UserError) as caught:
         render(made, "kubernetes")
-    said = str(caught.value)
-    assert "what a script needs of host memory can't be planned" in said
-    assert "here is a path of this machine's working folder" in said
+    printed = str(caught.value)
+    assert "what a script needs of host memory can't be planned" in printed
+    assert "here is a path of this machine's working folder" in printed
 
 
 # --- the meter ------------------------------------------------------------------------------------------------------

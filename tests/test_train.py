@@ -290,8 +290,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12))) for _ in range(240)]
         (data / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     (folder / "run.yaml").write_text(RUN.format(folder=folder, steps=STEPS))
-    said = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 9))) for _ in range(120)]
-    pairs = [{"prompt": f"{text}?", "completion": f" {text}"} for text in said]
+    printed = [" ".join(chance.choices(WORDS.split(), k=chance.randint(3, 9))) for _ in range(120)]
+    pairs = [{"prompt": f"{text}?", "completion": f" {text}"} for text in printed]
     sets: dict[str, list[dict[str, Any]]] = {
         "talks": pairs[:20],
         "asked": pairs[40:46],
@@ -337,8 +337,8 @@ def launched(material: Path, world: int, wanted: dict[str, dict[str, Any]] | Non
 class Outcomes:
     """What the ranks of one start reported, and the run folders that they left."""
 
-    def __init__(self, folder: Path, ranks: list[dict[str, Any]], said: str) -> None:
-        self.folder, self.ranks, self.said = folder, ranks, said
+    def __init__(self, folder: Path, ranks: list[dict[str, Any]], printed: str) -> None:
+        self.folder, self.ranks, self.printed = folder, ranks, printed
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         outcome: dict[str, Any] = self.ranks[0][name]
@@ -424,8 +424,8 @@ def test_compiled_layers_of_two_ranks_train_as_eager_ones_do(material: Path, nam
     cases = {way: case(2, **{**BRIEF, **COMPILED[name]}, train__compile=compiled) for way, compiled in ways.items()}
     found = launched(material, 2, cases, f"{name} ")
     compiles = name not in ("dora", "in 4 bits")  # torch can't trace these: all ranks run eagerly, with the reason
-    assert [[rank[way]["compiled"] for way in ways] for rank in found.ranks] == [[False, compiles]] * 2, found.said
-    assert compiles or "layers run eagerly on all ranks" in found.said
+    assert [[rank[way]["compiled"] for way in ways] for rank in found.ranks] == [[False, compiles]] * 2, found.printed
+    assert compiles or "layers run eagerly on all ranks" in found.printed
     bound, _ = TOLERANCES[torch.bfloat16 if "bfloat16" in name else torch.float32]
     losses = {way: [step["loss"] for step in found.steps(way)] for way in ways}
     assert len(losses["eager"]) == 4
@@ -649,11 +649,11 @@ def test_the_run_folder_holds_what_the_run_was(two: Outcomes) -> None:
 
 
 def test_other_ranks_are_silent_and_rank_0_prints_plain_lines(two: Outcomes) -> None:
-    said = two.said.split("--- whole\n")[1].split("--- ")[0]
-    lines = said.splitlines()
+    printed = two.printed.split("--- whole\n")[1].split("--- ")[0]
+    lines = printed.splitlines()
     assert sum(line.startswith("step     6/6  loss ") for line in lines) == 1
     assert sum("evaluation loss" in line for line in lines) == 2
-    assert not [word for word in ("Traceback", "Warning", "\x1b") if word in said]
+    assert not [word for word in ("Traceback", "Warning", "\x1b") if word in printed]
 
 
 def test_a_saved_adapter_goes_on_whole_and_in_parts(two: Outcomes) -> None:
@@ -784,7 +784,7 @@ def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
     assert [path.name for path in checkpoint.saved(two.folder / "drift" / "checkpoints")] == ["step-3"]
     assert two.steps("dead") == []
     assert two["one step"]["code"] == 0
-    assert two.said.count("warning: too few steps (1) to see all of the adapter train") == 1
+    assert two.printed.count("warning: too few steps (1) to see all of the adapter train") == 1
     assert (two["mended"]["code"], len(two.steps("mended"))) == (0, 3), "one that failed before its first step"
     for outcome in four.ranks:
         # Unseen, they would wait in collectives of groups that others don't have.

@@ -1,4 +1,4 @@
-"""Ranks as processes: started, signalled, waited for, and what is said when they fail. No torch in any of them."""
+"""Ranks as processes: started, signalled, waited for, and what is printed when they fail. No torch in any of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: P
     """
     script = tmp_path / "rank.py"
     script.write_text(PROLOGUE + textwrap.dedent(body) + RUN)
-    said: dict[str, str] = {}
+    printed: dict[str, str] = {}
     for port in ("1", "2"):  # another start says it again
         own = {"WORLD_SIZE": "3", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
         ranks = [
@@ -65,8 +65,8 @@ def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: P
             )
             for rank in range(3)
         ]
-        said[port] = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
-    for text in said.values():
+        printed[port] = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
+    for text in printed.values():
         assert text.count("1 adapter tensor is not training") == text.count("another error") == 1, text
     for alone in ({"WORLD_SIZE": "1"}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}):  # each start of a pod says it
         for _ in range(2):
@@ -205,10 +205,10 @@ def test_the_root_is_reported_and_not_what_followed_from_it(tmp_path: Path, capf
     with pytest.raises(RunError, match="rank 1, rows 3, 9"):
         crew(tmp_path, LATER + error)
     assert crew(tmp_path, LATER + '    raise ZeroDivisionError("the root")') == 1
-    said = capfd.readouterr().err
-    assert "rank 1 failed" in said
-    assert "the root" in said
-    assert "peer is gone" not in said
+    printed = capfd.readouterr().err
+    assert "rank 1 failed" in printed
+    assert "the root" in printed
+    assert "peer is gone" not in printed
 
 
 @pytest.mark.fault("a rank that is killed", "`windlass train`", "rank 1 was killed by SIGKILL while training step 12")

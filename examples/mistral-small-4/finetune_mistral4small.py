@@ -25,10 +25,10 @@ def arguments(given: Sequence[str] | None = None) -> list[str]:
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="set one key; repeatable")
     parser.add_argument("--debug-freq", type=int, metavar="N", help="measure GPUs and experts every N steps")
     parser.add_argument("--resume", action="store_true", help="resume an unfinished run")
-    said = parser.parse_args(given)
-    named = [word for override in said.override for word in ("--override", override)]
-    measured = [] if said.debug_freq is None else ["--debug-freq", str(said.debug_freq)]
-    return ["train", said.config, *named, *measured, *(["--resume"] if said.resume else [])]
+    args = parser.parse_args(given)
+    named = [word for override in args.override for word in ("--override", override)]
+    measured = [] if args.debug_freq is None else ["--debug-freq", str(args.debug_freq)]
+    return ["train", args.config, *named, *measured, *(["--resume"] if args.resume else [])]
 
 
 if __name__ == "__main__":

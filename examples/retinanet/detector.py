@@ -66,7 +66,7 @@ def build(classes: int, image_size: int, weights: Path | None) -> tuple[RetinaNe
     state = _read(weights)
     frozen = any(name.endswith("running_mean") for name in state)
     model = empty(classes, image_size, FrozenBatchNorm2d if frozen else group_norm, TUNED_STAGES)
-    said = [f"weights: {weights}, {'frozen batch norm' if frozen else 'group norm'}"]
+    notes = [f"weights: {weights}, {'frozen batch norm' if frozen else 'group norm'}"]
     counted = any(name.endswith(COUNTER) for name in state)
     for module in model.modules() if frozen else ():
         if isinstance(module, FrozenBatchNorm2d) and counted:
@@ -74,9 +74,9 @@ def build(classes: int, image_size: int, weights: Path | None) -> tuple[RetinaNe
         elif isinstance(module, FrozenBatchNorm2d):
             # Trained with torchvision's own, which added no epsilon: so does torchvision for its COCO file.
             module.eps = 0.0
-    said += _fill(model, state, weights)
+    notes += _fill(model, state, weights)
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return model, [*said, f"{learned:,} parameters learn; the backbone's first stages stay as they are"]
+    return model, [*notes, f"{learned:,} parameters learn; the backbone's first stages stay as they are"]
 
 
 def empty(classes: int, image_size: int, norm: Any, stages: int) -> RetinaNet:

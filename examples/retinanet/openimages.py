@@ -249,9 +249,9 @@ def _sound(origin: Source, names: list[str]) -> tuple[dict[str, tuple[int, int]]
                     bad.append(name if path is None else str(path))
     share = len(bad) / max(1, len(bad) + len(sizes))
     if share > MOST_BAD or not sizes:
-        said = f"{len(bad)} of {len(bad) + len(sizes)} images are missing or broken: {', '.join(bad[:3])} …"
+        problem = f"{len(bad)} of {len(bad) + len(sizes)} images are missing or broken: {', '.join(bad[:3])} …"
         hint = f"up to {MOST_BAD:.0%} are left out"
-        raise UserError(said if bad else f"no image of the part {origin.part}", str(origin.images), hint)
+        raise UserError(problem if bad else f"no image of the part {origin.part}", str(origin.images), hint)
     return sizes, counts
 
 

@@ -30,7 +30,7 @@ from training import Steps, Training
 from windlass.errors import RunError, UserError
 from windlass.meter import StepProfiler
 
-# Exit codes: stopped by a signal with everything saved; wrong input, said by a rank so that nobody starts it again.
+# Exit codes: stopped by a signal with everything saved; wrong input, reported by a rank so that nobody starts it again.
 SAVED, USER_INPUT, RANK_USER_INPUT = 75, 2, 13
 DECIDING = ("batch_size", "accum_steps", "image_size", "max_train", "epochs", "weights_path", "local_image_dir", "seed")
 
@@ -45,7 +45,7 @@ def options(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-val", type=at_least(0), metavar="N", help="images to validate on; default: all; 0: no validation")
     add("--backend", choices=("cpu", "gpu"), default="cpu", help="where images are decoded and resized")
     add("--num-workers", type=at_least(0), default=2, metavar="N", help="processes per rank that load images")
-    add("--debug-freq", type=at_least(1), default=10, metavar="N", help="steps between printed, closely measured steps")
+    add("--debug-freq", type=at_least(1), default=10, metavar="N", help="steps between args, closely measured steps")
     add("--epochs", type=at_least(1), default=2, metavar="N")
     add("--weights-path", type=Path, metavar="FILE", help="state dict to start from; default: fresh weights")
     add("--local-image-dir", type=Path, metavar="DIR", help="the images")
@@ -55,11 +55,11 @@ def options(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of fresh weights, of the order and the flips of images")
     add("--resume", action="store_true", help="resume from the output folder's checkpoint, to the same end")
     add("--make-synthetic", type=Path, metavar="DIR", help="draw a small data set there, and end")
-    said = parser.parse_args(given)
-    if said.local_image_dir is None and said.make_synthetic is None:
+    args = parser.parse_args(given)
+    if args.local_image_dir is None and args.make_synthetic is None:
         parser.error("--local-image-dir is missing (--make-synthetic DIR draws a data set)")
-    said.cache_dir = said.cache_dir or (said.local_image_dir and said.local_image_dir.resolve().parent)
-    return said
+    args.cache_dir = args.cache_dir or (args.local_image_dir and args.local_image_dir.resolve().parent)
+    return args
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -71,66 +71,66 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def part(said: argparse.Namespace, here: Place, name: str, limit: int | None, seed: int | None) -> Images:
+def part(args: argparse.Namespace, here: Place, name: str, limit: int | None, seed: int | None) -> Images:
     """One part of the data set: read and checked by one process, the same for all."""
-    told: list[Path | None] = [None]
+    paths: list[Path | None] = [None]
     if here.rank == 0:
-        origin = openimages.source(said.local_image_dir, said.cache_dir, name, limit)
-        told = [openimages.prepare(origin, said.cache_dir)]
-    dist.broadcast_object_list(told, group=here.waiting)
-    path = told[0]
+        origin = openimages.source(args.local_image_dir, args.cache_dir, name, limit)
+        paths = [openimages.prepare(origin, args.cache_dir)]
+    dist.broadcast_object_list(paths, group=here.waiting)
+    path = paths[0]
     if path is None or not path.exists():
         raise UserError("is not to be seen here", str(path), "--cache-dir has to be a folder that all nodes share")
     found = openimages.read(path)
     here.say(f"{name}: " + ", ".join(f"{count} {what}" for what, count in found.counts.items()))
-    return Images(found, said.local_image_dir, said.image_size, decode=said.backend == "cpu", seed=seed)
+    return Images(found, args.local_image_dir, args.image_size, decode=args.backend == "cpu", seed=seed)
 
 
-def score(images: Images, epoch: int, said: argparse.Namespace, training: Training, meter: StepProfiler) -> None:
+def score(images: Images, epoch: int, args: argparse.Namespace, training: Training, meter: StepProfiler) -> None:
     """Average precision on the validation part, each rank looking at its share."""
     here = training.here
     share = [(epoch, index) for index in range(here.rank, len(images), here.ranks)]
-    batches = loader(images, share, said.batch_size, said.num_workers, pin=here.device.type == "cuda")
+    batches = loader(images, share, args.batch_size, args.num_workers, pin=here.device.type == "cuda")
     with training.precision():
         found = evaluate(training.model, batches, here.device, here.waiting)
     meter.event("eval", **found)
     here.say(f"epoch {epoch + 1}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
 
 
-def train(said: argparse.Namespace, here: Place) -> int:
+def train(args: argparse.Namespace, here: Place) -> int:
     # 1. The data: read and checked before anything else.
-    images = part(said, here, "train", said.max_train, said.seed)
-    held_out = None if said.max_val == 0 else part(said, here, "validation", said.max_val, None)
-    sampler = EpochSampler(images, here.ranks, here.rank, shuffle=True, seed=said.seed, drop_last=True)
-    batches = loader(images, sampler, said.batch_size, said.num_workers, pin=here.device.type == "cuda")
+    images = part(args, here, "train", args.max_train, args.seed)
+    held_out = None if args.max_val == 0 else part(args, here, "validation", args.max_val, None)
+    sampler = EpochSampler(images, here.ranks, here.rank, shuffle=True, seed=args.seed, drop_last=True)
+    batches = loader(images, sampler, args.batch_size, args.num_workers, pin=here.device.type == "cuda")
     if not len(batches):
-        short = f"{len(images)} images are fewer than one batch of {said.batch_size} on {here.ranks} ranks"
-        raise UserError(short, str(said.local_image_dir), "a smaller --batch-size")
+        short = f"{len(images)} images are fewer than one batch of {args.batch_size} on {here.ranks} ranks"
+        raise UserError(short, str(args.local_image_dir), "a smaller --batch-size")
 
     # 2. The model: on all ranks as on the first.
-    torch.manual_seed(said.seed)
+    torch.manual_seed(args.seed)
     classes = images.part.classes
-    model, words = detector.build(len(classes), said.image_size, said.weights_path)
+    model, words = detector.build(len(classes), args.image_size, args.weights_path)
     here.say("\n".join(words))
-    steps = Steps(len(batches), said.accum_steps, said.epochs)
-    training = Training(said, here, model.to(here.device), steps)
+    steps = Steps(len(batches), args.accum_steps, args.epochs)
+    training = Training(args, here, model.to(here.device), steps)
 
     # 3. Where it stands.
-    folder = said.output_dir
-    settings = {name: str(getattr(said, name)) for name in DECIDING} | {"ranks": here.ranks, "images": len(images)}
-    done = training.done = checkpoint.begin(folder, model, training.optimizer, settings, resume=said.resume)
-    told = [done] * here.ranks
-    dist.all_gather_object(told, done, group=here.waiting)
-    if len(set(told)) > 1:
-        raise UserError(f"ranks stand at steps {sorted(set(told))}", str(folder), "a folder that all nodes share")
+    folder = args.output_dir
+    settings = {name: str(getattr(args, name)) for name in DECIDING} | {"ranks": here.ranks, "images": len(images)}
+    done = training.done = checkpoint.begin(folder, model, training.optimizer, settings, resume=args.resume)
+    steps_done = [done] * here.ranks
+    dist.all_gather_object(steps_done, done, group=here.waiting)
+    if len(set(steps_done)) > 1:
+        raise UserError(f"ranks stand at steps {sorted(set(steps_done))}", str(folder), "a folder that all nodes share")
     here.say(f"{done} of {steps.all} steps are made")
 
     # 4. Epoch by epoch, beginning with the one that the last step was in: it may not have been scored.
-    about = {"classes": len(classes), "images": len(images), "image size": said.image_size}
-    with StepProfiler(folder, "images", said.debug_freq, about, Path(__file__).name, from_step=done) as meter:
-        for epoch in range(max(0, done - 1) // steps.per_epoch, said.epochs):
+    about = {"classes": len(classes), "images": len(images), "image size": args.image_size}
+    with StepProfiler(folder, "images", args.debug_freq, about, Path(__file__).name, from_step=done) as meter:
+        for epoch in range(max(0, done - 1) // steps.per_epoch, args.epochs):
             sampler.set_epoch(epoch)
-            sampler.skip = (training.done - epoch * steps.per_epoch) * said.accum_steps * said.batch_size
+            sampler.skip = (training.done - epoch * steps.per_epoch) * args.accum_steps * args.batch_size
             finished = training.epoch(epoch, iter(meter.batches(batches)), meter)
             if here.rank == 0:
                 checkpoint.save(folder, model, training.optimizer, training.done, settings)
@@ -139,7 +139,7 @@ def train(said: argparse.Namespace, here: Place) -> int:
                 here.say(f"stopped by a signal after step {training.done}; --resume continues")
                 return SAVED
             if held_out is not None:
-                score(held_out, epoch, said, training, meter)
+                score(held_out, epoch, args, training, meter)
 
     # 5. The result.
     if here.rank == 0:
@@ -150,15 +150,15 @@ def train(said: argparse.Namespace, here: Place) -> int:
 
 
 def main() -> int:
-    said = options()
-    if said.make_synthetic is not None:
-        counts = {"train": said.max_train or 64, "validation": 16 if said.max_val is None else said.max_val}
-        synthetic.write(said.make_synthetic, counts, said.image_size, said.seed)
-        print(f"{counts} images: --local-image-dir {said.make_synthetic / 'images'}")
+    args = options()
+    if args.make_synthetic is not None:
+        counts = {"train": args.max_train or 64, "validation": 16 if args.max_val is None else args.max_val}
+        synthetic.write(args.make_synthetic, counts, args.image_size, args.seed)
+        print(f"{counts} images: --local-image-dir {args.make_synthetic / 'images'}")
         return 0
     try:
-        here = meet(said.backend)
-        code = train(said, here)
+        here = meet(args.backend)
+        code = train(args, here)
         dist.barrier(group=here.waiting)
         dist.destroy_process_group()
         return code

@@ -50,19 +50,19 @@ class Steps:
 class Training:
     """The model, and what makes it better step by step."""
 
-    def __init__(self, said: argparse.Namespace, here: Place, model: nn.Module, steps: Steps) -> None:
-        self.said, self.here, self.model, self.steps = said, here, model, steps
+    def __init__(self, args: argparse.Namespace, here: Place, model: nn.Module, steps: Steps) -> None:
+        self.args, self.here, self.model, self.steps = args, here, model, steps
         self.done = 0  # steps
         self.told_to_stop = False
         signal.signal(signal.SIGTERM, self.stop)
-        global_batch = said.batch_size * said.accum_steps * here.ranks
-        self.peak = (TUNING_RATE if said.weights_path else FRESH_RATE) * math.sqrt(global_batch / 16)
+        global_batch = args.batch_size * args.accum_steps * here.ranks
+        self.peak = (TUNING_RATE if args.weights_path else FRESH_RATE) * math.sqrt(global_batch / 16)
         self.optimizer = optimizer_for(model)
         # No buffers are sent around: the norms are frozen, or keep none.
         self.ranks = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
         self.bf16 = here.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         here.say(
-            f"{steps.all} steps of {global_batch} images ({said.batch_size} x {said.accum_steps} x {here.ranks} ranks) "
+            f"{steps.all} steps of {global_batch} images ({args.batch_size} x {args.accum_steps} x {here.ranks} ranks) "
             f"on {here.device.type} in {'bfloat16' if self.bf16 else 'float32'}, learning rate up to {self.peak:.3g}"
         )
 
@@ -85,9 +85,9 @@ class Training:
             self.optimizer.zero_grad()
             meter.mark("optimizer")
             self.done += 1
-            if self.done % self.said.debug_freq == 0 or self.done % per_epoch == 0:
+            if self.done % self.args.debug_freq == 0 or self.done % per_epoch == 0:
                 stopped = self.look(loss, norm, meter)
-            items = count * self.said.batch_size
+            items = count * self.args.batch_size
             meter.step(items, loss=loss, grad_norm=norm, learning_rate=rate, epoch=self.done / per_epoch)
         return not stopped
 
@@ -113,13 +113,13 @@ class Training:
         """
         together = torch.stack([loss, torch.tensor(float(self.told_to_stop), device=loss.device)])
         dist.all_reduce(together)
-        mean, told = together[0].item() / self.here.ranks, bool(together[1])
+        mean, stop = together[0].item() / self.here.ranks, bool(together[1])
         if not math.isfinite(mean + norm.item()):
             raise RunError(f"loss {mean}, gradient norm {norm.item()}", f"step {self.done}", "no checkpoint has it")
         rate = meter.latest.get("images_per_second", math.nan) * self.here.ranks
         where = f"step {self.done}/{self.steps.all}"
         self.here.say(f"{where}: loss {mean:.4f}, gradient {norm.item():.3g}, {rate:.4g} images/s")
-        return told
+        return stop
 
 
 def optimizer_for(model: nn.Module) -> Optimizer:

@@ -261,7 +261,7 @@ def _part_in_layer(layer: nn.Module, path: list[str]) -> str:
     if ATTENTION.search(type(chain[0]).__name__):
         return "attention"
     routed = any(map(_is_experts, layer.modules()))
-    if routed and any(map(_is_experts, chain[0].modules())):  # beside experts: a router, or experts for every token
+    if routed and any(map(_is_experts, chain[0].modules())):  # next to experts: a router, or experts for every token
         linears = sum(isinstance(each, nn.Linear) for each in chain[1].modules()) if len(chain) > 1 else 0
         return "shared_experts" if linears > 1 else "router"
     return "shared_experts" if routed else "mlp"

@@ -1,4 +1,4 @@
-"""`windlass init --model --data`: the shortest run file that trains fast, with the reason beside each choice."""
+"""`windlass init --model --data`: the shortest run file that trains fast, with the reason for each choice."""
 
 from __future__ import annotations
 

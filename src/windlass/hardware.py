@@ -302,7 +302,7 @@ THROTTLE: Final = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-# Clocks held down by a fault; a power cap reached under load, or a sync boost, is none.
+# Clocks lowered by a fault; a power cap reached under load, or a sync boost, is none.
 THROTTLE_FAULTS: Final = frozenset(THROTTLE.values()) - {"software power cap", "sync boost"}
 
 

@@ -1,7 +1,7 @@
 """`windlass check --self-test`: does what windlass computes on this machine's devices come out right?
 
 Parts of a training step are compared with plain torch on the CPU in float32, collectives with what they must give.
-Then a tiny mixture trains for a few steps in each way that these devices can, held against one process on the CPU.
+Then a tiny mixture trains for a few steps in each way that these devices can, compared with one process on the CPU.
 Each rank writes what it finds at once: a kernel that kills its process is known by the test that it was in.
 """
 
@@ -122,7 +122,7 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
 
 
 def in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float) -> list[Result]:
-    """A rank on each device, and a process on the CPU that trains what they are held against."""
+    """A rank on each device, and a process on the CPU that trains what they are compared with."""
     with ranks.reserved_port() as port, ranks.reserved_port() as other:
         cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
         everyone = [

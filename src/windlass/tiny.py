@@ -50,7 +50,7 @@ CHAT_TEMPLATE: Final = (
     "{%- endfor %}"
 )
 
-EXTRA: Final[dict[str, dict[str, Any]]] = {  # of a family's config, beside the sizes
+EXTRA: Final[dict[str, dict[str, Any]]] = {  # of a family's config, besides the sizes
     "mistral": {"sliding_window": None},
     "llama": {"max_position_embeddings": 4096},
     "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True},
@@ -93,7 +93,7 @@ def write(
     quantization: "none", "tensor" (FP8, a scale for each linear and expert), "block128" (a scale for each 128 x 128
     block) or "nf4" (bitsandbytes', twice quantised); default: "tensor" for mistral4, as published, else "none".
     files: more than 1 is a sharded index.
-    decoys: the publisher's own format beside it. config: further entries of the text model's config.
+    decoys: the publisher's own format next to it. config: further entries of the text model's config.
     """
     row = FAMILIES[family]
     wrapped = family == "mistral4" if wrapper is None else wrapper
@@ -246,7 +246,7 @@ def _save_model(
 
 
 def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor, with the scales beside those that become FP8."""
+    """Every stored tensor, with the scales of those that become FP8."""
     for key, weight in weights.items():
         if not QUANTIZED.search(key) or NOT_QUANTIZED.search(key):
             yield key, weight

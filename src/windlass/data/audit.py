@@ -45,7 +45,7 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
         "truncated_share": counts["truncated"] / kept if kept else 0.0,
         "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
-        "end_learnt_share": stopping / kept if kept else 0.0,
+        "end_trained_share": stopping / kept if kept else 0.0,
         "lowest_id": int(documents.ids.min()) if tokens else None,
         "highest_id": int(documents.ids.max()) if tokens else None,
         "lengths": {},
@@ -139,13 +139,13 @@ def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configure
 
 
 def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
-    """Three documents decoded, first, middle and last, in stretches that are supervised (`learnt`) or not."""
+    """Three documents decoded, first, middle and last, in stretches that are supervised (`trained`) or not."""
     count, spans, samples = len(documents.lengths), list(documents.spans()), []
     for document in sorted({0, count // 2, count - 1}) if count else ():
         ids, supervised = documents.ids[spans[document]], documents.supervised[spans[document]]
         edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]
         parts = [
-            {"learnt": bool(supervised[a]), "text": tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)}
+            {"trained": bool(supervised[a]), "text": tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)}
             for a, b in itertools.pairwise(edges)
         ]
         samples.append({"split": split, "document": document, "tokens": len(ids), "parts": parts})
@@ -203,12 +203,12 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         ),
         (
             train["straddling"],
-            f"in {train['straddling']:,} rows a token lies across the edge of the supervised part and is supervised: "
+            f"in {train['straddling']:,} rows a token spans the edge of the supervised part and is supervised: "
             "let the white space at the edge belong to that part",
         ),
         (
-            train["documents"] and train["end_learnt_share"] < 0.5,
-            f"only {train['end_learnt_share']:.0%} of the rows end with the end of sequence supervised: "
+            train["documents"] and train["end_trained_share"] < 0.5,
+            f"only {train['end_trained_share']:.0%} of the rows end with the end of sequence supervised: "
             "the model will not learn to stop",
         ),
         (

@@ -206,11 +206,11 @@ def read_turn(
     if plain and message["role"] in ("system", "user"):  # most are: nothing below changes them
         return Turn(message, None, [])
     found = {names.get(key, key): without_none(value) for key, value in message.items() if value is not None}
-    said = found.pop("from", None) or found.get("role")
-    if said is None:
+    named = found.pop("from", None) or found.get("role")
+    if named is None:
         problem, hint = f"a message has no role: {str(message)[:80]}", "if its key has another name: data.columns: "
         raise UserError(problem, "data", f"{hint}{{role: {next(iter(found), 'speaker')}}}")
-    role = roles.get(str(said).lower(), said)
+    role = roles.get(str(named).lower(), named)
     if "value" in found and "content" not in found:
         found["content"] = found.pop("value")
     given = [found.pop(flag) for flag in FLAGS if flag in found]
@@ -220,7 +220,7 @@ def read_turn(
     if trained and role != "assistant":
         hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
         raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
-    if said in ("function_call", "tool_call"):  # LLaMA-Factory's and ms-swift's names of an answer that calls tools
+    if named in ("function_call", "tool_call"):  # LLaMA-Factory's and ms-swift's names of an answer that calls tools
         calls = parsed(found.pop("content", ""))
         found["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if calls := found.get("tool_calls"):

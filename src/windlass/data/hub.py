@@ -54,7 +54,7 @@ def fetch(
 ) -> Path:
     """The folder with all of these files of a repository. `kind` is dataset or model; `headers`: those of its weights.
 
-    The mark beside the cache is written when everything is there: the library itself takes a half-fetched folder
+    The mark next to the cache is written when everything is there: the library itself takes a half-fetched folder
     for a complete one once there is no network. What was fetched before an interruption is kept.
     """
     from huggingface_hub import constants
@@ -99,7 +99,7 @@ def download(
 
 
 def require_published(folder: Path, published: Mapping[str, str], say: Say) -> None:
-    """The files that were fetched are those that the hub has; beside them is kept what training knows them by."""
+    """The files that were fetched are those that the hub has; next to them is what training knows them by."""
     if not published:
         return
     say(f"comparing {len(published)} files with their published SHA-256")

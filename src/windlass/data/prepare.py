@@ -156,7 +156,7 @@ def prepare(
         ),
         "sampled_rows": STREAM_AUDIT_ROWS if data.streaming else None,
         "source": sources[0],
-        "shape": {"name": kind.name, "said": kind.description, "columns": list(selection.columns)},
+        "shape": {"name": kind.name, "description": kind.description, "columns": list(selection.columns)},
         "fingerprint": key,
         "max_length": max_length,
         "packing": bool(data.packing),
@@ -167,7 +167,7 @@ def prepare(
         audit["source"] = {"name": f"a mix of {named}", "config": None, "how": f"{len(trained)} sets"}
     for (each, kind), source in zip(chosen, sources, strict=True):  # where there are several
         if figures := audit["sources"].get(each.of.name) or audit["evaluated"].get(each.of.name):
-            figures |= {"source": source, "said": kind.description}
+            figures |= {"source": source, "description": kind.description}
     shares: tuple[tuple[int, int], ...] = ()
     if data.mix and not data.streaming:
         figures = [audit["sources"][each.of.name] for each in trained]
@@ -375,8 +375,10 @@ def token_rows(
                 {"id": id_, "text": tokenizer.decode([id_]), "loss": bool(flag and place)}
                 for place, (id_, flag) in enumerate(zip(done.ids.tolist(), done.supervised.tolist(), strict=True))
             ]
-            said = why or f"{len(tokens):,} tokens, {sum(t['loss'] for t in tokens):,} trained on{cut}"
-            found.append({"source": of.name, "row": number, "format": kind.name, "said": said, "tokens": tokens})
+            summary = why or f"{len(tokens):,} tokens, {sum(t['loss'] for t in tokens):,} trained on{cut}"
+            found.append(
+                {"source": of.name, "row": number, "format": kind.name, "description": summary, "tokens": tokens}
+            )
     return found
 
 

@@ -21,7 +21,7 @@ FIGURES = {
     "truncated": ("cut at max_length", ","),
     "tokens_cut": ("tokens cut off", ","),
     "supervised_fraction": ("supervised share", ".1%"),
-    "end_learnt_share": ("rows with a supervised end", ".1%"),
+    "end_trained_share": ("rows with a supervised end", ".1%"),
 }
 SET_COLUMNS = ("rows", "tokens", "supervised", "cut", "duplicates")
 
@@ -30,7 +30,7 @@ def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
     source, splits, batching = audit["source"], audit["splits"], audit["batching"]
     config = f" · {source['config']}" if source["config"] else ""
     parts: list[RenderableType] = [Text(f"{source['name']}{config}: {source['how']}", "bold")]
-    parts += [] if audit["sources"] else [audit["shape"]["said"]]
+    parts += [] if audit["sources"] else [audit["shape"]["description"]]
     if audit["sampled_rows"]:
         parts.append(f"streamed: train is audited by its first {audit['sampled_rows']:,} rows")
     if audit["held_out"]:
@@ -44,7 +44,7 @@ def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
         if sets := audit[key]:
             columns = {heading: "left", **dict.fromkeys((*SET_COLUMNS, last), "right")}
             parts.append(_table(columns, [_set_row(*each) for each in sets.items()]))
-            parts += [f"  {name}: {figures['said']}" for name, figures in sets.items()]
+            parts += [f"  {name}: {figures['description']}" for name, figures in sets.items()]
     histogram = splits["train"]["histogram"]
     most = max((count for _, _, count in histogram), default=1)
     bars = [(f"{low:,}–{high:,}", f"{count:,}", "█" * round(40 * count / most)) for low, high, count in histogram]
@@ -64,7 +64,7 @@ def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
             shown, hidden = part["text"], len(part["text"]) - 2 * SHOWN_CHARACTERS
             if hidden > 0:
                 shown = f"{shown[:SHOWN_CHARACTERS]} …{hidden:,} characters… {shown[-SHOWN_CHARACTERS:]}"
-            text.append(*((f"[[{shown}]]", "not bold green") if part["learnt"] else (shown, "not bold dim")))
+            text.append(*((f"[[{shown}]]", "not bold green") if part["trained"] else (shown, "not bold dim")))
         parts.append(text)
     parts += [Text(f"! {note}", "yellow") for note in audit["notes"]]
     (console or Console(highlight=False)).print(Group(*(Text(p) if isinstance(p, str) else p for p in parts)))
@@ -83,7 +83,7 @@ def show_rows(rows: Iterable[Mapping[str, Any]], console: Console | None = None)
     """Rows token by token."""
     console = console or Console(highlight=False)
     for row in rows:
-        console.print(Text(f"{row['source']}, row {row['row']:,}: {row['said']}", "bold"))
+        console.print(Text(f"{row['source']}, row {row['row']:,}: {row['description']}", "bold"))
         for place, token in enumerate(row["tokens"]):
             line = f"{place:5} {token['id']:7} {'loss' if token['loss'] else '    '} {token['text']!r}"
             console.print(Text(line, "green" if token["loss"] else "dim"), soft_wrap=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
-# Token ids; which of them are supervised, None for all; whether a token lies across the edge of a supervised part.
+# Token ids; which of them are supervised, None for all; whether a token spans the edge of a supervised part.
 Encoded = tuple[list[int] | npt.NDArray[np.int64], Flags | None, bool]
 
 # A process with another id was forked from the one that imported this, perhaps after its threads had started.

@@ -63,8 +63,8 @@ def generate(
         raise UserError("the prompt is empty", "--prompt", "give a text to continue")
     quantisation = recorded_base(source.folder).get("base_quantisation", {}) if source else {}
     base_dtype = choose_base_dtype(model_base, folder, quantisation.get("format", ""))
-    held = f" in {base_dtype.upper()}" * (base_dtype != "bf16")
-    say(f"loading {model_base.name}{held}" + (f" with {source.folder}" if source else ""))
+    kept = f" in {base_dtype.upper()}" * (base_dtype != "bf16")
+    say(f"loading {model_base.name}{kept}" + (f" with {source.folder}" if source else ""))
     where = "--base" if base else str(source.folder / CONFIG) if source else ""
     model = load_model(model_base, source, base_dtype, where, allow_other_base=allow_other_base, say=say)
     encoded = encoded.to(next(model.parameters()).device)

@@ -1,7 +1,7 @@
 """TCP rendezvous and JSON all-gather between the nodes of a run, and a watch on which of them are still alive.
 
 Node 0 listens; each other node keeps one connection to it. Messages are JSON objects, one per line. `windlass check`
-gathers over it what every node found. launch.sh runs it as a process beside the ranks for the length of the run: ranks
+gathers over it what every node found. launch.sh runs it as a process next to the ranks for the length of the run: ranks
 that lose a peer report "connection closed", ranks that wait for one report nothing for minutes, and neither names a
 machine. Standard library only, so that it starts at once and no library can hold it up.
 """
@@ -89,7 +89,7 @@ class Peer:
     end: socket.socket
     rank: int = -1
     host: str = ""
-    alive: bool = True  # not lost, and it has not said goodbye
+    alive: bool = True  # neither lost nor gone
     heard: float = field(default_factory=time.monotonic)
     unread: bytearray = field(default_factory=bytearray)  # the beginning of a message
 
@@ -306,7 +306,7 @@ class Rendezvous:
             self._receive(deadline)
         self.disconnect()
 
-    # --- beside the ranks ---------------------------------------------------------------------------------------------
+    # --- while ranks run ----------------------------------------------------------------------------------------------
 
     def supervise(self, status_dir: Path) -> None:
         """Stay until this node's script has left its exit code in the status directory; name the nodes that are lost,
@@ -321,7 +321,7 @@ class Rendezvous:
                 if other is not peer:
                     other.send(lost=how, code=code)
 
-        script, leaving, due, said = os.getppid(), status_dir / LEAVING, 0.0, set[str]()
+        script, leaving, due, printed = os.getppid(), status_dir / LEAVING, 0.0, set[str]()
         for peer in self.peers.values():
             peer.heard = time.monotonic()
         while not leaving.exists() and os.getppid() == script:
@@ -337,8 +337,8 @@ class Rendezvous:
                         lose(peer, f"{peer} was stopped before its ranks began", code)
                     else:
                         why = message.get("why") or "the cause is in its log"
-                        lose(peer, f"{peer} ended with {code}: {'as said' if why in said else why}", code)
-                        said.add(why)
+                        lose(peer, f"{peer} ended with {code}: {'as above' if why in printed else why}", code)
+                        printed.add(why)
                 elif "lost" in message:
                     lose(peer, f"node 0 says: {message['lost']}", int(message["code"]))
             if time.monotonic() >= due:
@@ -369,7 +369,7 @@ def first_error(status_dir: Path) -> str:
 
 
 def main() -> int:
-    """For launch.sh: join, then stay beside the ranks. With a code and a text more: tell node 0 why this one can't
+    """For launch.sh: join, then stay while ranks run. With a code and a text more: tell node 0 why this one can't
     start."""
     node, nodes, master, port, seconds, fingerprint, status_dir, *fault = sys.argv[1:]
     began = time.monotonic()

@@ -61,11 +61,11 @@ def find_base(model_name_or_path: str, where: str) -> Base:
     if base is None:
         names = {key.lower(): key for key in published_configs()}
         close = [names[key] for key in difflib.get_close_matches(path.name.lower()[:120], names, 3, 0.4)]
-        beside = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], 3)
+        alike = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], 3)
         known = f"{'nearest ' if close else ''}known: {', '.join(close or names.values())}"
         hint = f"name its folder, or a model that windlass can plan without weights; {known}"
-        if beside:
-            hint = f"{path.parent} has {', '.join(beside)}"
+        if alike:
+            hint = f"{path.parent} has {', '.join(alike)}"
         elif re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name_or_path):
             hint = f"fetch it from the hub: `windlass fetch RUN` (with --headers-only for a plan); else {hint}"
         raise UserError(f"no folder {shown}, and no published model of that name is known", where, hint)

@@ -23,7 +23,7 @@ from windlass.model.parameters import Base, Parameter, Spelling
 SHIPPED: Final = Path(__file__).with_name("descriptions")
 # What another one found is not asked.
 CODE: Final = tuple(Path(__file__).parents[1] / name for name in ("derive.py", "trace.py", "model/shrink.py"))
-BESIDE: Final = "windlass.json"  # in a model's folder
+DERIVED: Final = "windlass.json"  # in a model's folder
 # Entries of config.json that no name, shape or class depends on.
 ASIDE: Final = (
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config"),
@@ -51,8 +51,8 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
         version = ""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cached = cache / "windlass" / "models" / f"{key}-{version}-{code}.json"
-    beside = folder / BESIDE if folder else cached
-    for file in (SHIPPED / f"{key}.json", cached, beside):
+    local = folder / DERIVED if folder else cached
+    for file in (SHIPPED / f"{key}.json", cached, local):
         try:
             found: dict[str, Any] = json.loads(file.read_text())
             if found.get("config") == key and "idle" in found:  # an older windlass did not look for it
@@ -62,7 +62,7 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft")):
         place = folder or Path(where).parent
         what = f"windlass has no description of this {config.get('model_type')} model, and there is no torch here"
-        hint = f"where torch is, run: python -m windlass.derive {place} > {BESIDE}; then copy {BESIDE} into {place}"
+        hint = f"where torch is, run: python -m windlass.derive {place} > {DERIVED}; then copy {DERIVED} into {place}"
         raise UserError(what, where, hint)
     found = _derive(config, where)
     try:
@@ -112,8 +112,8 @@ READS: Final = (
 def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path | None = None) -> Base:
     """The model that a config.json describes, without stored tensors.
 
-    From a table of families.toml, which needs no torch, or else from what transformers would build: shipped, beside the
-    model, cached, or derived where torch is.
+    From a table of families.toml, which needs no torch, or else from what transformers would build: shipped, next to
+    the model, cached, or derived where torch is.
     """
     wrapper = WRAPPERS.get(str(config.get("model_type")))
     text, place = config, where

@@ -38,7 +38,7 @@ def unit(names: Iterable[str]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """How long, as it is shown beside a step."""
+    """How long, as it is shown next to a step."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -391,7 +391,7 @@ def _notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
 
 
 def with_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
-    """The run file with what it leaves open; `say` is told each choice."""
+    """The run file with what it leaves open; `say` is given each choice."""
     base = weights.find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     filled, chosen = fill_in(loaded, base, loaded.run.ranks)
     for each in chosen:

@@ -61,8 +61,8 @@ def _read_table() -> None:
             names, about, kind = row.pop("names", title), row.pop("about"), row.pop("kind", "any")
             variable, is_launched, default = row.pop("variable", "").partition("=")
             fates: dict[str, Fate] = {}
-            for values, (told, *rest) in row.items():
-                verdict, _, because = told.partition(": ")
+            for values, (fate, *rest) in row.items():
+                verdict, _, because = fate.partition(": ")
                 sets = next((cell for cell in rest if isinstance(cell, dict)), {})
                 hint = next((cell for cell in rest if isinstance(cell, str)), "")
                 fates |= dict.fromkeys(values.split(", "), Fate(verdict, because, hint, sets))

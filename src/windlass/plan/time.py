@@ -158,7 +158,7 @@ def count_flops(work: Work) -> tuple[float, float]:
         adapter += times * sum(lora.parameters for lora in layer.plain_lora)
         adapter += times * sum(lora.parameters * shape.top_k / lora.experts for lora in layer.expert_lora)
     attention = causal_attention(shape, work.document or work.batch.length)
-    if work.masked:  # kernels pass over the upper half of the square only if told that it is all there is to mask
+    if work.masked:  # kernels pass over the upper half of the square only if nothing else is to be masked
         attention *= 2
     recomputed = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:
@@ -243,7 +243,7 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
 
 
 def _outside(work: Work) -> Passes:
-    """The head and the loss, forward and backward, and what a micro-batch costs the host beside its layers."""
+    """The head and the loss, forward and backward, and what a micro-batch costs the host besides its layers."""
     rates, shape, tokens = work.machine.rates, work.shape, work.batch.tokens
     head = _product(work, tokens, shape.hidden, shape.vocab)
     logits = LOGIT_BYTES * tokens * shape.vocab / rates.memory_gb_per_second / 1e9
@@ -289,7 +289,7 @@ def _weights_seconds(work: Work) -> float:
     return seconds
 
 
-# --- beside the steps ------------------
+# --- around the steps ------------------
 
 
 def _load_seconds(work: Work) -> float:

@@ -69,7 +69,7 @@ def main(request: Path) -> None:
 
 
 def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
-    """The model's own, copied beside the replica; a stand-in where there is none on this machine."""
+    """The model's own, copied next to the replica; a stand-in where there is none on this machine."""
     from transformers import AutoTokenizer
 
     model.mkdir(parents=True, exist_ok=True)

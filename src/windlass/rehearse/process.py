@@ -19,7 +19,7 @@ LIMIT_SECONDS = 600.0  # of one command: an hour's rehearsal would be none
 GRACE_SECONDS = 20.0  # to end in when the rehearsal itself is stopped
 POLL_SECONDS = 0.1
 ERROR = "error: "  # how a command begins to say what is wrong
-LAST_LINES = 40  # of a log, where a command that failed said nothing shorter
+LAST_LINES = 40  # of a log, where a command that failed printed nothing shorter
 # Variables by which a platform tells a process its place among others, and what only GPUs need.
 PLACES = ("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "JOB_COMPLETION_INDEX", "WINDLASS_", "NCCL_")
 
@@ -98,8 +98,8 @@ class Command:
             # From its first `error:` on, else its last lines.
             lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             first = next((i for i, line in enumerate(lines) if line.startswith(ERROR)), -LAST_LINES)
-            said = "\n".join(lines[first:]) or f"it ended with {self.code} and printed nothing"
-            raise Failed(said, self.code, self.log)
+            reason = "\n".join(lines[first:]) or f"it ended with {self.code} and printed nothing"
+            raise Failed(reason, self.code, self.log)
         return self
 
     def stop(self) -> None:

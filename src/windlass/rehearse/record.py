@@ -46,7 +46,7 @@ class Record:
 
     run: str
     ranks: dict[str, Any] = field(default_factory=dict)
-    twin: dict[str, Any] = field(default_factory=dict)  # the tiny replica
+    replica: dict[str, Any] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     stand_ins: list[str] = field(default_factory=list)

@@ -227,7 +227,7 @@ def data(r: Rehearsal) -> Iterator[str]:
 def replica(r: Rehearsal) -> Iterator[str]:
     """The model scaled down and on disk; then the run file for it and the rows."""
     made, rows = part_of_material(r, "replica"), part_of_material(r, "data")
-    r.record.twin = {key: value for key, value in made.items() if key != "part"}
+    r.record.replica = {key: value for key, value in made.items() if key != "part"}
     within = f" in {made['wrapper']}" if made["wrapper"] else ""
     coded = f", {made['quantization']}" if made["quantization"] else ""
     yield f"{made['class']}{within}{coded}: {made['parameters']:,} parameters for {made['yours']:,}, on disk"
@@ -352,7 +352,7 @@ def export(r: Rehearsal) -> Iterator[str]:
 
 def merge(r: Rehearsal) -> Iterator[str]:
     """In 16 bits where the base is quantized: plain transformers can't open fused experts in FP8."""
-    dtype = ("--dtype", "bf16") if r.record.twin.get("quantization") else ()
+    dtype = ("--dtype", "bf16") if r.record.replica.get("quantization") else ()
     made = r.windlass("merge", "export", str(r.run_folder), "--to", str(r.folder / "merged"), "--merge", *dtype)
     logits = made["logits"]
     yield f"{made['touched']} tensors merged and computed again, {made['untouched']} byte-equal to the base"

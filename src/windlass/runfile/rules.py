@@ -136,7 +136,7 @@ def _mix(data: Data) -> Iterator[Clash]:
     taken = dict.fromkeys(data.eval, "data.eval")
     if parts and "dataset_name_or_path" in data.model_fields_set:
         hint = "remove it, or make it one of the mix"
-        yield "data.dataset_name_or_path data.mix", "is not trained on beside a mix", hint
+        yield "data.dataset_name_or_path data.mix", "is not trained on when there is a mix", hint
     if not parts and "validation" in data.eval and (data.val_split or data.val_fraction):
         yield "data.eval.validation", "is what the rows of data.val_split are called", "choose another name"
     for place, part in parts:

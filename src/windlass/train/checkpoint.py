@@ -213,7 +213,7 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 class WholeExperts:
     """Puts tensors of split experts' adapters together: each rank has its own experts', files have all. A collective.
 
-    One tensor at a time: the adapter of many experts fits the host, not beside the model on its GPU. By way of the
+    One tensor at a time: the adapter of many experts fits the host, not the GPU with the model on it. By way of the
     host, too: NCCL would open a channel, with buffers on the GPU, between rank 0 and every other at the first save.
     """
 

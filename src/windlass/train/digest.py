@@ -28,7 +28,7 @@ Box = Sequence[tuple[int, int]]
 def rows_together(rows: int, width: int) -> int:
     """How many rows of so many bytes have one hash: a call for each would cost half as much as its hash.
 
-    Of many ranks each reads half as many more, so they are few beside its rows.
+    Of many ranks each reads half as many more, so they are few compared with its rows.
     """
     return max(1, min(TOGETHER // width, rows // 256))
 

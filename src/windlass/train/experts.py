@@ -146,7 +146,7 @@ class _LowRank(torch.autograd.Function):
         for_x = grouped_mm(through, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         for_b = grouped_mm(narrow.t(), sent, offs=ends)
         for_a = grouped_mm(through.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
-        # Of an expert without tokens a kernel may write nothing (pytorch#172439), and leave what the memory held.
+        # Of an expert without tokens a kernel may write nothing (pytorch#172439), and leave what was in memory.
         without = (torch.diff(ends, prepend=ends.new_zeros(1)) == 0)[:, None, None]
         for_a.masked_fill_(without, 0)
         for_b.masked_fill_(without, 0)

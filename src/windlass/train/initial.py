@@ -1,4 +1,4 @@
-"""PiSSA and OLoRA: adapters that start as a part of the base's weights, beside a fixed half that takes it away again.
+"""PiSSA and OLoRA: adapters that start as a part of the base's weights, with a fixed half that takes it away again.
 
 PEFT takes that part out of the base. Here the base stays as it is stored: an adapter has twice the rank, A = [A; A0]
 and B = [B, -B0], of which A0 and B0 never change. That is the form in which PEFT itself saves such an adapter as a LoRA

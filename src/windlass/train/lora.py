@@ -78,7 +78,7 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
         start_from_weights(peft_model, str(lora.init_lora_weights))
     if adapter.target_parameters:
         experts.patch_experts(peft_model)
-        if lora.lora_dropout:  # PEFT refuses it beside experts. The saved configuration keeps 0, so that PEFT opens it
+        if lora.lora_dropout:  # PEFT refuses it with experts. The saved configuration keeps 0, so that PEFT opens it
             for module in peft_model.modules():
                 if isinstance(module, LoraLayer):
                     module.lora_dropout.update({NAME: nn.Dropout(lora.lora_dropout)})

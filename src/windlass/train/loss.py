@@ -22,7 +22,7 @@ ONE_SLICE: Final = 2**20  # logits that are cheap enough to be in float32 all at
 
 
 class SourceLosses:
-    """The loss of each of several sets, added up beside the total; sent with what is sent anyway."""
+    """The loss of each of several sets, added up besides the total; sent with what is sent anyway."""
 
     def __init__(self, names: Sequence[str], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.names = names if len(names) > 1 else ()
@@ -144,7 +144,7 @@ PLAIN: Final = Shaping()
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The summed cross entropy of `hidden @ weight.T` against `targets`; `weight` is usually frozen.
 
-    The gradients are formed beside the loss, chunk by chunk, while the logits are there: the head is multiplied by
+    The gradients are formed with the loss, chunk by chunk, while the logits are there: the head is multiplied by
     twice, and not a third time to get the logits back. It is that of the sum: what the sum is divided by is known
     only once all ranks have counted their tokens, and divides the adapter's gradients then.
     """

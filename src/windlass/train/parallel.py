@@ -124,7 +124,7 @@ def separate_experts(mesh: Any) -> None:
 
 
 def keep_in_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
-    """What transformers keeps in float32 beside a narrower dtype, such as a router's correction."""
+    """What transformers keeps in float32 in a model of a narrower dtype, such as a router's correction."""
     if kept := model._get_dtype_plan(dtype):
         pattern = re.compile("|".join(each.replace("*", ".*") for each in kept))
         for name, tensor in model.state_dict(keep_vars=True).items():

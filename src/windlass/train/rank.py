@@ -181,14 +181,14 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
 
 
 def is_first(here: Rank, text: str) -> bool:
-    """Whether no other rank of this machine that the same launcher started has said the same: once is enough."""
+    """Whether no other rank of this machine that the same launcher started has printed the same: once is enough."""
     if here.world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == "1":
         return True
     start = [os.getuid(), os.getppid(), *map(os.environ.get, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))]
     with contextlib.suppress(OSError, IndexError):  # when the launcher began: a pod's next one may have its number
         start.append(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
     name = hashlib.blake2b(f"{start} {text}".encode(), digest_size=8).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"windlass-said-{name}"
+    path = Path(tempfile.gettempdir()) / f"windlass-printed-{name}"
     try:
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - SAID_SECONDS:  # by another launcher that had this number

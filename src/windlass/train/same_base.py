@@ -24,7 +24,7 @@ from windlass.train import checkpoint
 from windlass.train.digest import digest_box, digest_text
 from windlass.train.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, chunks, read_box
 
-RECORD: Final = "base_model.json"  # beside adapter_config.json: PEFT passes it over
+RECORD: Final = "base_model.json"  # next to adapter_config.json: PEFT passes it over
 FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
 FLAG: Final = "--allow-other-base"
 CONFIG, ADAPTER = "adapter_config.json", checkpoint.ADAPTER
@@ -97,7 +97,7 @@ def digest_size(base: Base) -> int:
 
 
 def forward_config(base: Base) -> dict[str, Any]:
-    """What config.json says beside the weights: another rotary base or epsilon is another model too."""
+    """What config.json says besides the weights: another rotary base or epsilon is another model too."""
     return {key: value for key, value in base.config.items() if value is not None and not NO_FORWARD.fullmatch(key)}
 
 
@@ -120,14 +120,14 @@ def describe_quantisation(found: Mapping[str, Any]) -> str:
 
 
 def recorded_base(adapter: Path) -> dict[str, Any]:
-    """What is recorded beside an adapter of the base that it was trained on; nothing of those made elsewhere."""
+    """What is recorded next to an adapter of the base that it was trained on; nothing of those made elsewhere."""
     found = read_json(adapter / RECORD) or read_json(adapter / MANIFEST)
     keys = ("base_name", "base_digest", "base_config", "other_base", "base_quantisation")
     return {key: found[key] for key in keys if found.get(key)}
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, str]]:
-    """For the record beside an adapter: what its files are, by hash; of its configuration, what changes the forward."""
+    """The adapter's files by hash; of its configuration, what changes the forward."""
     config = {key: value for key, value in read_json(folder / CONFIG).items() if key not in RENAMED}
     contents = {CONFIG: json.dumps(config, sort_keys=True).encode(), ADAPTER: (folder / ADAPTER).read_bytes()}
     return {"files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}}

@@ -117,7 +117,7 @@ class Replicas:
 
 
 class Waits:
-    """How long this rank's forward waits for others: only without that is a slow rank told from those it keeps waiting.
+    """How long this rank's forward waits for others: without that a slow rank looks like those it keeps waiting.
 
     Ranks wait where FSDP2 gathers weights, in its hook before a module's forward, and in the experts' forward where
     experts are split, which sends tokens to and fro: that is taken as a whole. Measured while `on`.

@@ -172,7 +172,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def check_hostname(c: Context, addresses: Sequence[str]) -> list[Result]:
-    """gloo, which also connects ranks with GPUs, listens where this node's own name leads unless it is told."""
+    """gloo, which also connects ranks with GPUs, listens on the address of the host's name by default."""
     alone = c.plan is None or c.plan.layout.nodes == 1 or c.plan.machine.network.name == "loopback"
     if alone or c.environ.get("GLOO_SOCKET_IFNAME"):
         return []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
 
 Speeds = Mapping[str, Mapping[str, float]]  # by GPU of a node: what to its rate
-SLOW_SHARE = 0.75  # of its kind or of the other GPUs: clocks held down, a bad slot, another process on it
+SLOW_SHARE = 0.75  # of its kind or of the other GPUs: lowered clocks, a bad slot, another process on it
 SIDE, ELEMENTS, COPIED = 4096, 1 << 27, 256 << 20  # of the product, the addition and the copy
 UNITS = {"products": "TFLOP/s", "memory": "GB/s", "host link": "GB/s"}
 TITLE = "GPU speed"

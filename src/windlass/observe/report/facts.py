@@ -299,7 +299,7 @@ def verdict(run: Run, made: Facts) -> Facts:
         (run.alarms, f"{count_of(len(run.alarms), 'alarm')}: {', '.join(kinds)}"),
         (saved["failed"], f"{saved['failed']} of {saved['count']} saves failed: {saved['error']}"),
         (waiting > DATA_SHARE, f"{waiting:.0%} of the step time is waiting for data: loading is the bottleneck"),
-        (throttled, f"GPU clocks were held down: {', '.join(throttled)}"),
+        (throttled, f"GPU clocks were lowered: {', '.join(throttled)}"),
         (lost > 0, f"{lost} of {head['ranks']} ranks left no step file"),
     ]
     balances = [each for each in run.first.objects["experts"].values() if isinstance(each, dict)]

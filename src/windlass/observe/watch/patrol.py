@@ -1,4 +1,4 @@
-"""All detectors over one run folder, from its files alone, once or in a thread beside the run."""
+"""All detectors over one run folder, from its files alone, once or in a thread of the run."""
 
 from __future__ import annotations
 
