@@ -127,7 +127,7 @@ def test_loss_is_on_the_completion(prepared: Prepare, tokenizer: Any) -> None:
     edge = prepared([{"prompt": "the answer is th", "completion": "e"}])  # a token has characters of both
     assert tokenizer.decode(supervised(edge)).strip() == "the</s>"
     assert edge.audit["splits"]["train"]["straddling"] == 1
-    assert any("across the edge" in note for note in edge.audit["notes"])
+    assert any("spans the edge" in note for note in edge.audit["notes"])
 
 
 def test_loss_is_on_what_a_template_marks(prepared: Prepare, tokenizer: Any) -> None:

@@ -155,7 +155,7 @@ if [[ "${WINDLASS_CHECK:-yes}" != no ]]; then
   check=$! # in the background, because bash handles no signals while it waits for a program in the foreground
   lost_at=''
   while kill -0 "$check" 2>/dev/null; do
-    # A node that is lost joins no check. One whose check failed has informed this one's, which is about to end.
+    # A node that is lost joins no check. One whose check failed has told this one's, which is about to end.
     if [[ -e "$status_dir/lost" ]] && ((SECONDS > ${lost_at:=$SECONDS} + 30)); then kill -TERM "$check" 2>/dev/null || true; fi
     sleep 0.2 &
     wait $! || true # a signal ends the wait, not the sleep: traps run at once
