@@ -67,7 +67,7 @@ def test_an_epochs_rows_are_counted_for_the_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"dataset_name_or_path": "x"}, r"run.yaml:\d: data.dataset_name_or_path: is not trained on when there is a mix"),
+        ({"dataset_name_or_path": "x"}, r"run.yaml:\d: data.dataset_name_or_path: is not trained on when there is"),
         ({"mix": [{"path": "x", "weight": 1}, {"path": "y"}]}, r"data.mix\[1\]: has no weight, and others have one"),
         ({"mix": [{"path": "x", "weight": 1, "rows": 2}]}, r"data.mix\[0\].rows: has both weight and rows"),
         ({"mix": [{"path": "x/a.jsonl"}, {"path": "y/a.parquet"}]}, r"\[1\]: has the name 'a', as data.mix\[0\]"),

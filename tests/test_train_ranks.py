@@ -191,10 +191,17 @@ def test_the_users_mistake_is_reported_once_with_its_place(tmp_path: Path) -> No
     )
 
 
-LATER = """
+AFTER = """
+def wait_until(condition):  # a loaded machine may start rank 1 long after rank 0
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+"""
+LATER = f"""{AFTER}
 def work():
     if here.rank == 0:
-        time.sleep(0.3)
+        wait_until((here.status_dir / "error-1").exists)
         raise ConnectionError("peer is gone")
 """
 
@@ -213,14 +220,21 @@ def test_the_root_is_reported_and_not_what_followed_from_it(tmp_path: Path, capf
 
 @pytest.mark.fault("a rank that is killed", "`windlass train`", "rank 1 was killed by SIGKILL while training step 12")
 def test_a_killed_rank_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
-    body = """
-    here.phase("training step 12")
-    if here.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    def work():
-        time.sleep(2)
-        raise ConnectionError("peer is gone")
-    """
+    body = f"""{AFTER}
+def alive(pid):
+    try:
+        return ") Z " not in open(f"/proc/{{pid}}/stat").read()
+    except FileNotFoundError:
+        return False
+pid = here.status_dir / "pid"
+here.phase("training step 12")
+if here.rank == 1:
+    pid.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+def work():
+    wait_until(lambda: pid.exists() and not alive(pid.read_text()))
+    raise ConnectionError("peer is gone")
+"""
     with pytest.raises(RunError, match="rank 1 was killed by SIGKILL while training step 12"):
         crew(tmp_path, body)
 

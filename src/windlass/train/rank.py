@@ -24,7 +24,7 @@ from windlass.files import FULL, unwritable, write_atomic
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STATUS_DIR: Final = "WINDLASS_STATUS_DIR"  # on this machine; ranks write their phase, error and exit code there
-SAID_SECONDS: Final = 10.0  # within which the same error of ranks that started together is one
+SAME_ERROR_SECONDS: Final = 10.0  # within which the same error of ranks that started together is one
 SUPERVISED: Final = "WINDLASS_SUPERVISED"  # set: `windlass train` reads those files, so ranks print no errors
 
 
@@ -191,7 +191,7 @@ def is_first(here: Rank, text: str) -> bool:
     path = Path(tempfile.gettempdir()) / f"windlass-printed-{name}"
     try:
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime < time.time() - SAID_SECONDS:  # by another launcher that had this number
+            if path.stat().st_mtime < time.time() - SAME_ERROR_SECONDS:  # by another launcher that had this number
                 path.unlink()
         path.open("x").close()
     except FileExistsError:

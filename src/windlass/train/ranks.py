@@ -191,9 +191,9 @@ def wait(
 
 
 def _first(codes: Sequence[int | None]) -> int | None:
-    """The first rank that did not end well. One that a signal reached explains those that lost it."""
-    ended = [rank for rank, code in enumerate(codes) if code]
-    return min(ended, key=lambda rank: (codes[rank] != SAVED, rank), default=None)
+    """The first rank that did not end well. One that saved, or that was killed, explains those that lost it."""
+    ended = [(code != SAVED, code > 0, rank) for rank, code in enumerate(codes) if code]
+    return min(ended)[2] if ended else None
 
 
 def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
