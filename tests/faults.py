@@ -471,7 +471,13 @@ FAULTS = (
         "trained on from no adapter",
         nothing,
         f"{NEW} --override lora.adapter=data",
-        "lora.adapter: no adapter_config.json in data",
+        "--override lora.adapter=data: no adapter_config.json in data",
+    ),
+    Fault(
+        "a file with prompts that is not there",
+        swap(RUN, 'eval_strategy: "no"', "sample: {file: p.txt}"),
+        f"{NEW} --override data.val_fraction=0.1",
+        "train.sample.file: p.txt can't be read: No such file or directory",
     ),
     Fault(
         "trained on from a part of an adapter",

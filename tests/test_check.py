@@ -37,6 +37,33 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo.make(tmp_path_factory.mktemp("check") / "demo")
 
 
+ABSENT = {  # a key that names a file or folder that is not here, and what is said
+    "data.dataset_name_or_path=/no/rows.jsonl": "/no/rows.jsonl does not exist",
+    "data.dataset_config_name=other": "has no config 'other'; it has none",
+    "data.eval={held: {path: held.jsonl}}": "held.jsonl does not exist",
+    "data.chat_template=chat.jinja": "there is no file chat.jinja",
+    "lora.adapter=adapter": "no adapter_config.json in adapter",
+    "train.sample.file=prompts.txt": "prompts.txt can't be read: No such file or directory",
+    f"train.output_dir={__file__}": f"{__file__} is a file",
+}
+
+
+@pytest.mark.parametrize(("override", "says"), ABSENT.items(), ids=[key.partition("=")[0] for key in ABSENT])
+def test_a_file_that_is_not_here_is_named_by_plan_and_check(sound: Path, override: str, says: str) -> None:
+    loaded = read(sound, [override])
+    plan = make(loaded)
+    (warning,) = (each.text for each in plan.warnings if says in each.text)
+    assert warning.startswith(f"--override {override}: ")
+    failures = [result for result in check.run(loaded).results if result.verdict == FAIL]
+    assert any(says in result.seen and result.where == f"--override {override}" for result in failures), failures
+    cluster = ["cluster.platform=kubernetes", "cluster.image=a/b", override.replace("=", "=/mounted/there/", 1)]
+    if override.startswith(("lora", "data.chat")):  # a pod will find it
+        assert not [each for each in make(read(sound, cluster)).warnings if "mounted" in each.text]
+        assert not [
+            each for each in check.run(read(sound, cluster)).results if each.verdict == FAIL and "mounted" in each.seen
+        ]
+
+
 def named(results: Sequence[Result], name: str) -> Result:
     (found,) = (result for result in results if result.name == name)
     return found

@@ -25,6 +25,7 @@ from windlass.model.targets import Adapter
 from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.choose import Advice, Contender, advise, candidates, choose, compare, micro_batches, named
 from windlass.plan.cost import Batch, Cost, Work, cost, narrow, published, read_shape
+from windlass.plan.inputs import absent_data, absent_files, expected_here
 from windlass.plan.layout import (
     AUTO,
     CHECKPOINTING,
@@ -532,6 +533,9 @@ def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int
 
 def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
     """The gravest first."""
+    for path, absent in (*absent_data(plan.loaded), *absent_files(plan.loaded)):
+        if expected_here(plan.loaded, path, weights=plan.base.path is not None):
+            yield Warning(f"{absent.where}: {absent.problem} ({absent.hint})")
     yield from (Warning(f"lora.target_modules {text}") for text in plan.adapter.warnings)
     if (count := shape.base.family.without_formula) and not shape.base.family.traced:
         text = f"{count} of {len(shape.layers)} layers are linear attention or the like, which no formula is known for:"

@@ -60,11 +60,14 @@ def train(
             signal.signal(number, lambda *_: sys.exit(SAVED))
 
     def checked() -> Plan:
+        from windlass.plan.inputs import absent_data, absent_files
+
         plan = make_plan()
         # Before anything is loaded: opening them would fail only once the model is there.
         where, absent = plan.loaded.where("train.report_to"), absent_trackers(plan.loaded.run.train.report_to)
         hints = ((name, f"{how}, or take it out") for name, how in absent.items())
-        raise_all([Problem(f"{name} is not installed", where, hint) for name, hint in hints])
+        files = [problem for _, problem in (*absent_data(plan.loaded), *absent_files(plan.loaded))]
+        raise_all([*(Problem(f"{name} is not installed", where, hint) for name, hint in hints), *files])
         return plan
 
     def work(here: Rank) -> int:

@@ -43,9 +43,6 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     if adapter.target_parameters and lora.bias != "none" and any(part_of(stack) for stack in stacks):
         problem = "biases of the base can't be trained with adapters of experts that are split over ranks"
         raise UserError(problem, "lora.bias", "set lora.bias: none, or layout: {name: full-shard}")
-    if lora.adapter and not (Path(lora.adapter) / "adapter_config.json").is_file():
-        problem = f"no adapter_config.json in {lora.adapter}"
-        raise UserError(problem, "lora.adapter", "name a folder that PEFT or windlass saved")
     # PEFT draws A on the CPU: the same seed gives every rank the same adapter. Dropout continues from it, deliberately:
     # ranks draw the same masks, on other rows, as with transformers' Trainer.
     set_seed(seed)

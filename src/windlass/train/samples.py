@@ -21,6 +21,7 @@ import torch.distributed as dist
 from windlass.errors import UserError
 from windlass.files import append_json_line
 from windlass.observe.steps import IGNORED
+from windlass.plan.inputs import read_prompt_lines
 from windlass.run_folder import SAMPLES
 from windlass.train import group
 
@@ -136,14 +137,7 @@ def read_prompts(
     texts, key = settings.prompts or [], "train.sample.prompts"
     if settings.file is not None:
         key = "train.sample.file"
-        try:
-            lines = Path(settings.file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise UserError(f"{settings.file} can't be read: {why}", where(key), "check the path") from None
-        texts = [_text_of(line) for line in lines if line.strip()]
-    if not texts:
-        raise UserError("there is no prompt", where(key), "write a prompt per line")
+        texts = [_text_of(line) for line in read_prompt_lines(settings, where(key))]
     prompts = []
     for text in texts:
         rendered = text

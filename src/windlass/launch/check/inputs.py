@@ -15,6 +15,7 @@ from windlass.data.mix import all_sets
 from windlass.errors import UserError
 from windlass.hardware import GIB, Gpus
 from windlass.launch.check.results import NO_PLAN, Context, Result, failed, not_here, passed, refused, skipped, warned
+from windlass.plan.inputs import absent_files
 from windlass.plan.script import AnyPlan, ScriptPlan, make_any
 from windlass.runfile import Loaded, LoadedScript
 from windlass.runfile.names import absent_trackers
@@ -84,9 +85,19 @@ def check_inputs(c: Context) -> list[Result]:
         return [check_script(c, c.loaded), *torch, skipped("model, data and optimizer", "they are the script's own")]
     libraries = check_libraries(c, c.loaded)
     if c.plan is None or isinstance(c.plan, ScriptPlan):
-        return [*libraries, skipped("weights and tokenizer", NO_PLAN), check_data(c, c.loaded, None)]
+        weights = [skipped("weights and tokenizer", NO_PLAN)]
+        return [*libraries, *weights, check_data(c, c.loaded, None), *check_files(c, c.loaded)]
     tokenizer, opened = check_tokenizer(c.plan)
-    return [*libraries, check_weights(c, c.plan), opened, check_data(c, c.loaded, tokenizer)]
+    data = check_data(c, c.loaded, tokenizer)
+    return [*libraries, check_weights(c, c.plan), opened, data, *check_files(c, c.loaded)]
+
+
+def check_files(c: Context, loaded: Loaded) -> list[Result]:
+    """What else the run file names that a run reads before its first step."""
+    found = list(absent_files(loaded))
+    if c.elsewhere:
+        return [not_here("file", path) for path, _ in found]
+    return refused("file", [problem for _, problem in found])
 
 
 def check_weights(c: Context, plan: Plan) -> Result:
