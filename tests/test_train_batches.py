@@ -16,18 +16,20 @@ from datasets import IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 
 import windlass
 from windlass.data.audit import PACKED
-from windlass.data.collate import PaddedCollator
+from windlass.data.collate import PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
 from windlass.data.prepare import Prepared
 from windlass.runfile import Train
 from windlass.runfile.names import OPTIMIZERS as NAMES
 from windlass.runfile.names import SCHEDULES
 from windlass.train import optimizer
-from windlass.train.batches import Batch, Batches, Collate
+from windlass.train.batches import ROW, Batch, Batches, Collate
+from windlass.train.loss import patch_forward
 
 
 def batches(count: int, micro: int, world: int, rank: int, step: int, *, stream: bool = False, **more: Any) -> Batches:
@@ -196,3 +198,30 @@ def test_every_key_of_train_is_read_somewhere() -> None:
     trees = [ast.parse(path.read_text()) for path in Path(windlass.__file__).parent.rglob("*.py")]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert set(Train.model_fields) <= read
+
+
+@pytest.mark.parametrize("collator", [PaddedCollator(0), PaddedPackingCollator(0), PaddingFreeCollator()])
+@pytest.mark.parametrize("lengths", [[9], [4, 5]])
+def test_a_forward_asks_the_device_for_no_value(collator: Any, lengths: list[int]) -> None:
+    """Whether a row has several documents is known from the batch; the loss is as if transformers found it out."""
+
+    class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        values = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.values += func.overloadpacket.__name__ == "_local_scalar_dense"
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    patch_forward(model)
+    row = {"input_ids": np.arange(1, 10), "seq_lengths": lengths, ROW: 0}
+    inputs = Collate(collator)([row]).inputs
+    with torch.no_grad(), Asked() as asked:  # type: ignore[no-untyped-call]
+        found = model(**inputs)
+    assert not asked.values
+    with torch.no_grad(), Asked() as asked:  # type: ignore[no-untyped-call]
+        wanted = model(**inputs | {"several": None})
+    assert asked.values
+    assert torch.equal(found, wanted)

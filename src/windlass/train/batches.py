@@ -63,6 +63,8 @@ class Collate:
         inputs = {name: value for name, value in collated.items() if name not in ("labels", "attention_mask")}
         if self.mark_tokens:
             inputs["tokens"] = collated.get("attention_mask")
+        positions = collated.get("position_ids")
+        inputs["several"] = positions is not None and bool((np.diff(positions.numpy()) != 1).any())
         labels = collated["labels"].numpy()
         following = np.full_like(labels, IGNORED)
         following[:, :-1] = labels[:, 1:]  # position i predicts the token at i + 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from windlass.derive import logit_scale_and_cap
 from windlass.errors import UserError
@@ -62,6 +63,7 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         sources: Tensor | None = None,
         per_token: bool = False,
         choose: bool = False,
+        several: bool | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """supervised: positions, of the flattened batch, whose next token counts; targets: those tokens.
@@ -69,11 +71,13 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         balance_share: what the router's balancing loss is multiplied by before it is added; that loss is returned
         too, by itself. tokens: for that loss, 1
         for every token that is not padding. No layer needs it: padding stands behind a row's tokens, and none of
-        these looks ahead. sources: of every target, the set that `by_source` counts it for.
+        these looks ahead. sources: of every target, the set that `by_source` counts it for. several: whether a row has
+        more than one document; None: transformers finds it out.
         """
         if balance_share is not None:
             inputs["output_router_logits"] = True
-        outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
+        with documents_known(several):
+            outputs = self.model(input_ids=input_ids, use_cache=False, **inputs)
         hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, supervised)
         head = self.get_output_embeddings()
         weight, bias = _unsharded(head.weight), getattr(head, "bias", None)
@@ -96,6 +100,22 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         return loss
 
     model.forward = types.MethodType(forward, model)
+
+
+@contextmanager
+def documents_known(several: bool | None) -> Iterator[None]:
+    """transformers asks the device whether positions begin anew in a row: the host would wait in every forward."""
+    original = masking_utils.find_packed_sequence_indices
+
+    def numbered(positions: Tensor) -> Tensor | None:
+        return (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1) if several else None
+
+    if several is not None:
+        masking_utils.find_packed_sequence_indices = numbered
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
 
 
 def _unsharded(tensor: Tensor) -> Tensor:
