@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -225,3 +227,21 @@ def test_a_stream_gives_every_row_once_an_epoch_in_one_order(rows: Path, tokeniz
     endless = run.model_copy(update={"train": run.train.model_copy(update={"max_steps": -1})})
     with pytest.raises(UserError, match="epochs can't be counted"):
         prepare(endless, tokenizer)
+
+
+def test_writing_and_reading_rows_imports_no_pandas(tmp_path: Path) -> None:
+    """Half a second of every run's start: Arrow's own conversions import it wherever it is installed."""
+    code = """
+import sys
+from pathlib import Path
+import numpy as np
+from windlass.data.packing import open_rows, to_numpy, write_rows
+from windlass.data.tokenize import Documents
+ids = np.array([0, 1, 2, 0, 1, 2, 3], np.int32)
+made = Documents(ids, np.ones(7, bool), np.array([3, 4]), np.zeros(2, np.uint64))
+write_rows([made], Path(sys.argv[1]), capacity=None)
+chunk = open_rows(Path(sys.argv[1])).column("input_ids").chunks[0]
+assert to_numpy(chunk.values).tolist() == [0, 1, 2, 0, 1, 2, 3] and to_numpy(chunk.offsets).tolist() == [0, 3, 7]
+assert "pandas" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.arrow")], check=True, timeout=120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,18 @@ def row_columns(*, partial: bool, packed: bool, mixed: bool = False) -> list[str
     return [name for name, there in wanted.items() if there]
 
 
+def to_arrow(numbers: npt.NDArray[Any]) -> pa.Array:
+    """`pa.array` would import pandas, half a second of a run's start; so would `to_numpy` below."""
+    assert not len(numbers) or numbers.max() < 2**31
+    buffer = pa.py_buffer(np.ascontiguousarray(numbers, np.int32))
+    return pa.Array.from_buffers(pa.int32(), len(numbers), [None, buffer])
+
+
+def to_numpy(array: pa.Array) -> npt.NDArray[np.int32]:
+    """A view of Arrow's memory."""
+    return np.frombuffer(array.buffers()[1], np.int32)[array.offset :][: len(array)]
+
+
 def open_rows(path: Path) -> pa.Table:
     """What `write_rows` wrote, mapped into memory. `datasets` would take a second to import."""
     with pa.memory_map(str(path)) as file:
@@ -128,8 +141,8 @@ def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -
                 values = {"source": np.full(len(block), number, np.int32)}
                 columns = [
                     pa.ListArray.from_arrays(
-                        pa.array(edges.get(name, tokens), pa.int32()),
-                        pa.array(values[name] if name in values else taken.column(name)),
+                        to_arrow(edges.get(name, tokens)),
+                        to_arrow(values[name] if name in values else taken.column(name)),
                     )
                     for name in names
                 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from windlass.data.collate import Collator
+from windlass.data.packing import to_numpy
 from windlass.observe.steps import IGNORED
 from windlass.train import group
 
@@ -150,7 +151,7 @@ class _Rows(Dataset[Any]):
         self.columns: dict[str, list[tuple[Any, Any]]] = {}
         for name in rows.column_names:
             chunks = rows.column(name).chunks
-            self.columns[name] = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in chunks]
+            self.columns[name] = [(to_numpy(chunk.offsets), to_numpy(chunk.values)) for chunk in chunks]
         self.starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
