@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.data.sources import Where
 from windlass.errors import UserError
+from windlass.runfile.names import ROLES as NAMES_OF_ROLES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,12 +28,10 @@ GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 STEPS = ("_compile_jinja_template", "_render_with_assistant_indices")
 CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write what should be a token of its own
 OWN_ROLES = ("system", "user", "assistant", "tool")
-ROLES = {  # what other tools and data sets call them
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("observation", "function", "ipython", "tool_response", "tool_result"), "tool"),
-    "developer": "system",
+ROLES = {  # what data sets call them
+    name: "assistant" if role == "call" else role for role, names in NAMES_OF_ROLES.items() for name in names
 }
+CALLS = NAMES_OF_ROLES["call"]
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
 THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or inside its content
 FLAGS = ("weight", "train")  # whether loss is computed on a message, in OpenAI's files and in Axolotl's
@@ -79,7 +78,7 @@ class ChatTemplate:
     def roles(self) -> dict[str, str]:
         """What a message may call its role, and what the template calls it: some know tools by another name."""
         own = {name: name for name, role in ROLES.items() if role in ("tool", "system") and self.knows(name)}
-        return {**{role: role for role in OWN_ROLES}, **ROLES, **own}
+        return {**ROLES, **own}
 
     def knows(self, role: str) -> bool:
         return re.search(rf"""(['"]){re.escape(role)}\1""", self.template) is not None
@@ -96,7 +95,7 @@ class ChatTemplate:
         for role in {str(turn.message["role"]) for turn in turns}.difference(OWN_ROLES):
             if not self.knows(role):
                 problem = f"a message has the role {role!r}, which {self.source or 'the chat template'} doesn't name"
-                close = difflib.get_close_matches(role.lower(), [*OWN_ROLES, *ROLES], n=1)
+                close = difflib.get_close_matches(role.lower(), ROLES, n=1)
                 hint = f"did you mean {close[0]}? roles are" if close else "write one of the roles"
                 hint += f" {', '.join(OWN_ROLES)}, or one that a data.chat_template of yours names"
                 raise UserError(problem, "data", hint)
@@ -220,7 +219,7 @@ def read_turn(
     if trained and role != "assistant":
         hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
         raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
-    if named in ("function_call", "tool_call"):  # LLaMA-Factory's and ms-swift's names of an answer that calls tools
+    if named in CALLS:  # LLaMA-Factory's and ms-swift's names of an answer that calls tools
         calls = parsed(found.pop("content", ""))
         found["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if calls := found.get("tool_calls"):

@@ -21,7 +21,7 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import dotted, load, scalar
 from windlass.runfile.fields import Train
 from windlass.runfile.names import IMPORTING as TABLES
-from windlass.runfile.names import TOOLS, by_name
+from windlass.runfile.names import ROLES, TOOLS, by_name
 from windlass.runfile.read import read
 from windlass.runfile.reference import shown, text_of
 
@@ -38,14 +38,6 @@ OWN: Final = ("warmup_ratio", "global_batch_size", "resume")  # of `train`, and 
 
 
 TEMPLATES: Final = ("chatml", "llama3", "alpaca")  # of the same name here
-# What a message's role may be called, by what it is here.
-SPEAKERS: Final = {
-    "user": "user human prompter",
-    "assistant": "assistant gpt chatgpt model bot ai",
-    "system": "system developer",
-    "tool": "tool observation function ipython tool_response tool_result",
-    "call": "function_call tool_call",
-}
 TOKENIZERS_OWN: Final = "the tokenizer's own is used; compare with `windlass data run.yaml --sample 3`"
 
 
@@ -116,8 +108,9 @@ class Import:
     def require_roles(self, place: str, roles: Mapping[str, Any]) -> None:
         """Names of roles can't be set here: they must be usual ones."""
         for role, names in roles.items():
-            if unusual := [name for name in _listed(names) if str(name) not in SPEAKERS.get(str(role), "").split()]:
-                hint = f"rename it in the rows; windlass reads {SPEAKERS.get(str(role)) or ', '.join(SPEAKERS)}"
+            known = ROLES.get(str(role), ())
+            if unusual := [name for name in _listed(names) if str(name) not in known]:
+                hint = f"rename it in the rows; windlass reads {', '.join(known or ROLES)}"
                 self.refuse(place, f"windlass doesn't read {unusual[0]!r} as {role}", hint)
 
     def as_dict(self) -> dict[str, Any]:

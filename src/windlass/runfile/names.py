@@ -35,6 +35,7 @@ OPTIMIZERS = by_name(_TABLES["optimizers"])  # name -> package it needs
 OPTIMIZERS_REFUSED = by_name(_TABLES["optimizers_refused"])  # name -> why
 SCHEDULES = {name: tuple(needs.split()) for name, needs in by_name(_TABLES["schedules"]).items()}
 EVALUATED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # that go by the evaluation loss
+ROLES = {role: tuple(names.split()) for role, names in _TABLES["roles"].items()}
 TRACKERS = {name: tuple(modules.split()) for name, modules in _TABLES["trackers"].items()}
 
 # transformers 5.23, modeling_utils.ALL_ATTENTION_FUNCTIONS, and eager, which every model has.
