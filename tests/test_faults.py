@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from faults import FAULTS, Fault
+from faults import FAULTS, NEW, Fault
 
 from windlass import tiny
 
@@ -79,3 +79,35 @@ def test_a_planted_fault_is_named(fault: Fault, material: Path, tmp_path: Path) 
     assert "Traceback" not in printed, printed
     assert code == fault.code, printed
     assert re.search(".*?".join(re.escape(part.strip()) for part in fault.says.split("…")), printed), printed
+
+
+@pytest.mark.prove
+@pytest.mark.fault("a bad row far into a stream", "`windlass train`", "met in step")
+def test_a_bad_row_of_a_stream_ends_all_ranks_and_keeps_what_was_trained(material: Path, tmp_path: Path) -> None:
+    """Behind the rows that were audited, met by a loader's worker: with its place, a checkpoint, and a way on."""
+    folder = shutil.copytree(material, tmp_path / "here")
+    rows = ['{"text": "mast keel"}\n'] * 10_400
+    rows[10_199] = '{"text": 5}\n'
+    (folder / "data" / "train.jsonl").write_text("".join(rows))
+    settings = {
+        "data.streaming": "true",
+        "data.packing": "true",
+        "data.max_length": 512,
+        "train.save_strategy": '"no"',
+        "train.dataloader_num_workers": 1,
+        "train.max_steps": 20,
+        "cluster.gpus_per_node": 2,
+    }
+    options = " ".join(f"--override {key}={value}" for key, value in settings.items())
+    code, said = windlass(f"{NEW} {options}", folder)
+    assert (code, "Traceback" in said) == (2, False), said
+    assert "data/train.jsonl: row 10200: " in said, said
+    step = int(re.search(r"met in step (\d+) of the stream", said)[1]) - 1  # type: ignore[index]
+    assert step >= 1
+    assert (folder / "new" / "checkpoints" / f"step-{step}" / "manifest.json").is_file()
+    going_on = re.search(r"`windlass (train run\.yaml --override train\.output_dir=[^`]+)`", said)
+    assert going_on, said
+    rows[10_199] = rows[0]
+    (folder / "data" / "train.jsonl").write_text("".join(rows))
+    code, said = windlass(f"{going_on[1]} {options} --override train.max_steps={step + 2}", folder)
+    assert code == 0, said

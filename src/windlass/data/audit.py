@@ -191,6 +191,9 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
     """What a reader should know that is no error."""
     train, shared = audit["splits"]["train"], audit.get("overlap", {"documents": 0, "share": 0})
     waste, all_tokens = audit["batching"].get("padding_waste", 0), max(1, train["tokens"] + train["tokens_cut"])
+    remedy = "data.packing: true leaves next to none"
+    if audit["batching"].get("configured") == PACKED:
+        remedy = "most documents share a sequence with no other: a larger data.max_length leaves less"
     warnings = (
         (
             train["truncated"],
@@ -220,7 +223,7 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
             f"{shared.get('near', 0):,} validation rows are nearly the same as one that is trained on: the evaluation "
             "loss will look better than it is",
         ),
-        (waste > 0.2, f"{waste:.0%} of the computed positions are padding: data.packing: true leaves next to none"),
+        (waste > 0.2, f"{waste:.0%} of the computed positions are padding: {remedy}"),
     )
     left_out = itertools.chain(*(figures["left_out"] for figures in audit["splits"].values()))
     return [*dict.fromkeys(left_out), *(text for holds, text in warnings if holds)]

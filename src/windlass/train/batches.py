@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from windlass.data.collate import Collator
 from windlass.data.packing import to_numpy
+from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.train import group
 
@@ -125,7 +126,7 @@ class Batches:
         if self.order is None:
             # Of more than one worker, a set of one generator would give the others nothing.
             stream = _Stream(self, micro_batches)
-            return iter(DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options))
+            return _raised(DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options))
         order = self.order(number)
         fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
         dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
@@ -142,6 +143,10 @@ class Batches:
         for number in itertools.count(first):
             yield from self.epoch(number, done)
             done = 0
+
+
+class RowError(UserError):
+    """A row of a stream that can't be trained on. All ranks read all rows: all of them meet it in the same step."""
 
 
 class _Rows(Dataset[Any]):
@@ -166,15 +171,25 @@ class _Rows(Dataset[Any]):
         return row
 
 
-class _Stream(IterableDataset[Batch]):
+class _Stream(IterableDataset[Batch | UserError]):
     """This rank's micro-batches of a stream that every rank reads in full."""
 
     def __init__(self, batches: Batches, first: int) -> None:
         self.batches, self.first = batches, first
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | UserError]:
         of = self.batches
         numbered = ({**row, ROW: number} for number, row in enumerate(of.rows))
         rows = itertools.islice(numbered, self.first * of.micro * of.world, None)
-        while everyones := list(itertools.islice(rows, of.micro * of.world)):
-            yield of.collate(everyones[of.rank * of.micro :][: of.micro])
+        try:
+            while everyones := list(itertools.islice(rows, of.micro * of.world)):
+                yield of.collate(everyones[of.rank * of.micro :][: of.micro])
+        except UserError as error:  # raised here, a loader's worker would print its traceback
+            yield RowError.of(error.problems)
+
+
+def _raised(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
+    for batch in batches:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
 
+from windlass.errors import UserError
 from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group
-from windlass.train.batches import Batch, Batches
+from windlass.train.batches import Batch, Batches, RowError
 from windlass.train.compiled import Compiled
 from windlass.train.fused import Adapters, fuse
 from windlass.train.initial import FixedHalves
@@ -127,10 +128,13 @@ class Loop:
         self.stop_signal.training = True  # until now a signal ended the rank at once: there was nothing to save
         if self.evaluation_due and self.evaluate():
             self.save()  # its loss belongs to the checkpoint that this run was resumed from
-        micro_batches = self.batches.train(self.step, self.accumulation, self.steps_per_epoch)
+        began_at, micro_batches = self.step, self.batches.train(self.step, self.accumulation, self.steps_per_epoch)
         while self.step < self.total and not self.stopped:
             self.progress.start_step(self.step + 1)
-            step, requested, interrupted = self.train_step(micro_batches)
+            try:
+                step, requested, interrupted = self.train_step(micro_batches)
+            except RowError as error:
+                raise self._save_before(error, began_at) from None
             self.progress.end_step(step)
 
             save_requested = self.watch.act(requested)  # an alarm saves, or stops the run
@@ -150,6 +154,18 @@ class Loop:
         self.recorder.event("end", self.step)
         self.recorder.close()
         self.trackers.log_steps()
+
+    def _save_before(self, error: RowError, began_at: int) -> UserError:
+        """Save what was trained before a row that can't be; the error with what to do about both. A collective."""
+        problem, folder = error.problems[0], self.saver.checkpoints / f"step-{self.step}"
+        if self.step > began_at and self.saver.step != self.step:
+            self._schedule_free("eval")
+            self.saver.save(self, wait=True)
+        hint = f"{problem.hint}; `windlass data RUN --override data.streaming=false` reads every row"
+        if self.step:
+            hint += f". Then go on from the adapter of step {self.step}: `windlass train RUN --override"
+            hint += f" train.output_dir={self.saver.folder}-2 --override lora.adapter={folder}`"
+        return UserError(f"{problem.problem} (met in step {self.step + 1} of the stream)", problem.where, hint)
 
     def _due(self, strategy: str, every_steps: int) -> bool:
         last = self.step == self.total
