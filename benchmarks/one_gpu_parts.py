@@ -215,9 +215,8 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: quantised.Format, words: str
         return
     half = codes.shape[2] // 2
     for part, first in ((codes, 0), (codes[:, :, half:], half)):
-        one, other = (
-            way(part, scale, coding, coding.dtype, (0, first)) for way in (quantised.by_kernel, quantised.by_torch)
-        )
+        given = coding.codes, coding.kind, *coding.block, coding.dtype, 0, first
+        one, other = (way(part, scale, *given) for way in (quantised.by_kernel, quantised.by_torch))
         differing = sum(
             int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(one, other, strict=True)
         )
@@ -226,7 +225,8 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: quantised.Format, words: str
         del one, other
     most = card().memory_gb_per_second / 3
     for name, way in (("kernel", quantised.by_kernel), ("torch", quantised.by_torch)):
-        seconds = min(seconds_of(partial(way, codes, scale, coding, coding.dtype, (0, 0))) for _ in range(3))
+        given = coding.codes, coding.kind, *coding.block, coding.dtype, 0, 0
+        seconds = min(seconds_of(partial(way, codes, scale, *given)) for _ in range(3))
         yield {"what": f"FP8 by {name}, {words}", "value": codes.numel() / seconds / 1e9, "unit": "G values/s",
                "expected": f"{most:.3g} at most: a byte read, two written"}  # fmt: skip
 

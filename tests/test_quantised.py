@@ -72,6 +72,15 @@ def test_any_part_of_any_parameter_is_the_truth(data: st.DataObject) -> None:
     assert torch.equal(got, truth(codes, scale, sides, dtype)[:, top:bottom, left:right])
 
 
+@pytest.mark.parametrize("kind", ["", "nf4"])
+def test_it_is_one_operator_that_compilers_and_tensors_without_values_know(kind: str) -> None:
+    codes, block = random_codes(2, 6, 48)[:, 2:, 16:], (1, 64) if kind else (5, 7)
+    scale = random_scale(2, 6, 2).bfloat16() if kind else random_scale(2, 2, 7)
+    for dtype in DTYPES:
+        given = codes, scale, torch.uint8 if kind else E4M3, kind, *block, dtype, 2, 32 if kind else 16
+        torch.library.opcheck(torch.ops.windlass.dequantise.default, given)
+
+
 def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantisedLinear, nn.Linear]:
     """The same layer twice: in FP8, and in `dtype`."""
     form = Format(E4M3, (16, 16), dtype)
@@ -211,23 +220,26 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for bits in (True, False):
         dequantise_kernel.converts = lambda device: not bits
         for kind in (torch.float8_e4m3fn, torch.float8_e5m2)[: 1 + bits]:  # all codes, with a GPU's float8 and without
-            found, wanted = scaled(every.view(kind), torch.ones(1, 1, 1), (1, 256), dtype, (0, 0)), every.view(kind)
+            found, wanted = scaled(every, torch.ones(1, 1, 1), kind, (1, 256), dtype, (0, 0)), every.view(kind)
             number = ~wanted.float().isnan()  # the interpreter's own float8 has other NaN
             assert torch.equal(found[number], wanted.to(dtype)[number]), (kind, bits)
             assert not bits or found[~number].isnan().all(), kind
     for sides in ((40, 2100), (16, 128), (7, 5)):
         codes = torch.randint(0, 256, (3, 40, 2100), dtype=torch.uint8, generator=dice)
-        codes = torch.where((codes & 0x7F) == 0x7F, 0, codes).view(torch.float8_e4m3fn)
+        codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
         shape = 3, math.ceil(40 / sides[0]), math.ceil(2100 / sides[1])
         scale = torch.rand(shape, generator=dice) * 1e-3
         if dtype == torch.bfloat16:  # Triton's interpreter cuts off what a GPU rounds: nothing to round, then
             scale = torch.exp2(torch.randint(-9, 9, shape, generator=dice).float())
         down, across = torch.arange(40) // sides[0], torch.arange(2100) // sides[1]
-        wanted = (codes.double() * scale[:, down][..., across].double()).float().to(dtype)
+        numbers = codes.view(torch.float8_e4m3fn).double()
+        wanted = (numbers * scale[:, down][..., across].double()).float().to(dtype)
         for top, bottom, left, right in ((0, 40, 0, 2100), (3, 37, 5, 1999), (0, 40, 128, 256), (5, 5, 0, 10)):
             part = slice(None), slice(top, bottom), slice(left, right)
-            found = scaled(codes[part], scale, sides, dtype, (top, left))
+            found = scaled(codes[part], scale, torch.float8_e4m3fn, sides, dtype, (top, left))
             assert torch.equal(found, wanted[part]), (dtype, sides, part)
+            one = scaled(codes[part][1], scale[1], torch.float8_e4m3fn, sides, dtype, (top, left))
+            assert torch.equal(one, found[1])
 """
 KERNEL += """
 from windlass.train import four_bits
@@ -236,11 +248,10 @@ far = torch.empty(3 * 2**30 + 64, dtype=torch.uint8)  # four rows of it are touc
 table, scale = four_bits.table("nf4", far.device), torch.ones(4, 4, 1, dtype=torch.bfloat16)
 for shape, strides in (((4, 1, 16), (2**30, 16, 1)), ((1, 4, 16), (64, 2**30, 1))):
     part = far.as_strided(shape, strides).copy_(torch.randint(0, 120, shape, dtype=torch.uint8, generator=dice))
-    part = part.view(torch.float8_e4m3fn)
-    assert torch.equal(scaled(part, torch.ones(shape[0], 1, 1), (4, 16), torch.float32, (0, 0)), part.float())
-    codes = part.view(torch.uint8)
-    found = in_four_bits(codes, scale[: shape[0]], table, 64, torch.float32, (0, 0))
-    assert torch.equal(found, four_bits.decode(codes, scale[: shape[0]], 64, "nf4")), shape
+    found = scaled(part, torch.ones(shape[0], 1, 1), torch.float8_e4m3fn, (4, 16), torch.float32, (0, 0))
+    assert torch.equal(found, part.view(torch.float8_e4m3fn).float())
+    found = in_four_bits(part, scale[: shape[0]], table, 64, torch.float32, (0, 0))
+    assert torch.equal(found, four_bits.decode(part, scale[: shape[0]], 64, "nf4")), shape
 for kind, side in (("nf4", 64), ("int4", 32)):
     rows = torch.empty(3, 41, four_bits.row_bytes(2100, side), dtype=torch.uint8)
     values = torch.randn(3, 41, 2100, generator=torch.Generator().manual_seed(0)).bfloat16().float()
@@ -251,6 +262,8 @@ for kind, side in (("nf4", 64), ("int4", 32)):
     for top, bottom, left, right in ((0, 41, 0, 2100), (3, 37, 128, 1998), (5, 5, 0, 128)):
         found = in_four_bits(codes[:, top:bottom, left // 2:right // 2], scale, table, side, torch.float32, (top, left))
         assert torch.equal(found, wanted[:, top:bottom, left:right]), (kind, top, left)
+        part = codes[1, top:bottom, left // 2:right // 2]
+        assert torch.equal(in_four_bits(part, scale[1], table, side, torch.float32, (top, left)), found[1])
 for kind, side, dtype in (("mxfp4", 32, torch.bfloat16), ("nf4", 64, torch.float32)):  # as published: read, never made
     rows = torch.randint(0, 256, (2, 41, four_bits.row_bytes(2112, side, dtype)), dtype=torch.uint8, generator=dice)
     codes, scale = four_bits.split(rows, 2112, dtype)

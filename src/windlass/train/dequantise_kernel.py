@@ -5,6 +5,8 @@ torch needs two passes, of which the first writes 16 bits that the second one re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -48,24 +50,28 @@ def converts(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def scaled(codes: Tensor, scale: Tensor, sides: tuple[int, int], dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+def scaled(
+    codes: Tensor, scale: Tensor, read: torch.dtype, sides: tuple[int, int], dtype: torch.dtype, origin: Sequence[int]
+) -> Tensor:
     """Codes [experts, rows, columns], a part that begins at `origin`, times the scales of their blocks, in `dtype`.
 
-    Codes have a dtype of float8, and their rows lie whole, wherever each begins. In float32, rounded once.
+    Their bytes are of dtype `read`, and rows lie whole, wherever each begins. In float32, rounded once. One matrix
+    needs no first dimension.
     """
-    experts, rows, columns = codes.shape
-    assert codes.stride(2) == 1 or columns == 1
+    (*stack, rows, columns), (*apart, row_stride, side_by_side) = codes.shape, codes.stride()
+    experts, expert_stride = (*stack, 1)[0], (*apart, 0)[0]
+    assert side_by_side == 1 or columns == 1
     assert scale.is_contiguous()
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if not values.numel():
         return values
-    exponent = 0 if converts(codes.device) else {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}[codes.dtype]
-    codes = codes.view(torch.uint8) if exponent else codes
+    exponent = 0 if converts(codes.device) else {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}[read]
+    codes = codes if exponent else codes.view(read)
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
-    one = scale.shape[1:].numel() == 1
+    one = scale.shape[-2:].numel() == 1
     with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
         _scaled[grid](
-            codes, scale, values, rows, columns, codes.stride(0), codes.stride(1), *scale.shape[1:], *sides, *origin,
+            codes, scale, values, rows, columns, expert_stride, row_stride, *scale.shape[-2:], *sides, *origin,
             one=one, exponent=exponent, high=ROWS, wide=COLUMNS, num_warps=4,
         )  # fmt: skip
     return values
@@ -90,18 +96,20 @@ def _in_four_bits(  # type: ignore[no-untyped-def]
 
 
 def in_four_bits(
-    codes: Tensor, scale: Tensor, table: Tensor, side: int, dtype: torch.dtype, origin: tuple[int, int]
+    codes: Tensor, scale: Tensor, table: Tensor, side: int, dtype: torch.dtype, origin: Sequence[int]
 ) -> Tensor:
     """The same of codes in 4 bits, two a byte: `scale` is all of the parameter's, one for `side` columns of a row."""
-    experts, rows, columns = codes.shape[0], codes.shape[1], 2 * codes.shape[2]
-    assert codes.stride(2) == scale.stride(2) == 1
-    values = torch.empty((experts, rows, columns), dtype=dtype, device=codes.device)
+    (*stack, rows, half), (*apart, row_stride, side_by_side) = codes.shape, codes.stride()
+    experts, columns, expert_stride = (*stack, 1)[0], 2 * half, (*apart, 0)[0]
+    *scales_apart, scale_row_stride, scale_side_by_side = scale.stride()
+    assert side_by_side == scale_side_by_side == 1
+    values = torch.empty((*stack, rows, columns), dtype=dtype, device=codes.device)
     if not values.numel():
         return values
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), experts)
     with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
         _in_four_bits[grid](
-            codes, scale, table, values, rows, columns, codes.stride(0), codes.stride(1), scale.stride(0),
-            scale.stride(1), *origin, side=side, high=ROWS, wide=COLUMNS, num_warps=4,
+            codes, scale, table, values, rows, columns, expert_stride, row_stride, (*scales_apart, 0)[0],
+            scale_row_stride, *origin, side=side, high=ROWS, wide=COLUMNS, num_warps=4,
         )  # fmt: skip
     return values

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -75,7 +76,7 @@ def quantise(values: Tensor, kind: str, rows: Tensor) -> Tensor:
     return torch.stack([each.square().sum(dtype=torch.float64) for each in (changed, values)])
 
 
-def decode(codes: Tensor, scale: Tensor, block: int, kind: str, origin: tuple[int, int] = (0, 0)) -> Tensor:
+def decode(codes: Tensor, scale: Tensor, block: int, kind: str, origin: Sequence[int] = (0, 0)) -> Tensor:
     """Numbers in float32 of codes, two a byte, the part of a parameter that begins at row and column `origin`."""
     read = pairs(kind, codes.device).index_select(0, codes.reshape(-1).int())
     values = read.view(*codes.shape[:-1], 2 * codes.shape[-1])

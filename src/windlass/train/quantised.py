@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -79,51 +79,53 @@ class Quantised:
 # --- codes into numbers ---
 
 
-@torch.no_grad()
 def dequantise(
     codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
     """True values of codes [..., rows, columns], the part of a parameter that begins at row and column `origin`."""
-    plain = codes.is_cuda and type(codes) in (Tensor, nn.Parameter) and codes.stride(-1) == 1
-    asked = codes.device, coding.codes, dtype, coding.kind, coding.scales
-    way = by_kernel if plain and kernel_is_exact(*asked) else by_torch
-    return way(codes, scale, coding, dtype, origin)
+    values: Tensor = _DEQUANTISE(codes, scale, coding.codes, coding.kind, *coding.block, dtype, *origin)
+    return values
 
 
-def by_kernel(codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+# What follows takes what the operator takes: codes and scales; dtype of FP8 codes, or a kind of 4 bits; rows and
+# columns of a block; dtype of the values; first row, first column.
+
+
+def on_gpu(codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, *given: Any) -> Tensor:
+    exact = codes.stride(-1) == 1 and kernel_is_exact(codes.device, read, given[2], kind, scale.dtype)
+    return (by_kernel if exact else by_torch)(codes, scale, read, kind, *given)
+
+
+def by_kernel(
+    codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, down: int, across: int, dtype: torch.dtype, *origin: int
+) -> Tensor:
     """One pass over memory."""
     from windlass.train import dequantise_kernel  # needs Triton
 
-    if coding.kind:
-        table = four_bits.table(coding.kind, codes.device)
-        stack, scales = ((each if each.ndim == 3 else each[None]) for each in (codes, scale))
-        values: Tensor = dequantise_kernel.in_four_bits(stack, scales, table, coding.block[1], dtype, origin)
-        return values.view(*codes.shape[:-1], -1)
-    stack, scales = ((each if each.ndim == 3 else each[None]) for each in (codes.view(coding.codes), scale))
-    return dequantise_kernel.scaled(stack, scales, coding.block, dtype, origin).view(codes.shape)
+    if kind:
+        table = four_bits.table(kind, codes.device)
+        return dequantise_kernel.in_four_bits(codes, scale, table, across, dtype, origin)
+    return dequantise_kernel.scaled(codes, scale, read, (down, across), dtype, origin)
 
 
 @functools.cache
 def kernel_is_exact(
-    device: torch.device, codes: torch.dtype, dtype: torch.dtype, kind: str = "", scales: torch.dtype = torch.bfloat16
+    device: torch.device, read: torch.dtype, dtype: torch.dtype, kind: str = "", scales: torch.dtype = torch.float32
 ) -> bool:
     """Once a process, before the kernel is used: whether all codes are the same bits as by torch. Warns if not.
 
     A part of a stack with a scale for each expert, and with one for each block. Draws no random numbers.
     """
     experts, rows, columns = 3, 40, 2048
+    per_byte = 2 if kind else 1
     stack = torch.arange(experts * rows * columns, device=device).to(torch.uint8).view(experts, rows, columns)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     try:
         for block in ((1, 32), (1, 64)) if kind else ((rows, columns), (16, 128)):
-            coding = Format(codes, block, dtype, kind)
-            shape = (experts, math.ceil(rows / block[0]), math.ceil(coding.per_byte * columns / block[1]))
-            scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape)
-            scale = scale.to(scales) if kind else scale
-            part, origin = stack[:, 5:37, 136:1900], (5, 136 * coding.per_byte)
-            one, other = (
-                way(part, scale, coding, dtype, origin).nan_to_num().view(bits) for way in (by_kernel, by_torch)
-            )
+            shape = (experts, math.ceil(rows / block[0]), math.ceil(per_byte * columns / block[1]))
+            scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape).to(scales)
+            given = stack[:, 5:37, 136:1900], scale, read, kind, *block, dtype, 5, 136 * per_byte
+            one, other = (way(*given).nan_to_num().view(bits) for way in (by_kernel, by_torch))
             if not torch.equal(one, other):
                 raise ArithmeticError(f"{int((one != other).sum())} of {one.numel()} values differ from torch's")
     except Exception as error:  # no Triton, no C compiler for it, a GPU that it has no float8 for, a fault of ours
@@ -133,22 +135,45 @@ def kernel_is_exact(
     return True
 
 
-def by_torch(codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int]) -> Tensor:
+def by_torch(
+    codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, down: int, across: int, dtype: torch.dtype, *origin: int
+) -> Tensor:
     """Two passes over memory, on any device; of 4 bits a few more.
 
     FP8 codes are exact in every dtype, so multiplying in place (torch takes a product with float32 in float32) rounds
     once.
     """
-    if coding.kind:
-        return four_bits.decode(codes, scale, coding.block[1], coding.kind, origin).to(dtype)
-    read = codes.view(coding.codes)
+    if kind:
+        return four_bits.decode(codes, scale, across, kind, origin).to(dtype)
+    top, left = origin
+    eight = codes.view(read)
     # A CPU multiplies 16 bits by way of float32 copies anyway.
-    values = decode(read) if codes.device.type == "cpu" else read.to(dtype, memory_format=torch.contiguous_format)
-    top, rows, side = origin[0], codes.shape[-2], coding.block[0]
-    columns = torch.arange(origin[1], origin[1] + codes.shape[-1], device=codes.device) // coding.block[1]
-    for i in range(top // side, math.ceil((top + rows) / side)):
-        values[..., max(0, i * side - top) : (i + 1) * side - top, :].mul_(scale[..., i, :][..., None, columns])
+    values = decode(eight) if codes.device.type == "cpu" else eight.to(dtype, memory_format=torch.contiguous_format)
+    rows = codes.shape[-2]
+    columns = torch.arange(left, left + codes.shape[-1], device=codes.device) // across
+    for i in range(top // down, math.ceil((top + rows) / down)):
+        values[..., max(0, i * down - top) : (i + 1) * down - top, :].mul_(scale[..., i, :][..., None, columns])
     return values.to(dtype)
+
+
+def without_values(codes: Tensor, *given: Any) -> Tensor:
+    """For tensors without values, and compilers."""
+    _, _, kind, _, _, dtype, *_ = given
+    return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * (2 if kind else 1)), dtype=dtype)
+
+
+# One operator on every device, which a compiler need not trace. Not by torch.library.custom_op: its calls take the host
+# four times as long.
+_LIBRARY: Final[Any] = torch.library.Library("windlass", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "dequantise(Tensor codes, Tensor scale, ScalarType read, str kind, int down, int across, ScalarType dtype, "
+    "SymInt first_row, SymInt first_column) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("dequantise", lambda *given: by_torch(*given), "CPU")
+_LIBRARY.impl("dequantise", on_gpu, "CUDA")
+torch.library.register_fake("windlass::dequantise", without_values, lib=_LIBRARY)
+_DEQUANTISE: Final[Any] = torch.ops.windlass.dequantise.default
 
 
 # --- a model whose parameters are quantised ---
