@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import sys
+import textwrap
 import time
 import warnings
 from collections import deque
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from windlass.plan import Plan
     from windlass.train.loop import Step
 
+LABEL, LOG_WIDTH = 10, 80  # columns of the header: before a line's text, and of a log that is no terminal
 WINDOW: Final = 20  # steps that the speed and the time left are averaged over
 
 
@@ -61,7 +63,8 @@ def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
         alike = list(group)
         modules = sum(len(target.modules) for target in alike)
         targets.append(f"{' and '.join(target.pattern for target in alike)} in {part} x {modules}")
-    machine = f"{found['processor']}, {found['memory_gib']} GiB, {torch.get_num_threads()} threads per rank, gloo"
+    threads = torch.get_num_threads()
+    machine = f"{found['processor']}, {found['memory_gib']} GiB, {threads} thread{'s' * (threads > 1)} per rank, gloo"
     if torch.cuda.is_available():
         gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])
         network = ", ".join(found["infiniband"]) or "no InfiniBand"
@@ -81,8 +84,12 @@ def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in versions(LIBRARIES).items()),
         "folder": plan.loaded.run.train.output_dir,
     }
+    width = console.width if console.is_terminal else LOG_WIDTH
     for name, value in rows.items():
-        console.print(Text(f"{name:9}", style="bold") + Text(value))
+        first, *more = textwrap.wrap(value, width - LABEL, break_long_words=False, break_on_hyphens=False)
+        console.print(Text(f"{name:{LABEL}}", style="bold") + Text(first))
+        for line in more:
+            console.print(f"{'':{LABEL}}{line}")
     for warning in adapter.warnings:
         console.print(Text(f"warning: lora.target_modules {warning}", style="yellow"))
     for name, problem in unread(environ).items():
@@ -117,10 +124,11 @@ class Progress:
         self.window.append((time.monotonic() - self.began, step.job_tokens))
         seconds, tokens = map(sum, zip(*self.window, strict=True))
         left = clock((self.total - step.step) * seconds / len(self.window))
-        line = Text(
-            f"step {step.step:>5}/{self.total}  loss {step.loss:.4f}  grad norm {step.grad_norm:.3f}"
-            f"  lr {step.learning_rate:.2e}  {tokens / seconds:,.0f} tokens/s  {self.peak_gib():.1f} GiB  {left} left"
-        )
+        line = Text(f"step {step.step:>5}/{self.total}  loss {step.loss:.4f}  norm {step.grad_norm:.3f}")
+        line += Text(f"  lr {step.learning_rate:.2e}  {tokens / seconds:,.0f} tokens/s")
+        for more in (f"  {left} left", f"  {self.peak_gib():.1f} GiB"):
+            if not self.console.is_terminal or len(line) + len(more) < self.console.width:
+                line += Text(more)
         if self.live is not None:
             self.live.update(line)
         if step.skipped:

@@ -34,7 +34,7 @@ MAX_RANKS: Final = 16  # the slowest
 MAX_BALANCES: Final = 256
 MAX_POINTS: Final = 64 * WIDTH
 HUGE: Final = 1e300  # of smaller numbers sums and differences stay finite
-PIPE_WIDTH: Final = 100  # columns that a page in a pipe gets at least
+PIPE_WIDTH: Final = 80  # columns that a page in a pipe gets at least
 
 
 class View:
@@ -119,7 +119,7 @@ class View:
             total = sum(value(record, rate) for record in latest.values())
             lines.append(Text(f"{'rate':10} {first['learning_rate']:>10.3g}  {total:,.0f} {unit}/s  {self.evaluation}"))
 
-        table = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         for name in ("rank", "step", "in", "s/step", *(HEADS.get(p, p) for p in steps.PHASES), "GiB", "GPU", "alive"):
             table.add_column(name, justify="left" if name == "in" else "right", no_wrap=True)
         slowest = sorted(latest, key=lambda rank: -value(latest[rank], "step_seconds"))
@@ -132,7 +132,7 @@ class View:
             cells = (
                 str(rank),
                 f"{value(record, 'step'):.0f}",
-                str(beat.get("phase", "")) if beat else "",
+                HEADS.get(phase := str(beat.get("phase", "")), phase) if beat else "",
                 f"{seconds:.3g}",
                 *shares,
                 f"{memory:.1f}" if memory == memory else "",
