@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +24,12 @@ LAYER: Final = re.compile(r"\blayers\.\d+$")
 GRAPHS: Final = 64  # of one forward's code: by shape, dtype, training or evaluation
 # Largest relative difference from eager layers, of the loss and of a gradient. Compiled, fewer values are rounded.
 TOLERANCE: Final = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 2e-1)}
+
+
+@torch.compiler.substitute_in_graph(dequantize_module_weight)
+def weight_of_dora(module: Any) -> Any:
+    """Of a layer with DoRA, whose base windlass never quantises: PEFT asks for the weight's class, by its name."""
+    return module.weight
 
 
 class Part:
@@ -44,8 +51,8 @@ class Part:
                 self.works = True
                 return output
             except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
-                # Also a missing C++ compiler, and what torch asserts of its own traces: of 4 bits, for one. What is
-                # wrong with the layer itself is raised again by the eager one.
+                # Also a missing C++ compiler, and what torch asserts of its own traces. What is wrong with the layer
+                # itself is raised again by the eager one.
                 self.works = False
                 self.of.problem = f"{type(self.module).__name__}: {_in_one_line(error)}"
         return self.eager(*args, **kwargs)
