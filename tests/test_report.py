@@ -293,6 +293,9 @@ def test_several_runs_are_compared(folder: Path, tmp_path: Path) -> None:
     page = report.make([folder, other], tmp_path / "out").html.read_text()
     assert re.search(r"train.max_grad_norm</td>\s*<td[^>]*>0.5</td>\s*<td[^>]*>2</td>", page)
     island = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    evaluation = island["charts"]["all-evaluation-0"]
+    assert evaluation["title"] == "Loss, evaluation"
+    assert [any(value is not None for value in each["values"]) for each in evaluation["series"]] == [True, True]
     loss = island["charts"]["all-loss"]
     assert [curve["label"] for curve in loss["series"]] == ["m4 (1)", "m4 (2)"]
     assert loss["x"] == sorted(set(loss["x"]))

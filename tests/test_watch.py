@@ -472,11 +472,12 @@ LACKING = sorted(name for name in names.TRACKERS if names.absent_trackers(name))
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     assert len(LACKING) == 2, "nobody has all of them"
+    (tmp_path / "rows.txt").write_text("a row\n")
     tiny.write(tmp_path / "model", tokenizer=False)
     text = f"""
         model: {{model_name_or_path: {tmp_path}/model}}
         lora: {{target_modules: [o_proj]}}
-        data: {{dataset_name_or_path: {tmp_path}/none, text_field: text}}
+        data: {{dataset_name_or_path: {tmp_path}/rows.txt, dataset_config_name: null, val_fraction: 0.5}}
         train: {{output_dir: {tmp_path}/out, report_to: [{", ".join(LACKING)}], bf16: false, max_steps: 1}}
         cluster: {{nodes: 1, gpus_per_node: 1, gpu: cpu}}
     """

@@ -150,19 +150,30 @@ def _experts(run: Run, which: str) -> Sequence[float]:
 
 
 def compared(runs: Sequence[Facts]) -> list[Chart]:
-    """Each main chart with one curve per run, on the steps of all of them."""
+    """Each main chart, and each evaluation set, with one curve per run on the steps of all of them."""
+    drawn = [(i, chart) for i, facts in enumerate(runs) for chart in facts["charts"]]
     made = []
     for name in COMPARED:
-        found = [(i, chart) for i, facts in enumerate(runs) for chart in facts["charts"] if chart["id"] == name]
-        if not found or len({chart["unit"] for _, chart in found}) > 1:
-            continue
-        x = sorted({step for _, chart in found for step in chart["x"]})
-        series = []
-        for i, chart in found:
-            at = dict(zip(chart["x"], chart["series"][0]["values"], strict=True))
-            series.append({"label": runs[i]["name"], "run": i, "values": [at.get(step) for step in x]})
-        made.append({**found[0][1], "x": x, "series": series, "stacked": False})
-    return made
+        if found := [(i, chart, chart["series"][0]) for i, chart in drawn if chart["id"] == name]:
+            made.append(_together(runs, found))
+        if name == "loss":
+            evaluated = [(i, chart, each) for i, chart, _ in found for each in chart["series"] if each.get("dots")]
+            for number, label in enumerate(dict.fromkeys(each["label"] for _, _, each in evaluated)):
+                of_set = _together(runs, [one for one in evaluated if one[2]["label"] == label])
+                made.append({**of_set, "id": f"evaluation-{number}", "title": f"Loss, {label}"})
+    return [chart for chart in made if chart]
+
+
+def _together(runs: Sequence[Facts], found: Sequence[tuple[int, Chart, Curve]]) -> Chart:
+    if len({chart["unit"] for _, chart, _ in found}) > 1:
+        return {}
+    x = sorted({step for _, chart, _ in found for step in chart["x"]})
+    series = []
+    for i, chart, curve in found:
+        at = dict(zip(chart["x"], curve["values"], strict=True))
+        dots = {"dots": True} if curve.get("dots") else {}
+        series.append({"label": runs[i]["name"], "run": i, "values": [at.get(step) for step in x], **dots})
+    return {**found[0][1], "x": x, "series": series, "stacked": False}
 
 
 def comparison(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
