@@ -38,7 +38,7 @@ from windlass.plan.layout import Layout
 from windlass.plan.time import COUNTED, OF_FUSED, features
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
-from windlass.train import parallel, quantised
+from windlass.train import experts, parallel, quantised
 from windlass.train.fused import Adapters, fuse
 from windlass.train.lora import attach
 from windlass.train.loss import patch_forward
@@ -113,7 +113,7 @@ def adapter_of(base: Base, count: int) -> tuple[Lora, adapters.Adapter]:
     routed = count > 6 and any(p.part == "experts" for p in base.parameters)
     lora = Lora.model_validate(
         {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": plain}
-        | ({"experts": {"r": 4}} if routed else {})
+        | ({"experts": {"r": 8}} if routed else {})
     )
     return lora, adapters.resolve(lora, base, str)
 
@@ -146,6 +146,7 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
         module.register_forward_pre_hook(called)
     ids = torch.randint(1, 64, (1, tokens))
     vars(quantised)["ALIGN"] = 1  # experts one after the other are a CPU's way alone
+    vars(experts)["AS_ON_GPU"] = way == "fused"
     with fused.unchanged(), Counting() as counting:
         with torch.autocast("cpu", torch.bfloat16):
             loss = causal_lm(ids, torch.arange(tokens - 1), ids[0, 1:])

@@ -32,7 +32,7 @@ LAYOUTS = {  # ranks, and the layout
 }
 RUN = """\
 model: {{model_name_or_path: {model}, torch_dtype: bfloat16}}
-lora: {{r: 4, lora_alpha: 8, lora_dropout: 0, target_modules: all-linear{experts}}}
+lora: {{r: 8, lora_alpha: 16, lora_dropout: 0, target_modules: all-linear{experts}}}
 data: {{dataset_name_or_path: {folder}/rows.jsonl, dataset_config_name: null, val_split: null, max_length: 64}}
 train: {{output_dir: {folder}/out, max_steps: 6, per_device_train_batch_size: 1, bf16: true,
         gradient_accumulation_steps: 1, gradient_checkpointing: false, save_strategy: "no", eval_strategy: "no",
@@ -61,6 +61,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     from windlass import runfile
     from windlass.data.prepare import prepare
     from windlass.observe.background import BackgroundReport
+    from windlass.train import experts
     from windlass.train.fused import fuse
     from windlass.train.load import load
     from windlass.train.lora import attach
@@ -77,6 +78,7 @@ def count_step(run: Path, fused: bool) -> dict[str, int]:
     arguments: Any = (Console(quiet=True), StopSignal(), BackgroundReport(out), {}, 0)
     loop = make_loop(plan, here, peft, data, tokenizer, *arguments)
     loop.adapters = fuse(loop.causal_lm, torch.bfloat16, always=fused)
+    vars(experts)["AS_ON_GPU"] = fused
     loop.watch.report = lambda: None
     counting = Counting()
     train_step, mark, update, end_step = (
@@ -161,7 +163,7 @@ def count(family: str, layout: str) -> dict[str, Any]:
                 quantization="tensor" if "fp8" in text else "none",
             )
             (folder / "rows.jsonl").write_text('{"text": "anchor bark cable deck eddy fathom galley"}\n' * 16)
-            experts = ", experts: {r: 4}" if has_experts(family) else ""
+            experts = ", experts: {r: 8}" if has_experts(family) else ""
             given = {"model": model, "folder": folder, "experts": experts, "layout": text, "ranks": world}
             (folder / "run.yaml").write_text(RUN.format(**given))
         if ranks.start([sys.executable, __file__, "--rank", made], world, dict(os.environ)):

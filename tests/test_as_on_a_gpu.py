@@ -76,8 +76,8 @@ def test_the_backward_of_an_adapter() -> None:
     with FakeTensorMode():
         bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         a, b = torch.empty(6, HIDDEN, device="cuda"), torch.empty(48, 6, device="cuda")
-        ends, rows, sent = (
-            torch.empty(2, device="cuda").int(),
+        edges, rows, sent = (
+            torch.empty(3, device="cuda").int(),
             torch.empty(10, HIDDEN, **bf16),
             torch.empty(10, 48, **bf16),
         )
@@ -86,7 +86,7 @@ def test_the_backward_of_an_adapter() -> None:
             mark_dirty=lambda _: None,
             needs_input_grad=[True] * 8,
         )
-        experts._LowRank.forward(ctx, sent.clone(), rows, rows, lambda same: same, ends, a, b, 2.0)
+        experts._LowRank.forward(ctx, sent.clone(), rows, rows, lambda same: same, edges, a, b, 2.0)
         assert ctx.saved_tensors[-1].shape == (10, 8)
         base, for_x, *_, for_a, for_b, _ = experts._LowRank.backward(ctx, sent)
     for gradient, of in ((base, sent), (for_x, rows), (for_a, a), (for_b, b)):

@@ -276,13 +276,13 @@ def test_dropout_is_before_the_adapter_alone(name: str) -> None:
     wrapper.lora_dropout["default"] = Every()
     a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
     weight = getattr(stack, name).detach()
-    ends = torch.tensor([4, 4, 9, 10, 17, 20], dtype=torch.int32)
+    edges = torch.tensor([0, 4, 4, 9, 10, 17, 20], dtype=torch.int32)
     x = torch.randn(20, weight.shape[2], requires_grad=True)
-    y = experts.product(stack, name, x, lambda rows: rows * 1, ends)
+    y = experts.product(stack, name, x, lambda rows: rows * 1, edges)
     sent = torch.randn(y.shape)
     found = torch.autograd.grad(y, [x, a, b], sent)
     down, up = by_expert(".lora_A.", a, E), by_expert(".lora_B.", b, E)
-    rows = [slice(first, last) for first, last in pairwise([0, *ends.tolist()])]
+    rows = [slice(first, last) for first, last in pairwise(edges.tolist())]
     dropped = Every()(x)
     wanted = torch.cat([x[r] @ weight[e].T + 2 * (dropped[r] @ down[e].T) @ up[e] for e, r in enumerate(rows)])
     assert apart(y, wanted) < 1e-5

@@ -59,7 +59,7 @@ cluster: {{nodes: {nodes}, gpus_per_node: 2, gpu: h200, network: infiniband-400}
 # Where the host waits for the GPU in a step, once the adapter is known to train.
 WAITS = {"loop.py train_step": 1}  # the one wait: loss, norm, faults, signals
 # NCCL takes from the host how many tokens go to which rank: in each layer and micro-batch, and when it is recomputed.
-EXCHANGE = {"expert_parallel.py _dispatch_tokens": 2 * 2 * 2}
+EXCHANGE = {"exchange.py __call__": 2 * 2 * 2}
 PRODUCTS = ("mm", "scaled_dot_product", "flash_attention", "efficient_attention")
 
 
@@ -77,11 +77,13 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{name} {next(own, 'autograd')}".strip()
 
     def listed(self, tensor: Tensor) -> Any:
-        """Instead of values: zeros; of tokens for each rank as many as there are."""
+        """Instead of values: zeros; of tokens as many for each rank."""
         if tensor.is_cuda:
             self.waits[self.where()] += 1
-        share = 0.0 if tensor.is_floating_point() else self.routed // max(*tensor.shape[-1:], 1)
-        answer: Any = [share] * tensor.numel()
+        answer: Any = [0.0 if tensor.is_floating_point() else 0] * tensor.numel()
+        if tensor.ndim > 1:  # the edges of [ranks, experts] rows, as many for each
+            ranks, edges = tensor.shape[-2:]
+            answer = [number * (self.routed // (ranks * (edges - 1))) for number in range(tensor.numel())]
         for size in reversed(tensor.shape[1:]):
             answer = [answer[i : i + size] for i in range(0, len(answer), size)]
         return answer

@@ -61,8 +61,8 @@ WAY = quantised.by_torch
         (quantised, "by_torch", off_by_one, "4 bits decoding, published nf4"),
         (quantised, "grouped_linear", doubled(quantised.grouped_linear), "grouped products, bf16"),
         (quantised, "products", doubled(quantised.products), "grouped products, nf4"),
-        (experts, "stack_by_expert", lambda a, b, n, dtype: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),
-        (fused, "_rotated", doubled(fused._rotated), "fused layers"),
+        (experts, "stack_by_expert", lambda a, b, n, *_: (a.view(n, -1, 64), b.view(n, -1, 48)), "experts with"),
+        (fused, "expand_kv", lambda _, kv_nope, k_rot: (kv_nope, k_rot), "fused layers"),
         (torch.ops.windlass, "rms_norm_backward", doubled(torch.ops.windlass.rms_norm_backward), "norm"),
         (loss, "_times_weight", doubled(loss._times_weight), "loss"),
         (

@@ -369,17 +369,17 @@ def grouped(device: torch.device, dtype: str) -> str:
 
 def adapted_experts(device: torch.device) -> str:
     """Unmerged adapters of rank 3, which grouped kernels want filled up."""
-    ends, r, scaling = torch.tensor([7, 7, 40, 41, 64]), 3, 0.5
+    edges, r, scaling = torch.tensor([0, 7, 7, 40, 41, 64]), 3, 0.5
 
     def ours(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         base = x.new_zeros(64, 48)
-        given = base, x, x.detach(), lambda rows: rows, ends.to(device, torch.int32), a, b, scaling
+        given = base, x, x.detach(), lambda rows: rows, edges.to(device, torch.int32), a, b, scaling
         added: Tensor = experts._LowRank.apply(*given)  # type: ignore[no-untyped-call]
         return added
 
     def plain(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         down, up = by_expert(".lora_A.", a, 5), by_expert(".lora_B.", b, 5)
-        rows = enumerate(torch.tensor_split(x, ends[:-1]))
+        rows = enumerate(torch.tensor_split(x, edges[1:-1]))
         return torch.cat([scaling * (each @ down[i].t()) @ up[i] for i, each in rows])
 
     return compare(device, ours, plain, (64, 64), (5 * r, 64), (48, 5 * r))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -27,6 +27,7 @@ from windlass.model.targets import by_expert, pack_experts
 from windlass.train.quantised import formats_of, grouped_linear, part_of
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
+AS_ON_GPU = False  # also on a CPU: benchmarks count a GPU's operators there
 ALIGN: Final = 8  # columns of 16 bits that make up the 16 bytes at which grouped kernels want every row to begin
 
 
@@ -40,26 +41,46 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     if unlike(experts):  # never adapted: see patch_experts
         plain: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return plain
-    take: Callable[..., Tensor] = TakeRows.apply
-    top_k = top_k_index.shape[-1]
-    chosen, order = torch.sort(top_k_index.flatten())
-    # histc and not bincount, which would ask the GPU for the largest index and so wait for it.
-    numbers = chosen.float() if chosen.device.type == "cpu" else chosen.int()
-    ends = torch.histc(numbers, bins=experts.num_experts, min=0, max=experts.num_experts - 1).cumsum(0).to(torch.int32)
-    token = order // top_k
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel(), device=order.device)
-    gate_up = product(experts, "gate_up_proj", hidden_states, lambda rows: take(rows, token, back), ends)
-    if experts.has_bias:
-        gate_up = gate_up + experts.gate_up_proj_bias[chosen]
-    result = product(experts, "down_proj", gate_up, experts._apply_gate, ends)
-    if experts.has_bias:
-        result = result + experts.down_proj_bias[chosen]
+    by_expert = sort_rows(top_k_index.flatten(), experts.num_experts)
+    result = on_sorted(experts, hidden_states, by_expert.order // top_k_index.shape[-1], by_expert)
     # Weighted after they are put back: weights are in float32 as a rule, and so are the products.
-    slots = take(result, back, order).view(*top_k_index.shape, result.shape[-1])
-    # A sum over the slots of a token, in their order: deterministic, which adding into the tokens' rows is not.
-    output: Tensor = (slots * top_k_weights.unsqueeze(-1)).sum(dim=1)
-    return output.to(hidden_states.dtype)
+    return weigh(take(result, by_expert.back, by_expert.order), top_k_weights).to(hidden_states.dtype)
+
+
+class Sorted(NamedTuple):
+    """Rows by the expert that each is for."""
+
+    order: Tensor  # the row at each place
+    back: Tensor  # the place of each row
+    edges: Tensor  # where the rows of an expert end, after a 0
+
+    @property
+    def experts(self) -> Tensor:
+        """Of each place."""
+        return torch.repeat_interleave(torch.diff(self.edges), output_size=len(self.order))
+
+
+def sort_rows(experts: Tensor, count: int) -> Sorted:
+    chosen, order = torch.sort(experts)
+    numbers = torch.arange(-1, max(len(order), count), device=order.device)
+    # Not bincount, which would ask the GPU for the largest number and so wait for it.
+    edges = torch.searchsorted(chosen, numbers[: count + 1], right=True, out_int32=True)
+    back = torch.empty_like(order).scatter_(0, order, numbers[1 : len(order) + 1])
+    return Sorted(order, back, edges)
+
+
+def on_sorted(experts: Any, source: Tensor, row: Tensor, by_expert: Sorted) -> Tensor:
+    """What the experts make of the rows of `source`, in the experts' order: `row` is the one at each place."""
+    gate_up = product(experts, "gate_up_proj", source, lambda rows: take(rows, row, by_expert.back), by_expert.edges)
+    if experts.has_bias:
+        gate_up = gate_up + experts.gate_up_proj_bias[by_expert.experts]
+    result = product(experts, "down_proj", gate_up, experts._apply_gate, by_expert.edges)
+    return result + experts.down_proj_bias[by_expert.experts] if experts.has_bias else result
+
+
+def weigh(rows: Tensor, weights: Tensor) -> Tensor:
+    """A sum over the slots of a token, in their order: deterministic, which adding into the tokens' rows is not."""
+    return (rows.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
@@ -91,13 +112,20 @@ class TakeRows(torch.autograd.Function):
         return (rows if ctx.shape[1] == 1 else rows.view(ctx.shape).sum(dim=1)), None, None
 
 
-def product(experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Tensor], Tensor], ends: Tensor) -> Tensor:
+def take(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    taken: Tensor = TakeRows.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
+    return taken
+
+
+def product(
+    experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Tensor], Tensor], edges: Tensor
+) -> Tensor:
     """Rows, sorted by expert, times each expert's matrix, and what its adapter adds.
 
     The backward needs the rows again and makes them anew of `source`, which something else keeps anyway.
     """
     rows = rows_of(source)
-    base = grouped_linear(rows, experts, name, ends)
+    base = grouped_linear(rows, experts, name, edges[1:])
     lora = getattr(experts, "adapters", {}).get(name)
     if lora is None or lora.disable_adapters or lora.merged:
         return base
@@ -107,7 +135,7 @@ def product(experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Te
     if dropped is not rows:
         source, rows_of = dropped, lambda rows: rows
     added: Tensor = _LowRank.apply(  # type: ignore[no-untyped-call]
-        base, dropped, source.detach(), rows_of, ends, a, b, lora.scaling[adapter]
+        base, dropped, source.detach(), rows_of, edges, a, b, lora.scaling[adapter]
     )
     return added
 
@@ -122,52 +150,68 @@ class _LowRank(torch.autograd.Function):
         x: Tensor,
         source: Tensor,
         rows_of: Callable[[Tensor], Tensor],
-        ends: Tensor,
+        edges: Tensor,
         a: Tensor,
         b: Tensor,
         scaling: float,
     ) -> Tensor:
         # A CPU takes narrow matrices of 16 bits at a fifth of the speed of 32 bits.
-        down, up = stack_by_expert(a, b, len(ends), base.dtype if base.is_cuda else torch.float32)
-        narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=ends).mul_(scaling)
-        base.add_(grouped_mm(narrow, up, offs=ends))
+        down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype if on_gpu(base) else torch.float32)
+        narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=edges[1:])
+        base.add_(grouped_mm(narrow, up, offs=edges[1:]))
         ctx.mark_dirty(base)
-        ctx.save_for_backward(source, ends, a, b, narrow)
+        ctx.save_for_backward(source, edges, a, b, narrow)
         ctx.rows_of, ctx.scaling, ctx.dtype = rows_of, scaling, x.dtype
         return base
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        source, ends, a, b, narrow = ctx.saved_tensors
-        down, up = stack_by_expert(a, b, len(ends), narrow.dtype)
+        source, edges, a, b, narrow = ctx.saved_tensors
+        ends, experts = edges[1:], len(edges) - 1
+        down, up = stack_by_expert(a, b, experts, ctx.scaling, narrow.dtype)
         sent = gradient.to(narrow.dtype).contiguous()
-        through = grouped_mm(sent, up.transpose(1, 2), offs=ends).mul_(ctx.scaling)
+        through = grouped_mm(sent, up.transpose(1, 2), offs=ends)
         for_x = grouped_mm(through, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         for_b = grouped_mm(narrow.t(), sent, offs=ends)
         for_a = grouped_mm(through.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
-        # Of an expert without tokens a kernel may write nothing (pytorch#172439), and leave what was in memory.
-        without = (torch.diff(ends, prepend=ends.new_zeros(1)) == 0)[:, None, None]
+        # Of an expert without tokens a kernel may write nothing (pytorch#172439), and leave what the memory held.
+        without = (ends == edges[:-1])[:, None, None]
         for_a.masked_fill_(without, 0)
         for_b.masked_fill_(without, 0)
-        r = b.shape[1] // len(ends)
+        r = b.shape[1] // experts
         for_a = pack_experts(".lora_A.", for_a[:, :r]).to(a.dtype)
-        # In two turns, of whole rows and of one matrix: see `stack_by_expert`.
-        rows = for_b[:, :r].transpose(0, 1).to(b.dtype).contiguous()
-        for_b = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
-        return gradient, for_x, None, None, None, for_a, for_b, None
+        if on_gpu(b):
+            packed = torch.empty_like(b)
+            torch.mul(for_b[:, :r], ctx.scaling, out=by_expert(".lora_B.", packed, experts))
+        else:  # in two turns, of whole rows and of one matrix: see `stack_by_expert`
+            rows = b.new_empty(r, experts, b.shape[0])
+            torch.mul(for_b[:, :r].transpose(0, 1), ctx.scaling, out=rows)
+            packed = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
+        return gradient, for_x, None, None, None, for_a, packed, None
 
 
-def stack_by_expert(a: Tensor, b: Tensor, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A [experts, r, in] and B [experts, r, out], r filled up with zeros to what grouped kernels take."""
-    # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number alone.
-    turned = b.t().contiguous().t()
-    down, up = (by_expert(kind, each, experts).to(dtype) for kind, each in ((".lora_A.", a), (".lora_B.", turned)))
-    if a.is_cuda:
-        missing = -down.shape[1] % ALIGN
-        down, up = (nn.functional.pad(each, (0, 0, 0, missing)) if missing else each for each in (down, up))
-        up = up.contiguous()
+def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A [experts, r, in] and s B [experts, r, out], r filled up with zeros to what grouped kernels take."""
+    down = by_expert(".lora_A.", a, experts).to(dtype)
+    if not on_gpu(a):
+        # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number.
+        turned = torch.empty(b.shape[::-1], dtype=dtype)
+        torch.mul(b.t(), scaling, out=turned)
+        return down, by_expert(".lora_B.", turned.t(), experts)
+    r = down.shape[1]
+    missing = -r % ALIGN
+    up = b.new_empty(experts, r + missing, b.shape[0], dtype=dtype)
+    torch.mul(by_expert(".lora_B.", b, experts), scaling, out=up[:, :r])
+    if missing:
+        down = nn.functional.pad(down, (0, 0, 0, missing))
+        up[:, r:] = 0
     return down, up
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether it is computed with as on a GPU."""
+    return tensor.is_cuda or AS_ON_GPU
 
 
 # --- putting it in place ---

@@ -383,32 +383,16 @@ def fuse_router(module: nn.Module, device: torch.device) -> Callable[..., Any] |
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = nn.functional.linear(hidden_states.view(-1, self.hidden_dim), self.weight)
-        weights, indices = torch.topk(logits.softmax(-1), k=self.top_k, dim=-1, sorted=False)
-        if self.norm_topk_prob:
-            weights = Normalised.apply(weights)  # type: ignore[no-untyped-call]
+        if self.norm_topk_prob:  # probabilities of sum 1 among those chosen: a softmax of these alone
+            chosen, indices = torch.topk(logits, k=self.top_k, dim=-1, sorted=False)
+            weights = chosen.softmax(-1)
+        else:
+            weights, indices = torch.topk(logits.softmax(-1), k=self.top_k, dim=-1, sorted=False)
         return logits, weights if self.routed_scaling_factor == 1 else weights * self.routed_scaling_factor, indices
 
     twin = twin_of(module, numbers(device, gate.num_experts, gate.hidden_dim))
     ours, theirs = functools.partial(forward, twin), functools.partial(type(module).forward, twin)
     return forward if same(ours, theirs, numbers(device, 5, gate.hidden_dim) / 8) else None
-
-
-class Normalised(torch.autograd.Function):
-    """Of sum 1 along the last dimension. Probabilities: the sum is never near 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.sum(-1, keepdim=True)
-        share = x / total
-        ctx.save_for_backward(share, total)
-        return share
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        share, total = ctx.saved_tensors
-        for_x: Tensor = (gradient - (gradient * share).sum(-1, keepdim=True)).div_(total)
-        return for_x
 
 
 # --- attention ---
@@ -465,17 +449,13 @@ def same_keys(module: Any, device: torch.device) -> bool:
     return same(ours, theirs, numbers(device, 2, 1, 3, 20), numbers(device, 2, 1, 3, 2))
 
 
-def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    return Rotate.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), unsqueeze_dim, 1)  # type: ignore[no-untyped-call]
 
 
-def rotate_pairs(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
+def rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, unsqueeze_dim: int = 1) -> Any:
     """As neighbours (x0, x1), (x2, x3) are rotated, and put into halves."""
-    q, k = (each.view(*each.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2) for each in (q, k))
-    return rotate_halves(q, k, cos, sin, unsqueeze_dim)
+    return Rotate.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), unsqueeze_dim, 2)  # type: ignore[no-untyped-call]
 
 
 POSITIONS: Final[dict[str, Callable[..., Any]]] = {
@@ -485,38 +465,67 @@ POSITIONS: Final[dict[str, Callable[..., Any]]] = {
 
 
 class Rotate(torch.autograd.Function):
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), halves of the last dimension: three kernels, and three back."""
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) of queries and keys at once, in halves of the last dimension.
+
+    x1 and x2 are its halves as well, or every second number (`step` 2). One kernel puts queries and keys together,
+    three turn them; back, four put each number in its place.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int, step: int) -> tuple[Tensor, Tensor]:
+        heads = [q.shape[dim], k.shape[dim]]
+        if step == 2:
+            pairs = [each.view(*each.shape[:-1], -1, 2).transpose(-1, -2) for each in (q, k)]
+            joined = torch.cat(pairs, dim).flatten(-2)
+        else:
+            joined = torch.cat((q, k), dim)
+        turned = joined * cos
+        (one, other), (first, second) = joined.chunk(2, -1), sin.chunk(2, -1)
+        into, beside = turned.chunk(2, -1)
+        into.addcmul_(other, first, value=-1)
+        beside.addcmul_(one, second)
         ctx.save_for_backward(cos, sin)
-        first, second = sin.chunk(2, -1)
-        return _rotated(x, cos, first, second, -1)
+        ctx.heads, ctx.dim, ctx.step = heads, dim, step
+        return torch.split(turned, heads, dim)  # type: ignore[return-value]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        first, second = sin.chunk(2, -1)
-        return _rotated(gradient, cos, second, first, 1), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        cos, sin = (each.chunk(2, -1) for each in ctx.saved_tensors)
+        joined = torch.cat(gradients, ctx.dim)
+        one, other = joined.chunk(2, -1)
+        turned = torch.empty_like(joined)
+        into, beside = (turned[..., 0::2], turned[..., 1::2]) if ctx.step == 2 else turned.chunk(2, -1)
+        torch.mul(one, cos[0], out=into).addcmul_(other, sin[1])
+        torch.mul(other, cos[1], out=beside).addcmul_(one, sin[0], value=-1)
+        return *torch.split(turned, ctx.heads, ctx.dim), None, None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor, sign: int) -> Tensor:
-    turned = x * cos
-    (one, other), (into, beside) = x.chunk(2, -1), turned.chunk(2, -1)
-    into.addcmul_(other, first, value=sign)
-    beside.addcmul_(one, second, value=-sign)
-    return turned
+def remember(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The latest answer, while the same tensor is asked about: every layer asks for the scale of the same positions.
 
-
-def remember(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The latest answer, while the same tensor is asked about: every layer asks for the scale of the same positions."""
+    Under autocast in its dtype, to which each layer would cast it. `original`: so many positions are not scaled; in
+    training, where nothing is before a row, they are as many as the row's tokens at most.
+    """
     latest: list[Any] = [None, None, None]
 
-    def asked(positions: Tensor, *args: Any) -> Tensor:
-        if latest[0] is not positions or latest[1] != args:
-            latest[:] = positions, args, function(positions, *args)
-        answer: Tensor = latest[2]
-        return answer
+    def asked(positions: Tensor, beta: float, original: int) -> Any:
+        if torch.is_grad_enabled() and positions.shape[-1] <= original:
+            return Unscaled()
+        if latest[0] is not positions or latest[1] != (beta, original):
+            answer, kind = function(positions, beta, original), positions.device.type
+            mixed = torch.is_autocast_enabled(kind)
+            latest[:] = positions, (beta, original), answer.to(torch.get_autocast_dtype(kind)) if mixed else answer
+        return latest[2]
 
     return asked
+
+
+class Unscaled:
+    """A scale of 1."""
+
+    def to(self, _: torch.dtype) -> Unscaled:
+        return self
+
+    def __rmul__(self, scaled: Tensor) -> Tensor:
+        return scaled

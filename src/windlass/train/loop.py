@@ -20,6 +20,7 @@ from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group
 from windlass.train.batches import Batch, Batches, RowError
 from windlass.train.compiled import Compiled
+from windlass.train.exchange import overlap
 from windlass.train.fused import Adapters, fuse
 from windlass.train.initial import FixedHalves
 from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
@@ -178,6 +179,7 @@ class Loop:
         """Fewer operations for layers that aren't compiled; a compiler finds them itself."""
         dtype = torch.bfloat16 if self.train.bf16 else None
         self.adapters = Adapters([], dtype) if self.compiled else fuse(self.causal_lm, dtype)
+        overlap(self.causal_lm)
 
     def _prove_compiled(self, compiled: Compiled) -> None:
         """One micro-batch, eager and compiled, with the same random numbers; nothing of it is trained on.

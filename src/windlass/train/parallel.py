@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 from windlass.errors import UserError
 from windlass.model import Base
 from windlass.plan.layout import Layout
-from windlass.train import experts, group, quantised
+from windlass.train import exchange, experts, group, quantised
 
 FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 
@@ -79,6 +79,7 @@ def build(
         fsdp_size=layout.shard,
         dp_replicate_size=layout.replicate,
         ep_size=layout.expert_parallel,
+        ep_implementation=exchange.NAME,
         fsdp_cpu_offload=layout.offload,
         # Gather in BF16 what is stored in FP32 only if compute runs in BF16: the policy's dtype is fixed upstream.
         fsdp_mixed_precision=layout.precision == "bf16" and dtype == torch.float32,

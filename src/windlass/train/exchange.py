@@ -1,0 +1,167 @@
+"""Tokens to the ranks that have their experts, and back: expert parallelism as transformers takes it from others.
+
+An exchange runs while this rank computes its shared experts: it is started, they are computed, and then it is waited
+for. Autograd goes through a layer backwards, so that their gradients are computed during the exchange of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+
+from windlass.train.experts import Sorted, on_sorted, sort_rows, take, unlike, weigh
+
+NAME: Final = "windlass"  # of this implementation among transformers' own
+SHARED: Final = ("shared_experts", "shared_expert")  # beside `experts`, in the families that have some
+
+
+class Exchange(AllToAllEP):  # type: ignore[misc]
+    """Of one layer. The host waits once, for how many tokens each rank sends: collectives are told so by the host."""
+
+    def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts: Any = experts
+        self.shared: Shared | None = None
+        self.experts.exchange = self
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if unlike(self.experts):  # never adapted: see patch_experts
+            plain: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
+            return plain
+        ranks, own, group = self.ep_mesh.size(), self.num_local_experts, self.ep_mesh.get_group()
+        by_expert = sort_rows(top_k_index.flatten(), ranks * own)
+        # Of each rank's experts where the rows of each begin and end, here and at the ranks that send them.
+        edges = by_expert.edges.new_empty(2, ranks, own + 1)
+        edges[0] = by_expert.edges.unfold(0, own + 1, own)
+        dist.all_to_all_single(edges[1], edges[0], group=group)
+        ours, theirs = edges.tolist()
+        sent, received = ([row[-1] - row[0] for row in rows] for rows in (ours, theirs))
+        there, back = Way(sent, received, group), Way(received, sent, group, self.shared)
+
+        rows = take(hidden_states, by_expert.order // top_k_index.shape[-1], by_expert.back)
+        arriving = Start.apply(rows, there)  # type: ignore[no-untyped-call]
+        here = sort_arriving(theirs, hidden_states.device)
+        if self.shared:
+            self.shared.compute(hidden_states)
+        rows = Wait.apply(arriving, there)  # type: ignore[no-untyped-call]
+        if empty := not sum(received):  # one row of zeros, so that every rank's gradients have the same collectives
+            rows, here = rows.sum(dim=0, keepdim=True), sort_rows(here.order.new_zeros(1), own)
+        result = take(on_sorted(self.experts, rows, here.order, here), here.back, here.order)
+        answers = Wait.apply(Start.apply(result[:0] if empty else result, back), back)  # type: ignore[no-untyped-call]
+        return weigh(take(answers, by_expert.back, by_expert.order), top_k_weights)
+
+
+EPImplementationInterface.register(NAME, Exchange)
+
+
+def sort_arriving(edges: list[list[int]], device: torch.device) -> Sorted:
+    """By expert, rows that come from each rank in the order of experts: from the edges of each rank's rows."""
+    counts = np.diff(np.array(edges))  # [ranks, experts]
+    first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # of each block, where it arrives
+    lengths, ends = counts.T.ravel(), np.cumsum(counts.T)
+    shifts = first.T.ravel() - (ends - lengths)
+    known = [*shifts.tolist(), *lengths.tolist(), 0, *ends[len(edges) - 1 :: len(edges)].tolist()]
+    copied = torch.tensor(known, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    shift, length, by_expert = torch.split(copied, [len(shifts), len(shifts), counts.shape[1] + 1])
+    numbers = torch.arange(int(ends[-1]), device=device)
+    order = torch.repeat_interleave(shift, length, output_size=len(numbers)) + numbers
+    return Sorted(order, torch.empty_like(order).scatter_(0, order, numbers), by_expert)
+
+
+class Way:
+    """One exchange of rows, and of their gradients in the other direction."""
+
+    def __init__(
+        self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: Shared | None = None
+    ) -> None:
+        self.sent, self.received, self.group, self.shared = sent, received, group, shared
+        self.pending: Any = None
+        self.gradient: Tensor | None = None
+
+    def start(self, rows: Tensor, *, back: bool) -> Tensor:
+        sizes = (self.sent, self.received) if back else (self.received, self.sent)
+        arriving = rows.new_empty(sum(sizes[0]), *rows.shape[1:])
+        self.pending = dist.all_to_all_single(arriving, rows.contiguous(), *sizes, group=self.group, async_op=True)
+        return arriving
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.pending = None
+
+
+class Start(torch.autograd.Function):
+    """Rows, as they arrive: not to be read before `Wait`, whose backward starts the exchange of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        return way.start(rows, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        ctx.way.wait()
+        gradient, ctx.way.gradient = ctx.way.gradient, None
+        return gradient, None
+
+
+class Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        way.wait()
+        return arriving
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.way.shared:  # what checkpointing has computed again stops before the layer takes it
+            ctx.way.shared.computed = None
+        ctx.way.gradient = ctx.way.start(gradient, back=True)
+        return gradient, None  # of the right shape, and not looked at
+
+
+class Shared:
+    """A layer's shared experts, computed before the layer asks for them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.forward: Callable[[Tensor], Tensor] = module.forward
+        self.first = False  # before the routed experts, so there is nothing left to compute meanwhile
+        self.computed: tuple[Tensor, Tensor] | None = None
+        module.forward = self.take
+
+    def compute(self, x: Tensor) -> None:
+        self.computed = None if self.first else (x, self.forward(x))
+
+    def take(self, x: Tensor) -> Tensor:
+        computed, self.computed = self.computed, None
+        if computed is None or not _same(computed[0], x):
+            self.first = True
+            return self.forward(x)
+        return computed[1].view(*x.shape[:-1], -1)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of the same numbers, whatever their shapes."""
+    places = ((each.untyped_storage()._cdata, each.storage_offset(), each.numel()) for each in (one, other))
+    return len({*places}) == 1
+
+
+def overlap(model: nn.Module) -> list[Shared]:
+    """Have the shared experts of all layers computed during their exchanges. Again, once their forwards are others."""
+    found = []
+    for layer in list(model.modules()):
+        children = dict(layer.named_children())
+        shared = [children[name] for name in SHARED if name in children]
+        for routed in children["experts"].modules() if shared and "experts" in children else ():
+            if exchange := vars(routed).get("exchange"):
+                exchange.shared = Shared(*shared)
+                found.append(exchange.shared)
+    return found
