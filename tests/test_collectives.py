@@ -6,14 +6,16 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.mistral4.modeling_mistral4 import Mistral4MLP
 
 from windlass import hardware, tiny
 from windlass.model import Base, read_base
@@ -22,6 +24,7 @@ from windlass.plan.cost import Batch, Work, cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
+from windlass.train.exchange import overlap
 from windlass.train.lora import attach
 from windlass.train.loss import patch_forward
 from windlass.train.sync import Replicas
@@ -153,3 +156,59 @@ def test_tokens_have_a_communicator_of_their_own(base: Base) -> None:
         meshes = {parameter.device_mesh for parameter in model.parameters()}
         groups = {mesh[name].get_group() for mesh in meshes for name in ("ep", "fsdp") if name in mesh.mesh_dim_names}
         assert len(groups) == 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_shared_experts_are_computed_while_tokens_are_exchanged(
+    checkpointing: bool, base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, computed again, and their gradients too; nothing is left behind for a layer that asks no more."""
+    happened: list[str] = []
+
+    def exchange(received: Tensor, sent: Tensor, *sizes: Any, **_: Any) -> Any:
+        """Every rank sends this one as many tokens as it is sent."""
+        if not sizes:
+            return received.copy_(sent)
+        happened.append("start")
+        received.zero_()
+        return SimpleNamespace(wait=lambda: happened.append("wait"))
+
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    with one_of(8, 0):
+        layout = layout_of("expert-parallel", 8)
+        model: Any = parallel.build(base, layout, torch.bfloat16)
+        parallel.allocate(model, layout)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().fill_(0.01)
+        model.requires_grad_(False)
+        model.enable_input_require_grads()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            if isinstance(module, Mistral4MLP):
+                module.act_fn = Noting(happened)
+        shared = overlap(model)
+        logits = model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits
+        forward = ["start", "shared", "wait", "start", "wait"]
+        assert happened == forward * LAYERS
+        happened.clear()
+        logits.sum().backward()
+        again = forward if checkpointing else []
+        assert happened == [*again, "start", "wait", "start", "shared gradient", "wait"] * LAYERS
+        assert not any(each.computed for each in shared)
+
+
+class Noting(nn.Module):
+    """An activation that notes when it is computed, and when its gradient is."""
+
+    def __init__(self, happened: list[str]) -> None:
+        super().__init__()
+        self.happened = happened
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.happened.append("shared")
+        y = nn.functional.silu(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.happened.append("shared gradient"))
+        return y
