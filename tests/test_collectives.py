@@ -210,5 +210,5 @@ class Noting(nn.Module):
         self.happened.append("shared")
         y = nn.functional.silu(x)
         if y.requires_grad:
-            y.register_hook(lambda _: self.happened.append("shared gradient"))
+            y.register_hook(lambda _: self.happened.append("shared gradient"))  # type: ignore[no-untyped-call]
         return y

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
@@ -29,6 +31,7 @@ from transformers import (
 from windlass.model.targets import Adapter, ExpertShard, Target, by_expert, pack_experts
 from windlass.runfile import Lora
 from windlass.train import checkpoint, experts, lora
+from windlass.train.exchange import sort_arriving
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.
@@ -189,6 +192,22 @@ def test_taking_rows_by_expert_and_back_is_indexing_with_its_gradient(tokens: in
     assert torch.equal(found, x.repeat_interleave(top_k, 0))
     (gradient,) = torch.autograd.grad((found * weights).sum(), x)
     torch.testing.assert_close(gradient, weights.double().view(tokens, top_k, 5).sum(1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 4).flatmap(lambda own: st.lists(st.lists(st.integers(0, 5), min_size=own, max_size=own), min_size=1))
+)
+def test_rows_that_arrive_are_sorted_from_how_many_each_rank_sends(counts: list[tuple[int, ...]]) -> None:
+    edges = [[7, *(7 + sum(row[: i + 1]) for i in range(len(row)))] for row in counts]  # of the sender's rows
+    found = sort_arriving(edges, torch.device("cpu"))
+    ids = torch.tensor([expert for row in counts for expert, count in enumerate(row) for _ in range(count)]).long()
+    by_expert = experts.sort_rows(ids, len(counts[0]))
+    assert torch.equal(found.order, ids.argsort(stable=True))
+    for one in (found, by_expert):
+        assert torch.equal(one.order[one.back], torch.arange(len(ids)))
+        assert torch.equal(one.experts, ids.sort().values)
+        assert one.edges.tolist() == [0, *ids.bincount(minlength=len(counts[0])).cumsum(0).tolist()]
 
 
 @pytest.mark.parametrize("left", [0.0, math.nan])

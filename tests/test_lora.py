@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_experts import BOTH, E, R, apart, base, batch, live, plan_of, section, stacks, step
 from torch import Tensor, nn
+from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scale
 
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
@@ -490,6 +491,19 @@ def test_a_norm_or_a_rotation_of_another_kind_is_left_alone() -> None:
     assert fused.fuse_norm(OnePlus(), here) is None
     assert not fused.same_rotation(lambda q, k, cos, sin: (q * cos, k * sin), fused.rotate_halves, here)
     assert not fused.same_rotation(None, fused.rotate_halves, here)
+
+
+@pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.parametrize("length", [4, 5, 9])
+def test_positions_that_are_not_scaled_are_not_multiplied(length: int, *, graded: bool) -> None:
+    asked, query = fused.remember(get_llama_4_attn_scale), torch.randn(1, 2, length, 3, requires_grad=True)
+    positions = torch.arange(length)[None]
+    with torch.set_grad_enabled(graded):
+        scale = asked(positions, 0.1, 4)
+        scaled = query * scale.to(torch.float32)
+        assert torch.equal(scaled, query * get_llama_4_attn_scale(positions, 0.1, 4))
+        assert (scaled is query) == (graded and length == 4)
+        assert asked(positions, 0.1, 4) is scale or scaled is query
 
 
 def test_a_device_with_other_gradients_is_not_trained_on_in_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
