@@ -260,7 +260,7 @@ FAULTS = (
         "an unknown architecture",
         text_config(model_type="mistral5"),
         "plan run.yaml",
-        "text_config: unknown model type 'mistral5' … nearest: mistral",
+        "text_config: unknown model type 'mistral5' … a newer one may know it",
     ),
     Fault(
         "the index says a key twice",

@@ -155,7 +155,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "model type is a number": (outer(model_type=4), "unknown model type 4"),
     "no text_config": (outer(text_config=None), "text_config: it has no model_type"),
     "text_config is a list": (outer(text_config=[1]), r"text_config is \[1\], not the language model's config"),
-    "unknown family": (text(model_type="mistral5"), r"unknown model type 'mistral5'\n\nhint: nearest: mistral"),
+    "unknown family": (text(model_type="mistral5"), r"unknown model type 'mistral5'\n\nhint: transformers \d"),
     "unlike any family": (text(model_type="gpt2"), "FSDP plan does not name its layers"),
     "a classifier": (outer(architectures=["Mistral3ForReward"]), "architectures is 'Mistral3ForReward'"),
     "zero layers": (text(num_hidden_layers=0), "num_hidden_layers is 0"),
@@ -170,6 +170,10 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "positions of a word": (text(rope_scaling={"type": "linear", "factor": "2"}), "rope_scaling.factor is '2', which"),
     "experts": (text(num_experts_per_tok=9), "each token visits 9 of 8 experts"),
     "other quantisation": (outer(quantization_config={"quant_method": "gptq"}), "unsupported quantisation 'gptq'"),
+    "codes without scales": (
+        outer(torch_dtype="float8_e4m3fn", quantization_config=None),
+        "torch_dtype is 'float8_e4m3fn' without a quantization_config(.|\n)*hint: fetch config.json again",
+    ),
     "odd blocks": (
         outer(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
         r"weight_block_size is \[128, 0\]",

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import re
 import reprlib
@@ -168,9 +167,7 @@ def _read_config(config: Mapping[str, Any], where: str) -> Any:
     types = (model_type, inner or model_type)
     if unknown := [each for each in types if not isinstance(each, str) or each not in known]:
         what = f"unknown model type {reprlib.repr(unknown[0])}"
-        close = difflib.get_close_matches(str(unknown[0])[:80], list(known), 3, 0.5)
-        hint = f"nearest: {', '.join(close)}; " if close else ""
-        hint += f"transformers {transformers.__version__} builds what windlass trains: a newer one may know it"
+        hint = f"transformers {transformers.__version__} builds what windlass trains: a newer one may know it"
         raise UserError(what, where if unknown[0] == model_type else f"{where}: text_config", hint)
     try:
         with _quietly():

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from windlass import derive
+from windlass.errors import UserError
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink
 from windlass.train import four_bits
@@ -205,7 +206,11 @@ def write_family(
     if "text_config" in whole:
         parts = {key: shrink(whole[key], layers=1) for key in ("vision_config",) if isinstance(whole.get(key), dict)}
         small = {**whole, **parts, "text_config": small}
-    made = type(outer).from_dict({**small, "architectures": None})
+    try:
+        made = type(outer).from_dict({**small, "architectures": None})
+    except Exception as error:  # whatever a config class objects to
+        what = f"transformers' {type(outer).__name__} refuses the small sizes: {' '.join(str(error).split())}"
+        raise UserError(what, family, "give the language model's sizes that fit as config") from None
     classes = derive.wrapper_of(made, {}, family) if "text_config" in whole else derive.class_of(made, {}, family)
     directory.mkdir(parents=True, exist_ok=True)
     _save_model(directory, classes, made, quantized, dtype, files, seed)

@@ -189,6 +189,13 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
         ):
             problem = f"weight_block_size is {reprlib.repr(block)}"
             problems.append(Problem(problem, spot, "two positive whole numbers, or null"))
+    inner = config.get("text_config")
+    for table in (config, inner if isinstance(inner, dict) else {}):
+        key = next((key for key in ("dtype", "torch_dtype") if "float8" in str(table.get(key))), None)
+        if key and quantization is None:
+            problem = f"{key} is {reprlib.repr(table[key])} without a quantization_config: codes without their scales"
+            problems.append(Problem(problem, where, f"{FETCH}; {READS}"))
+            break
     return quantization, problems
 
 
