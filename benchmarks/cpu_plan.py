@@ -1,6 +1,6 @@
 """The plan against real runs on this machine's processor: seconds of a step and memory, after calibrating it.
 
-    python benchmarks/cpu_plan.py [--steps 60] [--only WORDS] [--json]
+    python benchmarks/cpu_plan.py [--steps 60] [--only TEXT ...] [--json]
 
 The demo, two dense models and two mixtures of experts with random weights, packed and not, on one rank and on two over
 gloo. Calibrations and runs take turns, since other work on the machine comes and goes: a case is planned with the
@@ -78,7 +78,7 @@ def measure(name: str, run: Path, keys: list[str], steps: int) -> dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="of each run")
-    parser.add_argument("--only", default="", help="cases whose name has these words")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these texts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and calibrations alike
@@ -87,7 +87,7 @@ def main() -> None:
         folder, machines = Path(name), dict[int, Path]()
         os.environ["HOME"] = name  # no machine file but ours
         for case, (run, keys, ranks) in cases(folder).items():
-            if options.only not in case:
+            if not any(text in case for text in options.only):
                 continue
 
             def plan(path: Path, run: Path = run, keys: list[str] = keys) -> float:
