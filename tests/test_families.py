@@ -172,6 +172,22 @@ def test_a_traced_layer_keeps_what_a_real_one_keeps() -> None:
     assert shape.at("kept", 512) == traced["kept"][1]
     assert shape.at("kept", 4096) == pytest.approx(8 * traced["kept"][1], rel=0.1)  # linear attention
     assert traced["forward_operators"][0] < traced["forward_operators"][2]  # chunk by chunk
+    assert not any(traced["attention"])
+    assert 0 < traced["forward_products"][0] < traced["backward_products"][0]
+
+
+def test_what_a_traced_layer_computes_without_gradient_is_not_in_its_backward() -> None:
+    config = transformers.CONFIG_MAPPING["deepseek_v32"].from_dict(
+        shrink(transformers.CONFIG_MAPPING["deepseek_v32"]().to_dict(), layers=1)
+    )
+    with torch.device("meta"):
+        traced = trace_layers(
+            transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="sdpa"), [0]
+        )[0]
+    width = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    indexed = config.index_n_heads * (config.index_head_dim + 1)
+    assert traced["forward_products"][1] == 2 * 512**2 * (width + indexed)
+    assert traced["backward_products"][1] == 2 * 2 * 512**2 * width
 
 
 def test_usual_names_mean_the_familys_own_modules(root: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -160,8 +162,9 @@ def work(storage: Path) -> dict[str, Any] | None:
 
     from windlass import measure
     from windlass.observe.counters import machine_facts
-    from windlass.train import quantised
+    from windlass.train import lora, quantised
 
+    measure_host = partial(host_rates, attach=lora.attach)  # imported before: that takes longer than to measure
     rank, world, local = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -177,6 +180,9 @@ def work(storage: Path) -> dict[str, Any] | None:
     def reference() -> float:
         """A product that the machine's state shows in, before and after."""
         return measure.product_rates(device, dtype, [(rows[3], widths[3])])[0][2]
+
+    def one_by_one(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return quantised.one_by_one(x, weights, None, ends, None, transposed=True)
 
     def decode() -> float:
         side = 512 if cpu else 8192
@@ -198,7 +204,7 @@ def work(storage: Path) -> dict[str, Any] | None:
         }
         states.append(reference())
         narrower = product(rows[:-1], widths[:-1])
-        found["grouped"] = measure.grouped_rates(device, dtype, narrower, _grouped_linear)
+        found["grouped"] = measure.grouped_rates(device, dtype, narrower, one_by_one if cpu else _grouped_linear)
         states.append(reference())
         found["memory_gb_per_second"] = measure.memory_rate(device, 1 << (18 if cpu else 28))
         found["decode_gb_per_second"] = decode()
@@ -206,8 +212,7 @@ def work(storage: Path) -> dict[str, Any] | None:
     for key, backward in (("attention", False), ("attention_backward", True)):
         tokens = 1024 if cpu else 16384
         found[key] = measure.attention_rates(device, dtype, product(lengths, heads), tokens, backward=backward)
-    found["operator_seconds"] = measure.operator_seconds(device)
-    found["module_seconds"] = measure.module_seconds()
+    found |= measure_host(device)
     found["sync_seconds"] = measure.sync_seconds(device)
     # Medians of short turns don't show how often other work takes the processor away; a step of training does.
     busy = (time.perf_counter() - began) / (time.process_time() - used) if cpu and torch.get_num_threads() == 1 else 1.0
@@ -232,6 +237,56 @@ def work(storage: Path) -> dict[str, Any] | None:
     merged = _middle([each for each, _ in everyone])
     conditions["busy"] = round(merged["busy"], 3)
     return {"rates": {**merged, "collectives": collectives}, "conditions": conditions}
+
+
+def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
+    """Host time of an operator and of a module's call, by the plan's own count of them: layers as training has them,
+    with so few tokens that nothing else takes time. Operators one after the other of one kind take half as long."""
+    import torch
+    import transformers
+
+    from windlass import measure
+    from windlass.model import config, targets
+    from windlass.plan.time import dispatched
+    from windlass.plan.work import read_shape
+    from windlass.runfile import Lora
+    from windlass.train.fused import fuse
+
+    few, many, tokens = 2, 8, 8
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+    base = config.describe({"model_type": "llama", "num_hidden_layers": many, "vocab_size": 64, **sizes}, "llama")
+    lora = Lora(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear")
+    adapter = targets.resolve(lora, base, str)
+    described = transformers.LlamaConfig.from_dict(dict(base.config))
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(described).to(torch.bfloat16).requires_grad_(False)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    layers = attach(model, lora, adapter, 0).get_base_model().train().model
+    adapters, every, now = fuse(layers, torch.bfloat16), layers.layers, measure.clock(device)
+    taken = dict[int, list[tuple[float, float]]]()
+    for count in (few, many):
+        layers.layers, taken[count] = every[:count], []
+        for _ in range(3 * measure.TURNS):
+            with adapters.unchanged():
+                measure.synchronize(device)
+                began = now()
+                with torch.autocast(device.type, torch.bfloat16):
+                    states = layers(ids, use_cache=False).last_hidden_state.sum()
+                middle = now()
+                states.backward()
+                taken[count].append((middle - began, now() - middle))
+            model.zero_grad()
+    medians = {count: [statistics.median(each) for each in zip(*turns, strict=True)] for count, turns in taken.items()}
+    forward, backward = ((more - less) / (many - few) for more, less in zip(medians[many], medians[few], strict=True))
+    shape, separate = read_shape(base, adapter), device.type == "cpu"
+    ahead, back = (
+        dispatched(shape, shape.layers[0], phase, tokens, separate=separate) for phase in ("forward", "backward")
+    )
+    operator = max(backward / back.operators, 1e-7)
+    return {
+        "operator_seconds": operator,
+        "module_seconds": max((forward - operator * ahead.operators) / ahead.modules, 1e-7),
+    }
 
 
 def groups(device: Any, world: int, per_node: int) -> list[dict[str, Any]]:

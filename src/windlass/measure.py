@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.hardware import KINDS, Collective, Points
 
@@ -157,46 +156,6 @@ def copy_rate(device: torch.device, size: int) -> float:
 
 
 # --- the host ------------------
-
-
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatched operators, without views."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view and "detach" not in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-def operator_seconds(device: torch.device, length: int = 200) -> float:
-    """Host time of one operator on hardly any data, forward and backward."""
-    x, w = torch.randn(4, 8, device=device, requires_grad=True), torch.randn(8, 8, device=device)
-
-    def chain() -> None:
-        y = x
-        for i in range(length):
-            y = (y * 0.5, y + x, nn.functional.silu(y), y @ w, y.float().pow(2), y.view(8, 4).view(4, 8))[i % 6]
-        y.sum().backward()  # type: ignore[no-untyped-call]
-
-    with Counting() as counting:
-        chain()
-    now = clock(device)
-    began, times = now(), []
-    for _ in range(TURNS * 2):
-        chain()
-        times.append(now() - began)  # without waiting for a GPU, which has less to do
-        synchronize(device)
-        began = now()
-    return float(statistics.median(times) / counting.count)
-
-
-def module_seconds() -> float:
-    """Of a call of a module that does nothing."""
-    module, x, cpu = nn.Identity(), torch.zeros(1), torch.device("cpu")
-    return seconds(lambda: [module(x) for _ in range(100)], cpu) / 100
 
 
 def sync_seconds(device: torch.device) -> float:

@@ -17,6 +17,10 @@ from torch.utils.flop_counter import flop_registry
 
 LENGTHS: Final = (256, 512, 768)  # tokens: what is between and beyond follows a parabola through these
 MOST: Final = 4000  # operators: a layer that computes token after token would take minutes to trace
+LINEAR: Final = (
+    "mm",
+    "addmm",
+)  # products of linear layers, which have formulas; those of tokens with tokens are batched
 EXPERTS: Final = re.compile(r"Experts$")
 
 
@@ -44,8 +48,16 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.count["operators"] > MOST:
             raise RuntimeError(f"more than {MOST} operators")
         if packet in flop_registry:
-            self.count["flops"] += flop_registry[packet](*args, **(kwargs or {}), out_val=answer)
-        else:
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=answer)
+            given_by_name = {
+                **dict(zip((each.name for each in func._schema.arguments), args, strict=False)),
+                **(kwargs or {}),
+            }
+            if "attention" in name:
+                self.count["attention"] += flops / (2 if given_by_name.get("is_causal") else 1)
+            elif name not in LINEAR:
+                self.count["products"] += flops
+        elif "attention" not in name:  # its backward, which is priced by its forward
             self.count["bytes"] += sum(each.numel() * each.element_size() for each in (*read, *made))
         given = {each.untyped_storage()._cdata for each in read}
         for tensor in made:
@@ -99,7 +111,6 @@ def _trace(layer: nn.Module, states: Tensor, args: Any, kwargs: Any) -> dict[str
     """One forward and backward."""
     args, kwargs = tree_map_only(Tensor, lambda each: each.detach(), (args, kwargs))
     states = states.detach().requires_grad_()
-    linear = sum(each.numel() for each in layer.parameters() if each.ndim == 2)
     with _Tracing() as tracing:
         with torch.autocast("cpu", torch.bfloat16):
             output = layer(states, *args, **kwargs)
@@ -112,7 +123,7 @@ def _trace(layer: nn.Module, states: Tensor, args: Any, kwargs: Any) -> dict[str
         "kept": kept,
         "forward_peak": inside,
         "backward_peak": tracing.peak - kept,
-        "mixing": forward["flops"] - 2 * linear * states.shape[1],
-        **{f"forward_{key}": forward[key] for key in ("operators", "views", "bytes")},
-        **{f"backward_{key}": backward[key] for key in ("operators", "views", "bytes")},
+        "attention": forward["attention"],  # its kernel's operations: half of the square if it computes no more
+        **{f"forward_{key}": forward[key] for key in ("operators", "views", "products", "bytes")},
+        **{f"backward_{key}": backward[key] for key in ("operators", "views", "products", "bytes")},
     }

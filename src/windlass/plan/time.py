@@ -22,13 +22,17 @@ SKEW = 1.03
 LOGIT_BYTES = 26  # of a logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 OPTIMIZER_BYTES = 40  # of a trained parameter: gradient, two moments and value, read and written, and its norm
 GATHER_OPERATORS, EXCHANGE_OPERATORS = 40, 60  # to gather and free a layer; to send tokens to experts and back; assumed
+DECODE_OPERATORS = 13  # of one matrix on a CPU, which decodes by torch's own operators: see benchmarks/operators.py
 # GPUs before Hopper, for which torch has no product of all experts at once: the host asks for their rows, each time,
 # and starts one product for each.
 ONE_BY_ONE = ("a10", "l4")
 # Python of a micro-batch and of a step that belongs to no layer: batch, mask, loss, optimizer, measuring; assumed.
 MICRO_BATCH_OPERATORS, STEP_OPERATORS = 150, 600
+# On a CPU, counted: few for the step, and to clip and update one tensor, which it does one after the other.
+CPU_STEP_OPERATORS, TENSOR_OPERATORS = 150, 8
 # Neither GPU nor host is ahead of the other all of the time: the exponent of the norm that stands for their maximum.
 AHEAD = 4
+PHASES = ("forward", "backward")
 # Without autocast, adapters in float32 compute in it: their inputs are copied, their results are twice as wide.
 WIDE_ADAPTER = 2.4
 # Kernels loaded, allocators filled, communicators connected: beyond an ordinary step, seconds on a GPU; assumed.
@@ -157,24 +161,29 @@ def count_flops(work: Work) -> tuple[float, float]:
     for layer, times in shape.kinds:
         adapter += times * sum(lora.parameters for lora in layer.plain_lora)
         adapter += times * sum(lora.parameters * shape.top_k / lora.experts for lora in layer.expert_lora)
-    attention = causal_attention(shape, work.document or work.batch.length)
-    if work.masked:  # kernels pass over the upper half of the square only if nothing else is to be masked
-        attention *= 2
+    length = work.document or work.batch.length
+    # Kernels pass over the upper half of the square only if nothing else is to be masked.
+    attention, back = (causal_attention(shape, length, phase) * (2 if work.masked else 1) for phase in PHASES)
     recomputed = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:
         recomputed += 2 * (shape.active - shape.head) + 2 * adapter + attention
-    return 4 * shape.active + 6 * adapter + 3 * attention, recomputed
+    return 4 * shape.active + 6 * adapter + attention + back, recomputed
 
 
-def causal_attention(shape: Shape, length: int) -> float:
-    """Of one forward, per token: scores and their product with the values, over the unmasked half of the square."""
-    return float(sum(times * _mixing(layer, length) for layer, times in shape.kinds))
+def causal_attention(shape: Shape, length: int, phase: str = "forward") -> float:
+    """Of one forward or backward, per token: scores and their product with the values, over the unmasked half of the
+    square; and of layers without a formula all other products of tokens with tokens."""
+    total = 0.0
+    for layer, times in shape.kinds:
+        products = layer.traced.at(f"{phase}_products", length) / length if layer.traced else 0.0
+        total += times * (_attention(layer, length) * (2 if phase == "backward" else 1) + products)
+    return total
 
 
-def _mixing(layer: Layer, length: int) -> float:
-    """Operations of one layer that mix tokens, per token, forward."""
+def _attention(layer: Layer, length: int) -> float:
+    """Operations of one layer's attention, per token, forward."""
     if layer.traced:
-        return layer.traced.at("mixing", length) / length
+        return layer.traced.at("attention", length) / length
     return float((layer.query + layer.attended) * length)
 
 
@@ -205,7 +214,7 @@ def _pass(work: Work, phase: str) -> Passes:
 
 def _layer(work: Work, layer: Layer, phase: str) -> Passes:
     rates, shape, tokens, back = work.machine.rates, work.shape, work.batch.tokens, phase == "backward"
-    compute = 0.0
+    compute, used = 0.0, 0.0
     for p in layer.parameters:
         if len(p.shape) == 2 and p.part != "experts":
             compute += _product(work, tokens, p.shape[1], p.shape[0])
@@ -229,8 +238,12 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
             compute += once * (2 if back else 1)
     length = work.document or work.batch.length
     # A CPU's kernel computes in tiles that are as wide as short rows, whatever is masked.
-    square = _mixing(layer, length) * tokens * (2 if work.masked and not work.on_cpu else 1)
+    square = _attention(layer, length) * tokens * (2 if work.masked and not work.on_cpu else 1)
     head = layer.query / max(shape.heads, 1)
+    if layer.traced:
+        products = layer.traced.at(f"{phase}_products", length) / length * tokens
+        rate = product_rate(rates, "bfloat16" if work.width == 2 else "float32", length, (head * length) ** 0.5)
+        compute += products / rate / 1e12
     compute += square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
     did = dispatched(shape, layer, phase, length, separate=work.on_cpu or work.separate)
     moved = did.bytes + did.adapter_bytes * (WIDE_ADAPTER if wide else 1)
@@ -239,6 +252,9 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
     operators = did.operators + GATHER_OPERATORS * (work.layout.shard > 1)
     operators += EXCHANGE_OPERATORS * (work.layout.expert_parallel > 1 and layer.experts > 0)
     operators += _apart(work, layer, phase) * layer.experts / work.layout.expert_parallel
+    if work.on_cpu and work.layout.base_dtype != "bf16":
+        stored = [len(p.shape) for p in layer.parameters if p.name in shape.narrow]
+        operators += DECODE_OPERATORS * sum(used if dimensions > 2 else 1 for dimensions in stored)
     return Passes(compute, memory, operators * rates.operator_seconds + did.modules * rates.module_seconds)
 
 
@@ -252,8 +268,11 @@ def _outside(work: Work) -> Passes:
 
 def _optimizer_seconds(work: Work) -> float:
     """Once a step: every trained parameter, and the Python around it."""
-    rates, (mine, _) = work.machine.rates, adapter_share(work)
-    return OPTIMIZER_BYTES * mine / rates.memory_gb_per_second / 1e9 + STEP_OPERATORS * rates.operator_seconds
+    rates, (mine, _), operators = work.machine.rates, adapter_share(work), STEP_OPERATORS
+    if work.on_cpu:
+        adapted = sum(times * len((*layer.plain_lora, *layer.expert_lora)) for layer, times in work.shape.kinds)
+        operators = CPU_STEP_OPERATORS + 2 * adapted * TENSOR_OPERATORS
+    return OPTIMIZER_BYTES * mine / rates.memory_gb_per_second / 1e9 + operators * rates.operator_seconds
 
 
 def _apart(work: Work, layer: Layer, phase: str) -> int:
