@@ -26,7 +26,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from torch import Tensor
+from peft import LoraConfig
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,7 +37,7 @@ from windlass.model import targets as adapters
 from windlass.model.family import FAMILIES, Family
 from windlass.plan import work
 from windlass.plan.layout import Layout
-from windlass.plan.time import COUNTED, OF_FUSED, features
+from windlass.plan.time import COUNTED, OF_FUSED, OF_LINEAR, features, of_linear
 from windlass.runfile import Lora
 from windlass.tiny import EXTRA
 from windlass.train import experts, parallel, quantised
@@ -119,6 +121,13 @@ def adapter_of(base: Base, count: int) -> tuple[Lora, adapters.Adapter]:
 
 
 ADAPTED = ("attention", "mlp", "shared_experts")
+LINEARS = [(64, 96, 32), (128, 96, 32), (64, 192, 32), (64, 96, 64), (128, 192, 64), (256, 64, 16), (64, 256, 16)]
+OPTIONS = {
+    "dropout, separate": (False, 0.1, "separate"),
+    "dropout, fused": (False, 0.1, "fused"),
+    "dora": (True, 0.0, "separate"),
+    "dora, dropout": (True, 0.1, "separate"),
+}
 
 
 def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[str, int]]:
@@ -186,6 +195,49 @@ def count_family(family: Family, way: str, dense: bool = False) -> dict[str, Any
     return table
 
 
+def count_linear(sizes: tuple[int, ...], dora: bool, dropout: float, way: str) -> dict[str, dict[str, int]]:
+    """One adapted linear layer of `inputs, outputs, tokens`, beyond what plain LoRA without dropout dispatches."""
+    inputs, outputs, tokens = sizes
+    found = []
+    for options in ({"use_dora": dora, "lora_dropout": dropout}, {}):
+        base = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        linear = Linear(base, "default", config=LoraConfig(r=4, **options), r=4, lora_alpha=8)
+        for each in (linear.lora_A, linear.lora_B, linear.lora_magnitude_vector):
+            each.float()
+        model, calls = nn.Module(), 0
+        model.q_proj = linear
+        fused = Adapters([model] if way == "fused" else [], torch.bfloat16)
+
+        def called(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        for module in linear.modules():
+            module.register_forward_pre_hook(called)
+        x = torch.randn(tokens, inputs, dtype=torch.bfloat16).requires_grad_()
+        with fused.unchanged(), Counting() as counting:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = linear(x * 1)
+            counting.phase = PHASES[1]
+            y.backward(y.detach())
+        found.append({phase: Counter(counting.found[phase]) for phase in PHASES})
+        found[-1][PHASES[0]]["modules"] = calls
+    return {phase: {what: found[0][phase][what] - found[1][phase][what] for what in COUNTS} for phase in PHASES}
+
+
+def linear_table(dora: bool, dropout: float, way: str) -> dict[str, Any]:
+    """Counts of one adapted linear layer; bytes of each token's input and output, and of a weight, once a pass."""
+    counted = [(sizes, count_linear(sizes, dora, dropout, way)) for sizes in LINEARS]
+    matrix = np.array([of_linear(*sizes) for sizes, _ in counted], float)
+    table: dict[str, Any] = {}
+    for phase in PHASES:
+        table[phase] = {what: counted[0][1][phase][what] for what in COUNTS}
+        answer, *_ = np.linalg.lstsq(matrix, np.array([found[phase]["bytes"] for _, found in counted], float))
+        values = zip(OF_LINEAR, answer, strict=True)
+        table[phase]["bytes"] = {name: round(float(value), 2) for name, value in values if value > 0.005}
+    return table
+
+
 def solve(matrix: Any, values: list[float], every: tuple[str, ...], names: tuple[str, ...]) -> dict[str, float]:
     """Least squares without negative coefficients; what is not linear after all is an error."""
     used = [name for name in names if name in every and (names is COUNTED or name not in COUNTED)]
@@ -212,6 +264,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     table: dict[str, Any] = json.loads(TABLE.read_text())
+    table["linear"] = {name: linear_table(*options) for name, options in OPTIONS.items()}
     for way, (name, family) in itertools.product(WAYS, FAMILIES.items()):
         if options.only in ("", name) and options.way in (None, way):
             table[way][name] = count_family(family, way)

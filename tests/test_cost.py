@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import sys
 from dataclasses import replace
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear
 
 from windlass import model as weights
 from windlass.hardware import GPUS, Machine, fabric, gpu, interpolate
@@ -21,7 +25,7 @@ from windlass.plan import memory
 from windlass.plan import time as operators
 from windlass.plan.cost import Batch, Cost, Work, cost, read_shape
 from windlass.plan.layout import Layout
-from windlass.plan.work import Shape
+from windlass.plan.work import Lora, Shape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 dispatched: Any = importlib.import_module("dispatched")
@@ -396,6 +400,57 @@ def test_counts_are_those_of_a_fresh_trace(name: str, way: str) -> None:
         shipped = sum(sizes[feature] * value for feature, value in row.items())
         assert shipped == pytest.approx(counted, rel=0.04, abs=1), key
     assert set(FAMILIES) <= set(operators.table()[way])
+
+
+@pytest.mark.parametrize("name", dispatched.OPTIONS)
+def test_dora_and_dropout_are_priced_as_a_linear_layer_dispatches_them(name: str) -> None:
+    """And they take as much memory: counted of PEFT's own layer."""
+    dora, dropout, way = dispatched.OPTIONS[name]
+    inputs, outputs, tokens = 80, 112, 48
+    sizes = dict(zip(operators.OF_LINEAR, operators.of_linear(inputs, outputs, tokens), strict=True))
+    for phase, counted in dispatched.count_linear((inputs, outputs, tokens), dora, dropout, way).items():
+        row = dict(operators.table()["linear"][name][phase])
+        row["bytes"] = sum(sizes[what] * value for what, value in row["bytes"].items())
+        assert row == pytest.approx(counted, rel=1e-6), phase
+    given = replace(work(1, 4, shard=1, name="resident"), dropout=0.0)
+    seconds, gib = (
+        [getattr(cost(each), what) for each in (given, replace(given, dora=dora, dropout=dropout))]
+        for what in ("step_seconds", "gpu_gib")
+    )
+    assert seconds[1] > seconds[0]
+    assert gib[1] > gib[0]
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_memory_of_dora_is_what_a_linear_layer_takes(mixed: bool, dropout: float) -> None:
+    """At its fullest moment, and what it keeps: of PEFT's own layer, as torch's profiler has it."""
+    dtype, (inputs, outputs, tokens, r) = torch.bfloat16 if mixed else torch.float32, (768, 512, 64, 4)
+    found = []
+    for dora in (False, True):
+        base = torch.nn.Linear(inputs, outputs, bias=False, dtype=dtype).requires_grad_(False)
+        config = LoraConfig(r=r, use_dora=dora, lora_dropout=dropout)
+        linear = Linear(base, "default", config=config, r=r, lora_alpha=8)
+        for each in (linear.lora_A, linear.lora_B, linear.lora_magnitude_vector):
+            each.float()
+        x = torch.randn(tokens, inputs, dtype=dtype).requires_grad_() * 1
+        with (
+            torch.profiler.profile(profile_memory=True) as profiled,
+            torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+        ):
+            y = linear(x)
+        events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+        sizes = list(itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
+        found.append((max(sizes), sizes[-1] - y.nbytes))
+        del x, y  # or they would be freed while the next one is measured
+    (_, kept), (peak, kept_by_dora) = found
+    lora = Lora("q_proj", "attention", inputs, outputs, r)
+    given = memory.Tokens.of(replace(work(1, 4, shard=1, name="resident"), dropout=dropout))
+    without = replace(given, count=tokens, width=dtype.itemsize, cast=mixed, mask=4.0 if dropout else 0.0)
+    layer = replace(work(1, 4).shape.layers[0], plain_lora=(lora,))
+    priced = [memory.layer_bytes(layer, replace(without, dora=dora)) for dora in (False, True)]
+    assert kept_by_dora - kept == pytest.approx(priced[1] - priced[0], rel=0.1)
+    assert peak == pytest.approx(memory.dora_bytes(lora, without), rel=0.15)
 
 
 # --- what would make it fit ------------------

@@ -333,6 +333,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         optim=run.train.optim,
         base_bytes=BYTES[run.model.torch_dtype],
         dropout=run.lora.lora_dropout,
+        dora=run.lora.use_dora,
         masked=run.masked,
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
         document=_usual_tokens(rows, run.data.max_length) if run.data.packing and not run.masked else None,

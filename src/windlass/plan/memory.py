@@ -207,6 +207,10 @@ def training_moments(work: Work) -> dict[str, list[Row]]:
         backward_bytes(layer, shape.hidden, t) + (layer_bytes(layer, t) if recompute else 0) for layer, _ in shape.kinds
     )
     backward = [Row("backward of a layer", worst, words), *_dequantised(work, t)]
+    again = max(layer_bytes(layer, t) for layer, _ in shape.kinds) if recompute else 0.0
+    forward = (
+        {"norms of a layer": [saved, *g["always"], *g["layers"], *norms_of_dora(work, t, again)]} if t.dora else {}
+    )
     temporaries = Row("optimizer's temporaries", adapter_share(work)[0] * 4.0, "one float32 copy of the adapter")
     if in_full := sum(shape.adapter.in_full.values()):
         size = shape.adapter.dtype_bytes
@@ -219,6 +223,7 @@ def training_moments(work: Work) -> dict[str, list[Row]]:
         "loss": [saved, *g["always"], *g["loss"], Row("loss", loss, loss_words)],
         "loss's backward": [saved, *g["always"], *g["tail"], Row("loss", loss + states, gradient)],
         "backward of a layer": [saved, *g["always"], *g["layers"], *backward],
+        **forward,
         "backward of the first layer": [first, *g["always"], *g["first"], *backward],
         "optimizer": [temporaries],
     }
@@ -232,7 +237,7 @@ def _evaluation(work: Work) -> dict[str, list[Row]]:
     t = Tokens.of(replace(work, batch=replace(work.batch, micro=work.evaluated)))
     worst = max(forward_bytes(layer, shape.hidden, t) for layer, _ in shape.kinds)
     words = f"an evaluation batch of {t.count} tokens, within the widest layer"
-    forward = [Row("forward of a layer", worst, words), *_dequantised(work, t)]
+    forward = [Row("forward of a layer", worst, words), *_dequantised(work, t), *norms_of_dora(work, t)]
     words = f"2 x {t.count} x {shape.hidden} x {t.width}"
     hidden = Row("hidden states", 2.0 * t.count * shape.hidden * t.width, words)
     loss, words = loss_bytes(shape, t, work.full_logits)
@@ -302,6 +307,12 @@ def _gathered(work: Work) -> dict[str, list[Row]]:
     return found
 
 
+def norms_of_dora(work: Work, t: Tokens, kept: float = 0.0) -> list[Row]:
+    """The widest adapted weight's, and what its layer keeps."""
+    widest = max((dora_bytes(lora, t) for layer, _ in work.shape.kinds for lora in layer.plain_lora), default=0.0)
+    return [Row("norms for DoRA", widest + kept, "the widest adapted weight, built in full")] if work.dora else []
+
+
 def _dequantised(work: Work, t: Tokens) -> list[Row]:
     """The true values of the widest quantised parameter, as far as they exist at once."""
     if work.layout.base_dtype == "bf16":
@@ -338,6 +349,7 @@ class Tokens:
     width: int  # bytes of a value in compute
     cast: bool  # adapters in a wider dtype than compute: autocast makes each module its own copy of its input
     mask: float  # bytes that dropout keeps per input value
+    dora: bool
     heads: int
     top_k: int
     routed: int  # bytes of a weighted value on its way from the experts
@@ -353,6 +365,7 @@ class Tokens:
             width=work.width,
             cast=work.shape.adapter.dtype_bytes > work.width,
             mask=0.0 if not work.dropout else (FLOAT if work.on_cpu else 1.0),
+            dora=work.dora,
             heads=work.shape.heads,
             top_k=work.shape.top_k,
             routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
@@ -389,7 +402,21 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
         per_token += layer.experts * FLOAT + t.top_k * 5 * INDEX + t.rows * (3 * layer.expert + layer.hidden) * t.width
     # Copies of the adapters in the width of compute; those of experts are cast anew.
     copies = sum(lora.parameters for lora in layer.plain_lora) * t.width if t.cast else 0
+    if t.dora:  # the frozen product and the adapter's; with dropout autocast's own copy of the frozen weight
+        per_token += 2 * t.width * sum(lora.outputs for lora in layer.plain_lora)
+        if t.cast and t.mask:
+            copies += sum(lora.inputs * lora.outputs for lora in layer.plain_lora) * t.width
     return t.count * per_token + copies
+
+
+def dora_bytes(lora: Lora, t: Tokens) -> float:
+    """What a forward of one linear layer has at once to compute the norm of its adapted weight.
+
+    The adapter's product, that scaled, its sum with the weight, and where autocast made the input wide, the weight as
+    wide; and the identity matrix that went through A.
+    """
+    weight, width = lora.inputs * lora.outputs, FLOAT if t.cast else t.width
+    return (4 if t.cast else 3) * width * weight + t.width * lora.inputs**2
 
 
 def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:

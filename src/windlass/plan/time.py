@@ -245,7 +245,7 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
         rate = product_rate(rates, "bfloat16" if work.width == 2 else "float32", length, (head * length) ** 0.5)
         compute += products / rate / 1e12
     compute += square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
-    did = dispatched(shape, layer, phase, length, separate=work.on_cpu or work.separate)
+    did = dispatched(shape, layer, phase, length, separate=work.on_cpu or work.separate, dora=work.dora)
     moved = did.bytes + did.adapter_bytes * (WIDE_ADAPTER if wide else 1)
     moved *= work.width / 2  # counted in 16 bits
     memory = moved * tokens / rates.memory_gb_per_second / 1e9
@@ -255,7 +255,31 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
     if work.on_cpu and work.layout.base_dtype != "bf16":
         stored = [len(p.shape) for p in layer.parameters if p.name in shape.narrow]
         operators += DECODE_OPERATORS * sum(used if dimensions > 2 else 1 for dimensions in stored)
-    return Passes(compute, memory, operators * rates.operator_seconds + did.modules * rates.module_seconds)
+    host = operators * rates.operator_seconds + did.modules * rates.module_seconds
+    return Passes(compute, memory, host) + _adapter_options(work, layer, phase)
+
+
+def _adapter_options(work: Work, layer: Layer, phase: str) -> Passes:
+    """What DoRA and dropout add to plain LoRA. DoRA builds each adapted weight and its norm in every forward."""
+    if not (work.dora or work.dropout):
+        return Passes()
+    rates, tokens, compute = work.machine.rates, work.batch.tokens, 0.0
+    way = "separate" if work.on_cpu or work.separate else "fused"
+    name = "dora" + ", dropout" * bool(work.dropout) if work.dora else f"dropout, {way}"
+    row = table()["linear"][name][phase]
+    every = [(lora, tokens) for lora in layer.plain_lora]
+    every += [(lora, tokens * work.shape.top_k) for lora in layer.expert_lora]
+    moved = 0.0
+    for lora, rows in every:
+        size = dict(zip(OF_LINEAR, of_linear(lora.inputs, lora.outputs, rows), strict=True))
+        moved += sum(size[what] * value for what, value in row["bytes"].items())
+        if work.dora and phase == "forward":  # an identity matrix through A and B
+            compute += _narrow(work, lora.inputs, lora.inputs, lora.r, wide=False)
+            compute += _narrow(work, lora.inputs, lora.outputs, lora.r, wide=False)
+        if work.dora and work.dropout:  # the frozen weight's product with what is left of the input
+            compute += _product(work, rows, lora.inputs, lora.outputs)
+    host = (row["operators"] + VIEW * row["views"]) * rates.operator_seconds + row["modules"] * rates.module_seconds
+    return Passes(compute, moved * work.width / 2 / rates.memory_gb_per_second / 1e9, host * len(every))
 
 
 def _outside(work: Work) -> Passes:
@@ -324,7 +348,7 @@ def _evaluation_seconds(work: Work) -> float:
     """Of one sequence: the share of a batch's forward."""
     if not work.evaluated:
         return 0.0
-    batch = replace(work, batch=replace(work.batch, micro=work.evaluated))
+    batch = replace(work, batch=replace(work.batch, micro=work.evaluated), dropout=0.0)
     passes = _pass(batch, "forward") + _outside(batch) * 0.5
     gpu = passes.compute + passes.memory
     return (gpu + passes.host if work.on_cpu else max(gpu, passes.host)) / work.evaluated
@@ -455,7 +479,9 @@ SHARING = (
 # What the operators of a layer are counted by; its bytes are linear in all features.
 COUNTED = ("layer", "adapters", "inputs", "expert_adapters")
 ADAPTED = ("adapted_in", "adapted_out", "adapted_r")
+OF_ADAPTERS = ("adapters", "inputs", *ADAPTED)
 OF_FUSED = ("inputs", "apart")  # nothing to layers that are not
+OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows")  # what DoRA's and dropout's bytes are linear in
 
 
 def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
@@ -494,6 +520,11 @@ def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
     }
 
 
+def of_linear(inputs: int, outputs: int, tokens: int) -> tuple[int, ...]:
+    """Of one adapted linear layer and its pass over so many tokens, as OF_LINEAR names it."""
+    return tokens * inputs, tokens * outputs, inputs * outputs, inputs * inputs, outputs
+
+
 @dataclass(frozen=True, slots=True)
 class Dispatched:
     """Of one pass through one layer."""
@@ -509,27 +540,32 @@ def table() -> dict[str, Any]:
     return dict(json.loads(Path(__file__).with_name("operators.json").read_text()))
 
 
-def dispatched(shape: Shape, layer: Layer, phase: str, length: int, *, separate: bool) -> Dispatched:
-    """Forward or backward, each operator for itself or fused as on GPUs.
+def dispatched(
+    shape: Shape, layer: Layer, phase: str, length: int, *, separate: bool, dora: bool = False
+) -> Dispatched:
+    """Forward or backward, each operator for itself or fused as on GPUs, where adapters with DoRA are not.
 
     A family that nobody counted dispatches what the one most like it does.
     """
     if layer.traced:  # and what is not in it: adapters, and routed experts
-        rest = dispatched(shape, replace(layer, traced=None), phase, length, separate=separate)
+        rest = dispatched(shape, replace(layer, traced=None), phase, length, separate=separate, dora=dora)
         bare = replace(layer, traced=None, plain_lora=(), expert_lora=(), expert=0, experts=0)
         without = dispatched(shape, bare, phase, length, separate=separate)
         count = {what: layer.traced.at(f"{phase}_{what}", length) for what in ("operators", "views", "bytes")}
         operators = count["operators"] + VIEW * count["views"] + rest.operators - without.operators
         moved = count["bytes"] / length + rest.bytes - without.bytes
         return Dispatched(operators, rest.modules, moved, rest.adapter_bytes)
-    rows, name = table()["separate" if separate else "fused"], shape.base.family.model_type
+    way, name = "separate" if separate else "fused", shape.base.family.model_type
+    rows = table()[way]
     if not layer.experts and f"{name}, dense" in rows:
         name = f"{name}, dense"
-    row = rows.get(name, rows["mixtral" if layer.experts else "qwen3"])[phase]
+    name = name if name in rows else "mixtral" if layer.experts else "qwen3"
+    row, of_adapters = rows[name][phase], table()["separate" if dora else way][name][phase]
     size = features(layer, shape.hidden, shape.top_k)
 
     def of(what: str, names: Collection[str] = size) -> float:
-        return float(sum(size[name] * value for name, value in row[what].items() if name in names))
+        every = row[what] | {name: of_adapters[what].get(name, 0.0) for name in OF_ADAPTERS}
+        return float(sum(size[name] * value for name, value in every.items() if name in names))
 
     adapters = of("bytes", ADAPTED)
     return Dispatched(of("operators") + VIEW * of("views"), of("modules"), of("bytes") - adapters, adapters)

@@ -46,6 +46,7 @@ class Work:
     optim: str  # transformers' name: adamw_torch
     base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
     dropout: float = 0.0  # lora.lora_dropout
+    dora: bool = False  # lora.use_dora
     scores: bool = False  # attention keeps the square of each head's scores, as `eager` does
     masked: bool = False  # packed rows whose documents a mask separates
     document: int | None = None  # usual tokens of what packed rows are made of, if attention is within each
