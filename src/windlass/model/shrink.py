@@ -19,8 +19,9 @@ SMALL: Final[dict[str, int]] = {
     "full_attention_interval": 2, "sliding_window_pattern": 2, "_sliding_window_pattern": 2, "decoder_sparse_step": 2,
     "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "moe_layer_interval": 2,
     "query_pre_attn_scalar": 16, "hidden_size_per_layer_input": 16, "mamba_d_state": 8, "mamba_n_heads": 8,
-    "mamba_d_head": 16, "mamba_d_ssm": 128, "block_size": 8, "num_kv_shared_layers": 2,
-    "attention_hidden_size": 128, "mamba_headdim": 16, "n_mamba_heads": 8,
+    "mamba_d_ssm": 128, "block_size": 8, "num_kv_shared_layers": 2,
+    "attention_hidden_size": 128, "n_mamba_heads": 8, "adapter_rank": 8,
+    "num_expert_group": 2, "num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4,
 }  # fmt: skip
 EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 LAYERS: Final = ("num_hidden_layers", "n_layer")
@@ -37,6 +38,10 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
     heads = next((config[key] for key in ("num_attention_heads", "n_head") if config.get(key)), 0)
     if config.get("num_key_value_heads") in (1, heads):  # whether keys are shared by some, all or no queries stays
         new["num_key_value_heads"] = 1 if config["num_key_value_heads"] == 1 else new["num_attention_heads"]
+    for number, size in (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim")):
+        if type(config.get(size)) is int and config.get(number):  # the heads of a state are as wide as it in all
+            wide = new.get("mamba_d_ssm") or new.get("mamba_expand", 2) * new["hidden_size"]
+            new[size] = wide // new[number]
     if parts := {key: config[key] for key in PARTS_OF_A_HEAD if config.get(key)}:
         new |= {key: 8 * value // min(parts.values()) // 2 * 2 for key, value in parts.items()}
         whole = sum(new[key] for key in PARTS_OF_A_HEAD[:2] if key in parts)
@@ -56,12 +61,10 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
     chosen = [list(kinds.values())[i % len(kinds)] for i in range(layers)] if kinds else []
     for key, entry in by_layer.items():
         new[key] = [min(SMALL[key], entry[i]) if key in SMALL else entry[i] for i in chosen]
-    if own:  # a head that is wider than the others stays so
-        small = {**SMALL, "head_dim": 32}
+    if own:
+        outer = {key: entry for key, entry in config.items() if key not in by_layer and key != "per_layer_config"}
         new["per_layer_config"] = {
-            str(i): {key: min(value, small.get(key, value)) for key, value in own[one].items()}
-            for i, one in enumerate(chosen)
-            if one in own
+            str(i): _shrink_layer(outer, own[one], new) for i, one in enumerate(chosen) if one in own
         }
     for key in ("mlp_only_layers", "no_rope_layers", "moe_layers"):
         if isinstance(config.get(key), list) and key not in by_layer:
@@ -82,3 +85,12 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
         if type(one) is int:
             new[key] = one if one < vocab else TOKENS.index(key)
     return new
+
+
+def _shrink_layer(outer: Mapping[str, Any], own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """What a layer has in place of `shared`, the small sizes of all layers; outer: their sizes in config.json."""
+    small = shrink({**outer, **own})
+    if "head_dim" in own and not any(outer.get(key) for key in PARTS_OF_A_HEAD):
+        small["head_dim"] = min(own["head_dim"], 32)  # a head that is wider than the others stays so
+    kept = (*own, *(key for key in ("head_dim", *PARTS_OF_A_HEAD) if small.get(key) != shared.get(key)))
+    return {key: small[key] for key in kept}
