@@ -131,6 +131,28 @@ def test_shipped_descriptions_equal_what_is_derived() -> None:
         assert {**shipped, "transformers": ""} == {**found, "transformers": ""}
 
 
+@pytest.mark.parametrize("name", ["zamba2", "bailing_hybrid", "falcon_h1"])
+def test_sizes_that_depend_on_each_other_are_shrunk_together(tmp_path: Path, name: str) -> None:
+    config = json.loads((tiny.write_family(tmp_path / name, name) / "config.json").read_text())
+    found = derive.derive(config, "config.json")
+    assert found["logits"] is True  # it ran, tiny
+    # transformers keeps its convolutions in float32, a group of FSDP2's own, and calls them as functions.
+    assert found["shards"] is (name != "bailing_hybrid")
+
+
+@pytest.mark.fault(
+    "a model that FSDP2 would leave sharded", "`windlass plan`", "BailingHybridForCausalLM can't be sharded"
+)
+def test_a_model_that_reads_ungathered_weights_is_not_sharded(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"text": "a b"}) + "\n")
+    (tmp_path / "run.yaml").write_text(test_train.RUN.format(folder=tmp_path, steps=2))
+    path = tiny.write_family(tmp_path / "m", "bailing_hybrid", tokenizer=True)
+    given = test_train.case(2, model__model_name_or_path=str(path), layout="full-shard")["overrides"]
+    with pytest.raises(UserError, match="BailingHybridForCausalLM can't be sharded"):
+        planning.make(runfile.read(tmp_path / "run.yaml", given))
+
+
 def test_a_plan_warns_of_layers_without_a_formula_and_suggests_nothing_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"text": "a b"}) + "\n")

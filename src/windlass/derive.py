@@ -42,6 +42,7 @@ KINDS: Final = {
     "flex_attention": "_supports_flex_attn",
 }
 FETCH: Final = "fetch config.json again from where the model was published"
+UNTRIED: Final[dict[str, Any]] = {"isolates": None, "logits": None, "idle": [], "shards": True}
 TOP_K: Final = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
 
 
@@ -369,6 +370,7 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
         other = ids.clone()
         other[0, :12] = (ids[0, :12] + 7) % 500
         positions = torch.arange(12).repeat(2)[None]
+        uncalled = _watch_float32(model)
         with torch.no_grad(), _quietly():
             one, two = (model(input_ids=each, position_ids=positions, use_cache=False).logits for each in (ids, other))
             scale, cap = logit_scale_and_cap(small)
@@ -377,12 +379,27 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
         logits = cap * torch.tanh(logits / cap) if cap else logits
         rounding, change = LEAKS * one.abs().max(), (one - two).abs().amax(-1)[0]
         if change[:12].max() <= rounding:  # a model that does not answer to its input proves nothing
-            return {"isolates": None, "logits": None, "idle": []}
+            return UNTRIED
         idle = _untrainable_leaves(model, ids)
         isolates, same = bool(change[12:].max() <= rounding), bool((logits - one).abs().max() <= rounding)
-        return {"isolates": isolates, "logits": same, "idle": idle}
+        return {"isolates": isolates, "logits": same, "idle": idle, "shards": not uncalled}
     except Exception:  # a family that can't be shrunk: no proof
-        return {"isolates": None, "logits": None, "idle": []}
+        return UNTRIED
+
+
+def _watch_float32(model: Any) -> set[nn.Module]:
+    """Modules that transformers keeps in float32, less those whose forward has been called since.
+
+    FSDP2 gathers each of them before its own forward: weights that are read without that stay sharded.
+    """
+    kept = [re.compile(each.replace("*", ".*")) for each in model._get_dtype_plan(torch.bfloat16)]
+    owners = {
+        name.rpartition(".")[0] for name, _ in model.named_parameters() if any(each.search(name) for each in kept)
+    }
+    found = {model.get_submodule(name) for name in owners}
+    for module in found:
+        module.register_forward_pre_hook(lambda called, _: found.discard(called))
+    return found
 
 
 def _untrainable_leaves(model: Any, ids: Tensor) -> list[str]:

@@ -55,7 +55,7 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
     for file in (SHIPPED / f"{key}.json", cached, local):
         try:
             found: dict[str, Any] = json.loads(file.read_text())
-            if found.get("config") == key and "idle" in found:  # an older windlass did not look for it
+            if found.get("config") == key and "shards" in found:  # an older windlass did not look for it
                 return found
         except (OSError, ValueError):
             continue
@@ -233,7 +233,7 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
         found["layers"][0],
         other_layers=tuple(found["layers"][1:]),
         attention=tuple(found["attention"]),
-        **{key: found[key] for key in ("isolates", "logits", "expert_parallel", "expert_adapters")},
+        **{key: found[key] for key in ("isolates", "logits", "shards", "expert_parallel", "expert_adapters")},
         without_formula=found["without_formula"],
         traced={
             number: found["traced"][str(kind)]

@@ -93,6 +93,7 @@ class Family:
     )
     isolates: bool | None = True  # whether packed documents don't see each other; None: it was not found out
     logits: bool | None = True  # whether logits are the head's product, scaled and capped as config.json says
+    shards: bool = True  # whether every weight is gathered before it is used
     expert_parallel: bool = True  # whether transformers has a plan for it
     expert_adapters: bool = True  # whether its experts are of a form that adapters are written for
     without_formula: int = 0  # layers of linear attention, a state space, a convolution or an indexer

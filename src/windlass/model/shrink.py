@@ -66,6 +66,8 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
         new["per_layer_config"] = {
             str(i): _shrink_layer(outer, own[one], new) for i, one in enumerate(chosen) if one in own
         }
+    if "hybrid_layer_ids" in config and "layers_block_type" in by_layer:
+        new["hybrid_layer_ids"] = [i for i, kind in enumerate(new["layers_block_type"]) if kind == "hybrid"]
     for key in ("mlp_only_layers", "no_rope_layers", "moe_layers"):
         if isinstance(config.get(key), list) and key not in by_layer:
             new[key] = [i for i in config[key] if type(i) is int and i < layers]

@@ -346,13 +346,21 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     kept, is_set = "" if why_not_kept else kept, request.name != AUTO
     set_layouts = named(request, experts, kept) if is_set else []
     layouts, impossible = candidates(request, experts, kept)
+    if not base.family.shards:
+        set_layouts, layouts = ([row for row in kind if row[1].shard == 1] for kind in (set_layouts, layouts))
     if run.cluster.network is None:  # more nodes would need one
         layouts = [row for row in layouts if row[1].nodes <= request.nodes]
     contenders = compare(work, length, layouts, batches, request.barred)
     best = choose(compare(work, length, set_layouts, batches) if is_set else contenders)
     if best is None:
-        hint = "leave keys of `layout` out: no layout that the run can have agrees with them"
-        raise UserError("no layout is possible", where("layout"), hint)
+        what, hint = (
+            "no layout is possible",
+            "leave keys of `layout` out: no layout that the run can have agrees with them",
+        )
+        if not base.family.shards:
+            what = f"{base.family.causal_lm} can't be sharded: it reads weights that FSDP2 would not have gathered"
+            hint = "set layout.name: resident"
+        raise UserError(what, where("layout"), hint)
     layout = best.layout
     if is_set:
         by_plan = layout.base_dtype != "bf16" and request.base_dtype is None
