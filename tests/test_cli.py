@@ -116,6 +116,10 @@ def test_the_plan_finds_what_cannot_be(windlass: Windlass) -> None:
         assert "hint: " in errors
 
 
+def test_a_set_without_rows_to_show_is_refused(windlass: Windlass) -> None:
+    assert "--source: it says of which set rows are shown" in windlass("data", TRAIN, "--source", "x", code=2)
+
+
 def test_every_preset_plans(windlass: Windlass, tmp_path: Path) -> None:
     lines = windlass("init", "--list").splitlines()
     names = [line for line in lines if not line.startswith(" ")]

@@ -168,6 +168,8 @@ def data(
     from windlass.runfile import read
 
     loaded = planning.with_choices(read(run, override or ()), say)
+    if source and not sample and row is None:
+        raise UserError("it says of which set rows are shown, and none are", "--source", "add --row K or --sample N")
     if sample or row is not None:
         (write_json if as_json else show_rows)(token_rows(loaded, say=say, sample=sample, row=row, source=source))
         return

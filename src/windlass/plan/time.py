@@ -28,8 +28,8 @@ DECODE_OPERATORS = 13  # of one matrix on a CPU, which decodes by torch's own op
 ONE_BY_ONE = ("a10", "l4")
 # Python of a micro-batch and of a step that belongs to no layer: batch, mask, loss, optimizer, measuring; assumed.
 MICRO_BATCH_OPERATORS, STEP_OPERATORS = 150, 600
-# On a CPU, counted: few for the step, and to clip and update one tensor, which it does one after the other.
-CPU_STEP_OPERATORS, TENSOR_OPERATORS = 150, 8
+# On a CPU: of a step, assumed; and counted, of AdamW for one tensor: there it updates one after the other.
+CPU_STEP_OPERATORS, TENSOR_OPERATORS = 150, 10
 # Neither GPU nor host is ahead of the other all of the time: the exponent of the norm that stands for their maximum.
 AHEAD = 4
 PHASES = ("forward", "backward")
