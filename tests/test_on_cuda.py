@@ -77,13 +77,15 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{name} {next(own, 'autograd')}".strip()
 
     def listed(self, tensor: Tensor) -> Any:
-        """Instead of values: zeros; of tokens as many for each rank."""
+        """Instead of values: zeros; of tokens about as many for each expert, and all of them."""
         if tensor.is_cuda:
             self.waits[self.where()] += 1
         answer: Any = [0.0 if tensor.is_floating_point() else 0] * tensor.numel()
         if tensor.ndim > 1:  # the edges of [ranks, experts] rows, as many for each
-            ranks, edges = tensor.shape[-2:]
-            answer = [number * (self.routed // (ranks * (edges - 1))) for number in range(tensor.numel())]
+            ranks, own = tensor.shape[-2], tensor.shape[-1] - 1
+            rows = [self.routed * number // (ranks * own) for number in range(ranks * own + 1)]
+            of_ranks = [rows[rank * own + edge] for rank in range(ranks) for edge in range(own + 1)]
+            answer = of_ranks * (tensor.numel() // len(of_ranks))
         for size in reversed(tensor.shape[1:]):
             answer = [answer[i : i + size] for i in range(0, len(answer), size)]
         return answer
