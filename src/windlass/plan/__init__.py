@@ -38,7 +38,7 @@ from windlass.plan.layout import (
 from windlass.plan.machine import own_file, read_machine
 from windlass.plan.unset import BYTES_PER_TOKEN, FEW_STEPS, fill_in, row_tokens
 from windlass.plan.work import Shape
-from windlass.runfile import Cluster, Data, Loaded, Train, accumulation
+from windlass.runfile import Cluster, Data, Loaded, RunFile, Train, accumulation
 from windlass.runfile.names import ATTENTION
 
 SHORT = 0.5  # of max_length: below, rows are mostly padding, or the products small
@@ -275,15 +275,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     raise_all(check_family(loaded, base))
     sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
     machine = machine_of(run.cluster.model_copy(update=sizes), where)
-    form = f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
-    kept, why_not_kept = published(base), why_not_codes(run.lora) or ("" if base.family.expert_adapters else form)
-    why_not_narrow = why_not_kept
-    if not narrow(base):
-        why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantise"
-    elif kept in FOUR_BITS:
-        why_not_narrow = f"{base.name} is published in {kept.upper()}"
-    elif any(p.transposed for p in base.parameters):
-        why_not_narrow = form
+    kept, why_not_kept, why_not_narrow = _codes(run, base)
     wishes, on_cpu = accelerate.wishes if accelerate else {}, machine.gpu.name == "cpu"
     cpu, offload = wishes.get("cpu"), wishes.get("offload")
     if request.precision == "fp16":
@@ -407,6 +399,20 @@ def with_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) ->
     for each in chosen:
         say(f"not set, chosen: {each}")
     return filled
+
+
+def _codes(run: RunFile, base: Base) -> tuple[str, str, str]:
+    """What the checkpoint is published in, why the base can't be kept in that, and why it can't be made 4 bits."""
+    form = f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
+    kept, why_not_kept = published(base), why_not_codes(run.lora) or ("" if base.family.expert_adapters else form)
+    why_not_narrow = why_not_kept
+    if not narrow(base):
+        why_not_narrow = f"{base.name} has neither linears nor experts that windlass could quantise"
+    elif kept in FOUR_BITS:
+        why_not_narrow = f"{base.name} is published in {kept.upper()}"
+    elif any(p.transposed for p in base.parameters):
+        why_not_narrow = form
+    return kept, why_not_kept, why_not_narrow
 
 
 def check_family(loaded: Loaded, base: Base) -> list[Problem]:
