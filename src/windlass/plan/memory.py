@@ -22,7 +22,7 @@ FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
 # Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. And what
 # CUDA does not give of the driver's total: an H100 has 79.65 GiB for nvidia-smi, 79.11 for torch (vllm#27508).
 RESERVE_GPU = 2.6 * GIB
-RESERVE_CPU = 0.5 * GIB  # a process that has imported torch, transformers and PEFT
+RESERVE_CPU = 0.46 * GIB  # a process that has imported torch, transformers and PEFT
 # oneDNN keeps up to 1,024 products prepared, one for each shape: few of packed rows, of others new ones for every
 # length of a batch. Measured with small models, after 120 steps: 0.03 to 0.08 GiB, and 0.17 to 0.25.
 PREPARED_CPU, PREPARED_BY_LENGTH = 0.05 * GIB, 0.2 * GIB
