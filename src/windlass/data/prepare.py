@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from windlass.model import Base
     from windlass.runfile import Data, Loaded, RunFile
 
-CACHE_VERSION = 6  # raise it when what is written into the cached folder changes
+CACHE_VERSION = 7  # raise it when what is written into the cached folder changes
 # Rows whose keys together make the columns: JSON lines need not all have the same.
 HEAD_ROWS = 100
 # Larger files are known by a sample of their content: the same on every node, whatever their copies' times of change.

@@ -19,11 +19,11 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 from windlass.train.experts import Sorted, on_sorted, sort_rows, take, unlike, weigh
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
-SHARED: Final = ("shared_experts", "shared_expert")  # beside `experts`, in the families that have some
+SHARED: Final = ("shared_experts", "shared_expert")  # next to `experts`, in the families that have some
 
 
 class Exchange(AllToAllEP):  # type: ignore[misc]
-    """Of one layer. The host waits once, for how many tokens each rank sends: collectives are told so by the host."""
+    """Of one layer. The host waits once, for how many tokens each rank sends: NCCL takes sizes from the host."""
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
