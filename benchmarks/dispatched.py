@@ -156,9 +156,8 @@ def count_step(base: Base, count: int, tokens: int, way: str) -> dict[str, dict[
     for module in causal_lm.modules():
         module.register_forward_pre_hook(called)
     ids = torch.randint(1, 64, (1, tokens))
-    vars(quantised)["ALIGN"] = 1  # experts one after the other are a CPU's way alone
-    vars(experts)["AS_ON_GPU"] = way == "fused"
-    with fused.unchanged(), Counting() as counting:
+    grouped = patch.object(quantised, "ALIGN", 1)  # experts one after the other are a CPU's way alone
+    with grouped, patch.object(experts, "AS_ON_GPU", way == "fused"), fused.unchanged(), Counting() as counting:
         with torch.autocast("cpu", torch.bfloat16):
             loss = causal_lm(ids, torch.arange(tokens - 1), ids[0, 1:])
         counting.phase = PHASES[1]
