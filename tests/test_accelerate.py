@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 from windlass.errors import UserError
 from windlass.plan.accelerate import (
     ANY,
-    FATES,
     HONOURED,
-    KEYS,
-    LAUNCHER,
     NO_EFFECT,
     REFUSED,
     TRANSLATED,
     AccelerateFile,
     Key,
     accelerate_file,
+    accelerate_keys,
     find,
     read_accelerate,
 )
@@ -99,7 +97,12 @@ def sample(key: Key, value: str) -> tuple[str, str]:
 
 
 def test_every_row_of_the_table_is_reached_by_a_file(tmp_path: Path) -> None:
-    rows = [(key, value, fate) for key in KEYS if key.kind != "section" for value, fate in key.fates.items()]
+    rows = [
+        (key, value, fate)
+        for key in accelerate_keys().every
+        if key.kind != "section"
+        for value, fate in key.fates.items()
+    ]
     assert len(rows) > 140
     for key, value, fate in rows:
         assert fate.because
@@ -193,9 +196,11 @@ VALUES = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),
     st.dictionaries(st.text(max_size=5), SCALARS, max_size=2),
-    st.sampled_from(sorted({value for key in KEYS for value in key.fates})),
+    st.sampled_from(sorted({value for key in accelerate_keys().every for value in key.fates})),
 )
-NAMES = st.one_of(st.sampled_from(sorted(n for names in FATES.values() for n in names)), st.text(max_size=6))
+NAMES = st.one_of(
+    st.sampled_from(sorted(n for names in accelerate_keys().spelled.values() for n in names)), st.text(max_size=6)
+)
 MAPPINGS = st.dictionaries(NAMES, st.one_of(VALUES, st.dictionaries(NAMES, VALUES, max_size=5)), max_size=8)
 TEXTS = st.one_of(st.text(max_size=200), st.text(alphabet="{}[]:,&*!|>-?#%@ \n\t'\"ab01", max_size=120))
 
@@ -275,11 +280,11 @@ def test_the_table_has_all_that_accelerate_knows_and_the_real_launchers_rank_get
     assert found["wishes"] == {**set_by_both, "nodes": 1, "ranks": 1}
     # With --cpu it starts a single process, which shards nothing.
     unset = {"ACCELERATE_USE_CPU", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
-    assert set(LAUNCHER) - set(found["environ"]) <= unset
+    assert set(accelerate_keys().launcher) - set(found["environ"]) <= unset
     assert [name for name in found["fields"] if find("", name) is None] == []
     for section in ("fsdp_config", "parallelism_config", "dynamo_config", "fp8_config", "megatron_lm_config"):
         prefix = section.removesuffix("_config") if section != "parallelism_config" else section
         known = {option for option in found["options"] if option.startswith(f"{prefix}_")}
         assert known
         assert {name for name in known if find(section, name) is None} == set()
-    assert set(found["types"]) <= set(FATES[""]["distributed_type"].fates)
+    assert set(found["types"]) <= set(accelerate_keys().spelled[""]["distributed_type"].fates)

@@ -12,7 +12,7 @@ import pytest
 
 from windlass import explain
 from windlass.errors import UserError
-from windlass.plan.accelerate import FATES, KEYS, read_accelerate
+from windlass.plan.accelerate import accelerate_keys, read_accelerate
 from windlass.plan.layout import LAYOUTS
 from windlass.runfile import keys, read, reference
 from windlass.variables import DEFAULTS, DOES_NOT_EXIST, STARTED, variables
@@ -22,12 +22,12 @@ EXAMPLES = ROOT / "examples" / "mistral-small-4"
 
 
 def test_everything_can_be_explained() -> None:
-    for key in KEYS:
+    for key in accelerate_keys().every:
         name = key.name.replace("*", "thing")
         for spelling in (
             name,
             f"{key.section}.{name}" if key.section else name,
-            *(s for s, k in FATES[key.section].items() if k is key),
+            *(s for s, k in accelerate_keys().spelled[key.section].items() if k is key),
         ):
             rows = [row for row in explain.topic(spelling) if (row.kind, row.name) == ("accelerate", key.path)]
             assert rows[0].text.endswith(key.about)

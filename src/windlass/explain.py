@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from windlass.errors import UserError
-from windlass.plan.accelerate import ANY, FATES, TRANSLATED, find, read_accelerate
+from windlass.plan.accelerate import ANY, TRANSLATED, accelerate_keys, find, read_accelerate
 from windlass.plan.layout import LAYOUTS
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
 from windlass.runfile.read import read_any
@@ -50,7 +50,7 @@ def topic(name: str, run: Path | None = None) -> tuple[Row, ...]:
     if rows:
         return rows
     keys = [*documented(), *RENAMED]
-    names = [*(key for section in FATES.values() for key in section), *documented()]
+    names = [*(key for section in accelerate_keys().spelled.values() for key in section), *documented()]
     names += [*(path.rpartition(".")[2] for path in keys), *NOT_TAKEN, *variables(), *LAYOUTS]
     known = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(known), 4, 0.6)
@@ -93,7 +93,9 @@ def _in_run(path: Path, rows: Sequence[Row]) -> Iterator[Row]:
 def _accelerate(name: str) -> Iterator[Row]:
     """A key by its name, another spelling, or with its section: fsdp_config.fsdp_version."""
     section, _, last = name.rpartition(".")
-    found = {key.path: key for home in ([section] if section else FATES) if (key := find(home, last))}
+    found = {
+        key.path: key for home in ([section] if section else accelerate_keys().spelled) if (key := find(home, last))
+    }
     for key in found.values():
         yield Row("accelerate", key.path, "", "", f"meaning: {key.about}")
         for fate in {id(fate): fate for fate in key.fates.values()}.values():

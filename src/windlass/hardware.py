@@ -13,7 +13,7 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import exp, log
 from pathlib import Path
 from typing import Any, Final
@@ -125,7 +125,7 @@ class Fabric:
     gb_per_second: float  # achieved, per GPU and direction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Machine:
     """What one run is laid out on."""
 
@@ -137,7 +137,7 @@ class Machine:
     host_memory_gib: float | None
     measured: Rates | None = None  # by `windlass calibrate`; None: what the data sheets imply
 
-    @property
+    @cached_property  # the time model asks thousands of times
     def rates(self) -> Rates:
         own = self.gpu, self.link, self.network, self.host_link, self.nics_per_node
         return self.measured or data_sheet_rates(*own)

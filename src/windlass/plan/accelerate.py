@@ -7,9 +7,10 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import load
@@ -44,17 +45,20 @@ class Key:
         return f"{self.section}.{self.name}" if self.section else self.name
 
 
-KEYS: list[Key] = []
-FATES: dict[str, dict[str, Key]] = {}  # by section, then by every spelling
-LAUNCHER: dict[str, tuple[Key, str]] = {}  # by variable: its key, and the default that the launcher fills in
+class Keys(NamedTuple):
+    every: list[Key]
+    spelled: dict[str, dict[str, Key]]  # by section, then by every spelling
+    launcher: dict[str, tuple[Key, str]]  # by variable: its key, and the default that the launcher fills in
 
 
-def _read_table() -> None:
+@lru_cache
+def accelerate_keys() -> Keys:
     """accelerate_keys.toml, which says how it is written."""
+    found = Keys([], {}, {})
     table = tomllib.loads(Path(__file__).with_name("accelerate_keys.toml").read_text(encoding="utf-8"))
     for section, rows in table.items():
         section = section.removeprefix("top")
-        spellings = FATES.setdefault(section, {})
+        spellings = found.spelled.setdefault(section, {})
         # Accelerate puts the section's name before a key of these two that lacks it.
         prefix = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}.get(section, "")
         for title, row in rows.items():
@@ -68,20 +72,22 @@ def _read_table() -> None:
                 fates |= dict.fromkeys(values.split(", "), Fate(verdict, because, hint, sets))
             for name in names.split():
                 key = Key(name, section, about, kind, fates)
-                KEYS.append(key)
+                found.every.append(key)
                 if not name.endswith("*"):
                     spellings |= {name: key, name.removeprefix(prefix): key}
                 if is_launched:
-                    LAUNCHER[variable or name.upper()] = key, default
-
-
-_read_table()
+                    found.launcher[variable or name.upper()] = key, default
+    return found
 
 
 def find(section: str, name: str) -> Key | None:
     """The key of that name in that section."""
-    alike = (k for k in KEYS if k.section == section and k.name.endswith("*") and name.startswith(k.name[:-1]))
-    return FATES.get(section, {}).get(name) or next(alike, None)
+    alike = (
+        k
+        for k in accelerate_keys().every
+        if k.section == section and k.name.endswith("*") and name.startswith(k.name[:-1])
+    )
+    return accelerate_keys().spelled.get(section, {}).get(name) or next(alike, None)
 
 
 def launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
@@ -90,15 +96,15 @@ def launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, st
         return
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
-            yield FATES[""]["distributed_type"], engine, f"ACCELERATE_USE_{engine}"
-    for variable, (key, default) in LAUNCHER.items():
+            yield accelerate_keys().spelled[""]["distributed_type"], engine, f"ACCELERATE_USE_{engine}"
+    for variable, (key, default) in accelerate_keys().launcher.items():
         value = environ.get(variable, "")
         if value and value.lower() != default.lower():
             yield key, value, variable
     world, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
     if world.isdigit() and local.isdigit() and int(local):
-        yield FATES[""]["num_machines"], str(max(1, int(world) // int(local))), "WORLD_SIZE"
-        yield FATES[""]["num_processes"], world, "WORLD_SIZE"
+        yield accelerate_keys().spelled[""]["num_machines"], str(max(1, int(world) // int(local))), "WORLD_SIZE"
+        yield accelerate_keys().spelled[""]["num_processes"], world, "WORLD_SIZE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +242,16 @@ def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Pro
 
 def _unknown(name: str, section: str, where: str) -> Problem:
     """Misspelt, or in the wrong place."""
-    homes = [home for home, names in FATES.items() if name in names and home != section]
-    if homes or (not section and f"fsdp_{name}" in FATES["fsdp_config"]):
+    homes = [home for home, names in accelerate_keys().spelled.items() if name in names and home != section]
+    if homes or (not section and f"fsdp_{name}" in accelerate_keys().spelled["fsdp_config"]):
         home = homes[0] if homes else "fsdp_config"
         place = f"below {home}:, indented" if home else "at the top, not indented"
         return Problem("is in the wrong place", where, f"write it {place}")
-    everywhere = [spelling for names in FATES.values() for spelling in names]
-    near = [difflib.get_close_matches(name, names, 1, 0.7) for names in (FATES.get(section, {}), everywhere)]
+    everywhere = [spelling for names in accelerate_keys().spelled.values() for spelling in names]
+    near = [
+        difflib.get_close_matches(name, names, 1, 0.7)
+        for names in (accelerate_keys().spelled.get(section, {}), everywhere)
+    ]
     hint = f"`windlass explain` knows the keys of {section or 'such a file'}"
     hint = next((f"did you mean {close[0]}?" for close in near if close), hint)
     return Problem("no such key: Accelerate would ignore it silently" if section else "no such key", where, hint)
