@@ -1,31 +1,36 @@
 """The published recipe, its peers and windlass over two gloo ranks of this machine: same model, rows, seed, targets.
 
     python benchmarks/recipe.py [--text wiki.txt] [--adapt-experts] [--gbit 1.0] [--only recipe windlass]
-                                [--peer llamafactory=/venv/bin/python]
+                                [--peer llamafactory=/venv/bin/python] [--rounds 6]
 
 Every engine trains one epoch over the same rows. What is measured is measured from outside, the same way for all:
 the time between the ends of the first and the last optimizer step, peak resident memory of the ranks, bytes that
 left a rank's network interface (in a network namespace of its own, so nothing else is counted). The held-out loss is
-computed from every engine's final adapter by plain transformers + PEFT, in one process.
+computed from every engine's final adapter by plain transformers + PEFT, in one process. With rounds, engines take
+turns: each is compared with the first within its round, and the least and the greatest of these ratios are printed
+beside their median (of six rounds, between them is a 97 % interval of the median).
 Rows are lines of real text: --text FILE (WikiText's validation file, say), else the help pages that Python carries.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import pydoc_data.topics
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import peers
@@ -132,6 +137,7 @@ def make(folder: Path, sizes: Sizes, text: Path | None) -> int:
 def command(name: str, setting: Setting) -> list[str]:
     """What every rank of an engine runs."""
     engine, out = ENGINES[name], setting.of(name)
+    shutil.rmtree(out, ignore_errors=True)  # of the round before
     out.mkdir()
     if engine.kind == "windlass":
         return [sys.executable, "-m", "windlass", "train", str(run_file(engine, setting, out))]
@@ -298,24 +304,26 @@ def main() -> None:
         packed = max(1, round(ROWS_A_STEP / 2 * tokens / sizes.rows / LENGTH))
         setting = Setting(Path(made), given.adapt_experts, packed, installed, given.gbit)
         print_setting(setting, sizes, tokens, given.gbit)
-        found: dict[str, Measured] = {}
-        for name in names:
+        found: dict[str, list[Measured]] = {name: [] for name in names}
+        for turn, name in itertools.product(range(given.rounds), names):
             words = command(name, setting)
-            ranks = ENGINES[name].ranks
 
             def done(name: str = name) -> int:
                 return steps_done(name, setting)
 
-            found[name] = race(words, setting.of(name), done, ranks=ranks, gbit=given.gbit, environ=peers.ENVIRON)
-            state = f"{found[name].step_seconds:.2f} s a step" if found[name].ok else f"failed:\n{found[name].why}"
-            print(f"  {name}: {state}", file=sys.stderr, flush=True)
-        print_table(found, tokens, held_out(setting, [name for name in names if found[name].ok]))
+            ranks = ENGINES[name].ranks
+            one = race(words, setting.of(name), done, ranks=ranks, gbit=given.gbit, environ=peers.ENVIRON)
+            found[name].append(one)
+            state = f"{one.step_seconds:.2f} s a step" if one.ok else f"failed:\n{one.why}"
+            print(f"  {turn + 1}/{given.rounds} {name}: {state}", file=sys.stderr, flush=True)
+        print_table(found, tokens, held_out(setting, [name for name in names if found[name][-1].ok]))
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each engine runs")
     parser.add_argument("--text", type=Path, help="real text, a row a line")
     parser.add_argument("--adapt-experts", action="store_true", help="adapters on the routed experts too")
     parser.add_argument("--gbit", type=float, help="throttle the link between the two ranks")
@@ -343,24 +351,29 @@ def print_setting(setting: Setting, sizes: Sizes, tokens: int, gbit: float | Non
     )
 
 
-def print_table(found: Mapping[str, Measured], tokens: int, losses: Mapping[str, float]) -> None:
-    rate = {name: tokens / m.steps / m.step_seconds for name, m in found.items() if m.ok}
+def print_table(found: Mapping[str, Sequence[Measured]], tokens: int, losses: Mapping[str, float]) -> None:
     heads = ("", "tokens/s", "x", "s a step", "steps", "GiB a rank", "MB sent", "first step", "held out")
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     print("| bare base |" + " |" * 7 + f" {losses['bare base']:.4f} |")
-    for name, m in found.items():
-        if not m.ok:
+    first = next(iter(found.values()))
+    for name, runs in found.items():
+        if not all(m.ok for m in runs):
             print(f"| {name} |" + " |" * 7 + " did not run |")
             continue
-        sent = "" if m.sent_mb is None else f"{m.sent_mb:,.1f}"
-        output = (
-            f"{rate[name]:,.0f}",
-            f"{rate[name] / next(iter(rate.values())):.1f}",
-            f"{m.step_seconds:.2f}",
-            m.steps,
-        )
-        more = (f"{m.peak_gib:.2f}", sent, f"{m.first_step_seconds:.0f} s", f"{losses[name]:.4f}")
-        print(f"| {name} | " + " | ".join(map(str, output + more)) + " |")
+        rates = [tokens / m.steps / m.step_seconds for m in runs]
+        # Within a round: what slows the machine down for a while slows both.
+        ratios = [
+            rate * one.steps * one.step_seconds / tokens for rate, one in zip(rates, first, strict=True) if one.ok
+        ]
+        times = f"{median(ratios):.2f}" if ratios else ""
+        if len(ratios) > 1:
+            times += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+        seconds, last = median(m.step_seconds for m in runs), runs[-1]
+        sent = "" if last.sent_mb is None else f"{last.sent_mb:,.1f}"
+        output = (f"{median(rates):,.0f}", times, f"{seconds:.2f}", f"{last.steps}")
+        start = median(m.first_step_seconds for m in runs)
+        more = (f"{max(m.peak_gib for m in runs):.2f}", sent, f"{start:.0f} s", f"{losses[name]:.4f}")
+        print(f"| {name} | " + " | ".join(output + more) + " |")
     for name in found:
         print(f"\n{name}: {ENGINES[name].what}", end="")
     print()

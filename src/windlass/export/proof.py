@@ -28,7 +28,7 @@ from windlass.export.source import Source
 from windlass.model import Base, Piece, Stored, read_base
 from windlass.plan.layout import Layout
 from windlass.train.certificate import Disk, sampled
-from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, sample_rows
+from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, open_adapter, sample_rows
 from windlass.train.reading import DTYPES, Box, Files, intersection, piece_box, stored_box
 
 GIB: Final = 2**30
@@ -226,7 +226,7 @@ def compare_logits(base: Base, source: Source, to: Path) -> dict[str, Any]:
     if needed > SHARE_OF_MEMORY * free:
         return {"skipped": f"the model needs {needed / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are free"}
     rows = sample_rows(source.run_folder, base.dims["vocab"])
-    plain, adapted = logits_without_and_with(load_float32(base), source.folder, rows)
+    plain, adapted = logits_without_and_with(open_adapter(load_float32(base), source.folder), rows)
     gc.collect()
     merged_base = read_base(to)
     merged = compute_logits(load_float32(merged_base), rows)

@@ -19,11 +19,10 @@ from windlass.files import read_json
 from windlass.model import Base, read_base
 from windlass.plan.layout import Layout
 from windlass.train.load import load
-from windlass.train.logits import compute_logits, kl_by_token, kl_divergence, logits_without_and_with, sample_rows
+from windlass.train.logits import compute_logits, kl_divergence, logits_without_and_with, open_adapter, sample_rows
+from windlass.train.reading import DTYPES
 
 ROWS, LENGTH = 4, 64
-NEAR = 1e-3  # nats: 16-bit weights of these replicas have shown up to 2e-4
-KEPT = 0.2  # how far from all of the adapter's change what is merged may be
 EQUAL = 1e-3  # of logits in float32: the same arithmetic, perhaps in another order
 UNSHARDED = Layout("resident", "compared", 1, 1, shard=1)
 
@@ -44,7 +43,8 @@ def main(folder: Path) -> list[str]:
     # The adapter as the run itself saved it, on the base as windlass loads and certifies it.
     name = record["adapter"]
     own = next(path for path in (folder / "run" / "checkpoints" / name, folder / "run" / name) if path.is_dir())
-    untrained, trained = logits_without_and_with(load_certified(base), own, rows)
+    ours = open_adapter(load_certified(base), own)
+    untrained, trained = logits_without_and_with(ours, rows)
     effect = kl_divergence(trained, untrained)
     if not effect > 0:
         raise Differs("the adapter changes nothing: the logits with and without it are the same")
@@ -59,12 +59,12 @@ def main(folder: Path) -> list[str]:
         plain, info = open_plainly(folder / "model", kind)
         if info["missing_keys"]:
             raise Differs(f"plain transformers misses {len(info['missing_keys'])} weights of the base")
-    _, adapted = logits_without_and_with(plain, folder / "adapter", rows)
+    adapted = compute_logits(open_adapter(plain, folder / "adapter"), rows)
     worst = float((trained - adapted).abs().max())
     if not worst <= EQUAL:
         raise Differs(f"base + exported adapter in plain PEFT: logits differ by {worst:.3g} from what was trained")
 
-    proved = [f"base + adapter, opened by {opener}: logits as trained, to {worst:.0e}"]
+    proved = [f"base + adapter, opened by {opener}: logits as trained, to {worst:.2g}"]
     if not (folder / "merged").is_dir():  # a base in 4 bits
         return proved
 
@@ -75,24 +75,32 @@ def main(folder: Path) -> list[str]:
         if what.endswith("_keys") and keys:
             seen = f"{len(keys)} {what.replace('_', ' ')}: {keys}"
             raise Differs(f"plain transformers opens the merged model with {seen}")
-    # Rounding sends a few tokens to other experts, and these would outweigh all others in a mean: hence the median.
-    logits = compute_logits(merged, rows)
-    far = float(kl_by_token(trained, logits).median())
-    if not far <= NEAR:
+    # It is what PEFT merges, rounded as the files are. Rounding alone may lose much of what few steps have changed.
+    logits, rounded = compute_logits(merged, rows), compute_logits(merge(ours, read_base(folder / "merged")), rows)
+    # The median token's: a last bit sends some to other experts.
+    far = float((logits - rounded).abs().amax(-1).median())
+    if not far <= EQUAL:
         raise Differs(
-            f"the merged model in plain transformers is {far:.3g} nats from what was trained, at the median token"
+            f"the merged model in plain transformers: the median token's logits differ by {far:.3g} from those of base "
+            "+ adapter, merged by PEFT and rounded alike"
         )
     change = (trained - untrained).double()
     kept = float((((logits - untrained) * change).sum(-1) / (change * change).sum(-1)).median())
-    if not abs(kept - 1) <= KEPT:
-        raise Differs(
-            f"of what the adapter changes in the logits, {kept:.0%} is in the merged model, at the median token"
-        )
     return [
         *proved,
-        f"the merged model, opened by plain transformers as {kind}, no weight missing or unknown: at the median token, "
-        f"KL {far:.1e} nats to what was trained, {kept:.0%} of the adapter's change of logits",
+        f"the merged model, opened by plain transformers as {kind}, no weight missing or unknown: logits as PEFT's "
+        f"merge, to {far:.2g} at the median token; rounding keeps {kept:.0%} of the adapter's change of logits",
     ]
+
+
+@torch.no_grad()
+def merge(adapted: Any, stored: Base) -> Any:
+    """The adapter merged by PEFT into a model in memory, each weight rounded to the dtype it is stored in."""
+    model = adapted.merge_and_unload()
+    for parameter in stored.parameters:
+        weight = model.get_parameter(parameter.name)
+        weight.copy_(weight.to(DTYPES[parameter.pieces[0].stored.dtype]))
+    return model
 
 
 def load_certified(base: Base) -> Any:

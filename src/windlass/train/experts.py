@@ -195,9 +195,9 @@ def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: t
     """A [experts, r, in] and s B [experts, r, out], r filled up with zeros to what grouped kernels take."""
     down = by_expert(".lora_A.", a, experts).to(dtype)
     if not on_gpu(a):
-        # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number.
-        turned = torch.empty(b.shape[::-1], dtype=dtype)
-        torch.mul(b.t(), scaling, out=turned)
+        # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number;
+        # scaled only then, as copying turns a matrix over in blocks and multiplying doesn't.
+        turned = b.t().contiguous().to(dtype).mul_(scaling)
         return down, by_expert(".lora_B.", turned.t(), experts)
     r = down.shape[1]
     missing = -r % ALIGN

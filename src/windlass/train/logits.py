@@ -36,8 +36,7 @@ def compute_logits(model: Any, rows: Tensor) -> Tensor:
     return torch.cat([model(input_ids=row[None].to(device), use_cache=False).logits.float().cpu() for row in rows])
 
 
-def logits_without_and_with(model: Any, adapter: Path, rows: Tensor) -> tuple[Tensor, Tensor]:
-    adapted = open_adapter(model, adapter)
+def logits_without_and_with(adapted: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
     with adapted.disable_adapter():
         plain = compute_logits(adapted, rows)
     return plain, compute_logits(adapted, rows)
@@ -45,12 +44,8 @@ def logits_without_and_with(model: Any, adapter: Path, rows: Tensor) -> tuple[Te
 
 def kl_divergence(true: Tensor, other: Tensor) -> float:
     """Mean over tokens, in nats."""
-    return max(0.0, float(kl_by_token(true, other).mean()))
-
-
-def kl_by_token(true: Tensor, other: Tensor) -> Tensor:
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (true, other))
-    return (p.exp() * (p - q)).sum(-1)
+    return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
 
 
 def sample_rows(run_folder: Path | None, vocab: int, count: int = 4, length: int = 128) -> Tensor:
