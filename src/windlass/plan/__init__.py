@@ -328,7 +328,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         dora=run.lora.use_dora,
         masked=run.masked,
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
-        document=_usual_tokens(rows, run.data.max_length) if run.data.packing and not run.masked else None,
+        document=_usual_tokens(rows, run.data.max_length) if run.data.packing else None,
         four_bits=not why_not_narrow,
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )

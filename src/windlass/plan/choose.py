@@ -282,7 +282,7 @@ def advise(
     packed = work
     if not run.data.packing and usual < full and work.shape.base.family.isolates:
         masked = run.model_copy(update={"data": run.data.model_copy(update={"packing": True})}).masked
-        packed = replace(work, masked=masked, document=None if masked else usual)
+        packed = replace(work, masked=masked, document=usual)
         remark = f"a sequence then holds {full / usual:.1f} rows; a step trains on as many times the tokens"
         found.append(("data.packing: true", cost(packed, full, advise=False), remark))
     if batch_is_set and len(ways) > 1:

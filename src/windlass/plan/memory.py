@@ -370,7 +370,7 @@ class Tokens:
             top_k=work.shape.top_k,
             routed=work.width if work.shape.base.family.narrow_routing else FLOAT,
             surplus=IMBALANCE if work.layout.expert_parallel > 1 else 1.0,
-            masked=work.batch.length if work.masked else 0,
+            masked=work.batch.length if work.masked and work.attended == work.batch.length else 0,
             scores=work.batch.length if work.scores else 0,
             length=work.batch.length,
         )

@@ -161,9 +161,10 @@ def count_flops(work: Work) -> tuple[float, float]:
     for layer, times in shape.kinds:
         adapter += times * sum(lora.parameters for lora in layer.plain_lora)
         adapter += times * sum(lora.parameters * shape.top_k / lora.experts for lora in layer.expert_lora)
-    length = work.document or work.batch.length
+    length = work.attended
     # Kernels pass over the upper half of the square only if nothing else is to be masked.
-    attention, back = (causal_attention(shape, length, phase) * (2 if work.masked else 1) for phase in PHASES)
+    square = 2 if work.masked and length == work.batch.length else 1
+    attention, back = (causal_attention(shape, length, phase) * square for phase in PHASES)
     recomputed = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
     if work.layout.activation_checkpointing:
         recomputed += 2 * (shape.active - shape.head) + 2 * adapter + attention
@@ -236,7 +237,7 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
             once = _product(work, rows, lora.inputs, lora.r, experts=used)
             once += _product(work, rows, lora.r, lora.outputs, experts=used)
             compute += once * (2 if back else 1)
-    length = work.document or work.batch.length
+    length = work.attended
     # A CPU's kernel computes in tiles that are as wide as short rows, whatever is masked.
     square = _attention(layer, length) * tokens * (2 if work.masked and not work.on_cpu else 1)
     head = layer.query / max(shape.heads, 1)

@@ -21,6 +21,9 @@ _FUSED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")  # queries, then keys
 TRACED_LENGTHS = (256, 512, 768)  # trace.py's
 # What publishers store in FP8, for a config without weights to say it.
 _FP8_PARTS = ("attention", "mlp", "shared_experts", "experts")
+# Numbers of a packed row's query, from which on a CPU computes attention by document (train/attention.py): of fewer,
+# the whole square takes no longer than calls by document.
+BY_DOCUMENT = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Work:
     dora: bool = False  # lora.use_dora
     scores: bool = False  # attention keeps the square of each head's scores, as `eager` does
     masked: bool = False  # packed rows whose documents a mask separates
-    document: int | None = None  # usual tokens of what packed rows are made of, if attention is within each
+    document: int | None = None  # usual tokens of what packed rows are made of
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
     four_bits: bool = False  # whether the base could be stored so: see layout.FOUR_BITS
     separate: bool = False  # operators as transformers and PEFT have them on GPUs too, as other engines do
@@ -58,6 +61,12 @@ class Work:
     @property
     def on_cpu(self) -> bool:
         return self.machine.gpu.name == "cpu"
+
+    @property
+    def attended(self) -> int:
+        """Tokens that attention is computed over: a document's, or a row's. Under a mask GPUs compute the row's."""
+        alone = self.on_cpu and not self.scores and self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
+        return (self.document if alone or not self.masked else None) or self.batch.length
 
     @property
     def width(self) -> int:

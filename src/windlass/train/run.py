@@ -33,6 +33,7 @@ from windlass.observe.watch import patrol
 from windlass.observe.watch.run import RunWatch
 from windlass.run_folder import CHECKPOINTS, DATA, FINAL, FINISHED, LOAD, MANIFEST, STOPPED, update_manifest, versions
 from windlass.train import checkpoint, group
+from windlass.train.attention import patch_attention
 from windlass.train.batches import Batches, Collate
 from windlass.train.console import Progress, header, quiet
 from windlass.train.liveness import Liveness
@@ -366,6 +367,8 @@ def make_loop(
     """Everything that the plan and the run file decide, put together."""
     job, train, folder = plan.loaded.run, plan.loaded.run.train, Path(plan.loaded.run.train.output_dir)
     replicas, device = Replicas(model), device_of_this_rank()
+    if device.type == "cpu":
+        patch_attention(model.get_base_model())
     recorder = Recorder(
         folder,
         here.rank,

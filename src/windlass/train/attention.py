@@ -1,0 +1,84 @@
+"""Attention of packed rows on a CPU, one document at a time.
+
+A row's mask lets a token see its own document alone. A CPU's kernel computes the whole square nevertheless: for six
+documents in a row, six times what they need. (On GPUs, flash attention takes documents as they are.)
+
+This is an attention implementation of transformers: for masks that separate documents of long enough rows; others are
+handed on.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from windlass.plan.work import BY_DOCUMENT
+
+NAME: Final = "windlass"  # of this implementation among transformers' own
+Lengths = list[int]
+
+
+def forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    long = query[0].numel() >= BY_DOCUMENT and not query.is_cuda and not torch.compiler.is_compiling()
+    lengths = find_documents(attention_mask) if attention_mask is not None and long else None
+    if lengths is None or options.get("position_bias") is not None:
+        whole: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return whole
+    rows = zip(query, key, value, lengths, strict=True)
+    return torch.stack([by_document(module, *row, options) for row in rows]), None
+
+
+def by_document(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, options: dict[str, Any]
+) -> Tensor:
+    """[heads, tokens, width] of one row. Neighbours of one length, as all padding is, are taken at once."""
+    groups = [(length, len(list(alike))) for length, alike in groupby(lengths)]
+    tokens = [length * count for length, count in groups]
+    parts = [torch.split(tensor, tokens, dim=1) for tensor in (query, key, value)]
+    found = []
+    for (length, count), *given in zip(groups, *parts, strict=True):
+        documents = (part.unflatten(1, (count, length)).transpose(0, 1) for part in given)
+        made, _ = sdpa_attention_forward(module, *documents, None, **{**options, "is_causal": True})
+        found.append(made.flatten(0, 1))
+    return torch.cat(found)
+
+
+def find_documents(mask: Tensor) -> list[Lengths] | None:
+    """How long the documents of each row are, if this is all that the mask says. Found once for a mask."""
+    known: list[Lengths] | bool | None = getattr(mask, "documents", False)
+    if not isinstance(known, bool):
+        return known
+    mask.documents = found = _read_mask(mask)  # type: ignore[attr-defined]
+    return found
+
+
+def _read_mask(mask: Tensor) -> list[Lengths] | None:
+    if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        return None
+    places = torch.arange(mask.shape[2])
+    first = mask[:, 0].int().argmax(-1)  # the first token that each one sees
+    if not torch.equal(mask[:, 0], (places >= first[..., None]) & (places <= places[:, None])):
+        return None  # other tokens than all from there to itself
+    begins = first == places
+    if not torch.equal(first, torch.where(begins, places, 0).cummax(-1).values):
+        return None  # as in a sliding window: a token's first is not where a document begins
+    edges = [[*torch.nonzero(row).flatten().tolist(), len(row)] for row in begins]
+    return [[stop - start for start, stop in pairwise(row)] for row in edges]
+
+
+AttentionInterface.register(NAME, forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def patch_attention(model: PreTrainedModel) -> None:
+    """Let a model whose attention is torch's take packed rows by document."""
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
