@@ -24,7 +24,7 @@ from windlass.plan.cost import Batch, Work, cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import parallel
-from windlass.train.exchange import overlap
+from windlass.train.exchange import Exchange, keep_sizes, overlap
 from windlass.train.lora import attach
 from windlass.train.loss import patch_forward
 from windlass.train.sync import Replicas
@@ -162,12 +162,13 @@ def test_tokens_have_a_communicator_of_their_own(base: Base) -> None:
 def test_shared_experts_are_computed_while_tokens_are_exchanged(
     checkpointing: bool, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward, computed again, and their gradients too; nothing is left behind for a layer that asks no more."""
+    """Forward, computed again with the same sizes, and their gradients too; nothing is left behind."""
     happened: list[str] = []
 
     def exchange(received: Tensor, sent: Tensor, *sizes: Any, **_: Any) -> Any:
         """Every rank sends this one as many tokens as it is sent."""
         if not sizes:
+            happened.append("sizes")
             return received.copy_(sent)
         happened.append("start")
         received.zero_()
@@ -184,19 +185,55 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
         model.requires_grad_(False)
         model.enable_input_require_grads()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_sizes})
         for module in model.modules():
             if isinstance(module, Mistral4MLP):
                 module.act_fn = Noting(happened)
-        shared = overlap(model)
+        once = overlap(model)
+        shared = overlap(model)  # again, as when compiled layers fall back to eager: in the place of the first
+        assert [each.forward for each in shared] == [each.forward for each in once] != []
         logits = model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits
         forward = ["start", "shared", "wait", "start", "wait"]
-        assert happened == forward * LAYERS
+        assert happened == ["sizes", *forward] * LAYERS
         happened.clear()
         logits.sum().backward()
         again = forward if checkpointing else []
         assert happened == [*again, "start", "wait", "start", "shared gradient", "wait"] * LAYERS
         assert not any(each.computed for each in shared)
+
+
+@pytest.mark.parametrize("rerouted", [False, True])
+def test_sizes_of_another_routing_leave_no_gradient(
+    rerouted: bool, base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed again, tokens are sent by the forward's sizes: chosen otherwise, they would reach other experts."""
+    call, layers, finite = Exchange.__call__, 0, list[bool]()
+
+    def routed(self: Exchange, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        nonlocal layers
+        layers += 1
+        again = rerouted and layers > LAYERS
+        return call(self, hidden, (index + 1) % 64 if again else index, weights)
+
+    def exchange(received: Tensor, sent: Tensor, *sizes: Any, **_: Any) -> Any:
+        finite.append(bool(sent.isfinite().all()))
+        received.copy_(sent) if not sizes else received.zero_()
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(Exchange, "__call__", routed)
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    with one_of(8, 0):
+        layout = layout_of("expert-parallel", 8)
+        model: Any = parallel.build(base, layout, torch.bfloat16)
+        parallel.allocate(model, layout)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().fill_(0.01)
+        model.requires_grad_(False)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_sizes})
+        model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits.sum().backward()
+    assert layers == 2 * LAYERS
+    assert all(finite) is not rerouted
 
 
 class Noting(nn.Module):

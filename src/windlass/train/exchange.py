@@ -6,7 +6,9 @@ for. Autograd goes through a layer backwards, so that their gradients are comput
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +25,10 @@ SHARED: Final = ("shared_experts", "shared_expert")  # next to `experts`, in the
 
 
 class Exchange(AllToAllEP):  # type: ignore[misc]
-    """Of one layer. The host waits once, for how many tokens each rank sends: NCCL takes sizes from the host."""
+    """Of one layer. The host waits once, for how many tokens each rank sends: NCCL takes sizes from the host.
+
+    With checkpointing that is once as well: `keep_sizes` has them for the backward.
+    """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -38,10 +43,18 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
         ranks, own, group = self.ep_mesh.size(), self.num_local_experts, self.ep_mesh.get_group()
         by_expert = sort_rows(top_k_index.flatten(), ranks * own)
         # Of each rank's experts where the rows of each begin and end, here and at the ranks that send them.
-        edges = by_expert.edges.new_empty(2, ranks, own + 1)
-        edges[0] = by_expert.edges.unfold(0, own + 1, own)
-        dist.all_to_all_single(edges[1], edges[0], group=group)
-        ours, theirs = edges.tolist()
+        mine, kept = by_expert.edges.unfold(0, own + 1, own), _kept.get()
+        if kept and kept.again:
+            (ours, theirs), before = kept.next()
+        else:
+            edges = by_expert.edges.new_empty(2, ranks, own + 1)
+            edges[0] = before = mine
+            dist.all_to_all_single(edges[1], edges[0], group=group)
+            ours, theirs = sizes = edges.tolist()
+            if kept:
+                kept.layers.append((sizes, mine))
+        if kept:  # by the sizes of another routing tokens would reach other experts: NaN, which no step trains on
+            top_k_weights = top_k_weights.masked_fill((mine != before).any(), math.nan)
         sent, received = ([row[-1] - row[0] for row in rows] for rows in (ours, theirs))
         there, back = Way(sent, received, group), Way(received, sent, group, self.shared)
 
@@ -59,6 +72,32 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
 
 
 EPImplementationInterface.register(NAME, Exchange)
+
+
+class Kept:
+    """How many tokens the exchanges of a checkpointed layer send and receive, for when it is computed again."""
+
+    def __init__(self, layers: list[tuple[Any, Tensor]], *, again: bool) -> None:
+        self.layers, self.again = layers, again
+
+    def __enter__(self) -> None:
+        self.unread = iter(self.layers)
+        self.token = _kept.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _kept.reset(self.token)
+
+    def next(self) -> tuple[Any, Tensor]:
+        return next(self.unread)
+
+
+_kept: ContextVar[Kept | None] = ContextVar("_kept", default=None)  # a backward has threads of its own
+
+
+def keep_sizes() -> tuple[Kept, Kept]:
+    """For `torch.utils.checkpoint`, as its context_fn: the host waits for sizes once, and not in the backward."""
+    layers: list[tuple[Any, Tensor]] = []
+    return Kept(layers, again=False), Kept(layers, again=True)
 
 
 def sort_arriving(edges: list[list[int]], device: torch.device) -> Sorted:
@@ -132,7 +171,8 @@ class Shared:
     """A layer's shared experts, computed before the layer asks for them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.forward: Callable[[Tensor], Tensor] = module.forward
+        before = getattr(module.forward, "__self__", None)  # layers that fall back to eager come here again
+        self.forward: Callable[[Tensor], Tensor] = before.forward if isinstance(before, Shared) else module.forward
         self.first = False  # before the routed experts, so there is nothing left to compute meanwhile
         self.computed: tuple[Tensor, Tensor] | None = None
         module.forward = self.take
