@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import pydoc_data.topics
 from pathlib import Path
 
 from windlass.errors import UserError
+from windlass.hardware import this_machine
 
 
-def make(directory: Path) -> Path:
-    """Write `model/`, `data/` and `run.yaml` into `directory`; returns the run file. Nothing there is overwritten."""
+RANKS = 2
+MACHINE = "machine.json"
+
+
+def can_calibrate() -> bool:
+    """Whether `calibrate` measures what the demo trains on: as many processors, and no GPU."""
+    return not this_machine().gpus and (os.cpu_count() or 1) >= RANKS
+
+
+def make(directory: Path, *, calibrated: bool = False) -> Path:
+    """Write `model/`, `data/` and `run.yaml` into `directory`; returns the run file. Nothing there is overwritten.
+
+    `calibrated`: the run is to be planned with the machine file that the caller writes there.
+    """
     from windlass import tiny
 
     run = directory / "run.yaml"
@@ -30,7 +44,8 @@ def make(directory: Path) -> Path:
             (directory / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         places = {"model": directory / "model", "data": directory / "data", "output": directory / "run"}
         text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-        filled = text.format(**{name: json.dumps(str(path)) for name, path in places.items()})
+        machine = json.dumps(str(directory / MACHINE)) if calibrated else "null"
+        filled = text.format(machine=machine, **{name: json.dumps(str(path)) for name, path in places.items()})
         run.write_text(filled, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", str(directory), "give another --dir") from None

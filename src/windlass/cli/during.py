@@ -97,10 +97,14 @@ def demo(
     make_only: Annotated[bool, flag("--make-only", "Create model, data and run file, but don't train.")] = False,
 ) -> None:
     """Create a tiny Mistral 4 and train it on this CPU with two workers."""
+    from windlass import calibrate as calibration
     from windlass import demo as demonstration
 
-    run = demonstration.make(directory)
+    calibrated = not make_only and demonstration.can_calibrate()
+    run = demonstration.make(directory, calibrated=calibrated)
     say(f"created {directory / 'model'}, {directory / 'data'} and {run}")
+    if calibrated:  # or the plan would know this processor's kind alone
+        calibration.calibrate(demonstration.RANKS, directory / demonstration.MACHINE, os.environ, say)
     if not make_only:
         train(run)
 

@@ -21,7 +21,8 @@ from windlass.plan.work import Layer, Shape, Work
 SKEW = 1.03
 LOGIT_BYTES = 26  # of a logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 OPTIMIZER_BYTES = 40  # of a trained parameter: gradient, two moments and value, read and written, and its norm
-GATHER_OPERATORS, EXCHANGE_OPERATORS = 40, 60  # to gather and free a layer; to send tokens to experts and back; assumed
+GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
+EXCHANGE_OPERATORS = 12  # of a pass, to send tokens to experts and back: benchmarks/operators.py counts 24 in two
 DECODE_OPERATORS = 13  # of one matrix on a CPU, which decodes by torch's own operators: see benchmarks/operators.py
 # GPUs before Hopper, for which torch has no product of all experts at once: the host asks for their rows, each time,
 # and starts one product for each.
@@ -105,10 +106,11 @@ def estimate_time(work: Work) -> Time:
     exchanged, gathered, transferred = (
         sum(f.seconds * f.per_step for f in flows) / accumulation for flows in (dispatch, gathers, transfers)
     )
+    exchanged -= _exchange_overlap(work, exchanged)
     waits = _syncs(work) * rates.sync_seconds
     once = sum(f.seconds for f in reduces) + _optimizer_seconds(work)
-    # Tokens are sent to experts between two products that wait for each other; weights are sent while others compute,
-    # but for the first layer's.
+    # Tokens are sent to experts between two products that wait for each other, and beside them only shared experts
+    # are computed; weights are sent while others compute, but for the first layer's.
     gpu = passes.compute + memory + exchanged
     serial = gpu + gathered + transferred + passes.host + waits
     longest = max(gpu + gathered / len(work.shape.layers), gathered, transferred)
@@ -428,6 +430,19 @@ def _dispatch(work: Work) -> list[Flow]:
     )
     seconds = max(seconds_inside, seconds_outside) + 2 * passes * moe * latency
     return [Flow("expert dispatch", slow.name, inside + outside, work.batch.accumulation, seconds, words)]
+
+
+def _exchange_overlap(work: Work, seconds: float) -> float:
+    """What of the tokens' exchange goes on while shared experts are computed (train/exchange.py): of each pass one of
+    its two ways, as long as these take. On a CPU gloo takes the processor that computes."""
+    layers = [(layer, times) for layer, times in work.shape.kinds if layer.experts]
+    passes = 3 if work.layout.activation_checkpointing else 2
+    one_way, hidden = seconds / max(2 * passes * sum(times for _, times in layers), 1), 0.0
+    for layer, times in layers if seconds and not work.on_cpu else ():
+        matrices = [p.shape for p in layer.parameters if p.part == "shared_experts" and len(p.shape) == 2]
+        shared = sum(_product(work, work.batch.tokens, inputs, outputs) for outputs, inputs in matrices)
+        hidden += passes * times * min(one_way, shared)
+    return hidden
 
 
 def _reduces(work: Work) -> list[Flow]:
