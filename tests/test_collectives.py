@@ -23,8 +23,8 @@ from windlass.model.targets import resolve
 from windlass.plan.cost import Batch, Work, cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
-from windlass.train import parallel
-from windlass.train.exchange import Exchange, keep_sizes, overlap
+from windlass.train import kept, parallel
+from windlass.train.exchange import Exchange, overlap
 from windlass.train.lora import attach
 from windlass.train.loss import patch_forward
 from windlass.train.sync import Replicas
@@ -158,17 +158,18 @@ def test_tokens_have_a_communicator_of_their_own(base: Base) -> None:
         assert len(groups) == 2
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["", "true", "selective"])
 def test_shared_experts_are_computed_while_tokens_are_exchanged(
-    checkpointing: bool, base: Base, monkeypatch: pytest.MonkeyPatch
+    checkpointing: str, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward, computed again with the same sizes, and their gradients too; nothing is left behind."""
-    happened: list[str] = []
+    """Forward, computed again, and their gradients too; nothing is left behind for a layer that asks no more. How many
+    tokens there are is known when a layer is computed again, and with `selective` so are the tokens."""
+    happened, counts = list[str](), list[Tensor]()
 
     def exchange(received: Tensor, sent: Tensor, *sizes: Any, **_: Any) -> Any:
         """Every rank sends this one as many tokens as it is sent."""
         if not sizes:
-            happened.append("sizes")
+            counts.append(sent)
             return received.copy_(sent)
         happened.append("start")
         received.zero_()
@@ -185,7 +186,8 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
         model.requires_grad_(False)
         model.enable_input_require_grads()
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_sizes})
+            options = {"use_reentrant": False, "context_fn": kept.contexts(products=checkpointing == "selective")}
+            model.gradient_checkpointing_enable(options)
         for module in model.modules():
             if isinstance(module, Mistral4MLP):
                 module.act_fn = Noting(happened)
@@ -194,30 +196,31 @@ def test_shared_experts_are_computed_while_tokens_are_exchanged(
         assert [each.forward for each in shared] == [each.forward for each in once] != []
         logits = model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits
         forward = ["start", "shared", "wait", "start", "wait"]
-        assert happened == ["sizes", *forward] * LAYERS
+        assert happened == forward * LAYERS
         happened.clear()
         logits.sum().backward()
-        again = forward if checkpointing else []
+        again = {"": [], "true": forward, "selective": ["shared"]}[checkpointing]
         assert happened == [*again, "start", "wait", "start", "shared gradient", "wait"] * LAYERS
         assert not any(each.computed for each in shared)
+        assert len(counts) == LAYERS
 
 
+@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("rerouted", [False, True])
-def test_sizes_of_another_routing_leave_no_gradient(
-    rerouted: bool, base: Base, monkeypatch: pytest.MonkeyPatch
+def test_another_routing_when_computed_again_leaves_no_gradient(
+    rerouted: bool, products: bool, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computed again, tokens are sent by the forward's sizes: chosen otherwise, they would reach other experts."""
-    call, layers, finite = Exchange.__call__, 0, list[bool]()
+    """Tokens are sent by the forward's sizes: chosen otherwise, they would reach other experts."""
+    call, layers = Exchange.__call__, 0
 
     def routed(self: Exchange, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         nonlocal layers
         layers += 1
         again = rerouted and layers > LAYERS
-        return call(self, hidden, (index + 1) % 64 if again else index, weights)
+        return call(self, hidden, index.flip(0) if again else index, weights)  # every expert has as many as before
 
     def exchange(received: Tensor, sent: Tensor, *sizes: Any, **_: Any) -> Any:
-        finite.append(bool(sent.isfinite().all()))
-        received.copy_(sent) if not sizes else received.zero_()
+        received.copy_(sent)
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(Exchange, "__call__", routed)
@@ -226,14 +229,17 @@ def test_sizes_of_another_routing_leave_no_gradient(
         layout = layout_of("expert-parallel", 8)
         model: Any = parallel.build(base, layout, torch.bfloat16)
         parallel.allocate(model, layout)
+        torch.manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.to_local().fill_(0.01)
+                parameter.to_local().normal_(std=0.02)
         model.requires_grad_(False)
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_sizes})
+        embedded = model.get_input_embeddings().weight.requires_grad_()
+        options = {"use_reentrant": False, "context_fn": kept.contexts(products=products)}
+        model.activation_checkpointing_enable(options)
         model.train()(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits.sum().backward()
     assert layers == 2 * LAYERS
-    assert all(finite) is not rerouted
+    assert bool(embedded.grad.to_local().isfinite().all()) is not rerouted
 
 
 class Noting(nn.Module):

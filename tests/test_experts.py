@@ -28,9 +28,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from windlass.errors import UserError
 from windlass.model.targets import Adapter, ExpertShard, Target, by_expert, pack_experts
 from windlass.runfile import Lora
-from windlass.train import checkpoint, experts, lora
+from windlass.train import checkpoint, experts, kept, lora, quantised
 from windlass.train.exchange import sort_arriving
 
 # PEFT and TRL still use names of transformers that its next major version drops.
@@ -248,7 +249,7 @@ def test_experts_of_another_form_are_refused() -> None:
         experts.patch_experts(model)
 
 
-def kept(model: PeftModel) -> int:
+def saved_bytes(model: PeftModel) -> int:
     """Bytes that autograd keeps for the backward, besides parameters; what shares memory counts once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
@@ -271,9 +272,53 @@ def test_what_is_kept_for_the_backward_is_low_rank() -> None:
     tokens, layers = 2 * 20, 2
     narrow = layers * 2 * tokens * 2 * 4 * 4  # x A: two stacks, top-2, r 3 filled up to 16 bytes
     hidden = layers * tokens * 32 * 4  # what the rows are made of again; no copy by expert, no expert's weight
-    extra = kept(ours_of(base(), *BOTH)) - kept(live(without))
+    extra = saved_bytes(ours_of(base(), *BOTH)) - saved_bytes(live(without))
     assert hidden < extra <= narrow + hidden
-    assert kept(peft_of(base(), *BOTH)) - kept(ours_of(base(), *BOTH)) > 2 * E * (48 * 32 + 24 * 32) * 4
+    assert saved_bytes(peft_of(base(), *BOTH)) - saved_bytes(ours_of(base(), *BOTH)) > 2 * E * (48 * 32 + 24 * 32) * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_products_are_computed_once_and_gradients_are_the_same(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    compute = quantised.frozen_product
+
+    def counted(*given: Any, **options: Any) -> Tensor:
+        calls.append(options["transposed"])
+        return compute(*given, **options)
+
+    monkeypatch.setattr(quantised, "frozen_product", counted)
+    found = {}
+    for products, forwards in ((None, 1), (False, 2), (True, 1)):
+        model = ours_of(base(family, dtype), *BOTH)
+        model.train()
+        if products is not None:
+            model.enable_input_require_grads()
+            options = {"use_reentrant": False, "context_fn": kept.contexts(products=products)}
+            model.gradient_checkpointing_enable(options)
+        calls.clear()
+        model(**batch()).loss.backward()
+        assert (calls.count(True), calls.count(False)) == (forwards * 2 * 2, 2 * 2)  # two products of two layers
+        found[products] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, gradient in found[None].items():
+        assert torch.equal(found[False][name], gradient), name
+        assert torch.equal(found[True][name], gradient), name
+    assert kept.Kept.current is None
+
+
+def test_products_that_go_another_way_are_not_said_to_be_kept() -> None:
+    model = ours_of(base(), *BOTH)
+    layer: Any = stack_of(model).get_base_layer()
+    rows, edges = torch.randn(4, 32, dtype=torch.float64), torch.tensor([4] * E, dtype=torch.int32)
+    forward, _ = kept.contexts(products=True)()
+    with forward, pytest.raises(UserError, match=r"in float32, what they are given in float64: .* can't be kept"):
+        quantised.grouped_linear(rows, layer, "gate_up_proj", edges)
+    layer.has_post_expert_norm = True
+    forward, _ = kept.contexts(products=True)()
+    with forward, pytest.raises(UserError, match="the products of Mistral4Experts can't be kept"):
+        experts.forward(layer, rows, edges, rows)
 
 
 # --- dropout ---

@@ -115,6 +115,7 @@ BRIEF: dict[str, Any] = {"train__max_steps": 4}
 COUNT: dict[str, Any] = {**BRIEF, "count": 4}  # the steps before also look for dead tensors
 DROPOUT: dict[str, Any] = {**EXPERTS, **BRIEF, "lora__lora_dropout": 0.2}
 CHECKPOINTING: dict[str, Any] = {"train__gradient_checkpointing": True}
+SELECTIVE: dict[str, Any] = {"train__gradient_checkpointing": "selective"}
 NARROW: dict[str, Any] = {**EXPERTS, **BRIEF, "train__bf16": True}
 IN_FULL: dict[str, Any] = {"lora__modules_to_save": ["embed_tokens", "lm_head"], "layout__base_dtype": "bf16"}
 PISSA: dict[str, Any] = {"lora__init_lora_weights": "pissa"}
@@ -188,6 +189,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         ),
         "dropout": case(2, **SPLIT, **DROPOUT),
         "dropout, checkpointing": case(2, **SPLIT, **DROPOUT, **CHECKPOINTING),
+        "dropout, selective": case(2, **SPLIT, **DROPOUT, **SELECTIVE),
         "narrow": case(2, **SPLIT, **NARROW),
         "evaluated": case(2, layout="no-reshard", **EVALUATED),
         "experts one rank's twice": case(2, **SPLIT, faults=["twice 0", "twice 1"], **EXPERTS, **BRIEF),
@@ -245,6 +247,7 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
         "in full, resident": case(2, layout="resident", **IN_FULL),
         "kept, fused": case(2, layout="no-reshard", fused=True, accumulation=2, **AS_LOADED),
         "experts split, checkpointing": case(2, **SPLIT, accumulation=2, **CHECKPOINTING, **EXPERTS),
+        "experts split, selective": case(2, **SPLIT, accumulation=2, **SELECTIVE, **EXPERTS),
         "experts split, kept": case(2, **SPLIT, **KEPT, accumulation=2, **EXPERTS),
         "experts kept": case(2, layout="no-reshard", accumulation=4, **EXPERTS),
         "only experts, checkpointing": case(2, **SPLIT, **CHECKPOINTING, **ONLY),
@@ -469,11 +472,13 @@ def test_what_is_kept_gathered_is_sent_once_a_step_whatever_its_micro_batches(tw
 def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two: Outcomes) -> None:
     """Masks differ from those of any other way to spread the rows: what can be equal is a run and its recomputing."""
     dropped, again, without = two.steps("dropout"), two.steps("dropout, checkpointing"), two.steps("experts split")[0]
+    kept = two.steps("dropout, selective")
     assert dropped[0]["loss"] == pytest.approx(without["loss"], rel=TOLERANCE)  # B is still zero
     assert dropped[0]["grad_norm"] != pytest.approx(without["grad_norm"], rel=100 * TOLERANCE)
-    assert len(dropped) == len(again) == 4
-    for step, expected in zip(again, dropped, strict=True):
+    assert len(dropped) == len(again) == len(kept) == 4
+    for step, selective, expected in zip(again, kept, dropped, strict=True):
         assert [step["loss"], step["grad_norm"]] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-5)
+        assert [step["loss"], step["grad_norm"]] == [selective["loss"], selective["grad_norm"]]
 
 
 def rows_of_steps(of: Outcomes, name: str) -> list[list[int]]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from windlass.errors import UserError
 from windlass.hardware import this_machine
 
-
 RANKS = 2
 MACHINE = "machine.json"
 

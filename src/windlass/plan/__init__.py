@@ -259,6 +259,18 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
     return plan
 
 
+def _refuse_of_experts(loaded: Loaded, base: Base) -> Iterator[Problem]:
+    """What is asked of routed experts that isn't there, or can't be."""
+    train, where = loaded.run.train, loaded.where("train.gradient_checkpointing")
+    if train.keeps_products and "experts" not in base.dims:
+        yield Problem(f"{base.name} has no routed experts, whose products could be kept", where, "write true")
+    elif train.keeps_products and train.compile:
+        yield Problem("compiled layers keep no products of experts", where, "write true, or train.compile: false")
+    if train.router_aux_loss_coef and "experts" not in base.dims:
+        what = f"{base.name} has no routed experts, and so no balancing loss to weight"
+        yield Problem(what, loaded.where("train.router_aux_loss_coef"), "leave it out")
+
+
 def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool = False) -> Plan:
     run, where = loaded.run, loaded.where
 
@@ -267,9 +279,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     adapter = adapters.resolve(run.lora, base, where)
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
     request = replace(request, activation_checkpointing=True) if recompute else request
-    if run.train.router_aux_loss_coef and "experts" not in base.dims:
-        what = f"{base.name} has no routed experts, and so no balancing loss to weight"
-        raise UserError(what, where("train.router_aux_loss_coef"), "leave it out")
+    raise_all([*_refuse_of_experts(loaded, base)])
     loaded, chosen = fill_in(loaded, base, request.ranks)
     run = loaded.run
     raise_all(check_family(loaded, base))
@@ -327,6 +337,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         dropout=run.lora.lora_dropout,
         dora=run.lora.use_dora,
         masked=run.masked,
+        keeps_products=run.train.keeps_products,
         scores=(run.model.attn_implementation or base.family.usual_attention) == "eager",
         document=_usual_tokens(rows, run.data.max_length) if run.data.packing else None,
         four_bits=not why_not_narrow,

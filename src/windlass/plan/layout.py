@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -192,7 +192,8 @@ def read_request(
         hint = f"write {family.layer}, or leave the key out: windlass knows the layer of each model family"
         problems.append(Problem(f"{text}{family.layer!r}", wrapped.where, hint))
     wish = wishes.get("activation_checkpointing")
-    recompute = agree("activation checkpointing", *map(written, CHECKPOINTING), wish)
+    how = [replace(each, value=bool(each.value)) for key in CHECKPOINTING if (each := written(key))]
+    recompute = agree("activation checkpointing", *how, wish)
     precisions = [
         Wish(kind, wish.where) for kind in ("bf16", "fp16") if (wish := written(f"train.{kind}")) and wish.value
     ]

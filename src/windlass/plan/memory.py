@@ -256,9 +256,17 @@ def _kept(work: Work, t: Tokens) -> tuple[float, str]:
     count = len(shape.layers)
     final = t.count * shape.hidden * (FLOAT + t.width)  # final norm's float32 input, and its result
     final += t.count * t.masked  # one mask for all layers, a byte a pair, before each makes its own of it
-    stream = count * t.count * shape.hidden * t.width
+    stream = float(count * t.count * shape.hidden * t.width)
     if work.layout.activation_checkpointing:
         words = f"{count} layer inputs of {t.count} tokens x {shape.hidden} x {t.width}, and the final norm's"
+        if work.keeps_products:
+            # Gate with up, and down; what arrives from other ranks, and what comes back.
+            sent = 2 * shape.hidden * (work.layout.expert_parallel > 1)
+            wide = sum(times * (2 * layer.expert + shape.hidden + sent) for layer, times in shape.kinds if layer.expert)
+            narrow = sum(times * lora.r for layer, times in shape.kinds for lora in layer.expert_lora)
+            bytes_of_r = FLOAT if work.on_cpu else t.width
+            stream += t.count * t.top_k * t.surplus * (wide * t.width + narrow * bytes_of_r)
+            words += "; products of routed experts, and tokens sent to them"
         return stream + final, words
     layers = sum(layer_bytes(layer, t) * times for layer, times in shape.kinds)
     each = layers / t.count / count

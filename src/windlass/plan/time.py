@@ -101,18 +101,20 @@ def estimate_time(work: Work) -> Time:
     gathers, dispatch, reduces, transfers = _gathers(work), _dispatch(work), _reduces(work), _offload(work)
     flops, recomputed = count_flops(work)
     forward, backward, outside = _pass(work, "forward"), _pass(work, "backward"), _outside(work)
-    passes = forward + backward + outside + forward * work.layout.activation_checkpointing
+    passes = forward + backward + outside
+    if work.layout.activation_checkpointing:
+        passes += _pass(work, "forward", products=not work.keeps_products)
     memory = passes.memory + _weights_seconds(work)
     exchanged, gathered, transferred = (
         sum(f.seconds * f.per_step for f in flows) / accumulation for flows in (dispatch, gathers, transfers)
     )
-    exchanged -= _exchange_overlap(work, exchanged)
+    overlapped = _exchange_overlap(work, exchanged)
     waits = _syncs(work) * rates.sync_seconds
     once = sum(f.seconds for f in reduces) + _optimizer_seconds(work)
     # Tokens are sent to experts between two products that wait for each other, and beside them only shared experts
     # are computed; weights are sent while others compute, but for the first layer's.
-    gpu = passes.compute + memory + exchanged
-    serial = gpu + gathered + transferred + passes.host + waits
+    gpu = passes.compute + memory + exchanged - overlapped
+    serial = gpu + overlapped + gathered + transferred + passes.host + waits
     longest = max(gpu + gathered / len(work.shape.layers), gathered, transferred)
     longest = (longest**AHEAD + passes.host**AHEAD) ** (1 / AHEAD) + waits
     within = {"compute": passes.compute, "memory": memory, "wire": exchanged}
@@ -207,15 +209,15 @@ def _narrow(work: Work, rows: float, width: int, r: int, *, wide: bool) -> float
     return max(least, _product(work, rows, width, r, wide=wide))
 
 
-def _pass(work: Work, phase: str) -> Passes:
-    """All layers' forward or backward."""
+def _pass(work: Work, phase: str, *, products: bool = True) -> Passes:
+    """All layers' forward or backward. `products`: with those of the routed experts."""
     found = Passes()
     for layer, times in work.shape.kinds:
-        found += _layer(work, layer, phase) * times
+        found += _layer(work, layer, phase, products=products) * times
     return found
 
 
-def _layer(work: Work, layer: Layer, phase: str) -> Passes:
+def _layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
     rates, shape, tokens, back = work.machine.rates, work.shape, work.batch.tokens, phase == "backward"
     compute, used = 0.0, 0.0
     for p in layer.parameters:
@@ -232,10 +234,10 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
         own = layer.experts / work.layout.expert_parallel
         used = own * (1 - (1 - shape.top_k / layer.experts) ** (tokens * work.layout.expert_parallel))
         rows = tokens * shape.top_k / used
-        for p in layer.parameters:
+        for p in layer.parameters if products else ():
             if len(p.shape) == 3:
                 compute += _product(work, rows, p.shape[2], p.shape[1], experts=used)
-        for lora in layer.expert_lora:
+        for lora in layer.expert_lora if products else ():
             once = _product(work, rows, lora.inputs, lora.r, experts=used)
             once += _product(work, rows, lora.r, lora.outputs, experts=used)
             compute += once * (2 if back else 1)
@@ -244,9 +246,9 @@ def _layer(work: Work, layer: Layer, phase: str) -> Passes:
     square = _attention(layer, length) * tokens * (2 if work.masked and not work.on_cpu else 1)
     head = layer.query / max(shape.heads, 1)
     if layer.traced:
-        products = layer.traced.at(f"{phase}_products", length) / length * tokens
+        others = layer.traced.at(f"{phase}_products", length) / length * tokens
         rate = product_rate(rates, "bfloat16" if work.width == 2 else "float32", length, (head * length) ** 0.5)
-        compute += products / rate / 1e12
+        compute += others / rate / 1e12
     compute += square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
     did = dispatched(shape, layer, phase, length, separate=work.on_cpu or work.separate, dora=work.dora)
     moved = did.bytes + did.adapter_bytes * (WIDE_ADAPTER if wide else 1)
@@ -311,24 +313,23 @@ def _apart(work: Work, layer: Layer, phase: str) -> int:
 
 def _syncs(work: Work) -> float:
     """How often in a micro-batch the host must know what the GPU has computed: tokens for each rank, or each expert."""
-    again, total = 2 if work.layout.activation_checkpointing else 1, 0
+    total = 0.0
     for layer, times in work.shape.kinds:
-        exchanged = work.layout.expert_parallel > 1 and layer.experts > 0
-        waits = again * (exchanged + _apart(work, layer, "forward")) + _apart(work, layer, "backward")
-        total += times * waits
-    return float(total)
+        exchanged = work.layout.expert_parallel > 1 and layer.experts > 0  # known when it is computed again
+        apart = (work.expert_passes - 1) * _apart(work, layer, "forward") + _apart(work, layer, "backward")
+        total += times * (exchanged + apart)
+    return total
 
 
 def _weights_seconds(work: Work) -> float:
     """Weights decoded, of 4 bits as many a second as of FP8, and copied once gathered."""
     layout, rates, shape, size = work.layout, work.machine.rates, work.shape, gathered_bytes(work)
-    passes = 3 if layout.activation_checkpointing else 2
     routed = shape.routed // layout.expert_parallel
     seconds = 0.0
     if layout.base_dtype != "bf16":  # on GPUs unused experts too
         used = 1 - (1 - shape.top_k / max(shape.layers[-1].experts, 1)) ** work.batch.tokens if work.on_cpu else 1.0
-        codes = (shape.all - shape.routed).narrow + routed.narrow * used
-        seconds += passes * codes / rates.decode_gb_per_second / 1e9
+        codes = work.passes * (shape.all - shape.routed).narrow + work.expert_passes * routed.narrow * used
+        seconds += codes / rates.decode_gb_per_second / 1e9
     if layout.shard > 1:  # written by the gather, read and written by the copy out of its buffer
         gathers = 2 if layout.reshard_after_forward else 1 / work.batch.accumulation
         seconds += gathers * 3 * size.of(shape.all - shape.routed + routed) / rates.memory_gb_per_second / 1e9
@@ -413,7 +414,7 @@ def _dispatch(work: Work) -> list[Flow]:
     layout, machine, shape, ranks = work.layout, work.machine, work.shape, work.layout.expert_parallel
     if ranks == 1:
         return []
-    passes = 3 if layout.activation_checkpointing else 2
+    passes = work.expert_passes
     moe = sum(times for layer, times in shape.kinds if layer.expert)
     pairs = work.batch.tokens * shape.top_k * shape.hidden * work.width * 2 * passes * moe
     inside_ranks = min(ranks, layout.gpus_per_node)
@@ -436,7 +437,7 @@ def _exchange_overlap(work: Work, seconds: float) -> float:
     """What of the tokens' exchange goes on while shared experts are computed (train/exchange.py): of each pass one of
     its two ways, as long as these take. On a CPU gloo takes the processor that computes."""
     layers = [(layer, times) for layer, times in work.shape.kinds if layer.experts]
-    passes = 3 if work.layout.activation_checkpointing else 2
+    passes = work.expert_passes
     one_way, hidden = seconds / max(2 * passes * sum(times for _, times in layers), 1), 0.0
     for layer, times in layers if seconds and not work.on_cpu else ():
         matrices = [p.shape for p in layer.parameters if p.part == "shared_experts" and len(p.shape) == 2]

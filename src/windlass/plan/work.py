@@ -56,6 +56,7 @@ class Work:
     full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
     four_bits: bool = False  # whether the base could be stored so: see layout.FOUR_BITS
     separate: bool = False  # operators as transformers and PEFT have them on GPUs too, as other engines do
+    keeps_products: bool = False  # of routed experts, and what was sent to them, where layers are computed again
     evaluated: int = 0  # sequences per GPU in one batch of an evaluation; 0: there is none
 
     @property
@@ -67,6 +68,16 @@ class Work:
         """Tokens that attention is computed over: a document's, or a row's. Under a mask GPUs compute the row's."""
         alone = self.on_cpu and not self.scores and self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
         return (self.document if alone or not self.masked else None) or self.batch.length
+
+    @property
+    def passes(self) -> int:
+        """How often a micro-batch goes through the layers: forward, backward, and forward again."""
+        return 2 + self.layout.activation_checkpointing
+
+    @property
+    def expert_passes(self) -> int:
+        """How often it goes to the routed experts."""
+        return self.passes - (self.layout.activation_checkpointing and self.keeps_products)
 
     @property
     def width(self) -> int:

@@ -317,9 +317,10 @@ class Train(Section):
     """Micro-batches per optimizer step."""
     global_batch_size: Count | None = None
     """Sequences per optimizer step over all GPUs; gradient_accumulation_steps is computed from it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward instead of storing them: far less memory, about a third more compute. Not
-    set: only if the run doesn't fit without."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in backward instead of storing them: far less memory, about a third more compute.
+    selective: but for the products of routed experts, and the tokens sent to them. Not set: only if the run doesn't
+    fit without."""
     compile: bool = False
     """Compile the layers with torch.compile: fewer, larger kernels after minutes of compiling. Proven on the first
     micro-batch; where that fails layers run eagerly, with the reason. No plan knows how much faster it is."""
@@ -411,6 +412,11 @@ class Train(Section):
     def least_batch(self) -> int:
         """per_device_train_batch_size, or the smallest that the plan may choose."""
         return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
+
+    @property
+    def keeps_products(self) -> bool:
+        """Of routed experts, where the rest of a layer is computed again."""
+        return self.gradient_checkpointing == "selective"
 
     @property
     def order_seed(self) -> int:

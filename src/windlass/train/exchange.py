@@ -6,9 +6,7 @@ for. Autograd goes through a layer backwards, so that their gradients are comput
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
+from windlass.train import kept
 from windlass.train.experts import Sorted, on_sorted, sort_rows, take, unlike, weigh
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
@@ -25,9 +24,8 @@ SHARED: Final = ("shared_experts", "shared_expert")  # next to `experts`, in the
 
 
 class Exchange(AllToAllEP):  # type: ignore[misc]
-    """Of one layer. The host waits once, for how many tokens each rank sends: NCCL takes sizes from the host.
-
-    With checkpointing that is once as well: `keep_sizes` has them for the backward.
+    """Of one layer. The host waits once, for how many tokens each rank sends: NCCL takes sizes from the host. With
+    checkpointing too: what the forward has learnt is kept.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -38,23 +36,21 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if unlike(self.experts):  # never adapted: see patch_experts
+            kept.refuse(self.experts)
             plain: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return plain
         ranks, own, group = self.ep_mesh.size(), self.num_local_experts, self.ep_mesh.get_group()
         by_expert = sort_rows(top_k_index.flatten(), ranks * own)
+
         # Of each rank's experts where the rows of each begin and end, here and at the ranks that send them.
-        mine, kept = by_expert.edges.unfold(0, own + 1, own), _kept.get()
-        if kept and kept.again:
-            (ours, theirs), before = kept.next()
-        else:
+        def exchange_edges() -> list[list[list[int]]]:
             edges = by_expert.edges.new_empty(2, ranks, own + 1)
-            edges[0] = before = mine
+            edges[0] = by_expert.edges.unfold(0, own + 1, own)
             dist.all_to_all_single(edges[1], edges[0], group=group)
-            ours, theirs = sizes = edges.tolist()
-            if kept:
-                kept.layers.append((sizes, mine))
-        if kept:  # by the sizes of another routing tokens would reach other experts: NaN, which no step trains on
-            top_k_weights = top_k_weights.masked_fill((mine != before).any(), math.nan)
+            return edges.tolist()
+
+        ours, theirs = kept.once(exchange_edges)
+        top_k_weights = kept.unless_rerouted(top_k_weights, by_expert.order)
         sent, received = ([row[-1] - row[0] for row in rows] for rows in (ours, theirs))
         there, back = Way(sent, received, group), Way(received, sent, group, self.shared)
 
@@ -72,32 +68,6 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
 
 
 EPImplementationInterface.register(NAME, Exchange)
-
-
-class Kept:
-    """How many tokens the exchanges of a checkpointed layer send and receive, for when it is computed again."""
-
-    def __init__(self, layers: list[tuple[Any, Tensor]], *, again: bool) -> None:
-        self.layers, self.again = layers, again
-
-    def __enter__(self) -> None:
-        self.unread = iter(self.layers)
-        self.token = _kept.set(self)
-
-    def __exit__(self, *_: object) -> None:
-        _kept.reset(self.token)
-
-    def next(self) -> tuple[Any, Tensor]:
-        return next(self.unread)
-
-
-_kept: ContextVar[Kept | None] = ContextVar("_kept", default=None)  # a backward has threads of its own
-
-
-def keep_sizes() -> tuple[Kept, Kept]:
-    """For `torch.utils.checkpoint`, as its context_fn: the host waits for sizes once, and not in the backward."""
-    layers: list[tuple[Any, Tensor]] = []
-    return Kept(layers, again=False), Kept(layers, again=True)
 
 
 def sort_arriving(edges: list[list[int]], device: torch.device) -> Sorted:
@@ -131,8 +101,9 @@ class Way:
         return arriving
 
     def wait(self) -> None:
-        self.pending.wait()
-        self.pending = None
+        if self.pending is not None:  # as it is where the rows were kept
+            self.pending.wait()
+            self.pending = None
 
 
 class Start(torch.autograd.Function):
@@ -141,7 +112,7 @@ class Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
         ctx.way = way
-        return way.start(rows, back=False)
+        return kept.product(lambda: way.start(rows, back=False))
 
     @staticmethod
     @once_differentiable

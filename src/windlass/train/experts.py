@@ -24,6 +24,7 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from windlass.model.targets import by_expert, pack_experts
+from windlass.train import kept
 from windlass.train.quantised import formats_of, grouped_linear, part_of
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
@@ -39,9 +40,12 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     """
     experts: Any = self
     if unlike(experts):  # never adapted: see patch_experts
+        kept.refuse(experts)
         plain: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return plain
     by_expert = sort_rows(top_k_index.flatten(), experts.num_experts)
+    if kept.keeps_products():
+        top_k_weights = kept.unless_rerouted(top_k_weights, by_expert.order)
     result = on_sorted(experts, hidden_states, by_expert.order // top_k_index.shape[-1], by_expert)
     # Weighted after they are put back: weights are in float32 as a rule, and so are the products.
     return weigh(take(result, by_expert.back, by_expert.order), top_k_weights).to(hidden_states.dtype)
@@ -155,10 +159,15 @@ class _LowRank(torch.autograd.Function):
         b: Tensor,
         scaling: float,
     ) -> Tensor:
-        # A CPU takes narrow matrices of 16 bits at a fifth of the speed of 32 bits.
-        down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype if on_gpu(base) else torch.float32)
-        narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=edges[1:])
-        base.add_(grouped_mm(narrow, up, offs=edges[1:]))
+
+        def add() -> Tensor:
+            # A CPU takes narrow matrices of 16 bits at a fifth of the speed of 32 bits.
+            down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype if on_gpu(base) else torch.float32)
+            narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=edges[1:])
+            base.add_(grouped_mm(narrow, up, offs=edges[1:]))
+            return narrow
+
+        narrow = kept.product(add)  # where it is kept, so is `base`, with what was added to it
         ctx.mark_dirty(base)
         ctx.save_for_backward(source, edges, a, b, narrow)
         ctx.rows_of, ctx.scaling, ctx.dtype = rows_of, scaling, x.dtype

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from windlass.errors import UserError
 from windlass.observe.watch.detectors import AlarmError
-from windlass.train import checkpoint, group
+from windlass.train import checkpoint, group, kept
 from windlass.train.batches import Batch, Batches, RowError
 from windlass.train.compiled import Compiled
-from windlass.train.exchange import keep_sizes, overlap
+from windlass.train.exchange import overlap
 from windlass.train.fused import Adapters, fuse
 from windlass.train.initial import FixedHalves
 from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
@@ -104,8 +104,8 @@ class Loop:
         if self.train.neftune_noise_alpha:
             add_embedding_noise(self.causal_lm.get_input_embeddings(), self.train.neftune_noise_alpha)
         if self.train.gradient_checkpointing or layout.activation_checkpointing:
-            kept = {"context_fn": keep_sizes} if layout.expert_parallel > 1 else {}
-            self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, **kept})
+            keeps = {} if self.compiled else {"context_fn": kept.contexts(self.train.keeps_products)}
+            self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, **keeps})
         self.optimizer = create_optimizer(self.train, self.model.named_parameters(), self.total)
         self.scheduler = create_scheduler(self.train, self.optimizer, self.total)
 

@@ -27,13 +27,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import _grouped_linear, _grouped_mm
 
-from windlass.errors import Problem, raise_all
+from windlass.errors import Problem, UserError, raise_all
 from windlass.model import Base
 from windlass.model.targets import ExpertShard
 from windlass.plan import memory
 from windlass.plan.layout import FOUR_BITS, PUBLISHED
 from windlass.plan.work import narrow, published
-from windlass.train import four_bits
+from windlass.train import four_bits, kept
 from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, scale_block
 
 # A CPU prepares each product in 16 bits for its number of rows, in half a millisecond, and keeps 1,024 of them.
@@ -224,7 +224,7 @@ class _Product(torch.autograd.Function):
         ctx.coding = coding
         codes, scale = coding.parts(weight, scale)
         if offsets is not None:
-            return products(x, codes, scale, offsets, coding, transposed=True)
+            return kept.product(lambda: products(x, codes, scale, offsets, coding, transposed=True))
         return nn.functional.linear(x, dequantise(codes, scale, coding, x.dtype), bias)
 
     @staticmethod
@@ -339,13 +339,16 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
     weight: Tensor = getattr(experts, name)
     coding = formats_of(experts).get(name)
     product: Tensor
-    plain = coding is None and x.dtype == weight.dtype and not weight.requires_grad
-    if plain and x.device.type == "cpu" and x.element_size() == 2 and ALIGN > 1:
-        transposed = not getattr(experts, "is_transposed", False)
-        product = _OneByOne.apply(x, weight, offsets, transposed)  # type: ignore[no-untyped-call]
-        return product
     if coding is None:
-        product = _grouped_linear(x, weight, offsets, is_transposed=bool(getattr(experts, "is_transposed", False)))
+        transposed = not getattr(experts, "is_transposed", False)
+        if x.dtype == weight.dtype and not weight.requires_grad:
+            product = _Frozen.apply(x, weight, offsets, transposed)  # type: ignore[no-untyped-call]
+            return product
+        if kept.keeps_products():
+            what = f"experts' weights are in {weight.dtype}, what they are given in {x.dtype}: products can't be kept"
+            hint = "set model.torch_dtype: bfloat16, or train.gradient_checkpointing: true"
+            raise UserError(what.replace("torch.", ""), "train.gradient_checkpointing", hint)
+        product = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
         return product
     # As transformers does it: the products' dtype is the weight's, and under mixed precision that is the input's.
     dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
@@ -367,20 +370,28 @@ def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: F
     return way(x, codes, scale, offsets, coding, transposed=transposed)
 
 
-class _OneByOne(torch.autograd.Function):
-    """Each expert's own product with a frozen matrix of 16 bits, on a CPU."""
+class _Frozen(torch.autograd.Function):
+    """Each expert's own product with a frozen matrix."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(weight, offsets)
         ctx.transposed = transposed
-        return one_by_one(x, weight, None, offsets, None, transposed=transposed)
+        return kept.product(lambda: frozen_product(x, weight, offsets, transposed=transposed))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, offsets = ctx.saved_tensors
-        return one_by_one(dy.contiguous(), weight, None, offsets, None, transposed=not ctx.transposed), None, None, None
+        return frozen_product(dy.contiguous(), weight, offsets, transposed=not ctx.transposed), None, None, None
+
+
+def frozen_product(x: Tensor, weight: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
+    """x_e W_e^T (transposed) or x_e W_e for all experts; on a CPU in 16 bits one after the other."""
+    if x.device.type == "cpu" and x.element_size() == 2 and ALIGN > 1:
+        return one_by_one(x, weight, None, offsets, None, transposed=transposed)
+    found: Tensor = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
+    return found
 
 
 def one_by_one(
