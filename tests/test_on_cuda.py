@@ -59,7 +59,7 @@ cluster: {{nodes: {nodes}, gpus_per_node: 2, gpu: h200, network: infiniband-400}
 # Where the host waits for the GPU in a step, once the adapter is known to train.
 WAITS = {"loop.py train_step": 1}  # the one wait: loss, norm, faults, signals
 # NCCL takes from the host how many tokens go to which rank: in each layer and micro-batch, once.
-EXCHANGE = {"exchange.py __call__": 2 * 2}
+EXCHANGE = {"exchange.py exchange_edges": 2 * 2}
 PRODUCTS = ("mm", "scaled_dot_product", "flash_attention", "efficient_attention")
 
 
