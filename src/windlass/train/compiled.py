@@ -7,8 +7,9 @@ So a rank that can't compile computes that part eagerly, and no other rank waits
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch._functorch.config
@@ -20,10 +21,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from windlass.train import group
 
+if TYPE_CHECKING:
+    from windlass.train.loop import Loop
+
 LAYER: Final = re.compile(r"\blayers\.\d+$")
 GRAPHS: Final = 64  # of one forward's code: by shape, dtype, training or evaluation
 # Largest relative difference from eager layers, of the loss and of a gradient. Compiled, fewer values are rounded.
 TOLERANCE: Final = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 2e-1)}
+COMPILING_SECONDS: Final = (
+    3600  # a rank beside others on few processors takes much longer than one that finds its kernels
+)
 
 
 @torch.compiler.substitute_in_graph(dequantize_module_weight)
@@ -78,15 +85,43 @@ class Compiled:
     def graphs(self) -> int:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
-    def compare(self, dtype: torch.dtype, compute: Any) -> str:
-        """Loss and gradients, compiled and eager: why the layers can't be used, or nothing. A collective."""
+    def prove(self, loop: Loop) -> str:
+        """Why the layers can't be used, or nothing: one micro-batch, eager and compiled, with the same random numbers;
+        nothing of it is trained on. A collective.
+
+        Always the data's first: on resuming, layers are compiled for the same shapes as before.
+        """
+        began = time.monotonic()
+        host_batch = next(loop.batches.train(0, loop.accumulation, loop.steps_per_epoch))
+        batch = host_batch.to(loop.device)
+        share = loop.balance_share([host_batch]) if loop.router_weight else None
+
+        def compute() -> tuple[list[Tensor], list[Tensor]]:
+            with torch.random.fork_rng():
+                with loop.autocast:
+                    outcome = loop.causal_lm(**batch.inputs, balance_share=share)
+                loss = outcome[0] if loop.router_weight else outcome
+                loss.backward()
+            gradients = loop.replicas.gradients()
+            loop.optimizer.zero_grad()
+            loop.sources.take()
+            return [loss.detach()], gradients
+
+        narrow = loop.train.bf16 or loop.causal_lm.dtype != torch.float32
+        tolerance = TOLERANCE[torch.bfloat16 if narrow else torch.float32]
+        group.wait_at_most(max(COMPILING_SECONDS, loop.train.ddp_timeout))
         self.on = False
         eager = compute()
         self.on = True
         far = [_far(one, other) for one, other in zip(compute(), eager, strict=True)]
-        if not self.problem and not all(map(float.__le__, far, TOLERANCE[dtype])):
+        if not self.problem and not all(map(float.__le__, far, tolerance)):
             self.problem = "loss and gradients differ from eager layers' by {:.1e} and {:.1e}".format(*far)
-        return self.reason()
+        why = self.reason()
+        group.wait_at_most(loop.train.ddp_timeout)
+        if not why:
+            took = f"{self.graphs} graphs in {time.monotonic() - began:.0f} s"
+            loop.progress.console.print(f"compiled  {len(self.parts)} parts of layers, {took}; proven equal to eager")
+        return why
 
     def reason(self) -> str:
         """The first rank's problem, and which ranks have one; empty if none has. A collective."""

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from windlass.errors import RunError
 from windlass.model.targets import ExpertShard, ExpertShards, by_expert
-from windlass.train.group import first_few
+from windlass.observe.watch.detectors import AlarmError
+from windlass.train import group
 from windlass.train.sync import Replicas, fingerprints, local
 
 INTERVAL = 50  # updates between two looks at what they changed
@@ -98,7 +99,7 @@ class Liveness:
             return ""
         moved = self.replicas.all_reduce_max((self.last_seen != before).int()).tolist()
         still = [name for name, one in zip(self.named, moved, strict=True) if not one]
-        text = f"{len(still)} of the adapter's {len(moved)} tensors: {first_few(still, ', ')}"
+        text = f"{len(still)} of the adapter's {len(moved)} tensors: {group.first_few(still, ', ')}"
         return text if len(still) * 2 >= len(moved) else ""
 
     def _fingerprints(self, names: Sequence[str]) -> Tensor:
@@ -117,7 +118,7 @@ class Liveness:
         if names:
             raise RunError(
                 f"{len(names)} adapter tensor{'s are' if len(names) > 1 else ' is'} not training: "
-                f"{fault}: {first_few(names, ', ')}",
+                f"{fault}: {group.first_few(names, ', ')}",
                 self.where,
                 "nothing was saved; a module that the forward pass never uses, or a frozen path to it, does this",
             )
@@ -187,3 +188,18 @@ class ExpertTokens:
             handle.remove()
         self.handles.clear()
         self.counts.clear()
+
+
+def stop_non_finite(policy: str, step: int, faulty: list[int], rows: list[int]) -> None:
+    """Name the ranks and rows, and stop, unless watch.non_finite says to skip such steps. A collective."""
+    everyones: list[list[int]] = group.gather(rows)
+    where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
+    if policy == "stop":
+        raise AlarmError(
+            "non_finite",
+            f"non-finite loss or gradient at step {step}: "
+            f"{where or 'on no single rank: the sum over all ranks overflowed'}",
+            "watch.non_finite",
+            "nothing of this step was saved; look at these rows, lower train.learning_rate, "
+            "or set watch.non_finite: skip to leave such steps out",
+        )

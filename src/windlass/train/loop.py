@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,14 +14,14 @@ import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
 
-from windlass.errors import UserError
-from windlass.observe.watch.detectors import AlarmError
 from windlass.train import checkpoint, group, kept
 from windlass.train.batches import Batch, Batches, RowError
 from windlass.train.compiled import Compiled
+from windlass.train.evaluate import evaluate
 from windlass.train.exchange import overlap
 from windlass.train.fused import Adapters, fuse
 from windlass.train.initial import FixedHalves
+from windlass.train.liveness import stop_non_finite
 from windlass.train.loss import SourceLosses, patch_forward, router_loss_weight
 from windlass.train.noise import add_embedding_noise
 from windlass.train.optimizer import create_optimizer, create_scheduler, follows_evaluation
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from windlass.train.saver import Saver
     from windlass.train.sync import Replicas
     from windlass.train.trackers import Trackers
-
-COMPILING_SECONDS = 3600  # a rank beside others on few processors takes much longer than one that finds its kernels
 
 
 @dataclass(slots=True)
@@ -122,13 +119,13 @@ class Loop:
         if self.plan.loaded.run.lora.starts_from_weights:
             self.halves = FixedHalves(self.causal_lm)
         self.causal_lm.train()
-        if self.compiled:
-            self._prove_compiled(self.compiled)
+        if self.compiled and (why := self.compiled.prove(self)):
+            self._fall_back(self.compiled, why)
         self.recorder.start(self.step)
         self.watch.start(self.step, self.total)
         self.progress.start(self.total)
         self.stop_signal.training = True  # until now a signal ended the rank at once: there was nothing to save
-        if self.evaluation_due and self.evaluate():
+        if self.evaluation_due and evaluate(self):
             self.save()  # its loss belongs to the checkpoint that this run was resumed from
         began_at, micro_batches = self.step, self.batches.train(self.step, self.accumulation, self.steps_per_epoch)
         while self.step < self.total and not self.stopped:
@@ -136,38 +133,26 @@ class Loop:
             try:
                 step, requested, interrupted = self.train_step(micro_batches)
             except RowError as error:
-                raise self._save_before(error, began_at) from None
+                raise self.saver.save_before(self, error, began_at) from None
             self.progress.end_step(step)
 
             save_requested = self.watch.act(requested)  # an alarm saves, or stops the run
-            evaluate = self.validation is not None and self._due(self.train.eval_strategy, self.train.eval_steps)
+            evaluate_now = self.validation is not None and self._due(self.train.eval_strategy, self.train.eval_steps)
             save = self._due(self.train.save_strategy, self.train.save_steps)
             self._log_step(step)
             if interrupted and self.step < self.total:
-                self.stopped, self.evaluation_due = True, evaluate
-            elif evaluate:
-                self.evaluate()
+                self.stopped, self.evaluation_due = True, evaluate_now
+            elif evaluate_now:
+                evaluate(self)
             if save or save_requested or self.stopped:
                 self.save()
-        self._schedule_free("eval")
+        self.schedule_free("eval")
         if self.compiled:
             self.progress.console.print(f"compiled  {self.compiled.graphs} graphs in all")
         self.saver.close()
         self.recorder.event("end", self.step)
         self.recorder.close()
         self.trackers.log_steps()
-
-    def _save_before(self, error: RowError, began_at: int) -> UserError:
-        """Save what was trained before a row that can't be; the error with what to do about both. A collective."""
-        problem, folder = error.problems[0], self.saver.checkpoints / f"step-{self.step}"
-        if self.step > began_at and self.saver.step != self.step:
-            self._schedule_free("eval")
-            self.saver.save(self, wait=True)
-        hint = f"{problem.hint}; `windlass data RUN --override data.streaming=false` reads every row"
-        if self.step:
-            hint += f". Then go on from the adapter of step {self.step}: `windlass train RUN --override"
-            hint += f" train.output_dir={self.saver.folder}-2 --override lora.adapter={folder}`"
-        return UserError(f"{problem.problem} (met in step {self.step + 1} of the stream)", problem.where, hint)
 
     def _due(self, strategy: str, every_steps: int) -> bool:
         last = self.step == self.total
@@ -181,38 +166,6 @@ class Loop:
         dtype = torch.bfloat16 if self.train.bf16 else None
         self.adapters = Adapters([], dtype) if self.compiled else fuse(self.causal_lm, dtype)
         overlap(self.causal_lm)
-
-    def _prove_compiled(self, compiled: Compiled) -> None:
-        """One micro-batch, eager and compiled, with the same random numbers; nothing of it is trained on.
-
-        Always the data's first: on resuming, layers are compiled for the same shapes as before.
-        """
-        began = time.monotonic()
-        host_batch = next(self.batches.train(0, self.accumulation, self.steps_per_epoch))
-        batch, share = host_batch.to(self.device), None
-        if self.router_weight:
-            share = self._balance_share([host_batch])
-
-        def compute() -> tuple[list[Tensor], list[Tensor]]:
-            with torch.random.fork_rng():
-                with self.autocast:
-                    outcome = self.causal_lm(**batch.inputs, balance_share=share)
-                loss = outcome[0] if self.router_weight else outcome
-                loss.backward()
-            gradients = self.replicas.gradients()
-            self.optimizer.zero_grad()
-            self.sources.take()
-            return [loss.detach()], gradients
-
-        narrow = self.train.bf16 or self.causal_lm.dtype != torch.float32
-        group.wait_at_most(max(COMPILING_SECONDS, self.train.ddp_timeout))
-        why = compiled.compare(torch.bfloat16 if narrow else torch.float32, compute)
-        group.wait_at_most(self.train.ddp_timeout)
-        if why:
-            self._fall_back(compiled, why)
-            return
-        took = f"{compiled.graphs} graphs in {time.monotonic() - began:.0f} s"
-        self.progress.console.print(f"compiled  {len(compiled.parts)} parts of layers, {took}; proven equal to eager")
 
     def _fall_back(self, compiled: Compiled, why: str) -> None:
         compiled.remove()
@@ -231,7 +184,7 @@ class Loop:
 
         Returns what the step did, what the watch of rank 0 requests, and whether a signal has reached any rank.
         """
-        self._schedule_free("train")
+        self.schedule_free("train")
         rows: list[int] = []
         tokens = supervised = 0
         loss, balance = torch.zeros(2, device=self.device)
@@ -239,7 +192,7 @@ class Loop:
         balance_share = None
         if self.router_weight:  # a mean per micro-batch: how it compares with the tokens' sum has to be known before
             of_step = iter(all_of_step := list(of_step))
-            balance_share = self._balance_share(all_of_step)
+            balance_share = self.balance_share(all_of_step)
 
         # Forward and backward.
         with self.adapters.unchanged():
@@ -287,7 +240,7 @@ class Loop:
         if any(faults) or not math.isfinite(grad_norm):
             faulty = [rank for rank, fault in enumerate(faults) if fault]
             step.loss, step.skipped = math.nan if faulty else step.loss, True
-            self._report_non_finite(step, faulty, rows)
+            stop_non_finite(self.plan.loaded.run.watch.non_finite, step.step, faulty, rows)
             self.optimizer.zero_grad()  # to None: the optimizer passes over such parameters
             self.liveness.skip_update()
         else:
@@ -335,7 +288,7 @@ class Loop:
         sums[7 + group.rank()] = (~finite).float()
         return torch.nan_to_num(sums)
 
-    def _balance_share(self, batches: list[Batch]) -> Tensor:
+    def balance_share(self, batches: list[Batch]) -> Tensor:
         """What a micro-batch's balancing loss counts beside the sum of the tokens' losses.
 
         The step's loss is the mean over its tokens, and the mean of this over its micro-batches. The one other
@@ -346,79 +299,15 @@ class Loop:
             dist.all_reduce(total)
         return self.router_weight * total.clamp(min=1) / (self.accumulation * self.replicas.world)
 
-    def _report_non_finite(self, step: Step, faulty: list[int], rows: list[int]) -> None:
-        """Name the ranks and rows, and stop, unless watch.non_finite says to skip such steps. A collective."""
-        everyones: list[list[int]] = group.gather(rows)
-        where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
-        if self.plan.loaded.run.watch.non_finite == "stop":
-            raise AlarmError(
-                "non_finite",
-                f"non-finite loss or gradient at step {step.step}: "
-                f"{where or 'on no single rank: the sum over all ranks overflowed'}",
-                "watch.non_finite",
-                "nothing of this step was saved; look at these rows, lower train.learning_rate, "
-                "or set watch.non_finite: skip to leave such steps out",
-            )
-
-    def _schedule_free(self, mode: str) -> None:
+    def schedule_free(self, mode: str) -> None:
         """Optimizers of that kind keep two sets of weights: to train, and to evaluate and to save."""
         if callable(switch := getattr(self.optimizer, mode, None)):
             switch()
 
     # --- evaluate, save, log ---
 
-    def evaluate(self) -> bool:
-        """The mean loss of the validation rows. A signal interrupts it: then the run stops, and it stays due."""
-        assert self.validation is not None
-        began = time.monotonic()
-        self.causal_lm.eval()
-        self._schedule_free("eval")
-        by_set = SourceLosses(self.validation.names, self.device, torch.float64)
-        # Loss, right first choices, entropy, tokens; interruptions; then by set.
-        sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64, device=self.device)
-        requested = None  # by a signal until the batch before: waiting for that one lets the device compute this one
-        with self.adapters.unchanged():
-            for host_batch in self.validation.epoch(0):
-                self.recorder.mark("pause")
-                self.progress.evaluating(self.step)
-                with torch.no_grad(), self.autocast:
-                    figures = self.causal_lm(**(inputs := host_batch.to(self.device).inputs), per_token=True)
-                if by_set.names and "sources" in inputs:
-                    by_set.add(inputs["sources"], figures[0])
-                counts = figures.new_tensor([host_batch.supervised, self.stop_signal.received])
-                of_batch = torch.cat([figures.double().sum(1), counts.double(), by_set.take()])
-                if self.replicas.world > 1:
-                    dist.all_reduce(of_batch)
-                sums += of_batch
-                if requested is not None and bool(requested):  # evaluating can take longer than the time to save
-                    break
-                requested = of_batch[4]
-        self.causal_lm.train()
-        loss, right, entropy, tokens, interrupted, *of_sets = sums.tolist()
-        self.stopped = self.evaluation_due = interrupted > 0
-        if interrupted:
-            return False
-        self.eval_loss = loss / max(tokens, 1)
-        if follows_evaluation(self.train):
-            self.scheduler.step(self.eval_loss)
-        named = by_set.means(of_sets) if by_set.names else dict.fromkeys(self.validation.names, self.eval_loss)
-        metrics = {
-            "eval_loss": self.eval_loss,
-            **{f"eval_{name}_loss": mean for name, mean in named.items()},
-            "eval_mean_token_accuracy": right / max(tokens, 1),
-            "eval_entropy": entropy / max(tokens, 1),
-            "eval_num_tokens": self.tokens,
-            "eval_runtime": time.monotonic() - began,
-        }
-        self.recorder.event("eval", self.step, **metrics)
-        self.progress.end_evaluation(self.step, self.eval_loss)
-        self._log(metrics)
-        if self.samples is not None:
-            self.samples.generate(self)
-        return True
-
     def save(self) -> None:
-        self._schedule_free("eval")
+        self.schedule_free("eval")
         self.saver.save(self, wait=self.stopped)
         self.recorder.mark("pause")
 
@@ -428,9 +317,9 @@ class Loop:
         if self.step % self.train.logging_steps == 0:
             loss, self.unlogged = sum(self.unlogged) / len(self.unlogged), []
             values = {"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
-            self._log({**values, "num_tokens": float(self.tokens)})
+            self.log({**values, "num_tokens": float(self.tokens)})
         self.trackers.log_steps()
 
-    def _log(self, values: dict[str, float]) -> None:
+    def log(self, values: dict[str, float]) -> None:
         self.log_history.append({**values, "epoch": self.epoch, "step": self.step})
         self.trackers.log({**values, "epoch": self.epoch}, self.step)

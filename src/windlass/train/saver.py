@@ -9,12 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from windlass.errors import RunError
+from windlass.errors import RunError, UserError
 from windlass.files import Unwritten, commit_dir
 from windlass.run_folder import CHECKPOINTS, log_event
 from windlass.train import checkpoint, group
 
 if TYPE_CHECKING:
+    from windlass.train.batches import RowError
     from windlass.train.checkpoint import Snapshot
     from windlass.train.loop import Loop
 
@@ -82,6 +83,18 @@ class Saver:
                 str(self.checkpoints),
                 f"{before}; make room, then run again with --resume",
             )
+
+    def save_before(self, loop: Loop, error: RowError, began_at: int) -> UserError:
+        """Save what was trained before a row that can't be; the error with what to do about both. A collective."""
+        problem, folder = error.problems[0], self.checkpoints / f"step-{loop.step}"
+        if loop.step > began_at and self.step != loop.step:
+            loop.schedule_free("eval")
+            self.save(loop, wait=True)
+        hint = f"{problem.hint}; `windlass data RUN --override data.streaming=false` reads every row"
+        if loop.step:
+            hint += f". Then go on from the adapter of step {loop.step}: `windlass train RUN --override"
+            hint += f" train.output_dir={self.folder}-2 --override lora.adapter={folder}`"
+        return UserError(f"{problem.problem} (met in step {loop.step + 1} of the stream)", problem.where, hint)
 
     def begin(self, taken: Snapshot, copying_seconds: float = 0.0) -> None:
         """Start writing, once the one before is written."""

@@ -1,0 +1,66 @@
+"""The loss of the validation rows, between steps."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from windlass.train.loss import SourceLosses
+from windlass.train.optimizer import follows_evaluation
+
+if TYPE_CHECKING:
+    from windlass.train.loop import Loop
+
+
+def evaluate(loop: Loop) -> bool:
+    """The mean loss of the validation rows. A signal interrupts it: then the run stops, and it stays due."""
+    assert loop.validation is not None
+    began = time.monotonic()
+    loop.causal_lm.eval()
+    loop.schedule_free("eval")
+    by_set = SourceLosses(loop.validation.names, loop.device, torch.float64)
+    # Loss, right first choices, entropy, tokens; interruptions; then by set.
+    sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64, device=loop.device)
+    requested = None  # by a signal until the batch before: waiting for that one lets the device compute this one
+    with loop.adapters.unchanged():
+        for host_batch in loop.validation.epoch(0):
+            loop.recorder.mark("pause")
+            loop.progress.evaluating(loop.step)
+            with torch.no_grad(), loop.autocast:
+                figures = loop.causal_lm(**(inputs := host_batch.to(loop.device).inputs), per_token=True)
+            if by_set.names and "sources" in inputs:
+                by_set.add(inputs["sources"], figures[0])
+            counts = figures.new_tensor([host_batch.supervised, loop.stop_signal.received])
+            of_batch = torch.cat([figures.double().sum(1), counts.double(), by_set.take()])
+            if loop.replicas.world > 1:
+                dist.all_reduce(of_batch)
+            sums += of_batch
+            if requested is not None and bool(requested):  # evaluating can take longer than the time to save
+                break
+            requested = of_batch[4]
+    loop.causal_lm.train()
+    loss, right, entropy, tokens, interrupted, *of_sets = sums.tolist()
+    loop.stopped = loop.evaluation_due = interrupted > 0
+    if interrupted:
+        return False
+    loop.eval_loss = loss / max(tokens, 1)
+    if follows_evaluation(loop.train):
+        loop.scheduler.step(loop.eval_loss)
+    named = by_set.means(of_sets) if by_set.names else dict.fromkeys(loop.validation.names, loop.eval_loss)
+    metrics = {
+        "eval_loss": loop.eval_loss,
+        **{f"eval_{name}_loss": mean for name, mean in named.items()},
+        "eval_mean_token_accuracy": right / max(tokens, 1),
+        "eval_entropy": entropy / max(tokens, 1),
+        "eval_num_tokens": loop.tokens,
+        "eval_runtime": time.monotonic() - began,
+    }
+    loop.recorder.event("eval", loop.step, **metrics)
+    loop.progress.end_evaluation(loop.step, loop.eval_loss)
+    loop.log(metrics)
+    if loop.samples is not None:
+        loop.samples.generate(loop)
+    return True
