@@ -16,6 +16,7 @@ import warm
 from faults import FAULTS, NEW, Fault
 
 from windlass import tiny
+from windlass.files import read_json
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """\
@@ -78,6 +79,8 @@ def test_a_planted_fault_is_named(fault: Fault, material: Path, tmp_path: Path) 
     printed = re.sub(r"\s+", " ", printed)
     assert "Traceback" not in printed, printed
     assert code == fault.code, printed
+    states = [read_json(manifest)["state"] for manifest in folder.glob("*/manifest.json")]
+    assert "running" not in states, "nothing runs any more"
     assert re.search(".*?".join(re.escape(part.strip()) for part in fault.says.split("…")), printed), printed
 
 

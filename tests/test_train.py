@@ -786,6 +786,7 @@ def test_a_fault_stops_every_rank(two: Outcomes, name: str, kind: str, messages:
 def test_what_a_fault_leaves(two: Outcomes, four: Outcomes) -> None:
     assert [path.name for path in checkpoint.saved(two.folder / "drift" / "checkpoints")] == ["step-3"]
     assert two.steps("dead") == []
+    assert read_json(two.folder / "unlike rows" / "manifest.json")["state"] == "failed", "and not running"
     assert two["one step"]["code"] == 0
     assert two.printed.count("warning: too few steps (1) to see all of the adapter train") == 1
     assert (two["mended"]["code"], len(two.steps("mended"))) == (0, 3), "one that failed before its first step"

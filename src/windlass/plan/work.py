@@ -24,6 +24,8 @@ _FP8_PARTS = ("attention", "mlp", "shared_experts", "experts")
 # Numbers of a packed row's query, from which on a CPU computes attention by document (train/attention.py): of fewer,
 # the whole square takes no longer than calls by document.
 BY_DOCUMENT = 2**16
+# Documents are filled up to multiples of so many tokens: torch keeps some 4 MiB of code for each length it has seen.
+DOCUMENT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,12 @@ class Work:
     @property
     def attended(self) -> int:
         """Tokens that attention is computed over: a document's, or a row's. Under a mask GPUs compute the row's."""
-        alone = self.on_cpu and not self.scores and self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
-        return (self.document if alone or not self.masked else None) or self.batch.length
+        if self.document is None or (self.masked and not self.on_cpu):
+            return self.batch.length
+        if not self.masked:
+            return self.document
+        alone = not self.scores and self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
+        return ceil(self.document / DOCUMENT_TOKENS) * DOCUMENT_TOKENS if alone else self.batch.length
 
     @property
     def passes(self) -> int:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from windlass.plan.work import BY_DOCUMENT
+from windlass.plan.work import BY_DOCUMENT, DOCUMENT_TOKENS
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
 Lengths = list[int]
@@ -39,15 +39,18 @@ def forward(
 def by_document(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, options: dict[str, Any]
 ) -> Tensor:
-    """[heads, tokens, width] of one row. Neighbours of one length, as all padding is, are taken at once."""
+    """[tokens, heads, width] of one row. Neighbours of one length, as all padding is, are taken at once."""
     groups = [(length, len(list(alike))) for length, alike in groupby(lengths)]
     tokens = [length * count for length, count in groups]
     parts = [torch.split(tensor, tokens, dim=1) for tensor in (query, key, value)]
     found = []
     for (length, count), *given in zip(groups, *parts, strict=True):
-        documents = (part.unflatten(1, (count, length)).transpose(0, 1) for part in given)
+        fill = -length % DOCUMENT_TOKENS if length > 1 else 0  # behind a document: none of its tokens sees it
+        documents = (
+            nn.functional.pad(part.unflatten(1, (count, length)).transpose(0, 1), (0, 0, 0, fill)) for part in given
+        )
         made, _ = sdpa_attention_forward(module, *documents, None, **{**options, "is_causal": True})
-        found.append(made.flatten(0, 1))
+        found.append(made[:, :length].flatten(0, 1))
     return torch.cat(found)
 
 

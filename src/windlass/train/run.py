@@ -99,41 +99,42 @@ def run(
     )
     header(console, plan, os.environ)
 
-    # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
-    here.phase("preparing the data")
-    tokenizer = tokenizer_of(plan)
-    data = prepare_data(plan, tokenizer, console, unwritten)
-    for note in data.audit["notes"]:
-        console.print(f"warning: data: {note}", style="yellow")
-    require_same_data(from_checkpoint, data.fingerprint, plan)
+    with recorded_failure(folder):
+        # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
+        here.phase("preparing the data")
+        tokenizer = tokenizer_of(plan)
+        data = prepare_data(plan, tokenizer, console, unwritten)
+        for note in data.audit["notes"]:
+            console.print(f"warning: data: {note}", style="yellow")
+        require_same_data(from_checkpoint, data.fingerprint, plan)
 
-    # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is trained on
-    # must have been trained on the same weights.
-    here.phase("loading the model")
-    model, certificate = load(plan.base, plan.layout, **precision(plan))
-    if here.rank == 0:
-        with unwritten(folder / LOAD):
-            write_json(folder / LOAD, certificate)
-    group.wait_at_most(job.train.ddp_timeout)
-    digest = certificate["base_digest"]
-    other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
-    base = describe_base(plan.base, digest, other, certificate["quantisation"])
-    if line := describe_quantisation(certificate["quantisation"] or {}):
-        console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
-    if here.rank == 0:
-        with unwritten(folder / MANIFEST):
-            update_manifest(folder, **base)
+        # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is trained
+        # on must have been trained on the same weights.
+        here.phase("loading the model")
+        model, certificate = load(plan.base, plan.layout, **precision(plan))
+        if here.rank == 0:
+            with unwritten(folder / LOAD):
+                write_json(folder / LOAD, certificate)
+        group.wait_at_most(job.train.ddp_timeout)
+        digest = certificate["base_digest"]
+        other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
+        base = describe_base(plan.base, digest, other, certificate["quantisation"])
+        if line := describe_quantisation(certificate["quantisation"] or {}):
+            console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
+        if here.rank == 0:
+            with unwritten(folder / MANIFEST):
+                update_manifest(folder, **base)
 
-    # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
-    here.phase("attaching the adapter")
-    model = attach(model, job.lora, plan.adapter, job.train.seed)
-    assert_sharded(model, plan.layout)
+        # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
+        here.phase("attaching the adapter")
+        model = attach(model, job.lora, plan.adapter, job.train.seed)
+        assert_sharded(model, plan.layout)
 
-    # 6. The loop, and what it calls by name.
-    here.phase("setting up the loop")
-    report = BackgroundReport(folder)  # report.html, written again after every checkpoint
-    run_facts = {**facts(plan, identity), **base, "data": data.fingerprint}
-    loop = make_loop(plan, here, model, data, tokenizer, console, stop_signal, report, run_facts, debug_freq)
+        # 6. The loop, and what it calls by name.
+        here.phase("setting up the loop")
+        report = BackgroundReport(folder)  # report.html, written again after every checkpoint
+        run_facts = {**facts(plan, identity), **base, "data": data.fingerprint}
+        loop = make_loop(plan, here, model, data, tokenizer, console, stop_signal, report, run_facts, debug_freq)
 
     # 7. Train. The first steps prove that gradients reach every part of the adapter.
     with loop.watch, recorded_failure(folder), contextlib.ExitStack() as stack:
