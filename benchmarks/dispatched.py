@@ -124,11 +124,13 @@ def adapter_of(base: Base, count: int) -> tuple[Lora, adapters.Adapter]:
 
 ADAPTED = ("attention", "mlp", "shared_experts")
 LINEARS = [(64, 96, 32), (128, 96, 32), (64, 192, 32), (64, 96, 64), (128, 192, 64), (256, 64, 16), (64, 256, 16)]
+# Whether it has DoRA, its dropout, the way, and whether it computes in 16 bits though the adapter is in float32.
 OPTIONS = {
-    "dropout, separate": (False, 0.1, "separate"),
-    "dropout, fused": (False, 0.1, "fused"),
-    "dora": (True, 0.0, "separate"),
-    "dora, dropout": (True, 0.1, "separate"),
+    "dropout, separate": (False, 0.1, "separate", True),
+    "dropout, fused": (False, 0.1, "fused", True),
+    "dora": (True, 0.0, "separate", True),
+    "dora, dropout": (True, 0.1, "separate", True),
+    "float32": (False, 0.0, "separate", False),
 }
 
 
@@ -201,11 +203,13 @@ def on_gpu() -> Any:
     return patch("torch.nn.functional.dropout", lambda x, p, training, _: torch.native_dropout(x, p, training)[0])
 
 
-def count_linear(sizes: tuple[int, ...], dora: bool, dropout: float, way: str) -> dict[str, dict[str, int]]:
-    """One adapted linear layer of `inputs, outputs, tokens`, beyond what plain LoRA without dropout dispatches."""
+def count_linear(
+    sizes: tuple[int, ...], dora: bool, dropout: float, way: str, autocast: bool
+) -> dict[str, dict[str, int]]:
+    """One adapted linear layer of `inputs, outputs, tokens`, beyond what plain LoRA under autocast dispatches."""
     inputs, outputs, tokens = sizes
     found = []
-    for options in ({"use_dora": dora, "lora_dropout": dropout}, {}):
+    for options, mixed in (({"use_dora": dora, "lora_dropout": dropout}, autocast), ({}, True)):
         base = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16).requires_grad_(False)
         linear = Linear(base, "default", config=LoraConfig(r=4, **options), r=4, lora_alpha=8)
         for each in (linear.lora_A, linear.lora_B, linear.lora_magnitude_vector):
@@ -222,7 +226,7 @@ def count_linear(sizes: tuple[int, ...], dora: bool, dropout: float, way: str) -
             module.register_forward_pre_hook(called)
         x = torch.randn(tokens, inputs, dtype=torch.bfloat16).requires_grad_()
         with on_gpu() if way == "fused" else nullcontext(), fused.unchanged(), Counting() as counting:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
                 y = linear(x * 1)
             counting.phase = PHASES[1]
             y.backward(y.detach())
@@ -231,16 +235,16 @@ def count_linear(sizes: tuple[int, ...], dora: bool, dropout: float, way: str) -
     return {phase: {what: found[0][phase][what] - found[1][phase][what] for what in COUNTS} for phase in PHASES}
 
 
-def linear_table(dora: bool, dropout: float, way: str) -> dict[str, Any]:
+def linear_table(*options: Any) -> dict[str, Any]:
     """Counts of one adapted linear layer; bytes of each token's input and output, and of a weight, once a pass."""
-    counted = [(sizes, count_linear(sizes, dora, dropout, way)) for sizes in LINEARS]
+    counted = [(sizes, count_linear(sizes, *options)) for sizes in LINEARS]
     matrix = np.array([of_linear(*sizes) for sizes, _ in counted], float)
     table: dict[str, Any] = {}
     for phase in PHASES:
         table[phase] = {what: counted[0][1][phase][what] for what in COUNTS}
         answer, *_ = np.linalg.lstsq(matrix, np.array([found[phase]["bytes"] for _, found in counted], float))
         values = zip(OF_LINEAR, answer, strict=True)
-        table[phase]["bytes"] = {name: round(float(value), 2) for name, value in values if value > 0.005}
+        table[phase]["bytes"] = {name: round(float(value), 2) for name, value in values if abs(value) > 0.005}
     return table
 
 
@@ -270,7 +274,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     table: dict[str, Any] = json.loads(TABLE.read_text())
-    table["linear"] = {name: linear_table(*options) for name, options in OPTIONS.items()}
+    table["linear"] = {name: linear_table(*every) for name, every in OPTIONS.items()}
     for way, (name, family) in itertools.product(WAYS, FAMILIES.items()):
         if options.only in ("", name) and options.way in (None, way):
             table[way][name] = count_family(family, way)

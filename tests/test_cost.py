@@ -255,7 +255,7 @@ def test_fp8_halves_the_traffic_and_costs_time_on_the_chip() -> None:
     wide, narrow = cost(work(3, 1)), cost(work(3, 1, base_dtype="fp8"))
     assert wide.wire_gb_per_step / narrow.wire_gb_per_step == pytest.approx(2, rel=0.02)
     one = {dtype: cost(work(1, 1, 16, 1, shard=1, base_dtype=dtype)).step_seconds for dtype in ("fp8", "bf16")}
-    assert one["fp8"] - one["bf16"] == pytest.approx(3 * 7 * 117.88e9 / 4.32e12, rel=0.01)
+    assert one["fp8"] - one["bf16"] == pytest.approx(3 * 7 * 117.88e9 / 4.08e12, rel=0.01)
 
 
 def test_nics_are_shared_by_the_gpus_of_a_node() -> None:
@@ -420,12 +420,12 @@ def test_counts_are_those_of_a_fresh_trace(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("name", dispatched.OPTIONS)
-def test_dora_and_dropout_are_priced_as_a_linear_layer_dispatches_them(name: str) -> None:
-    """And they take as much memory: counted of PEFT's own layer."""
-    dora, dropout, way = dispatched.OPTIONS[name]
+def test_options_are_priced_as_a_linear_layer_dispatches_them(name: str) -> None:
+    """Counted of PEFT's own layer; DoRA and dropout take more time and memory."""
+    dora, dropout, way, autocast = dispatched.OPTIONS[name]
     inputs, outputs, tokens = 80, 112, 48
     sizes = dict(zip(operators.OF_LINEAR, operators.of_linear(inputs, outputs, tokens), strict=True))
-    for phase, counted in dispatched.count_linear((inputs, outputs, tokens), dora, dropout, way).items():
+    for phase, counted in dispatched.count_linear((inputs, outputs, tokens), dora, dropout, way, autocast).items():
         row = dict(operators.table()["linear"][name][phase])
         row["bytes"] = sum(sizes[what] * value for what, value in row["bytes"].items())
         assert row == pytest.approx(counted, rel=1e-6), phase
@@ -434,8 +434,7 @@ def test_dora_and_dropout_are_priced_as_a_linear_layer_dispatches_them(name: str
         [getattr(cost(each), what) for each in (given, replace(given, dora=dora, dropout=dropout))]
         for what in ("step_seconds", "gpu_gib")
     )
-    assert seconds[1] > seconds[0]
-    assert gib[1] > gib[0]
+    assert (seconds[1] > seconds[0]) == (gib[1] > gib[0]) == (dora or dropout > 0)
 
 
 @pytest.mark.parametrize("mixed", [True, False])

@@ -146,8 +146,8 @@ class Machine:
 # Large bfloat16 products: power holds Hopper's clocks down (grouped ones reach 474 TFLOP/s at 512 rows an expert on an
 # H100, which 0.7 of the peak and the reading of the weights explain); Ampere's come closer to the peak.
 ACHIEVED_SHARE, AMPERE_SHARE = 0.7, 0.8
-# STREAM-like kernels reach about nine tenths of the data sheet's memory rate.
-MEMORY_SHARE = 0.9
+# Large additions reach nine tenths of the data sheet's memory rate; what layers have beside products, fitted, less.
+MEMORY_SHARE = 0.85
 
 
 def _read_gpu(name: str, row: Mapping[str, Any]) -> Gpu:

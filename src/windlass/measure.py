@@ -139,13 +139,16 @@ def memory_rate(device: torch.device, elements: int) -> float:
         return 3 * a.nbytes / seconds(lambda: torch.add(a, b, out=b), device) / 1e9
     inputs = itertools.cycle([torch.randn(elements // 128, 128).bfloat16() for _ in range(8)])
 
-    def operators() -> None:
+    def operators() -> None:  # casts, products, sums and slower ones, in about the shares that they have in layers
         x = next(inputs)
-        gated = nn.functional.silu(x) * x
-        gated.pow(2).sum(-1)
-        gated.t().contiguous()
+        wide = x.float()
+        scaled = (wide * wide).bfloat16() * x
+        added = scaled.float() + wide
+        (scaled + x).pow(2).sum(-1)
+        nn.functional.silu(added)
 
-    return 10 * 2 * elements / seconds(operators, device) / 1e9
+    moved = 6 + 12 + 6 + 6 + 6 + 12 + 6 + 4 + 2 + 8  # bytes an element, in their order
+    return moved * elements / seconds(operators, device) / 1e9
 
 
 def copy_rate(device: torch.device, size: int) -> float:

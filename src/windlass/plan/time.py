@@ -7,7 +7,7 @@ that it must wait for it, a wait is added. On a CPU all of them are one processo
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.hardware import NARROW, Fabric, interpolate, product_rate
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
-from windlass.plan.work import Layer, Shape, Work
+from windlass.plan.work import Layer, Lora, Shape, Work
 
 # Ranks wait for the slowest of them, and collectives take some of the GPU's own units and memory.
 SKEW = 1.03
@@ -34,8 +34,6 @@ CPU_STEP_OPERATORS, TENSOR_OPERATORS = 150, 10
 # Neither GPU nor host is ahead of the other all of the time: the exponent of the norm that stands for their maximum.
 AHEAD = 4
 PHASES = ("forward", "backward")
-# Without autocast, adapters in float32 compute in it: their inputs are copied, their results are twice as wide.
-WIDE_ADAPTER = 2.4
 # Kernels loaded, allocators filled, communicators connected: beyond an ordinary step, seconds on a GPU; assumed.
 FIRST_STEP = 8.0
 
@@ -251,8 +249,7 @@ def _layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
         compute += others / rate / 1e12
     compute += square / interpolate(rates.attention_backward if back else rates.attention, length, head) / 1e12
     did = dispatched(shape, layer, phase, length, separate=work.on_cpu or work.separate, dora=work.dora)
-    moved = did.bytes + did.adapter_bytes * (WIDE_ADAPTER if wide else 1)
-    moved *= work.width / 2  # counted in 16 bits
+    moved = did.bytes * work.width / 2  # counted in 16 bits
     memory = moved * tokens / rates.memory_gb_per_second / 1e9
     operators = did.operators + GATHER_OPERATORS * (work.layout.shard > 1)
     operators += EXCHANGE_OPERATORS * (work.layout.expert_parallel > 1 and layer.experts > 0)
@@ -261,30 +258,39 @@ def _layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
         stored = [len(p.shape) for p in layer.parameters if p.name in shape.narrow]
         operators += DECODE_OPERATORS * sum(used if dimensions > 2 else 1 for dimensions in stored)
     host = operators * rates.operator_seconds + did.modules * rates.module_seconds
-    return Passes(compute, memory, host) + _adapter_options(work, layer, phase)
+    return Passes(compute, memory, host) + _adapter_options(work, layer, phase, wide=wide)
 
 
-def _adapter_options(work: Work, layer: Layer, phase: str) -> Passes:
-    """What DoRA and dropout add to plain LoRA. DoRA builds each adapted weight and its norm in every forward."""
-    if not (work.dora or work.dropout):
-        return Passes()
-    rates, tokens, compute = work.machine.rates, work.batch.tokens, 0.0
-    way = "separate" if work.on_cpu or work.separate else "fused"
-    name = "dora" + ", dropout" * bool(work.dropout) if work.dora else f"dropout, {way}"
-    row = table()["linear"][name][phase]
-    every = [(lora, tokens) for lora in layer.plain_lora]
-    every += [(lora, tokens * work.shape.top_k) for lora in layer.expert_lora]
-    moved = 0.0
-    for lora, rows in every:
-        size = dict(zip(OF_LINEAR, of_linear(lora.inputs, lora.outputs, rows), strict=True))
-        moved += sum(size[what] * value for what, value in row["bytes"].items())
-        if work.dora and phase == "forward":  # an identity matrix through A and B
+def _adapter_options(work: Work, layer: Layer, phase: str, *, wide: bool) -> Passes:
+    """What DoRA, dropout and float32 without autocast add to plain LoRA. DoRA builds each adapted weight and its norm
+    in every forward."""
+    tokens, compute, found = work.batch.tokens, 0.0, Passes()
+    plain = [(lora, tokens) for lora in layer.plain_lora]
+    every = [*plain, *((lora, tokens * work.shape.top_k) for lora in layer.expert_lora)]
+    if wide:
+        found += _linear_option(work, "float32", plain, phase)
+    if work.dora:
+        found += _linear_option(work, "dora" + ", dropout" * bool(work.dropout), every, phase)
+    elif work.dropout:
+        way = "separate" if work.on_cpu or work.separate else "fused"
+        found += _linear_option(work, f"dropout, {way}", every, phase)
+    for lora, rows in every if work.dora else ():
+        if phase == "forward":  # an identity matrix through A and B
             compute += _narrow(work, lora.inputs, lora.inputs, lora.r, wide=False)
             compute += _narrow(work, lora.inputs, lora.outputs, lora.r, wide=False)
-        if work.dora and work.dropout:  # the frozen weight's product with what is left of the input
+        if work.dropout:  # the frozen weight's product with what is left of the input
             compute += _product(work, rows, lora.inputs, lora.outputs)
+    return found + Passes(compute)
+
+
+def _linear_option(work: Work, name: str, adapted: Sequence[tuple[Lora, int]], phase: str) -> Passes:
+    """As counted of one linear layer, for each of these with so many rows."""
+    rates, row, moved = work.machine.rates, table()["linear"][name][phase], 0.0
+    for lora, rows in adapted:
+        size = dict(zip(OF_LINEAR, of_linear(lora.inputs, lora.outputs, rows), strict=True))
+        moved += sum(size[what] * value for what, value in row["bytes"].items())
     host = (row["operators"] + VIEW * row["views"]) * rates.operator_seconds + row["modules"] * rates.module_seconds
-    return Passes(compute, moved * work.width / 2 / rates.memory_gb_per_second / 1e9, host * len(every))
+    return Passes(0.0, moved * work.width / 2 / rates.memory_gb_per_second / 1e9, host * len(adapted))
 
 
 def _outside(work: Work) -> Passes:
@@ -498,7 +504,7 @@ COUNTED = ("layer", "adapters", "inputs", "expert_adapters")
 ADAPTED = ("adapted_in", "adapted_out", "adapted_r")
 OF_ADAPTERS = ("adapters", "inputs", *ADAPTED)
 OF_FUSED = ("inputs", "apart")  # nothing to layers that are not
-OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows")  # what DoRA's and dropout's bytes are linear in
+OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows", "columns")  # what the bytes of options are linear in
 
 
 def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
@@ -539,7 +545,7 @@ def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
 
 def of_linear(inputs: int, outputs: int, tokens: int) -> tuple[int, ...]:
     """Of one adapted linear layer and its pass over so many tokens, as OF_LINEAR names it."""
-    return tokens * inputs, tokens * outputs, inputs * outputs, inputs * inputs, outputs
+    return tokens * inputs, tokens * outputs, inputs * outputs, inputs * inputs, outputs, inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,7 +555,6 @@ class Dispatched:
     operators: float  # with views, as so many that launch
     modules: float
     bytes: float  # a token, read and written by the layer's operators that are no matrix product
-    adapter_bytes: float  # the same of its adapters
 
 
 @cache
@@ -571,7 +576,7 @@ def dispatched(
         count = {what: layer.traced.at(f"{phase}_{what}", length) for what in ("operators", "views", "bytes")}
         operators = count["operators"] + VIEW * count["views"] + rest.operators - without.operators
         moved = count["bytes"] / length + rest.bytes - without.bytes
-        return Dispatched(operators, rest.modules, moved, rest.adapter_bytes)
+        return Dispatched(operators, rest.modules, moved)
     way, name = "separate" if separate else "fused", shape.base.family.model_type
     rows = table()[way]
     if not layer.experts and f"{name}, dense" in rows:
@@ -584,5 +589,4 @@ def dispatched(
         every = row[what] | {name: of_adapters[what].get(name, 0.0) for name in OF_ADAPTERS}
         return float(sum(size[name] * value for name, value in every.items() if name in names))
 
-    adapters = of("bytes", ADAPTED)
-    return Dispatched(of("operators") + VIEW * of("views"), of("modules"), of("bytes") - adapters, adapters)
+    return Dispatched(of("operators") + VIEW * of("views"), of("modules"), of("bytes"))
