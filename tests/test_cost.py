@@ -25,7 +25,7 @@ from windlass.plan import memory
 from windlass.plan import time as operators
 from windlass.plan.cost import Batch, Cost, Work, cost, read_shape
 from windlass.plan.layout import Layout
-from windlass.plan.work import Lora, Shape
+from windlass.plan.work import DOCUMENT_TOKENS, Lora, Shape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 dispatched: Any = importlib.import_module("dispatched")
@@ -417,6 +417,15 @@ def test_counts_are_those_of_a_fresh_trace(name: str, way: str) -> None:
         shipped = sum(sizes[feature] * value for feature, value in row.items())
         assert shipped == pytest.approx(counted, rel=0.04, abs=1), key
     assert set(FAMILIES) <= set(operators.table()[way])
+
+
+def test_a_cpu_fills_packed_documents_up() -> None:
+    given = replace(work(1, 1, shard=1), document=100, masked=True)
+    here = replace(given, machine=replace(given.machine, gpu=gpu("cpu")))
+    documents = torch.randint(60, 140, (4000,), generator=torch.manual_seed(0))
+    filled = (documents / DOCUMENT_TOKENS).ceil() * DOCUMENT_TOKENS
+    assert here.attended * here.filled == pytest.approx(float(filled.square().sum() / documents.sum()), rel=0.1)
+    assert (given.attended, given.filled) == (1024, 1)  # a GPU computes the whole row
 
 
 @pytest.mark.parametrize("name", dispatched.OPTIONS)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from windlass.hardware import KINDS, Collective, Points
 
 TURNS = 5  # of which the median counts
 TURN_SECONDS = 2e-3  # that a turn takes at least
+CACHED = 16 << 20  # bytes of other tensors that a layer reads until it comes to the same one again
 MOST_FLOPS = {"cpu": 1e9, "cuda": 4e12}  # of one call
 EXPERTS = 8
 SMALL_BYTES = 1 << 10  # of each rank, where latency alone counts
@@ -70,10 +72,13 @@ def rates(
 
 
 def seconds_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Of each call after others, as in a layer: a CPU's small products take twice as long as one over and over."""
+    """Of each call after others, as in a layer: a CPU's small products take twice as long as one over and over, whose
+    tensors are in its cache."""
     now, times = clock(device), [list[float]() for _ in calls]
+    other = torch.zeros(CACHED // 4)
     for _ in range(TURNS + 1):  # the first prepares
         for call, taken in zip(calls, times, strict=True):
+            other.sum()
             began = now()
             call()
             taken.append(now() - began)
@@ -133,20 +138,24 @@ def attention_rates(
 
 def memory_rate(device: torch.device, elements: int) -> float:
     """GB/s read and written: by an addition, which a GPU's other operators are as fast as; on a CPU, which is slower at
-    most of them, by some that layers have, in 16 bits and on other tensors each time."""
+    most of them, by some that layers have, in 16 bits, whose results are kept as a forward keeps them."""
     if device.type != "cpu":
         a, b = torch.randn(elements, device=device), torch.randn(elements, device=device)
         return 3 * a.nbytes / seconds(lambda: torch.add(a, b, out=b), device) / 1e9
     inputs = itertools.cycle([torch.randn(elements // 128, 128).bfloat16() for _ in range(8)])
+    kept = deque[Any](maxlen=16)  # 100 MB of 2^18 elements
 
     def operators() -> None:  # casts, products, sums and slower ones, in about the shares that they have in layers
         x = next(inputs)
         wide = x.float()
-        scaled = (wide * wide).bfloat16() * x
-        added = scaled.float() + wide
-        (scaled + x).pow(2).sum(-1)
-        nn.functional.silu(added)
+        scaled = (squared := wide * wide).bfloat16() * x
+        added = (again := scaled.float()) + wide
+        total = scaled + x
+        total.pow(2).sum(-1)
+        kept.append((wide, squared, scaled, again, added, total, nn.functional.silu(added)))
 
+    for _ in range(2 * 16):
+        operators()
     moved = 6 + 12 + 6 + 6 + 6 + 12 + 6 + 4 + 2 + 8  # bytes an element, in their order
     return moved * elements / seconds(operators, device) / 1e9
 

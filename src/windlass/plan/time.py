@@ -241,7 +241,7 @@ def _layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
             compute += once * (2 if back else 1)
     length = work.attended
     # A CPU's kernel computes in tiles that are as wide as short rows, whatever is masked.
-    square = _attention(layer, length) * tokens * (2 if work.masked and not work.on_cpu else 1)
+    square = _attention(layer, length) * tokens * work.filled * (2 if work.masked and not work.on_cpu else 1)
     head = layer.query / max(shape.heads, 1)
     if layer.traced:
         others = layer.traced.at(f"{phase}_products", length) / length * tokens

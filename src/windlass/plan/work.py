@@ -66,14 +66,22 @@ class Work:
         return self.machine.gpu.name == "cpu"
 
     @property
+    def alone(self) -> bool:
+        """Whether a CPU computes the attention of one document after the other."""
+        large = self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
+        return self.masked and self.on_cpu and self.document is not None and large and not self.scores
+
+    @property
     def attended(self) -> int:
         """Tokens that attention is computed over: a document's, or a row's. Under a mask GPUs compute the row's."""
-        if self.document is None or (self.masked and not self.on_cpu):
+        if self.document is None or (self.masked and not self.alone):
             return self.batch.length
-        if not self.masked:
-            return self.document
-        alone = not self.scores and self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
-        return ceil(self.document / DOCUMENT_TOKENS) * DOCUMENT_TOKENS if alone else self.batch.length
+        return self.document + self.alone * DOCUMENT_TOKENS // 2  # filled up by half of it on average
+
+    @property
+    def filled(self) -> float:
+        """How many times its tokens attention is computed for."""
+        return self.attended / self.document if self.alone and self.document else 1.0
 
     @property
     def passes(self) -> int:
