@@ -22,8 +22,9 @@ from windlass.plan.machine import own_file, write_machine
 from windlass.train import ranks
 from windlass.train.rank import launched_by_srun
 
-# Measured / planned step time of calibrated plans (benchmarks/cpu_plan.py), wider where the machine itself varies.
-LOW, HIGH = 0.8, 1.25
+# Measured / planned step time of calibrated plans (benchmarks/cpu_plan.py: 0.84 to 1.32, and short runs warm up in the
+# middle of it), wider where the machine itself varies.
+LOW, HIGH = 0.8, 1.4
 STORAGE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 LIMIT_SECONDS = 300.0  # for all of it, before the ranks are ended: a collective may hang
 
