@@ -6,8 +6,8 @@
 Needs root and iproute2. The rule, fixed before anything is measured: of every two ways whose predicted times differ by
 TIE or more, the one that is predicted to be faster is measured to be faster; and what `auto` takes is measured to be
 no slower than any other by TIE. The processor's rate is what one of the ways needs without a wire (CALIBRATED), its
-memory's rate a copy's; the link's is what it is throttled to: with that, full-shard spends on the wire about fifty
-times what it computes, as the published recipe does on three nodes. Everything else is the plan's.
+memory's rate what layers reach; the link's is what it is throttled to: with that, full-shard spends on the wire about
+fifty times what it computes, as the published recipe does on three nodes. Everything else is the plan's.
 
 All ways train the same rows through the code of `windlass train`. Rounds are interleaved, and the quickest of each
 way's steps counts: what else the machine does only ever adds to a step.
@@ -37,8 +37,10 @@ from launch_hosts import Hosts, hosts, why_not
 from windlass import plan as planning
 from windlass import run_folder, runfile, tiny
 from windlass.files import read_json_lines
+from windlass.hardware import MEMORY_SHARE
 from windlass.plan import Plan
 from windlass.plan.layout import Layout
+from windlass.plan.time import CPU_SKEW
 
 TIE = 0.15
 MEGABITS, TCP = 16, 0.95  # of the link, and the share of it that TCP's payload gets
@@ -132,24 +134,11 @@ def plan_of(folder: Path, way: Sequence[str], rates: Rates, out: str = "run", na
     return planning.make(runfile.read(file, [*BASE, *way]))
 
 
-def copied() -> float:
-    """GB a second that a copy reads and writes, both counted."""
-    import torch
-
-    source = torch.ones(2**24)
-    target = torch.empty_like(source)
-    rates = []
-    for _ in range(6):
-        began = time.perf_counter()
-        target.copy_(source)
-        rates.append(2 * source.nbytes / (time.perf_counter() - began) / 1e9)
-    return max(rates)
-
-
 def rank(folder: Path) -> None:
     """In each of the two processes: every way, round by round, through the run that `windlass train` makes."""
     import torch
 
+    from windlass import measure
     from windlass.train import run
     from windlass.train.rank import read_rank
 
@@ -160,7 +149,7 @@ def rank(folder: Path) -> None:
     sent: dict[str, float] = {}
     memory = []
     for turn, (way, keys) in itertools.product(range(ROUNDS), WAYS.items()):
-        memory.append(copied())
+        memory.append(measure.memory_rate(torch.device("cpu"), 2**18))
         plan = plan_of(folder, keys, Rates(), f"{turn} {way}", f"run-{here.rank}")  # each rank writes its own file
         before = int(SENT.read_text())
         if run.run(plan, here):
@@ -170,7 +159,9 @@ def rank(folder: Path) -> None:
         took = [line["step_seconds"] for line in read_json_lines(out / run_folder.STEPS.format(rank=here.rank))]
         taken[way] += took[1:]
     torch.distributed.destroy_process_group()
-    (folder / f"taken-{here.rank}.json").write_text(json.dumps({"seconds": taken, "sent": sent, "memory": max(memory)}))
+    (folder / f"taken-{here.rank}.json").write_text(
+        json.dumps({"seconds": taken, "sent": sent, "memory": statistics.median(memory) / MEMORY_SHARE})
+    )
 
 
 def measure(folder: Path, machines: Hosts) -> dict[str, Any]:
@@ -211,8 +202,8 @@ def throttle(machines: Hosts) -> None:
 def calibrated(folder: Path, found: Mapping[str, Any]) -> Rates:
     """One way's measured time says how fast the processor is: without a wire worth the name, it is all work."""
     plan = plan_of(folder, WAYS[CALIBRATED], Rates(memory=found["memory"]))
-    wire = plan.cost.step_seconds - SEQUENCES * (plan.cost.compute_seconds)
-    work = (found["seconds"][CALIBRATED] - max(wire, 0.0)) / SEQUENCES
+    wire = plan.cost.step_seconds / CPU_SKEW - SEQUENCES * plan.cost.compute_seconds
+    work = (found["seconds"][CALIBRATED] / CPU_SKEW - max(wire, 0.0)) / SEQUENCES
     return Rates(Rates().tflops * plan.cost.compute_seconds / work, found["memory"])
 
 
