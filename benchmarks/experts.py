@@ -42,7 +42,7 @@ TIMED = (512, 256)  # hidden size, width of an expert
 WEIGHED, LAYERS, WEIGHED_TOKENS = (1024, 512), 4, 16
 SWEEP = (2, 8, 16, 32, 128, 512, 1024)
 GOALS = {"extra memory": 0.15, "time at 8 to 32 tokens per expert": 0.35}
-PEFT, BESIDE, NONE = "PEFT", "beside", "no adapter"
+PEFT, UNMERGED, NONE = "PEFT", "unmerged", "no adapter"
 Step = Callable[[], None]
 
 
@@ -76,7 +76,7 @@ def layers(way: str, count: int, sizes: tuple[int, int], dtype: torch.dtype) -> 
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     nn.init.normal_(parameter, std=0.02)
-            if way == BESIDE:
+            if way == UNMERGED:
                 alongside.patch_experts(model)
         made.append(layer)
     return made
@@ -116,12 +116,12 @@ def sweep(tokens_per_expert: tuple[int, ...], rounds: int) -> list[dict[str, Any
     hidden, _ = TIMED
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        made = {way: layers(way, 1, TIMED, dtype) for way in (NONE, PEFT, BESIDE)}
+        made = {way: layers(way, 1, TIMED, dtype) for way in (NONE, PEFT, UNMERGED)}
         for each in tokens_per_expert:
             steps = {way: step_of(made[way], each, hidden, dtype) for way in made}
             seconds = timed(steps, max(3, rounds if each < 512 else rounds // 3))
-            ratio = seconds[BESIDE] / seconds[PEFT]
-            row = {"dtype": str(dtype)[6:], "tokens_per_expert": each, "seconds": seconds, "beside_to_peft": ratio}
+            ratio = seconds[UNMERGED] / seconds[PEFT]
+            row = {"dtype": str(dtype)[6:], "tokens_per_expert": each, "seconds": seconds, "unmerged_to_peft": ratio}
             rows.append(row)
     return rows
 
@@ -141,11 +141,11 @@ def weighed() -> list[dict[str, Any]]:
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     for dtype in ("float32", "bfloat16"):
         found = {}
-        for way in (NONE, PEFT, BESIDE):
+        for way in (NONE, PEFT, UNMERGED):
             command = [sys.executable, __file__, "--weigh", way, dtype]
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=600)
             found[way] = int(done.stdout.split()[-1])
-        rows.append({"dtype": dtype, "bytes": found, "beside_to_peft": found[BESIDE] / found[PEFT]})
+        rows.append({"dtype": dtype, "bytes": found, "unmerged_to_peft": found[UNMERGED] / found[PEFT]})
     return rows
 
 
@@ -155,7 +155,7 @@ def verdicts(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[
     for weight in memory:
         few = [row for row in times if row["dtype"] == weight["dtype"] and 8 <= row["tokens_per_expert"] <= 32]
         least = max(row["seconds"][NONE] / row["seconds"][PEFT] for row in few)
-        worst = (weight["beside_to_peft"], None), (max(row["beside_to_peft"] for row in few), least)
+        worst = (weight["unmerged_to_peft"], None), (max(row["unmerged_to_peft"] for row in few), least)
         for goal, (figure, floor) in zip(GOALS, worst, strict=True):
             found.append({"goal": goal, "dtype": weight["dtype"], "worst": figure, "without adapter": floor})
     return found
@@ -164,18 +164,18 @@ def verdicts(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> list[
 def show(found: dict[str, Any]) -> None:
     print(f"{found['date']}  {found['machine']}  {found['versions']}")
     print(f"{EXPERTS} experts, top {TOP_K}, rank {RANK}; time of one layer {TIMED}, checkpointed; milliseconds")
-    print(f"{'':10}{'tokens/expert':>14}{NONE:>12}{PEFT:>10}{BESIDE:>10}{'beside/PEFT':>13}")
+    print(f"{'':10}{'tokens/expert':>14}{NONE:>12}{PEFT:>10}{UNMERGED:>10}{'unmerged/PEFT':>15}")
     for row in found["time"]:
         times = "".join(
-            f"{1e3 * row['seconds'][way]:{size}.1f}" for way, size in ((NONE, 12), (PEFT, 10), (BESIDE, 10))
+            f"{1e3 * row['seconds'][way]:{size}.1f}" for way, size in ((NONE, 12), (PEFT, 10), (UNMERGED, 10))
         )
-        print(f"{row['dtype']:10}{row['tokens_per_expert']:14}{times}{row['beside_to_peft']:13.2f}")
+        print(f"{row['dtype']:10}{row['tokens_per_expert']:14}{times}{row['unmerged_to_peft']:15.2f}")
     print(f"\nMB at the peak above weights, adapters and their gradients: {LAYERS} layers {WEIGHED},", end=" ")
     print(f"{WEIGHED_TOKENS} tokens/expert")
     for row in found["memory"]:
-        widths = ((NONE, 26), (PEFT, 10), (BESIDE, 10))
+        widths = ((NONE, 26), (PEFT, 10), (UNMERGED, 10))
         sizes = "".join(f"{row['bytes'][way] / 1e6:{size}.0f}" for way, size in widths)
-        print(f"{row['dtype']:10}{sizes}{row['beside_to_peft']:13.2f}")
+        print(f"{row['dtype']:10}{sizes}{row['unmerged_to_peft']:15.2f}")
     print()
     for row in found["worst"]:
         limit, floor = GOALS[row["goal"]], row["without adapter"]

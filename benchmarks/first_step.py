@@ -4,7 +4,7 @@
     python benchmarks/first_step.py --imports   what importing the training libraries takes, by package
 
 Ranks say what they are doing as in every run, for the message should one be killed; here the moments of that are kept.
-Looked for every 5 ms. The model is a tiny replica of a few MB, so "load" is what loading costs beside reading.
+Looked for every 5 ms. The model is a tiny replica of a few MB, so "load" is what loading costs besides reading.
 """
 
 from __future__ import annotations

@@ -191,9 +191,9 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {  # part -> (heading, key, for
         ("reserved GiB", "reserved_gib", ".2f"), ("plan s/step", "plan_seconds", ".3f"), ("loss", "loss", ".3f"),
     ],
     "peft": [
-        ("tokens/expert", "per_expert", ",d"), ("PEFT ms", "peft_ms", ".2f"), ("beside ms", "beside_ms", ".2f"),
-        ("no adapter ms", "none_ms", ".2f"), ("beside/PEFT", "time_ratio", ".2f"), ("PEFT GiB", "peft_gib", ".2f"),
-        ("beside GiB", "beside_gib", ".2f"), ("memory ratio", "memory_ratio", ".2f"),
+        ("tokens/expert", "per_expert", ",d"), ("PEFT ms", "peft_ms", ".2f"), ("unmerged ms", "unmerged_ms", ".2f"),
+        ("no adapter ms", "none_ms", ".2f"), ("unmerged/PEFT", "time_ratio", ".2f"), ("PEFT GiB", "peft_gib", ".2f"),
+        ("unmerged GiB", "unmerged_gib", ".2f"), ("memory ratio", "memory_ratio", ".2f"),
     ],
     "profile": [("operation", "name", ""), ("calls", "calls", ",d"), ("ms", "ms", ".2f"), ("share", "share", ".1%")],
 }  # fmt: skip

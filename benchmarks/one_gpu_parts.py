@@ -180,7 +180,7 @@ def ground(sizes: Sizes, until: float) -> Iterator[Row]:
     del source
     free()
     yield from eight_bits(sizes)
-    yield from beside_is_right(sizes)
+    yield from unmerged_is_right(sizes)
 
 
 def eight_bits(sizes: Sizes) -> Iterator[Row]:
@@ -231,7 +231,7 @@ def by_kernel(codes: Tensor, scale: Tensor, coding: quantised.Format, words: str
                "expected": f"{most:.3g} at most: a byte read, two written"}  # fmt: skip
 
 
-def beside_is_right(sizes: Sizes) -> Iterator[Row]:
+def unmerged_is_right(sizes: Sizes) -> Iterator[Row]:
     """Outputs and gradients of experts with adapters: ours against PEFT's, on the same values."""
     found = {}
     for way in (OURS, PEFTS):
@@ -299,10 +299,10 @@ def peft(sizes: Sizes, until: float) -> Iterator[Row]:
         if len(ways) < 3:
             continue
         (ours, ours_gib), (theirs, theirs_gib) = ways[OURS], ways[PEFTS]
-        row = {"per_expert": per_expert, "peft_ms": 1e3 * theirs, "beside_ms": 1e3 * ours,
+        row = {"per_expert": per_expert, "peft_ms": 1e3 * theirs, "unmerged_ms": 1e3 * ours,
                "none_ms": 1e3 * ways["none"][0], "time_ratio": ours / theirs}  # fmt: skip
         if GPU:
-            row |= {"peft_gib": theirs_gib, "beside_gib": ours_gib, "memory_ratio": ours_gib / theirs_gib}
+            row |= {"peft_gib": theirs_gib, "unmerged_gib": ours_gib, "memory_ratio": ours_gib / theirs_gib}
         yield row
 
 

@@ -8,7 +8,7 @@ the time between the ends of the first and the last optimizer step, peak residen
 left a rank's network interface (in a network namespace of its own, so nothing else is counted). The held-out loss is
 computed from every engine's final adapter by plain transformers + PEFT, in one process. With rounds, engines take
 turns: each is compared with the first within its round, and the least and the greatest of these ratios are printed
-beside their median (of six rounds, between them is a 97 % interval of the median).
+next to their median (of six rounds, between them is a 97 % interval of the median).
 Rows are lines of real text: --text FILE (WikiText's validation file, say), else the help pages that Python carries.
 """
 

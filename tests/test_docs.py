@@ -93,3 +93,11 @@ def test_the_demo_ends_as_the_readme_shows(tmp_path: Path) -> None:
 
 def masked(line: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\d[\d.,:e+-]*", "#", line))
+
+
+def test_readme_figures_of_accuracy_are_those_of_the_page() -> None:
+    page, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/accuracy.md", "README.md"))
+    (row,) = re.findall(r"^\| \*\*not fitted\*\* \| (.*) \|$", page, re.MULTILINE)
+    memory_rows, memory, _, speed_rows, speed, *_ = (cell.strip().replace("%", " %") for cell in row.split("|"))
+    assert f"({memory_rows} rows) | off by {memory}, median" in readme
+    assert f"({speed_rows} rows) | off by {speed}, median" in readme
