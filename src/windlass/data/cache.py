@@ -22,6 +22,7 @@ SEAL = "complete.json"
 # the eight ranks of a node start together and need not each read every byte.
 CHECKED_SECONDS = 600
 BLOCK_BYTES = 1 << 20
+SILENT_SECONDS = 2.0  # waiting for a lock is reported only after this
 
 
 def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
@@ -60,11 +61,15 @@ def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], s
 @contextmanager
 def one_at_a_time(path: Path, say: Say, waiting: str) -> Iterator[bool]:
     """Hold a lock; `waiting` is reported where another process has it. False where the storage has no locks."""
-    try:
-        lock = lock_file(path, wait=False)
-    except BlockingIOError:
-        say(waiting)
-        lock = lock_file(path)
+    silent_until, wait = time.monotonic() + SILENT_SECONDS, False
+    while True:
+        try:
+            lock = lock_file(path, wait=wait)
+            break
+        except BlockingIOError:
+            time.sleep(0.05)
+            if wait := time.monotonic() > silent_until:
+                say(waiting)
     if lock is None:
         say(f"{path.parent} takes no locks: every process works for itself, the first to finish is kept")
     with lock or nullcontext():

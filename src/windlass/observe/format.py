@@ -21,7 +21,7 @@ def figure(value: Any, unit: str = "", digits: int = 3) -> str:
     size = abs(value)
     if isinstance(value, int) or size >= 100:
         shown = f"{value:,.0f}"
-    elif size >= 0.001 or value == 0:
+    elif size >= 0.0001 or value == 0:
         shown = f"{value:.{digits}g}"
     else:
         shown = f"{value:.1e}"
