@@ -53,17 +53,18 @@ def train(
     allow_other_base: bool = False,
     say: Callable[[UserError], None],
 ) -> int:
-    """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or be one. Returns the exit code."""
+    """Start this machine's ranks, which run `python -m windlass ARGUMENTS`, or run as one of them. Returns the exit
+    code."""
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # until ranks are there: nothing is lost
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # until the ranks run there is nothing to save
             signal.signal(number, lambda *_: sys.exit(SAVED))
 
     def checked() -> Plan:
         from windlass.plan.inputs import absent_data, absent_files
 
         plan = make_plan()
-        # Before anything is loaded: opening them would fail only once the model is there.
+        # Checked before loading: opening them would fail only once the model is there.
         where, absent = plan.loaded.where("train.report_to"), absent_trackers(plan.loaded.run.train.report_to)
         hints = ((name, f"{how}, or take it out") for name, how in absent.items())
         files = [problem for _, problem in (*absent_data(plan.loaded), *absent_files(plan.loaded))]
@@ -111,18 +112,18 @@ def in_ranks(
 ) -> int:
     """Start this machine's ranks with the same command, or do one rank's work.
 
-    Each rank plans again: that is quick compared with importing torch, and needs no copy of the plan in a file.
+    Each rank makes the plan again: that takes little time compared with importing torch, and needs no file.
     """
     environ.update(launched_by_srun(environ))
     here = read_rank(environ)
     if here is None:
-        plan = make_plan()  # here first: the user's mistakes are found in one process, and before torch is imported
+        plan = make_plan()  # here first: input errors show in one process, before torch is imported
         raise_all(plan.without_weights)
         ranks.require_all_nodes(plan.layout.nodes, plan.loaded.where, environ)
         command, grace = [sys.executable, "-m", "windlass", *arguments], plan.loaded.run.cluster.grace_seconds
         return ranks.start(command, plan.layout.gpus_per_node, environ, grace_seconds=grace or GRACE_SECONDS)
     code = run_rank(here, lambda: work(here), print_error=say)
-    if code:  # the other ranks may be gone already, and would be waited for
+    if code:  # ranks that are gone would make a clean shutdown hang
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -136,7 +137,7 @@ def in_ranks(
 def plan_finished_run(
     run_folder: Path, *, eval_data: Path | None, ranks: int | None, base_dtypes: Sequence[str]
 ) -> Plan:
-    """To evaluate it again, once the model can be stored in each of these dtypes."""
+    """Plan the evaluation of a finished run, after checking that its model can be stored in each of these dtypes."""
     from windlass.plan import make
     from windlass.plan.layout import IN_NAMES
 
@@ -153,7 +154,7 @@ def plan_finished_run(
 def load_finished_run(
     run_folder: Path, *, eval_data: Path | None, ranks: int | None, base_dtype: str | None = None
 ) -> Loaded:
-    """A run's file from its manifest, to be evaluated again: on these ranks, with rows that are not packed."""
+    """Load a run's file from its manifest, changed to evaluate it again: on these ranks, with unpacked rows."""
     manifest = run_folder / MANIFEST
     try:
         tree: dict[str, Any] = read_manifest(run_folder)["run"]
@@ -165,7 +166,7 @@ def load_finished_run(
             data |= {"dataset_name_or_path": str(eval_data), "dataset_config_name": None, "val_fraction": None}
             data |= {"train_split": "train", "val_split": "train", "mix": [], "eval": {}}
         elif data.get("val_split") and not data.get("val_fraction"):
-            data["train_split"] = data["val_split"]  # nothing else is tokenised
+            data["train_split"] = data["val_split"]  # only these rows are tokenized
         tree["data"] = Data.model_validate(data).model_dump(exclude_defaults=True)  # a default was not requested
     except (KeyError, TypeError):
         hint = "name the folder that train.output_dir named"
@@ -173,7 +174,7 @@ def load_finished_run(
     if ranks is not None:
         tree["cluster"] |= {"nodes": 1, "gpus_per_node": ranks}
         tree["layout"] = {"name": "auto", "base_dtype": (tree.get("layout") or {}).get("base_dtype")}
-        tree.get("train", {}).pop("global_batch_size", None)  # of the run's ranks; here nothing is trained
+        tree.get("train", {}).pop("global_batch_size", None)  # it fits the run's ranks, and nothing is trained here
     if base_dtype is not None:
         tree["layout"] = (tree.get("layout") or {}) | {"base_dtype": base_dtype}
     try:

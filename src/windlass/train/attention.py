@@ -1,10 +1,10 @@
-"""Attention of packed rows on a CPU, one document at a time.
+"""Attention of packed rows on a CPU, computed document by document.
 
-A row's mask lets a token see its own document alone. A CPU's kernel computes the whole square nevertheless: for six
-documents in a row, six times what they need. (On GPUs, flash attention takes documents as they are.)
+In a packed row each token attends to its own document only. A CPU kernel computes the full square all the same: six
+times too much for six documents. (On GPUs, flash attention handles documents itself.)
 
-This is an attention implementation of transformers: for masks that separate documents of long enough rows; others are
-handed on.
+Registered as an attention implementation of transformers. It handles masks that separate documents in long enough rows
+and passes all others on to transformers' own.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ def forward(
 def by_document(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, options: dict[str, Any]
 ) -> Tensor:
-    """[tokens, heads, width] of one row. Neighbours of one length, as all padding is, are taken at once."""
+    """Return [tokens, heads, width] of one row. Adjacent documents of equal length, which padding consists of, are
+    batched."""
     groups = [(length, len(list(alike))) for length, alike in groupby(lengths)]
     tokens = [length * count for length, count in groups]
     parts = [torch.split(tensor, tokens, dim=1) for tensor in (query, key, value)]
     found = []
     for (length, count), *given in zip(groups, *parts, strict=True):
-        fill = -length % DOCUMENT_TOKENS if length > 1 else 0  # behind a document: none of its tokens sees it
+        fill = -length % DOCUMENT_TOKENS if length > 1 else 0  # causal attention hides it from the document
         documents = (
             nn.functional.pad(part.unflatten(1, (count, length)).transpose(0, 1), (0, 0, 0, fill)) for part in given
         )
@@ -55,7 +56,7 @@ def by_document(
 
 
 def find_documents(mask: Tensor) -> list[Lengths] | None:
-    """How long the documents of each row are, if this is all that the mask says. Found once for a mask."""
+    """Return the lengths of each row's documents if the mask encodes nothing else. Computed once per mask."""
     known: list[Lengths] | bool | None = getattr(mask, "documents", False)
     if not isinstance(known, bool):
         return known
@@ -67,12 +68,12 @@ def _read_mask(mask: Tensor) -> list[Lengths] | None:
     if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         return None
     places = torch.arange(mask.shape[2])
-    first = mask[:, 0].int().argmax(-1)  # the first token that each one sees
+    first = mask[:, 0].int().argmax(-1)  # the first token that each token attends to
     if not torch.equal(mask[:, 0], (places >= first[..., None]) & (places <= places[:, None])):
-        return None  # other tokens than all from there to itself
+        return None  # not a contiguous range that ends at the token itself
     begins = first == places
     if not torch.equal(first, torch.where(begins, places, 0).cummax(-1).values):
-        return None  # as in a sliding window: a token's first is not where a document begins
+        return None  # a sliding window: the range begins inside a document
     edges = [[*torch.nonzero(row).flatten().tolist(), len(row)] for row in begins]
     return [[stop - start for start, stop in pairwise(row)] for row in edges]
 
@@ -82,6 +83,6 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def patch_attention(model: PreTrainedModel) -> None:
-    """Let a model whose attention is torch's take packed rows by document."""
+    """Use attention by document in a model that uses torch's SDPA."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)

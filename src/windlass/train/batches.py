@@ -1,4 +1,4 @@
-"""Which rows come when, and the micro-batches of this rank: the same steps on every number of ranks."""
+"""The order of rows, and this rank's micro-batches: steps have the same rows on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from windlass.errors import UserError
 from windlass.observe.steps import IGNORED
 from windlass.train import group
 
-FILL: Final = -1  # the number of a row without supervised tokens, which fills up a short last step
+FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
 ROW: Final = "row"
-SOURCE: Final = "source"  # of a row, which set of a mix, or of those evaluated
+SOURCE: Final = "source"  # the number of the data set that a row comes from, in mixes and evaluations
 FILL_ROW: Final[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED] * 2, "seq_lengths": [2], ROW: FILL}
 
 
@@ -29,9 +29,9 @@ FILL_ROW: Final[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED] * 2,
 class Batch:
     """One micro-batch."""
 
-    inputs: dict[str, Any]  # what the model's forward takes
-    collated: dict[str, Any]  # with labels and mask, in host memory: for counting without asking the device
-    rows: list[int]  # their numbers in the data set
+    inputs: dict[str, Any]  # arguments of the model's forward
+    collated: dict[str, Any]  # with labels and mask, in host memory, to count tokens without a device sync
+    rows: list[int]  # row numbers in the data set
     tokens: int  # without padding
 
     @property
@@ -51,14 +51,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """Rows to a batch whose supervised positions are known.
+    """Collates rows into a `Batch` with its supervised positions.
 
-    The attention mask of padded rows is left out: padding stands behind a row's tokens, and none of these looks ahead,
-    so that attention without a mask (and its faster kernels) gives them the same values.
+    The attention mask of padded rows is dropped: padding follows a row's tokens and causal attention never looks ahead,
+    so attention without a mask gives the same values with faster kernels.
     """
 
     collator: Collator
-    mark_tokens: bool = False  # keep the mask, for a router's balancing loss
+    mark_tokens: bool = False  # keep the mask, which a router's balancing loss needs
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
         collated = self.collator(list(rows))
@@ -77,12 +77,12 @@ class Collate:
             of_rows = np.array([row.get(SOURCE, [0])[0] for row in rows], np.int64)
             if len(labels) == len(rows):
                 which = supervised // labels.shape[1]
-            else:  # end to end
+            else:  # rows laid end to end
                 ends = np.cumsum([len(row["input_ids"]) for row in rows])
                 which = np.searchsorted(ends, supervised, side="right")
             inputs["sources"] = torch.from_numpy(of_rows[which])
         tokens = sum(len(row["input_ids"]) for row in rows)
-        counts = (tokens, inputs["input_ids"].numel() - tokens, len(supervised))  # as the recorder would count them
+        counts = (tokens, inputs["input_ids"].numel() - tokens, len(supervised))  # what the recorder would count
         collated["counts"] = torch.tensor(counts, dtype=torch.float64)
         known = [row[ROW] for row in rows if row[ROW] != FILL]
         tokens -= (len(rows) - len(known)) * len(FILL_ROW["input_ids"])
@@ -90,10 +90,11 @@ class Collate:
 
 
 class Batches:
-    """Micro-batches of this rank. `round_rows` is what every rank together takes at a time: filled up to that.
+    """This rank's micro-batches. The last step of an epoch is filled up to `round_rows`, the rows of one step over all
+    ranks.
 
-    order: the rows of an epoch. The micro-batch k of rank r is the rows from (k x ranks + r) x micro on, so that a
-    step has the same rows on every number of ranks.
+    order: returns the row numbers of an epoch. Micro-batch k of rank r holds the rows from (k x ranks + r) x micro on,
+    so a step has the same rows on any number of ranks.
     """
 
     def __init__(
@@ -108,36 +109,36 @@ class Batches:
         pin: bool = False,
         names: Sequence[str] = (),
     ) -> None:
-        self.names = names  # of the sets that rows may be of
+        self.names = names  # names of the data sets, by number
         self.rows, self.collate, self.micro, self.order, self.round_rows = rows, collate, micro, order, round_rows
         self.rank, self.world = group.rank(), group.world()
         self.workers = workers
-        # A generator of its own: torch's loader draws a seed at every start, which would else be training's.
+        # torch's loader draws a seed at every start: from its own generator, not from training's.
         self.options: dict[str, Any] = {"pin_memory": pin and torch.cuda.is_available(), "generator": torch.Generator()}
 
     def __len__(self) -> int:
-        """Rounds of an epoch."""
-        assert self.order is not None  # a stream's are not known
+        """Return the rounds (steps) of an epoch."""
+        assert self.order is not None  # unknown for a stream
         return -(-len(self.order(0)) // self.round_rows)
 
     def epoch(self, number: int, rounds_done: int = 0) -> Iterator[Batch]:
-        """From the round on that comes after those done. A stream has one epoch, without end."""
+        """Yield an epoch's micro-batches after `rounds_done` rounds. A stream is one endless epoch."""
         micro_batches = rounds_done * self.round_rows // (self.micro * self.world)
         if self.order is None:
-            # Of more than one worker, a set of one generator would give the others nothing.
+            # With several workers, all but the first would get nothing from a single generator.
             stream = _Stream(self, micro_batches)
             return _raised(DataLoader(stream, batch_size=None, num_workers=min(1, self.workers), **self.options))
         order = self.order(number)
         fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
         dealt = np.concatenate([order, fill]).reshape(-1, self.world, self.micro)[micro_batches:, self.rank]
         rows = _Rows(self.rows)
-        if not self.workers and not self.options["pin_memory"]:  # a loader takes longer than making the batch
+        if not self.workers and not self.options["pin_memory"]:  # a loader costs more than collating does
             return (self.collate(rows.__getitems__(numbers)) for numbers in dealt.tolist())
         options = {"collate_fn": self.collate, "num_workers": self.workers, **self.options}
         return iter(DataLoader(rows, batch_sampler=dealt.tolist(), **options))
 
     def train(self, step: int, accumulation: int, steps_per_epoch: int | None) -> Iterator[Batch]:
-        """Epoch after epoch, from the micro-batch on that follows optimizer step `step`."""
+        """Yield micro-batches of epoch after epoch, starting after optimizer step `step`."""
         first, done = (0, step) if steps_per_epoch is None else divmod(step, steps_per_epoch)
         assert self.round_rows == accumulation * self.micro * self.world
         for number in itertools.count(first):
@@ -146,11 +147,11 @@ class Batches:
 
 
 class RowError(UserError):
-    """A row of a stream that can't be trained on. All ranks read all rows: all of them meet it in the same step."""
+    """A row of a stream that can't be trained on. All ranks read all rows, so all raise it in the same step."""
 
 
 class _Rows(Dataset[Any]):
-    """Rows with their numbers, and the row that fills: views of Arrow's memory. `datasets` takes 20 times as long."""
+    """Rows with their numbers, as views of Arrow's memory: 20 times as fast as indexing `datasets`."""
 
     def __init__(self, rows: pa.Table) -> None:
         self.columns: dict[str, list[tuple[Any, Any]]] = {}
@@ -184,7 +185,7 @@ class _Stream(IterableDataset[Batch | UserError]):
         try:
             while everyones := list(itertools.islice(rows, of.micro * of.world)):
                 yield of.collate(everyones[of.rank * of.micro :][: of.micro])
-        except UserError as error:  # raised here, a loader's worker would print its traceback
+        except UserError as error:  # passed on as a value: raised here, a loader's worker would print its traceback
             yield RowError.of(error.problems)
 
 

@@ -1,7 +1,7 @@
-"""`windlass best`: the base loaded once, every saved adapter put into it, each row's loss, and which one is lowest.
+"""`windlass best`: load the base once, evaluate every saved adapter on the same rows, and rank them by loss.
 
-Adapters are compared on the same rows, so what rows have in common (some are hard for all) cancels out: the interval
-is that of the difference, row by row, and far narrower than the spread of the losses.
+Adapters are compared row by row on the same rows. What rows have in common (some are hard for every adapter) cancels
+out, so the interval of a difference is far narrower than the spread of the losses.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from windlass.train.same_base import recorded_base, require_same_base
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
-BASE: Final = "base model"  # without any adapter: what all of them are to be better than
+BASE: Final = "base model"  # without an adapter, as the reference
 NOISE: Final = 1.96  # standard errors: 95 % of a normal distribution
 
-Rows = np.ndarray[Any, Any]  # of each row the summed loss and the supervised tokens
+Rows = np.ndarray[Any, Any]  # per row: summed loss, supervised tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One adapter, and how much worse than the best it is."""
+    """An adapter's loss and its distance from the best one."""
 
     name: str
     loss: float  # mean per supervised token
-    difference: float  # to the best
-    low: float  # the difference's 95 % interval
+    difference: float  # from the best loss
+    low: float  # 95 % interval of the difference
     high: float
-    apart: bool  # whether the difference is more than noise
+    apart: bool  # the interval excludes 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Best first."""
+    """Candidates from best to worst."""
 
     candidates: tuple[Candidate, ...]
     rows: int
@@ -74,11 +74,11 @@ def best(
     base_dtypes: Sequence[str] = (),
     allow_other_base: bool = False,
 ) -> int:
-    """One rank's part; rank 0 shows the ranking. `base_dtypes`: other ways to store the base, to be compared."""
+    """Do one rank's part; rank 0 shows the ranking. `base_dtypes`: further dtypes of the base to compare."""
     job, console = plan.loaded.run, quiet(here)
     try:
         require_device(plan)
-    except UserError as error:  # a small model is quickly evaluated on a CPU, too
+    except UserError as error:  # evaluating a small model on a CPU is fine
         console.print(f"warning: {error.problems[0].problem}: evaluating on the CPU", style="yellow")
     join(here, job.train.ddp_timeout)
     saved = checkpoint.saved(run_folder / CHECKPOINTS)[::-1]
@@ -96,7 +96,7 @@ def best(
     batches = Batches(data.validation, collate, size, order=lambda _: order, round_rows=size * here.world)
 
     def evaluate(base_dtype: str, folders: Sequence[Path], suffix: str = "") -> dict[str, Rows]:
-        """Losses of the base, stored so, and of these adapters on it."""
+        """Return the losses of the base, stored in this dtype, and of these adapters on it."""
         here.phase(f"loading the model{suffix}")
         model, certificate = load(plan.base, replace(plan.layout, base_dtype=base_dtype), **precision(plan))
         for folder in {recorded_base(folder).get("base_digest"): folder for folder in folders}.values():
@@ -135,27 +135,27 @@ def best(
 
 
 def mean(rows: Rows) -> float:
-    """Loss per supervised token."""
+    """Return the loss per supervised token."""
     return float(rows[:, 0].sum() / rows[:, 1].sum())
 
 
 @torch.no_grad()
 def row_losses(model: PeftModel, batches: Batches, *, bf16: bool) -> Rows:
-    """Of every row, on every rank, in the precision of training."""
+    """Return every row's loss, on every rank, in the precision of training."""
     device, found = device_of_this_rank(), np.zeros((len(batches.rows), 2))
     for batch in batches.epoch(0):
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             losses = model.get_base_model()(**batch.to(device).inputs, per_token=True)[0].double().cpu()
         row_of = batch.inputs["supervised"] // batch.inputs["input_ids"].shape[1]
-        for place, number in enumerate(batch.rows):  # a row that only fills is behind them
+        for place, number in enumerate(batch.rows):  # filler rows come after the real ones
             own = losses[row_of == place]
             found[number] = float(own.sum()), len(own)
-    total: Rows = sum(group.gather(found))  # each row is one rank's, and zeros on the others
+    total: Rows = sum(group.gather(found))  # each row is nonzero on one rank only
     return total
 
 
 def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
-    """By the mean loss per token, with the interval of each one's difference to the best."""
+    """Rank by mean loss per token, with the interval of each difference to the best."""
     means = {name: mean(rows) for name, rows in losses.items()}
     order = sorted(means, key=lambda name: (means[name], name))
     lowest = losses[order[0]]
@@ -163,9 +163,9 @@ def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
     ranked = []
     for name in order:
         difference = means[name] - means[order[0]]
-        # Rows differ in length: a row's share in the error is what its difference lacks to its tokens' share.
+        # Rows differ in length: a row's residual is its difference minus the mean difference for that many tokens.
         residuals = losses[name][:, 0] - lowest[:, 0] - difference * tokens
-        few = len(tokens) / max(len(tokens) - 3, 1)  # of few rows as wide as Student's t would have it, within 2 %
+        few = len(tokens) / max(len(tokens) - 3, 1)  # widens the interval of few rows as Student's t does, within 2 %
         half = NOISE * np.sqrt(np.square(residuals).sum() * few) / tokens.sum()
         low, high = float(difference - half), float(difference + half)
         ranked.append(Candidate(name, means[name], difference, low, high, low > 0))
@@ -173,7 +173,7 @@ def rank(losses: Mapping[str, Rows], skipped: dict[str, str]) -> Ranking:
 
 
 def show(ranking: Ranking) -> None:
-    """A table on stdout."""
+    """Print the ranking as a table on stdout."""
     from rich.console import Console
     from rich.table import Table
 

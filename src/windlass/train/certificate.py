@@ -1,10 +1,10 @@
-"""Proof that the model in memory is the one on disk: every parameter accounted for, values read again another way.
+"""Proof that the model in memory is the one on disk: every parameter accounted for, sampled values read a second way.
 
-The second reading goes another way than the first: which rows are this rank's comes from transformers' own
-shard-on-read, the bytes from safetensors, the scale from the key's name, the product is taken in float64.
-Of 4 bits as published, numbers are made of bits and tables by the rules of those who stored them. Of 4 bits made here,
-sampled rows are quantised again by another rule: each block's scale is its largest value, and no other of
-the 16 numbers is nearer to a value than the one it has.
+The second reading shares no code with the loader: transformers' shard-on-read says which rows this rank has,
+safetensors reads the bytes, the scale is found by the key's name, and the product is taken in float64.
+
+Weights published in 4 bits are decoded here by their publisher's rules. Weights that windlass quantizes to 4 bits are
+checked by properties: each block's scale is its largest value, and each code is the nearest of the 16 numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from windlass.train.group import gather
 from windlass.train.quantised import Format, Quantised
 from windlass.train.reading import Box, intersection, piece_box, stored_box
 
-ROW = 4096  # elements compared of a sampled row
-ROWS = 8  # rows sampled of a matrix
+ROW = 4096  # elements compared per sampled row
+ROWS = 8  # rows sampled per matrix
 
 
 def certify(
@@ -43,12 +43,13 @@ def certify(
     measured: dict[str, Any],
     errors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """load.json: the whole run's, the same on every rank, from what each has `checked` and `measured`. A collective."""
+    """Return load.json for the whole run, equal on all ranks, from what each rank `checked` and `measured`. A
+    collective."""
     everyones: list[Any] = gather((measured, checked, dict(errors)))
     ranks: list[tuple[dict[str, Any], dict[str, int]]] = [each[:2] for each in everyones]
     parameters = []
     for parameter in base.parameters:
-        sources = [  # experts stored one by one have one source each
+        sources = [  # one source per expert if experts are stored one by one
             {
                 "file": piece.stored.file.name,
                 "key": piece.stored.key,
@@ -67,12 +68,12 @@ def certify(
         "base_dtype": layout.base_dtype,
         "quantisation": summarise(layout.base_dtype, base, [each[2] for each in everyones]),
         "parameters": parameters,
-        "loaded": min(own["parameters"] for own, _ in ranks),  # that every rank has read its part of
+        "loaded": min(own["parameters"] for own, _ in ranks),  # parameters of which every rank has read its part
         "unread": [
             {"key": stored.key, "file": stored.file.name, "bytes": stored.end - stored.start, "why": why}
             for stored, why in base.unread.items()
         ],
-        "checked": {  # parameters compared on every rank; slices and elements over all ranks
+        "checked": {  # parameters: compared on every rank; slices and elements: over all ranks
             "parameters": min(counts["parameters"] for _, counts in ranks),
             "slices": sum(counts["slices"] for _, counts in ranks),
             "elements": sum(counts["elements"] for _, counts in ranks),
@@ -82,7 +83,7 @@ def certify(
 
 
 def summarise(kind: str, base: Base, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any] | None:
-    """How far the base in 4 bits is from the published one, over all ranks; None if it was not quantised here."""
+    """Return how far the 4-bit base is from the published one, over all ranks; None if windlass did not quantize it."""
     sums: dict[str, Tensor] = {}
     parts = {parameter.name: parameter.part for parameter in base.parameters}
     for name, own in ((name, torch.tensor(own)) for each in ranks for name, own in each.items()):
@@ -100,9 +101,9 @@ def summarise(kind: str, base: Base, ranks: Sequence[Mapping[str, Sequence[float
 def check(
     targets: Mapping[str, Tensor], base: Base, rank: int, quantised: Mapping[str, Quantised]
 ) -> tuple[list[str], dict[str, int]]:
-    """Compare sampled rows of every parameter with the disk. Returns what differs, and how much was compared.
+    """Compare sampled rows of every parameter with the files. Returns the differences, and how much was compared.
 
-    Of those in FP8: codes with codes, true values with true values, and all scales.
+    For FP8 weights the codes, the true values and all scales are compared.
     """
     where: dict[str, Path] = {}
     for file in sorted({stored.file for stored in base.stored()}):
@@ -123,7 +124,7 @@ def check(
 def _check_rows(
     parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: Quantised | None, counts: dict[str, int]
 ) -> str:
-    """One parameter's sampled rows, added to `counts`. Returns the first that differs."""
+    """Compare one parameter's sampled rows and add to `counts`. Returns the first difference."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     own = own_indices(tensor)
     for box in sampled(tuple(local.shape), f"{parameter.name}:{rank}"):
@@ -154,7 +155,7 @@ def _check_rows(
 def _check_four_bits(
     parameter: Parameter, tensor: Tensor, disk: Disk, rank: int, weight: Quantised | None, counts: dict[str, int]
 ) -> str:
-    """The same of one in 4 bits: of whole rows, for a block has one scale."""
+    """Compare whole sampled rows of a 4-bit parameter: scales belong to blocks of a row."""
     assert weight
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     own, columns = own_indices(tensor), weight.format.columns
@@ -173,13 +174,13 @@ def _check_four_bits(
 
 
 def is_same(row: Tensor, true: Tensor, coding: Format) -> bool:
-    """Whether a row's bytes are these true values, as a publisher made them."""
+    """Return whether a row's bytes, as published, decode to these true values."""
     got, scale = decode_row(row, coding)
     return torch.equal((got * scale[:, None]).float().flatten(), true.float())
 
 
 def decode_row(row: Tensor, coding: Format) -> tuple[Tensor, Tensor]:
-    """Of a row's bytes each block's numbers and scale."""
+    """Return the numbers and the scale of each block of a row."""
     numbers, side = torch.tensor(TABLES[coding.kind], dtype=torch.float64), coding.block[1]
     codes, scale = row[: coding.columns // 2], row[coding.columns // 2 :].view(coding.scales).double()
     units = numbers[torch.stack([codes // 16, codes % 16], -1).flatten().long()]
@@ -187,11 +188,11 @@ def decode_row(row: Tensor, coding: Format) -> tuple[Tensor, Tensor]:
 
 
 def is_nearest(row: Tensor, true: Tensor, coding: Format) -> bool:
-    """Whether a row's bytes are these true values, each as near to it as 4 bits allow."""
+    """Return whether a row's bytes encode these true values as closely as 4 bits allow."""
     numbers, side = torch.tensor(TABLES[coding.kind], dtype=torch.float64), coding.block[1]
     (got, scale), missing = decode_row(row, coding), -coding.columns % side
     blocks, sign = pad(true, (0, missing)).view(-1, side), torch.where(scale < 0, -1.0, 1.0)[:, None]
-    largest = blocks.abs().amax(-1) if coding.kind == "nf4" else (-blocks * sign).amax(-1)  # which int4 has at -1
+    largest = blocks.abs().amax(-1) if coding.kind == "nf4" else (-blocks * sign).amax(-1)  # int4 maps it to -1
     if not torch.equal(scale.abs(), largest.float().bfloat16().double()):
         return False
     units = blocks / torch.where(largest == 0, 1.0, largest)[:, None] * sign
@@ -200,14 +201,14 @@ def is_nearest(row: Tensor, true: Tensor, coding: Format) -> bool:
 
 
 def own_scale(weight: Quantised, axes: Sequence[Tensor]) -> Tensor:
-    """The scales that this rank has for the elements at the crossings of these indices of the parameter."""
+    """Return this rank's scales of the elements at the crossings of these indices of the parameter."""
     blocks = [axis // side for axis, side in zip(axes[-2:], weight.format.block, strict=True)]
     outer = [axis - weight.first for axis in axes[:-2]]
     return weight.scale.cpu()[torch.meshgrid(*outer, *blocks, indexing="ij")]
 
 
 def _check_scales(parameter: Parameter, weight: Quantised, disk: Disk) -> str:
-    """All scales that this rank has, at the first element of each block. Returns the first that differs."""
+    """Compare all scales that this rank has, at the first element of each block. Returns the first difference."""
     for piece in parameter.pieces:
         box = piece_box(piece)
         axes = [torch.arange(*span) for span in box]
@@ -222,9 +223,9 @@ def _check_scales(parameter: Parameter, weight: Quantised, disk: Disk) -> str:
 
 
 def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
-    """Boxes to compare: rows (the last dimension) at the ends and between; of a stack of experts, two rows of each.
+    """Yield boxes to compare: the first, the last and random rows of a matrix; two rows of each expert of a stack.
 
-    An expert's two rows are in its two halves: gate and up are stacked so, and each expert has its own scale.
+    An expert's two rows come from its two halves: gate and up are stacked that way, each with its own scale.
     """
     if 0 in shape:
         return
@@ -249,9 +250,9 @@ def sampled(shape: tuple[int, ...], seed: str) -> Iterator[Box]:
 
 
 def own_indices(tensor: Tensor) -> list[list[int]]:
-    """For each dimension of this rank's part, the index in the whole parameter of everything along it.
+    """Return, per dimension of this rank's part, the index of each element in the full parameter.
 
-    Answered by what transformers' shard-on-read would fetch, not by the offsets that the loader computed.
+    The answer is what transformers' shard-on-read would fetch, not the offsets that the loader computed.
     """
     probe = Probe(list(tensor.shape))
     if isinstance(tensor, DTensor):
@@ -262,20 +263,21 @@ def own_indices(tensor: Tensor) -> list[list[int]]:
 
 
 class Probe:
-    """Stands where a stored tensor would be and notes which slices are asked of it."""
+    """Stands in for a stored tensor and records which slices are read."""
 
     def __init__(self, shape: list[int]) -> None:
         self.asked: list[tuple[slice, ...]] = []
         self.get_shape = lambda: shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        if isinstance(index, tuple):  # an Ellipsis asks for everything
+        if isinstance(index, tuple):  # an Ellipsis reads everything
             self.asked.append(index)
         return torch.empty(0)
 
 
 class Disk:
-    """Stored values through safetensors' own reader. One per parameter: the pages that it mapped go with it."""
+    """Reads stored values with safetensors' own reader. Create one per parameter, so that mapped pages are released
+    with it."""
 
     def __init__(self, where: Mapping[str, Path], block: Sequence[int]) -> None:
         self.where, self.block = where, block
@@ -287,7 +289,7 @@ class Disk:
         return self.open[file]
 
     def values(self, piece: Piece, box: Box) -> tuple[Tensor, str]:
-        """True values of a box of the parameter that this piece fills, and what to call their source."""
+        """Return the true values of a box inside this piece, and the name of their source."""
         key = piece.stored.key
         if piece.packed:
             there = [slice(a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True)][-len(piece.shape) :]
@@ -302,7 +304,7 @@ class Disk:
         return (codes.double() * scale).float(), f"{key!r} x {name!r} of {self.where[key].name}"
 
     def nf4(self, key: str, shape: Sequence[int], there: Sequence[slice]) -> Tensor:
-        """Values by the tables that bitsandbytes stores with them, found by the place in the whole matrix."""
+        """Decode with the tables that bitsandbytes stores with the weight, indexed by position in the full matrix."""
 
         def part(name: str) -> Tensor:
             tensor: Tensor = self.handle(f"{key}.{name}").get_tensor(f"{key}.{name}")
@@ -319,7 +321,7 @@ class Disk:
         return part("quant_map")[torch.where(places % 2 == 0, codes // 16, codes % 16).long()] * scale
 
     def mxfp4(self, key: str, there: Sequence[slice]) -> Tensor:
-        """Values of a stack of experts [expert, in, out] by what their bits mean: a sign, two of exponent, one more."""
+        """Decode a stack of experts [expert, in, out] from the bits: one of sign, two of exponent, one of mantissa."""
         name = f"{key.removesuffix('_blocks')}_scales"
         blocks: Tensor = self.handle(key).get_slice(key)[there[0], there[2]].flatten(2)
         power: Tensor = self.handle(name).get_slice(name)[there[0], there[2]].repeat_interleave(32, -1).double() - 127
@@ -329,14 +331,14 @@ class Disk:
         return (sign * whole * 2**power).float().transpose(1, 2)[:, there[1]]
 
     def codes(self, piece: Piece, box: Box) -> Tensor:
-        """What is stored, as it is."""
+        """Return the stored bytes of a box."""
         key = piece.stored.key
         there = tuple(slice(*span) for span in stored_box(piece, box))
         stored: Tensor = self.handle(key).get_slice(key)[there] if there else self.handle(key).get_tensor(key)
         return stored
 
     def scale(self, piece: Piece, indices: Sequence[Tensor]) -> Tensor:
-        """The scales of a stored tensor's elements at the crossings of these indices along its dimensions."""
+        """Return the scales of a stored tensor's elements at the crossings of these indices."""
         name = f"{piece.stored.key}_scale_inv"
         scale: Tensor = self.handle(name).get_tensor(name).double()
         if scale.numel() == 1:
