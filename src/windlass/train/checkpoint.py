@@ -1,9 +1,9 @@
-"""Checkpoints: the adapter and all that is needed to resume as if nothing had happened.
+"""Checkpoints: the adapter and everything needed to resume as if nothing had happened.
 
-`checkpoints/step-N/` holds the adapter in PEFT's format, optimizer.pt, scheduler.json, random.json (of every rank),
-trainer_state.json (counters, log) and manifest.json: what the run was, where it was, how well it evaluated, and the
-SHA-256 of every other file. A folder without a manifest that fits is no checkpoint. Files hold the adapters of all
-experts whatever part of them each rank has, so that any layout and number of ranks can resume.
+`checkpoints/step-N/` holds the adapter in PEFT's format, optimizer.pt, scheduler.json, random.json (for every rank),
+trainer_state.json (counters, log) and manifest.json: the run, the step, the evaluation loss, and the SHA-256 of every
+other file. A folder without a matching manifest is no checkpoint. Files hold the adapters of all experts however these
+are split over ranks, so any layout and number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ADAPTER: Final = "adapter_model.safetensors"
 MANIFEST: Final = "manifest.json"
 OPTIMIZER, SCHEDULER, RANDOM = "optimizer.pt", "scheduler.json", "random.json"
 STATE: Final = "trainer_state.json"  # the name that other tools look for
-SEAL: Final = "seal"  # of the manifest itself: it holds the hashes of everything else
+SEAL: Final = "seal"  # hash of the manifest itself, which has the hashes of all other files
 
 
 # --- saved: copied to host memory at once, written while training goes on ---
@@ -53,7 +53,7 @@ SEAL: Final = "seal"  # of the manifest itself: it holds the hashes of everythin
 
 @dataclass(frozen=True)
 class Snapshot:
-    """In host memory of its own: training may go on changing the tensors that it was made from."""
+    """A copy in host memory: training may go on changing the tensors it was made from."""
 
     step: int
     adapter: dict[str, Tensor]
@@ -65,9 +65,9 @@ class Snapshot:
     manifest: dict[str, Any]
 
     def write(self, partial: Path) -> None:
-        """Into an empty folder, the manifest last."""
+        """Write into an empty folder, the manifest last."""
         write_adapter(self.adapter, self.config, partial)
-        saved = io.BytesIO()  # to a file, torch.save turns a full disk into an error of its own
+        saved = io.BytesIO()  # writing to a file, torch.save hides a full disk behind an error of its own
         torch.save({"optimizer": self.optimizer}, saved)
         (partial / OPTIMIZER).write_bytes(saved.getbuffer())
         (partial / SCHEDULER).write_text(json.dumps(self.scheduler, default=str))
@@ -85,7 +85,7 @@ def snapshot(
     state: dict[str, Any],
     manifest: dict[str, Any],
 ) -> Snapshot | None:
-    """Copy everything to host memory: all that training waits for. A collective; rank 0 gets the copy."""
+    """Copy everything to host memory, which is all that training waits for. A collective; rank 0 gets the copy."""
     generators, experts = gather(random_state()), WholeExperts(model)
     adapter = {name: experts.whole(name, tensor) for name, tensor in adapter_state(model).items()}
     of_optimizer = optimizer.state_dict()
@@ -103,14 +103,14 @@ def snapshot(
 
 
 def restore(loop: Loop, folder: Path) -> None:
-    """Continue after the step that was saved."""
+    """Load a checkpoint, to continue after its step."""
     manifest, state = read_manifest(folder), read_json(folder / STATE)
     loop.step, loop.tokens, loop.log_history = manifest["step"], state["num_input_tokens_seen"], state["log_history"]
     loop.evaluation_due = manifest["evaluation_due"] and loop.validation is not None
     load_adapter(loop.model, folder)
     load_optimizer(loop.optimizer, loop.scheduler, folder, loop.model)
     states = json.loads((folder / RANDOM).read_text())
-    restore_random(states[min(rank(), len(states) - 1)])  # of more ranks than saved it, new ones take the last one's
+    restore_random(states[min(rank(), len(states) - 1)])  # ranks beyond those that saved take the last one's
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Path, model: PeftModel) -> None:
@@ -128,7 +128,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any, folder: Pat
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, model: PeftModel) -> list[str]:
-    """In the order in which the optimizer's state numbers them."""
+    """Return names in the order in which the optimizer's state numbers the parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -137,19 +137,20 @@ def _parameter_names(optimizer: torch.optim.Optimizer, model: PeftModel) -> list
 
 
 def adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """The trained tensors by the names of PEFT's files, as they are on this rank.
+    """Return the trained tensors as this rank has them, by their names in PEFT's files.
 
-    (`save_pretrained` asks for the whole model's state, which under FSDP2 is a collective, and asks the hub whether
-    the vocabulary has grown.)
+    (`save_pretrained` would gather the full model's state, a collective under FSDP2, and ask the hub whether the
+    vocabulary has grown.)
     """
     reshard(model)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    own = {name: p for name, p in trained.items() if "lora_" not in name}  # of the base, trained in full
+    own = {name: p for name, p in trained.items() if "lora_" not in name}  # base weights that are trained in full
     return own | dict(get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False))
 
 
 def adapter_config(model: PeftModel) -> PeftConfig:
-    """As whoever opens the file wants it. PEFT shortens the modules' names, and a vision tower has such names too."""
+    """Return the configuration for the adapter's file, with full module names: PEFT's shortened ones match a vision
+    tower too."""
     config = copy.copy(model.peft_config[model.active_adapter])
     config.inference_mode = True
     config.target_modules = sorted(model.base_model.targeted_module_names)
@@ -157,7 +158,7 @@ def adapter_config(model: PeftModel) -> PeftConfig:
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Plain PEFT opens it. A collective; rank 0 writes."""
+    """Save in the format that plain PEFT opens. A collective; rank 0 writes."""
     experts = WholeExperts(model)
     state = {name: experts.whole(name, tensor) for name, tensor in adapter_state(model).items()}
     if rank() == 0:
@@ -165,7 +166,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def write_adapter(state: dict[str, Tensor], config: PeftConfig, folder: Path) -> None:
-    """Written, then read back and compared bit by bit."""
+    """Write the files, read the tensors back and compare them bit by bit."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(state, folder / ADAPTER, {"format": "pt"})
     config.save_pretrained(str(folder))
@@ -184,21 +185,21 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """safetensors wraps the system's error, a full disk among them: raised by its number as any other."""
+    """Write a safetensors file, raising the system's own error (such as a full disk), which the library wraps."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from None
-    path.chmod(0o644)  # the library makes it readable for its owner alone, whatever the umask says
+    path.chmod(0o644)  # the library ignores the umask and makes the file readable by its owner only
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
-    """Of split experts' adapters, every rank takes its own part."""
+    """Load an adapter; each rank keeps its own part of split experts."""
     parts = ExpertShards(model)
     reshard(model)
-    with safe_open(folder / ADAPTER, "pt") as file:  # one tensor at a time: every rank of a node reads them all
+    with safe_open(folder / ADAPTER, "pt") as file:  # one at a time to bound memory: every rank reads them all
         state = {name: parts.own(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     outcome = set_peft_model_state_dict(model, shard_like(model, state))
     wrong = [*(key for key in outcome.missing_keys if "lora_" in key), *outcome.unexpected_keys]
@@ -211,20 +212,23 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
 
 
 class WholeExperts:
-    """Puts tensors of split experts' adapters together: each rank has its own experts', files have all. A collective.
+    """Assembles split experts' tensors: each rank has its own experts', files have all. A collective.
 
-    One tensor at a time: the adapter of many experts fits the host, not the GPU with the model on it. By way of the
-    host, too: NCCL would open a channel, with buffers on the GPU, between rank 0 and every other at the first save.
+    One tensor at a time, because the adapter of many experts fits in host memory but not on the GPU next to the model.
+    Tensors travel through the host: NCCL would open a channel, with buffers on the GPU, between rank 0 and every other
+    rank at the first save.
     """
 
     def __init__(self, model: PeftModel) -> None:
         self.parts = ExpertShards(model)
         self.numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
         firsts = gather(next(iter(self.parts.by_module.values())).first) if self.parts.by_module else []
-        self.rank_of = {first: firsts.index(first) for first in sorted(set(firsts))}  # by a part's first expert
+        # First expert of a part -> a rank that has it.
+        self.rank_of = {first: firsts.index(first) for first in sorted(set(firsts))}
 
     def part(self, name: str, value: Any, key: str = "") -> ExpertShard | None:
-        """The part of it that this rank has. `key`: it is of the optimizer's state."""
+        """Return which part of this tensor the rank has; None if it isn't split. `key`: a tensor of the optimizer's
+        state."""
         part = self.parts.of(name)
         if part is None or not isinstance(value, Tensor) or value.ndim == 0:
             return None
@@ -237,7 +241,7 @@ class WholeExperts:
         return part
 
     def whole(self, name: str, value: Any, key: str = "") -> Any:
-        """On rank 0, in host memory of its own."""
+        """Return the full tensor, on rank 0 as a copy in host memory."""
         value = value.full_tensor() if isinstance(value, DTensor) else value
         part = self.part(name, value, key)
         if rank():
@@ -265,7 +269,7 @@ def random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
-        # This rank's own GPU alone: how many others its node has may differ where a run goes on.
+        # Only this rank's GPU: a resumed run's nodes may have another number of GPUs.
         "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else [],
     }
 
@@ -284,13 +288,13 @@ def restore_random(state: dict[str, Any]) -> None:
 
 
 def seal(partial: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, with the hash of every other file and of itself."""
+    """Write the manifest with the hashes of every other file and of itself."""
     full = json.loads(json.dumps({**manifest, "sha256": _hashes(partial)}, default=str))
     (partial / MANIFEST).write_text(json.dumps({**full, SEAL: _seal(full)}, indent=2))
 
 
 def damage(folder: Path) -> str:
-    """Why this folder can't be used; empty if it is as it was written."""
+    """Return why this folder can't be used; empty if it is as it was written."""
     manifest = read_manifest(folder)
     if not manifest:
         return f"its manifest can't be read ({folder / MANIFEST})"
@@ -326,19 +330,19 @@ def step_of(folder: Path) -> int:
 
 
 def saved(checkpoints: Path) -> list[Path]:
-    """Oldest first."""
+    """Return the checkpoints, oldest first."""
     named = (path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit())
     return sorted(named, key=step_of)
 
 
 def best_of(folders: Iterable[Path]) -> Path | None:
-    """The checkpoint with the lowest evaluation loss; of equal ones the earliest. None: none was evaluated."""
+    """Return the checkpoint with the lowest evaluation loss, the earliest of equals; None if none was evaluated."""
     scored = [(loss, step_of(folder), folder) for folder in folders if (loss := evaluated(folder)) < math.inf]
     return min(scored)[2] if scored else None
 
 
 def evaluated(folder: Path) -> float:
-    """The evaluation loss at this checkpoint's step; infinite if there was none."""
+    """Return the evaluation loss at this checkpoint's step; infinity if there was no evaluation."""
     loss = read_manifest(folder).get("eval_loss")
     return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
 
@@ -352,7 +356,7 @@ def intact_best(checkpoints: Path) -> Path | None:
 
 
 def prune(checkpoints: Path, limit: int | None) -> None:
-    """Keep the newest `limit`, and the best one."""
+    """Keep the newest `limit` checkpoints and the best one."""
     if limit:
         best = best_of(saved(checkpoints))
         for folder in saved(checkpoints)[:-limit]:
@@ -361,7 +365,7 @@ def prune(checkpoints: Path, limit: int | None) -> None:
 
 
 def point_to_best(run_folder: Path) -> None:
-    """Let `best` in the run folder lead to the best checkpoint; readers see the old one or the new one."""
+    """Link `best` in the run folder to the best checkpoint; readers see the old link or the new one."""
     if best := best_of(saved(run_folder / "checkpoints")):
         link = run_folder / ".best.partial"
         link.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Compile a model's layers with torch.compile, part by part, and fall back to eager layers on all ranks together.
+"""Compile layers with torch.compile, part by part, and fall back to eager layers on all ranks together.
 
-What is compiled is the largest part of a layer without a collective: the whole layer, or what is beside routed experts.
-So a rank that can't compile computes that part eagerly, and no other rank waits for it.
+The compiled parts are the largest ones without a collective: a full layer, or everything in it except routed experts. A
+rank that can't compile a part runs it eagerly and keeps no other rank waiting.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from windlass.train.loop import Loop
 
 LAYER: Final = re.compile(r"\blayers\.\d+$")
-GRAPHS: Final = 64  # of one forward's code: by shape, dtype, training or evaluation
-# Largest relative difference from eager layers, of the loss and of a gradient. Compiled, fewer values are rounded.
+GRAPHS: Final = 64  # per forward: by shape, dtype, training or evaluation
+# Largest relative difference from eager layers, of the loss and of a gradient. Compiled layers round fewer intermediate
+# values.
 TOLERANCE: Final = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 2e-1)}
 COMPILING_SECONDS: Final = (
     3600  # a rank beside others on few processors takes much longer than one that finds its kernels
@@ -35,14 +36,16 @@ COMPILING_SECONDS: Final = (
 
 @torch.compiler.substitute_in_graph(dequantize_module_weight)
 def weight_of_dora(module: Any) -> Any:
-    """Of a layer with DoRA, whose base windlass never quantises: PEFT asks for the weight's class, by its name."""
+    """Return the weight of a DoRA layer, whose base is never quantized. PEFT's version checks the weight's class by
+    name."""
     return module.weight
 
 
 class Part:
-    """One module's forward, compiled. Once any part has failed, those not compiled by then are computed eagerly.
+    """One module's compiled forward. Once any part has failed, parts that have not been compiled yet run eagerly.
 
-    Those that are stay so to the end of the step: checkpointing recomputes a layer as it was computed.
+    Parts that have been compiled stay so until the end of the step: checkpointing must recompute a layer the way it was
+    computed.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled) -> None:
@@ -58,20 +61,20 @@ class Part:
                 self.works = True
                 return output
             except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
-                # Also a missing C++ compiler, and what torch asserts of its own traces. What is wrong with the layer
-                # itself is raised again by the eager one.
+                # A missing C++ compiler and torch's assertions about its own traces end here too. An error of the layer
+                # itself is raised again by the eager forward.
                 self.works = False
                 self.of.problem = f"{type(self.module).__name__}: {_in_one_line(error)}"
         return self.eager(*args, **kwargs)
 
 
 class Compiled:
-    """The parts of a model that are compiled."""
+    """The compiled parts of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         torch._dynamo.config.recompile_limit = GRAPHS
-        torch._functorch.config.force_non_lazy_backward_lowering = True  # what fails does so in the forward
-        torch._inductor.config.fallback_random = True  # dropout draws what it draws in eager layers
+        torch._functorch.config.force_non_lazy_backward_lowering = True  # makes failures surface in the forward
+        torch._inductor.config.fallback_random = True  # dropout draws the same masks as in eager layers
         self.on, self.problem = True, ""
         layers = [module for name, module in model.named_modules() if LAYER.search(name)]
         self.parts = [Part(module, self) for layer in layers for module in _without_collectives(layer)]
@@ -86,10 +89,10 @@ class Compiled:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     def prove(self, loop: Loop) -> str:
-        """Why the layers can't be used, or nothing: one micro-batch, eager and compiled, with the same random numbers;
-        nothing of it is trained on. A collective.
+        """Return why the layers can't be used, or nothing. Compares one micro-batch eager and compiled, with the same
+        random numbers, without training on it. A collective.
 
-        Always the data's first: on resuming, layers are compiled for the same shapes as before.
+        It is always the data's first micro-batch, so a resumed run compiles for the same shapes.
         """
         began = time.monotonic()
         host_batch = next(loop.batches.train(0, loop.accumulation, loop.steps_per_epoch))
@@ -124,7 +127,7 @@ class Compiled:
         return why
 
     def reason(self) -> str:
-        """The first rank's problem, and which ranks have one; empty if none has. A collective."""
+        """Return the first rank's problem and the ranks that have one; empty if none has. A collective."""
         problems = group.gather(self.problem)
         ranks = [str(rank) for rank, problem in enumerate(problems) if problem]
         where = f" (rank {group.first_few(ranks, ', ')})" if len(problems) > len(ranks) > 0 else ""
@@ -132,7 +135,8 @@ class Compiled:
 
 
 def _without_collectives(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or the largest ones in it without experts, whose tokens may be sent, or weights gathered alone."""
+    """Yield the module, or its largest submodules without experts: those send tokens or have their weights gathered
+    separately."""
     inside = list(module.named_modules())[1:]
     if not any(name.endswith("experts") or isinstance(each, FSDPModule) for name, each in inside):
         yield module
@@ -143,13 +147,13 @@ def _without_collectives(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _far(ones: list[Tensor], others: list[Tensor]) -> float:
-    """The largest relative difference, where values near zero count beside the mean of all."""
+    """Return the largest relative difference; values near zero are compared with the mean norm."""
     norms = torch.stack(torch._foreach_norm([each.float() for each in others]))
     apart = torch.stack(torch._foreach_norm([a.float() - b.float() for a, b in zip(ones, others, strict=True)]))
     return float((apart / (norms + norms.mean()).clamp(min=1e-20)).max())
 
 
 def _in_one_line(error: Exception) -> str:
-    """What went wrong, without torch's advice on its own traces."""
+    """Return the error in one line, without torch's advice on tracing."""
     text = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())
     return f"{type(error).__name__}: {text}"[:300]

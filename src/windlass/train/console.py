@@ -1,4 +1,4 @@
-"""What is seen of a run: its header, one live line or plain lines, and nothing of the libraries'."""
+"""What a run prints: its header, a live line or plain lines. Libraries' own output is silenced."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from windlass.plan import Plan
     from windlass.train.loop import Step
 
-LABEL, LOG_WIDTH = 10, 80  # columns of the header: before a line's text, and of a log that is no terminal
-WINDOW: Final = 20  # steps that the speed and the time left are averaged over
+LABEL, LOG_WIDTH = 10, 80  # width of the header's labels; line width of a log that is no terminal
+WINDOW: Final = 20  # steps over which speed and time left are averaged
 
 
 def quiet(here: Rank) -> Console:
-    """The one console of this run, on stderr; ranks other than 0 print nothing.
+    """Return the run's console on stderr, which prints on rank 0 only.
 
     Libraries' progress bars and warnings are switched off: windlass checks and reports what matters in them.
     """
@@ -44,7 +44,8 @@ def quiet(here: Rank) -> Console:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "DATASETS_VERBOSITY": "error"}  # its import takes a second
+    # Importing it takes a second.
+    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "DATASETS_VERBOSITY": "error"}
     for name in ("accelerate", "peft", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.warnoptions:
@@ -54,11 +55,11 @@ def quiet(here: Rank) -> Console:
 
 
 def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
-    """Model, adapter, layout, batch, machine: what this run is, in seven lines."""
+    """Print model, adapter, layout, batch, machine, versions and folder."""
     layout, adapter, batch, found = plan.layout, plan.adapter, plan.batch, machine_facts()
     total = sum(math.prod(parameter.shape) for parameter in plan.base.parameters)
     targets = []
-    # Keys and values of latent attention are one: `k_proj and v_proj`.
+    # Keys and values of latent attention share a module: `k_proj and v_proj`.
     for (_, part), group in groupby(adapter.targets, lambda target: (target.names, target.part)):
         alike = list(group)
         modules = sum(len(target.modules) for target in alike)
@@ -97,15 +98,15 @@ def header(console: Console, plan: Plan, environ: Mapping[str, str]) -> None:
 
 
 class Progress:
-    """Rank 0 shows how far the run is; every rank notes what it is doing, for the message should it be killed."""
+    """Shows progress on rank 0; on every rank it records the current phase, for the message if the rank is killed."""
 
     def __init__(
         self, here: Rank, console: Console, logging_steps: int, sampled_gib: Callable[[], float] = lambda: 0.0
     ) -> None:
         self.here, self.console, self.logging_steps = here, console, logging_steps
-        self.sampled_gib = sampled_gib  # the recorder's peak: its samples reset torch's own
+        self.sampled_gib = sampled_gib  # the recorder's peak, because its samples reset torch's own counter
         self.live: Live | None = None
-        self.window: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of the latest steps
+        self.window: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # seconds and tokens of recent steps
         self.total, self.began = 0, 0.0
 
     def start(self, total: int) -> None:
@@ -149,7 +150,7 @@ class Progress:
             self.live = None
 
     def peak_gib(self) -> float:
-        """This rank's peak: of the GPU, or resident in the host if there is none."""
+        """Return this rank's peak memory: of the GPU, or resident in the host without one."""
         if torch.cuda.is_available():
             return max(torch.cuda.max_memory_allocated() / 2**30, self.sampled_gib())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

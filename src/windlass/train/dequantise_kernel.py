@@ -1,6 +1,7 @@
-"""One pass over codes on a GPU. Needs Triton, which comes with torch's CUDA builds: import it where a GPU is.
+"""Dequantize codes on a GPU in one pass. Needs Triton, which comes with torch's CUDA builds: import where there is a
+GPU.
 
-torch needs two passes, of which the first writes 16 bits that the second one reads again.
+torch takes two passes: the first writes 16-bit values that the second reads again.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 4, 1024  # of a program's tile: 32 codes a thread, read 16 at a time
+ROWS, COLUMNS = 4, 1024  # tile of one program: 32 codes per thread, read 16 at a time
 
 
-# No annotations but Triton's own: it takes any other for a global variable, and compiles no kernel that reads one.
+# Only Triton's own annotations: with any other, Triton compiles no kernel that reads the variable.
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(  # type: ignore[no-untyped-def]
     codes, scale, values, rows, columns, expert_stride, row_stride, scale_rows, scale_columns, side_down, side_across,
     first_row, first_column, one: tl.constexpr, exponent: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(columns, wide)
-    tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)  # a stack has more elements than 32 bits count
+    tile, expert = tl.program_id(0), tl.program_id(1).to(tl.int64)  # a stack's elements exceed 32-bit offsets
     row = ((tile // tiles) * high + tl.arange(0, high))[:, None]
     column = ((tile % tiles) * wide + tl.arange(0, wide))[None, :]
     inside = (row < rows) & (column < columns)
@@ -46,17 +47,17 @@ def _scaled(  # type: ignore[no-untyped-def]
 
 
 def converts(device: torch.device) -> bool:
-    """Whether this GPU has float8: Ada, Hopper and later. Elsewhere the kernel reads bits."""
+    """Return whether this GPU has float8 (Ada, Hopper and later). On others the kernel decodes the bits."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def scaled(
     codes: Tensor, scale: Tensor, read: torch.dtype, sides: tuple[int, int], dtype: torch.dtype, origin: Sequence[int]
 ) -> Tensor:
-    """Codes [experts, rows, columns], a part that begins at `origin`, times the scales of their blocks, in `dtype`.
+    """Return codes [experts, rows, columns], a part that begins at `origin`, times their blocks' scales, in `dtype`.
 
-    Their bytes are of dtype `read`, and rows lie whole, wherever each begins. In float32, rounded once. One matrix
-    needs no first dimension.
+    The bytes are of dtype `read` and each row is contiguous. Products are taken in float32 and rounded once. A single
+    matrix needs no first dimension.
     """
     (*stack, rows, columns), (*apart, row_stride, side_by_side) = codes.shape, codes.stride()
     experts, expert_stride = (*stack, 1)[0], (*apart, 0)[0]
@@ -98,7 +99,7 @@ def _in_four_bits(  # type: ignore[no-untyped-def]
 def in_four_bits(
     codes: Tensor, scale: Tensor, table: Tensor, side: int, dtype: torch.dtype, origin: Sequence[int]
 ) -> Tensor:
-    """The same of codes in 4 bits, two a byte: `scale` is all of the parameter's, one for `side` columns of a row."""
+    """Do the same for 4-bit codes, two per byte. `scale` is the full parameter's, one per `side` columns of a row."""
     (*stack, rows, half), (*apart, row_stride, side_by_side) = codes.shape, codes.stride()
     experts, columns, expert_stride = (*stack, 1)[0], 2 * half, (*apart, 0)[0]
     *scales_apart, scale_row_stride, scale_side_by_side = scale.stride()

@@ -1,8 +1,9 @@
-"""A digest of weights that does not depend on who read which rows of them: a hash of every few rows, added up.
+"""A digest of weights that is independent of which rank reads which rows: hashes of small groups of rows, added up.
 
-Of a few rows by their tensor's name, dtype and shape and by their place, modulo 2^64. Which rows go together follows
-from the tensor alone: whoever has the first of them reads on to their last. It finds damage, swaps and other versions
-of a model; it is no defence against somebody who wants two models to have the same one.
+Each hash covers a group of consecutive rows and is seeded with the tensor's name, dtype and shape and the group's
+index; hashes are added modulo 2^64. The grouping depends only on the tensor: the rank that has a group's first row
+reads the group to its end. The digest finds damage, swaps and other versions of a model; it is no defence against a
+forged model.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from xxhash import xxh3_64_intdigest
 from windlass.model import Stored
 
 MODULUS: Final = 2**64
-TOGETHER: Final = 2**15  # bytes that one hash is of, at most, where a row is no longer
+TOGETHER: Final = 2**15  # largest group in bytes, unless a single row is larger
 hash_rows: Callable[[Any, int], int] = xxh3_64_intdigest
 
 Box = Sequence[tuple[int, int]]
 
 
 def rows_together(rows: int, width: int) -> int:
-    """How many rows of so many bytes have one hash: a call for each would cost half as much as its hash.
+    """Return the number of rows in a group: hashing rows one by one would cost half as much again in calls.
 
-    Of many ranks each reads half as many more, so they are few compared with its rows.
+    Groups are few compared with the rows a rank has: at a part's end it reads half a group more on average.
     """
     return max(1, min(TOGETHER // width, rows // 256))
 
 
 def digest_box(stored: Stored, box: Box, values: Tensor, read: Callable[[Stored, Box, Tensor], None]) -> int:
-    """Of the groups of rows of `stored` that begin inside `box`, of which `values` are the stored bytes.
+    """Return the digest of the groups of rows that begin inside `box`; `values` are its stored bytes.
 
-    `read` gets the rows behind the box that the last group lacks. Any thread may call it.
+    `read` reads rows behind the box that complete the last group. Thread-safe.
     """
     vector = len(stored.shape) < 2
-    shape = (*(1,) * (1 - len(stored.shape)), *stored.shape, *(1,) * vector)  # a vector's rows are its elements
+    shape = (*(1,) * (1 - len(stored.shape)), *stored.shape, *(1,) * vector)  # each element of a vector is a row
     wide = (*((0, 1),) * (1 - len(stored.shape)), *box, *((0, 1),) * vector)
     if wide[-1] != (0, shape[-1]):
         raise AssertionError(f"a row of {stored.key!r} is not in one piece: {box}")
@@ -50,7 +51,7 @@ def digest_box(stored: Stored, box: Box, values: Tensor, read: Callable[[Stored,
     first, last = -(-start // together), -(-stop // together)  # groups
     if first == last:
         return 0
-    numbers = [0]  # of the matrices that the box is in
+    numbers = [0]  # numbers of the matrices in the box
     for (begin, close), size in zip(wide[:-2], shape[:-2], strict=True):
         numbers = [number * size + index for number in numbers for index in range(begin, close)]
     own = _bytes(values).reshape(len(numbers), -1)[:, (first * together - start) * width :]
@@ -63,7 +64,7 @@ def digest_box(stored: Stored, box: Box, values: Tensor, read: Callable[[Stored,
         rest = np.concatenate([rest, _bytes(behind).reshape(len(own), -1)], axis=1)
     total = 0
     for number, matrix, remaining in zip(numbers, own, rest, strict=True):
-        seed = _name_key(stored) + number * -(-rows // together) + first  # a group's place is a part of its hash
+        seed = _name_key(stored) + number * -(-rows // together) + first  # a group's index seeds its hash
         groups = matrix[: full * together * width].reshape(full, together * width)
         total += sum(map(hash_rows, groups, range(seed, seed + full)))
         total += hash_rows(remaining, seed + full) if full < last - first else 0
@@ -81,4 +82,4 @@ def digest_text(total: int) -> str:
 @functools.lru_cache(maxsize=4096)
 def _name_key(stored: Stored) -> int:
     text = f"{stored.key} {stored.dtype} {list(stored.shape)}".encode()
-    return hash_rows(text, 0) // 2  # leaves room for places
+    return hash_rows(text, 0) // 2  # leaves room for the groups' indices

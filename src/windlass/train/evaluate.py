@@ -1,4 +1,4 @@
-"""The loss of the validation rows, between steps."""
+"""Evaluation between steps: the loss of the validation rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def evaluate(loop: Loop) -> bool:
-    """The mean loss of the validation rows. A signal interrupts it: then the run stops, and it stays due."""
+    """Compute the mean loss of the validation rows. A stop signal interrupts it; the evaluation then stays due."""
     assert loop.validation is not None
     began = time.monotonic()
     loop.causal_lm.eval()
     loop.schedule_free("eval")
     by_set = SourceLosses(loop.validation.names, loop.device, torch.float64)
-    # Loss, right first choices, entropy, tokens; interruptions; then by set.
+    # Loss, correct first choices, entropy, tokens; interruptions; then per data set.
     sums = torch.zeros(5 + len(by_set.sums), dtype=torch.float64, device=loop.device)
-    requested = None  # by a signal until the batch before: waiting for that one lets the device compute this one
+    requested = None  # a stop signal up to the previous batch: reading it then lets the device run ahead
     with loop.adapters.unchanged():
         for host_batch in loop.validation.epoch(0):
             loop.recorder.mark("pause")
@@ -38,7 +38,7 @@ def evaluate(loop: Loop) -> bool:
             if loop.replicas.world > 1:
                 dist.all_reduce(of_batch)
             sums += of_batch
-            if requested is not None and bool(requested):  # evaluating can take longer than the time to save
+            if requested is not None and bool(requested):  # an evaluation can outlast the grace period
                 break
             requested = of_batch[4]
     loop.causal_lm.train()

@@ -1,7 +1,7 @@
-"""Tokens to the ranks that have their experts, and back: expert parallelism as transformers takes it from others.
+"""Expert parallelism: send tokens to the ranks that have their experts, and back.
 
-An exchange runs while this rank computes its shared experts: it is started, they are computed, and then it is waited
-for. Autograd goes through a layer backwards, so that their gradients are computed during the exchange of gradients.
+While tokens are exchanged, the rank computes its shared experts: the exchange is started, the shared experts run, then
+it is waited for. In the backward their gradients overlap with the exchange of gradients in the same way.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from windlass.train import kept
 from windlass.train.experts import Sorted, on_sorted, sort_rows, take, unlike, weigh
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
-SHARED: Final = ("shared_experts", "shared_expert")  # next to `experts`, in the families that have some
+SHARED: Final = ("shared_experts", "shared_expert")  # modules next to `experts`, in families that have shared experts
 
 
 class Exchange(AllToAllEP):  # type: ignore[misc]
-    """Of one layer. The host waits once, for how many tokens each rank sends: NCCL takes sizes from the host. With
-    checkpointing too: what the forward has learnt is kept.
-    """
+    """The exchange of one layer. The host waits once, for the number of tokens each rank sends: NCCL takes sizes from
+    the host. With checkpointing, the recomputation reuses these numbers."""
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -35,14 +34,14 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
         self.experts.exchange = self
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if unlike(self.experts):  # never adapted: see patch_experts
+        if unlike(self.experts):  # these are never adapted: see patch_experts
             kept.refuse(self.experts)
             plain: Tensor = super().__call__(hidden_states, top_k_index, top_k_weights)
             return plain
         ranks, own, group = self.ep_mesh.size(), self.num_local_experts, self.ep_mesh.get_group()
         by_expert = sort_rows(top_k_index.flatten(), ranks * own)
 
-        # Of each rank's experts where the rows of each begin and end, here and at the ranks that send them.
+        # For each rank's experts, where each expert's rows begin and end, on this rank and on the ranks that send.
         def exchange_edges() -> list[list[list[int]]]:
             edges = by_expert.edges.new_empty(2, ranks, own + 1)
             edges[0] = by_expert.edges.unfold(0, own + 1, own)
@@ -60,7 +59,8 @@ class Exchange(AllToAllEP):  # type: ignore[misc]
         if self.shared:
             self.shared.compute(hidden_states)
         rows = Wait.apply(arriving, there)  # type: ignore[no-untyped-call]
-        if empty := not sum(received):  # one row of zeros, so that every rank's gradients have the same collectives
+        # One row of zeros, so that gradients go through the same collectives on every rank.
+        if empty := not sum(received):
             rows, here = rows.sum(dim=0, keepdim=True), sort_rows(here.order.new_zeros(1), own)
         result = take(on_sorted(self.experts, rows, here.order, here), here.back, here.order)
         answers = Wait.apply(Start.apply(result[:0] if empty else result, back), back)  # type: ignore[no-untyped-call]
@@ -71,9 +71,9 @@ EPImplementationInterface.register(NAME, Exchange)
 
 
 def sort_arriving(edges: list[list[int]], device: torch.device) -> Sorted:
-    """By expert, rows that come from each rank in the order of experts: from the edges of each rank's rows."""
+    """Sort rows that arrive from each rank in expert order by expert, given the edges of each rank's rows."""
     counts = np.diff(np.array(edges))  # [ranks, experts]
-    first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # of each block, where it arrives
+    first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # position at which each block arrives
     lengths, ends = counts.T.ravel(), np.cumsum(counts.T)
     shifts = first.T.ravel() - (ends - lengths)
     known = [*shifts.tolist(), *lengths.tolist(), 0, *ends[len(edges) - 1 :: len(edges)].tolist()]
@@ -85,7 +85,7 @@ def sort_arriving(edges: list[list[int]], device: torch.device) -> Sorted:
 
 
 class Way:
-    """One exchange of rows, and of their gradients in the other direction."""
+    """One exchange of rows, and of their gradients in the opposite direction."""
 
     def __init__(
         self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: Shared | None = None
@@ -101,13 +101,13 @@ class Way:
         return arriving
 
     def wait(self) -> None:
-        if self.pending is not None:  # as it is where the rows were kept
+        if self.pending is not None:  # None if the rows were kept for the recomputation
             self.pending.wait()
             self.pending = None
 
 
 class Start(torch.autograd.Function):
-    """Rows, as they arrive: not to be read before `Wait`, whose backward starts the exchange of their gradients."""
+    """Starts an exchange. Its output is valid only after `Wait`, whose backward starts the exchange of gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
@@ -132,19 +132,19 @@ class Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.way.shared:  # what checkpointing has computed again stops before the layer takes it
+        if ctx.way.shared:  # a recomputation stops before the layer takes them
             ctx.way.shared.computed = None
         ctx.way.gradient = ctx.way.start(gradient, back=True)
-        return gradient, None  # of the right shape, and not looked at
+        return gradient, None  # has the right shape; its values are never read
 
 
 class Shared:
-    """A layer's shared experts, computed before the layer asks for them."""
+    """A layer's shared experts, computed before the layer calls them."""
 
     def __init__(self, module: nn.Module) -> None:
-        before = getattr(module.forward, "__self__", None)  # layers that fall back to eager come here again
+        before = getattr(module.forward, "__self__", None)  # called again for layers that fall back to eager
         self.forward: Callable[[Tensor], Tensor] = before.forward if isinstance(before, Shared) else module.forward
-        self.first = False  # before the routed experts, so there is nothing left to compute meanwhile
+        self.first = False  # the layer calls them before the routed experts: nothing left to overlap
         self.computed: tuple[Tensor, Tensor] | None = None
         module.forward = self.take
 
@@ -160,13 +160,14 @@ class Shared:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are of the same numbers, whatever their shapes."""
+    """Return whether two tensors share the same memory, whatever their shapes."""
     places = ((each.untyped_storage()._cdata, each.storage_offset(), each.numel()) for each in (one, other))
     return len({*places}) == 1
 
 
 def overlap(model: nn.Module) -> list[Shared]:
-    """Have the shared experts of all layers computed during their exchanges. Again, once their forwards are others."""
+    """Let the shared experts of all layers run during their exchanges. Call again after their forwards have been
+    replaced."""
     found = []
     for layer in list(model.modules()):
         children = dict(layer.named_children())
