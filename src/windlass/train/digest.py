@@ -27,9 +27,9 @@ Box = Sequence[tuple[int, int]]
 
 
 def rows_together(rows: int, width: int) -> int:
-    """Return the number of rows in a group: hashing rows one by one would cost half as much again in calls.
+    """Return the number of rows in a group: one call per row would cost half as much as the hashing itself.
 
-    Groups are few compared with the rows a rank has: at a part's end it reads half a group more on average.
+    A group is small compared with a tensor's rows (1/256 at most): each rank reads half a group more on average.
     """
     return max(1, min(TOGETHER // width, rows // 256))
 

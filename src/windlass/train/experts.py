@@ -1,11 +1,11 @@
 """Routed experts with unmerged adapters: y = x W + s (drop(x) A) B for each expert, on its own tokens.
 
-PEFT merges an expert's adapter into its weight: W + s B A of all experts, a full gradient of it, and no dropout. Here
-W is left alone. An adapter costs two narrow products, and keeps one narrow activation for the backward. PEFT's
-ParamWrapper stays the container, so files are PEFT's; only its forward is passed over.
+PEFT merges each expert's adapter into its weight: W + s B A of all experts, with a full gradient and without dropout.
+Here W stays as it is. An adapter costs two narrow products and keeps one narrow activation for the backward. PEFT's
+ParamWrapper remains the container, so files are PEFT's; only its forward is bypassed.
 
-This is an experts implementation of transformers (`config._experts_implementation`), for every family that has its
-experts fused. Products of the base go through quantised.grouped_linear, so the base may be quantised.
+Registered as an experts implementation of transformers (`config._experts_implementation`), for every family with fused
+experts. Products with the base go through quantised.grouped_linear, so the base may be quantized.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from windlass.train import kept
 from windlass.train.quantised import formats_of, grouped_linear, part_of
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
-AS_ON_GPU = False  # also on a CPU: benchmarks count a GPU's operators there
-ALIGN: Final = 8  # columns of 16 bits that make up the 16 bytes at which grouped kernels want every row to begin
+AS_ON_GPU = False  # benchmarks set it to count a GPU's operators on a CPU
+ALIGN: Final = 8  # grouped kernels want rows to begin at multiples of 16 bytes: 8 columns of 16 bits
 
 
 def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts' forward. Under expert parallelism it is given this rank's experts and the tokens sent to them.
+    """Compute the experts. Under expert parallelism it gets this rank's experts and the tokens sent to them.
 
-    Every token is one of theirs: windlass has no tensor parallelism, so no expert group shares a batch, which is when
-    transformers would hand on tokens of other ranks' experts as well.
+    Every token then belongs to one of these experts. transformers passes on tokens of other ranks' experts only where
+    an expert group shares a batch, under tensor parallelism, which windlass does not have.
     """
     experts: Any = self
     if unlike(experts):  # never adapted: see patch_experts
@@ -47,34 +47,34 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     if kept.keeps_products():
         top_k_weights = kept.unless_rerouted(top_k_weights, by_expert.order)
     result = on_sorted(experts, hidden_states, by_expert.order // top_k_index.shape[-1], by_expert)
-    # Weighted after they are put back: weights are in float32 as a rule, and so are the products.
+    # Weighted after un-sorting: the weights are usually float32, and then so are the products.
     return weigh(take(result, by_expert.back, by_expert.order), top_k_weights).to(hidden_states.dtype)
 
 
 class Sorted(NamedTuple):
-    """Rows by the expert that each is for."""
+    """Rows sorted by expert."""
 
-    order: Tensor  # the row at each place
-    back: Tensor  # the place of each row
-    edges: Tensor  # where the rows of an expert end, after a 0
+    order: Tensor  # row number at each sorted position
+    back: Tensor  # sorted position of each row
+    edges: Tensor  # 0, then where each expert's rows end
 
     @property
     def experts(self) -> Tensor:
-        """Of each place."""
+        """Return the expert of each sorted position."""
         return torch.repeat_interleave(torch.diff(self.edges), output_size=len(self.order))
 
 
 def sort_rows(experts: Tensor, count: int) -> Sorted:
     chosen, order = torch.sort(experts)
     numbers = torch.arange(-1, max(len(order), count), device=order.device)
-    # Not bincount, which would ask the GPU for the largest number and so wait for it.
+    # Not bincount: it reads the largest number from the GPU and so waits for it.
     edges = torch.searchsorted(chosen, numbers[: count + 1], right=True, out_int32=True)
     back = torch.empty_like(order).scatter_(0, order, numbers[1 : len(order) + 1])
     return Sorted(order, back, edges)
 
 
 def on_sorted(experts: Any, source: Tensor, row: Tensor, by_expert: Sorted) -> Tensor:
-    """What the experts make of the rows of `source`, in the experts' order: `row` is the one at each place."""
+    """Run the experts on rows sorted by expert; `row[i]` is the row of `source` at sorted position i."""
     gate_up = product(experts, "gate_up_proj", source, lambda rows: take(rows, row, by_expert.back), by_expert.edges)
     if experts.has_bias:
         gate_up = gate_up + experts.gate_up_proj_bias[by_expert.experts]
@@ -83,7 +83,8 @@ def on_sorted(experts: Any, source: Tensor, row: Tensor, by_expert: Sorted) -> T
 
 
 def weigh(rows: Tensor, weights: Tensor) -> Tensor:
-    """A sum over the slots of a token, in their order: deterministic, which adding into the tokens' rows is not."""
+    """Return each token's weighted sum over its slots, in slot order: deterministic, unlike adding into the tokens'
+    rows."""
     return (rows.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
@@ -91,15 +92,15 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 
 
 def unlike(experts: Any) -> bool:
-    """Whether experts are of another form than two products on their own tokens, gate and up in one."""
+    """Return whether these experts are anything but two products on their own tokens, with gate and up fused."""
     return not getattr(experts, "has_gate", False) or bool(experts.has_post_expert_norm)
 
 
 class TakeRows(torch.autograd.Function):
-    """rows[index], where every row is taken equally often: the n-th time as number inverse[row, n].
+    """rows[index], where every row is taken equally often: for the n-th time at position inverse[row, n].
 
-    The gradient is gathered as well, and summed in the order of the slots. The one of indexing itself adds into rows:
-    after sorting on a GPU, one after the other on a CPU.
+    The gradient is a gather too, summed in slot order. Indexing's own gradient adds into rows, after a sort on a GPU
+    and one by one on a CPU.
     """
 
     @staticmethod
@@ -124,9 +125,9 @@ def take(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 def product(
     experts: nn.Module, name: str, source: Tensor, rows_of: Callable[[Tensor], Tensor], edges: Tensor
 ) -> Tensor:
-    """Rows, sorted by expert, times each expert's matrix, and what its adapter adds.
+    """Return sorted rows times each expert's matrix, plus its adapter's output.
 
-    The backward needs the rows again and makes them anew of `source`, which something else keeps anyway.
+    The backward recomputes the rows from `source`, which is kept for another reason anyway.
     """
     rows = rows_of(source)
     base = grouped_linear(rows, experts, name, edges[1:])
@@ -145,7 +146,7 @@ def product(
 
 
 class _LowRank(torch.autograd.Function):
-    """base + s (x A) B, in base's own memory. Kept for the backward: s x A, besides what is there anyway."""
+    """base + s (x A) B, written into base's memory. The backward keeps s x A in addition to what is kept anyway."""
 
     @staticmethod
     def forward(
@@ -161,13 +162,13 @@ class _LowRank(torch.autograd.Function):
     ) -> Tensor:
 
         def add() -> Tensor:
-            # A CPU takes narrow matrices of 16 bits at a fifth of the speed of 32 bits.
+            # On a CPU, narrow matrices in 16 bits run at a fifth of the speed of 32 bits.
             down, up = stack_by_expert(a, b, len(edges) - 1, scaling, base.dtype if on_gpu(base) else torch.float32)
             narrow = grouped_mm(x.to(up.dtype), down.transpose(1, 2), offs=edges[1:])
             base.add_(grouped_mm(narrow, up, offs=edges[1:]))
             return narrow
 
-        narrow = kept.product(add)  # where it is kept, so is `base`, with what was added to it
+        narrow = kept.product(add)  # if this is kept, so is `base` including what was added to it
         ctx.mark_dirty(base)
         ctx.save_for_backward(source, edges, a, b, narrow)
         ctx.rows_of, ctx.scaling, ctx.dtype = rows_of, scaling, x.dtype
@@ -184,7 +185,7 @@ class _LowRank(torch.autograd.Function):
         for_x = grouped_mm(through, down, offs=ends).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         for_b = grouped_mm(narrow.t(), sent, offs=ends)
         for_a = grouped_mm(through.t(), ctx.rows_of(source).to(narrow.dtype), offs=ends)
-        # Of an expert without tokens a kernel may write nothing (pytorch#172439), and leave what the memory held.
+        # For an expert without tokens a kernel may write nothing (pytorch#172439) and leave uninitialised memory.
         without = (ends == edges[:-1])[:, None, None]
         for_a.masked_fill_(without, 0)
         for_b.masked_fill_(without, 0)
@@ -193,7 +194,7 @@ class _LowRank(torch.autograd.Function):
         if on_gpu(b):
             packed = torch.empty_like(b)
             torch.mul(for_b[:, :r], ctx.scaling, out=by_expert(".lora_B.", packed, experts))
-        else:  # in two turns, of whole rows and of one matrix: see `stack_by_expert`
+        else:  # in two steps that copy full rows and transpose one matrix: see `stack_by_expert`
             rows = b.new_empty(r, experts, b.shape[0])
             torch.mul(for_b[:, :r].transpose(0, 1), ctx.scaling, out=rows)
             packed = pack_experts(".lora_B.", rows.transpose(0, 1)).contiguous()
@@ -201,11 +202,11 @@ class _LowRank(torch.autograd.Function):
 
 
 def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A [experts, r, in] and s B [experts, r, out], r filled up with zeros to what grouped kernels take."""
+    """Return A as [experts, r, in] and s B as [experts, r, out], with r zero-padded to what grouped kernels take."""
     down = by_expert(".lora_A.", a, experts).to(dtype)
     if not on_gpu(a):
-        # B has its experts fastest. Turned over as one matrix, it can be read by expert without moving every number;
-        # scaled only then, as copying turns a matrix over in blocks and multiplying doesn't.
+        # B's innermost dimension is the expert. Transposed as one matrix it can be read by expert without moving each
+        # number. It is scaled afterwards, because copying transposes in blocks and multiplying does not.
         turned = b.t().contiguous().to(dtype).mul_(scaling)
         return down, by_expert(".lora_B.", turned.t(), experts)
     r = down.shape[1]
@@ -219,15 +220,16 @@ def stack_by_expert(a: Tensor, b: Tensor, experts: int, scaling: float, dtype: t
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether it is computed with as on a GPU."""
+    """Return whether to compute as on a GPU."""
     return tensor.is_cuda or AS_ON_GPU
 
 
-# --- putting it in place ---
+# --- patching a model ---
 
 
 class UnmergedExpertLora(ParamWrapper):  # type: ignore[misc]
-    """PEFT's container of one expert parameter's adapter. `forward` above computes it; this one only passes on."""
+    """PEFT's container of one expert parameter's adapter. Its forward only passes on; `forward` above computes the
+    adapter."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.base_layer(x, *args, **kwargs)
@@ -235,7 +237,7 @@ class UnmergedExpertLora(ParamWrapper):  # type: ignore[misc]
 
 
 def patch_experts(model: PeftModel) -> None:
-    """Let the experts' forward compute the adapters that PEFT has wrapped around them."""
+    """Make the experts' forward compute the adapters that PEFT has wrapped around them."""
     for wrapper in (module for module in model.modules() if isinstance(module, ParamWrapper)):
         experts = wrapper.get_base_layer()
         if unlike(experts):
@@ -246,7 +248,7 @@ def patch_experts(model: PeftModel) -> None:
 
 
 def peers(model: nn.Module) -> list[ProcessGroup]:
-    """Groups that, one after the other, span the ranks with the same experts as this one."""
+    """Return process groups that together span the ranks with the same experts as this one."""
     for module in model.modules():
         if isinstance(module, ParamWrapper) and getattr(module, "part", None):
             mesh = module.get_param().device_mesh
@@ -256,10 +258,10 @@ def peers(model: nn.Module) -> list[ProcessGroup]:
 
 @contextlib.contextmanager
 def own_parts() -> Iterator[None]:
-    """While PEFT makes adapters: where experts are split, a rank keeps its own experts' part of each, and only that.
+    """While PEFT creates adapters, keep only this rank's part of split experts' adapters.
 
-    PEFT draws the whole on the CPU, in the same order on every rank, so that the parts are those of the one adapter
-    that a single process would have drawn; one layer's at a time. Cut before PEFT moves it to the parameter's device.
+    PEFT draws the full adapter on the CPU, in the same order on every rank, so the parts are slices of the adapter that
+    a single process would have drawn. One layer's exists at a time: it is cut before PEFT moves it to the device.
     """
     original = ParamWrapper._move_adapter_to_device_of_base_layer
 
@@ -272,7 +274,7 @@ def own_parts() -> Iterator[None]:
             self.num_experts, self.part = part.count, part
         original(self, adapter_name, device)
         if coding := formats_of(self.get_base_layer()).get(self.parameter_name):
-            # PEFT gives an adapter its weight's dtype before its own, and leaves it alone if that is bytes.
+            # PEFT first gives an adapter its weight's dtype, and leaves it there if that is bytes.
             for _, linear in both:
                 linear.to(coding.dtype)
 

@@ -1,9 +1,10 @@
-"""Numbers in 4 bits: rows in blocks, each block with its scale; two codes a byte, scales behind the codes.
+"""Weights in 4 bits: rows are divided into blocks with one scale each; two codes per byte, a row's scales behind its
+codes.
 
-nf4 is bitsandbytes' own: bit for bit its codes of blocks of 64, and its scales, which of weights in BF16 are exact in
-BF16. int4 has even steps: a block's largest value is -1 of 16 multiples of 1/8, so its scale may be negative.
-mxfp4, and nf4 as published, are read and never made: the scales of the latter were quantised again, so they are exact
-in float32 alone. A block begins where its row does, so a row's bytes depend on nothing but the row.
+nf4 is bitsandbytes' format: the same codes, bit for bit, for blocks of 64, and the same scales, which are exact in BF16
+for weights in BF16. int4 has even steps: the largest value of a block maps to -1 on a grid of 16 multiples of 1/8, so a
+scale may be negative. mxfp4, and nf4 as published, are only read: published nf4 scales are quantized themselves, so
+they are exact only in float32. Blocks begin where their row begins, so a row's bytes depend on nothing else.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from windlass.plan.layout import FOUR_BITS
 
 TABLES: Final[dict[str, tuple[float, ...]]] = {
     "int4": tuple(code / 8 for code in range(-8, 8)),
-    "nf4": (  # quantiles of the normal distribution: QLoRA, appendix E, in float32 as bitsandbytes has them
+    "nf4": (  # quantiles of the normal distribution (QLoRA, appendix E), as bitsandbytes has them in float32
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
         *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
         *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
 }
 TABLES["mxfp4"] = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-LEAST: Final = 1e-38  # of a scale: the reciprocal of a smaller one is infinite
+LEAST: Final = 1e-38  # smallest scale: the reciprocal of a smaller one is infinite
 
 
 @functools.cache
@@ -38,7 +39,7 @@ def table(kind: str, device: torch.device) -> Tensor:
 
 @functools.cache
 def pairs(kind: str, device: torch.device) -> Tensor:
-    """The two numbers of each byte: the first one is its upper half."""
+    """Return the two numbers of each byte; the upper half comes first."""
     numbers = table(kind, device)
     return torch.cartesian_prod(numbers, numbers)
 
@@ -48,12 +49,12 @@ def row_bytes(columns: int, block: int, scale: torch.dtype = torch.bfloat16) -> 
 
 
 def split(rows: Tensor, columns: int, scale: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Codes and scales, views of stored rows."""
+    """Return views of stored rows: codes and scales."""
     return rows[..., : columns // 2], rows[..., columns // 2 :].view(scale)
 
 
 def encode(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Codes, one a byte, and scales in float32, of rows of float32."""
+    """Return codes, one per byte, and float32 scales of float32 rows."""
     block, columns = FOUR_BITS[kind].block, values.shape[-1]
     blocks = pad(values, (0, -columns % block)).view(*values.shape[:-1], -1, block)
     top, bottom = blocks.amax(-1, keepdim=True), blocks.amin(-1, keepdim=True)
@@ -67,7 +68,8 @@ def encode(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def quantise(values: Tensor, kind: str, rows: Tensor) -> Tensor:
-    """Fill `rows` with these values. Returns the sums of squares of what it changed, and of the values, in float64."""
+    """Write the quantized values into `rows`. Returns in float64 the sums of squares of the errors and of the
+    values."""
     codes, scale = encode(values, kind)
     bytes_of, scales = split(rows, values.shape[-1])
     bytes_of.copy_(codes[..., ::2] << 4 | codes[..., 1::2])
@@ -77,7 +79,7 @@ def quantise(values: Tensor, kind: str, rows: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, block: int, kind: str, origin: Sequence[int] = (0, 0)) -> Tensor:
-    """Numbers in float32 of codes, two a byte, the part of a parameter that begins at row and column `origin`."""
+    """Decode codes, two per byte, to float32: the part of a parameter that begins at row and column `origin`."""
     read = pairs(kind, codes.device).index_select(0, codes.reshape(-1).int())
     values = read.view(*codes.shape[:-1], 2 * codes.shape[-1])
     (top, left), (rows, columns) = origin, values.shape[-2:]

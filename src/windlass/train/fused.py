@@ -1,10 +1,10 @@
-"""Fewer, larger operations: a model's layers computed to the same values with less than half of the kernels.
+"""Fewer, larger operations: the same values from less than half as many kernels.
 
-A small micro-batch leaves a GPU waiting for the host, which takes about as long for a small kernel as for a large one.
-`fuse` gives single instances of modules another `forward`, once PEFT has built the adapter; no class is touched, and
-modules stay what PEFT and transformers know: files, hooks and names do not change. What is computed otherwise for
-whole families (norms, rotary positions, routers) is compared first with what the family computes, and adapters with
-plain operations, forward and back, on the device that trains: nothing that isn't equal there is replaced.
+With a small micro-batch a GPU waits for the host, which needs about as long to launch a small kernel as a large one.
+`fuse` replaces the `forward` of single module instances after PEFT has built the adapter; no class is patched, and
+files, hooks and names stay as they are. Each replacement for a family's code (norms, rotary positions, routers) is
+first compared with that code, and fused adapters with plain operations, forward and backward, on the device that
+trains. What differs is not replaced.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CLOSE: Final = 1e-5
 
 
 def fuse(model: nn.Module, dtype: torch.dtype | None = None, *, always: bool = False) -> Adapters:
-    """Patch what can be, and return the adapters: their products run in `dtype`, or in their own.
+    """Patch what can be patched and return the fused adapters, whose products run in `dtype` or their own dtype.
 
-    On a GPU alone, or `always`: a CPU computes what it is told at once, and fewer operations make it no faster.
+    Only on a GPU, or if `always`: a CPU runs each operation as it comes, so fewer operations are no faster.
     """
     adapted = next((each for each in model.parameters() if each.requires_grad), None)
     if adapted is None or not (always or adapted.is_cuda):
@@ -51,7 +51,7 @@ def fuse(model: nn.Module, dtype: torch.dtype | None = None, *, always: bool = F
 
 
 class Adapters:
-    """The fused adapters of a model. Within `unchanged` their weights are cast and put together once."""
+    """The fused adapters of a model. Inside `unchanged` their weights are cast and concatenated once."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self.valid = False
@@ -67,7 +67,7 @@ class Adapters:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Nothing in here changes the adapters' weights: the micro-batches of a step, an evaluation."""
+        """Mark a section in which adapters' weights don't change: the micro-batches of a step, an evaluation."""
         if self.copies:
             torch._foreach_copy_(self.copies, [original.data for original in self.originals])
         self.valid = True
@@ -78,7 +78,7 @@ class Adapters:
 
 
 def fusible(module: Any) -> bool:
-    """A linear layer with one plain LoRA: no DoRA or other variant, no bias of its own."""
+    """Return whether this is a linear layer with one plain LoRA: no DoRA or other variant, no bias in B."""
     if type(module) is not Linear or type(module.get_base_layer()) not in (nn.Linear, QuantisedLinear):
         return False
     if len(module.lora_A) != 1 or module.lora_variant or module.fan_in_fan_out:
@@ -88,7 +88,7 @@ def fusible(module: Any) -> bool:
 
 
 class Group:
-    """Adapted linear layers that share an input, and the products of its first call until the others fetch theirs."""
+    """Adapted linear layers that share an input. The first call computes all products; the others fetch theirs."""
 
     def __init__(self, modules: Sequence[Any], adapters: Adapters, dtype: torch.dtype | None) -> None:
         (self.name,) = modules[0].lora_A
@@ -113,7 +113,7 @@ class Group:
         return torch.cat(downs) if len(downs) > 1 else downs[0]
 
     def copies(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        """Each copy that `unchanged` fills, and what of."""
+        """Yield each copy that `unchanged` fills, with its original."""
         downs, ups = self.weights(range(len(self.modules)))
         if self.down is not None:
             yield from zip(torch.split(self.down, self.ranks), downs, strict=True)
@@ -171,16 +171,17 @@ class Group:
 
 
 def dense(linear: Any, dtype: torch.dtype) -> Tensor:
-    """The matrix of a frozen linear layer, made anew where it is stored otherwise."""
+    """Return the matrix of a frozen linear layer, dequantized if it is stored in codes."""
     weight: Tensor = linear.dense(dtype) if hasattr(linear, "dense") else linear.weight.to(dtype)
     return weight
 
 
 class LoraLinears(torch.autograd.Function):
-    """x W^T + b + s x A^T B^T of several layers with one x: three kernels forward for one, two more for each other.
+    """x W^T + b + s x A^T B^T of several layers with one x: three forward kernels for one layer, two more per further
+    layer.
 
-    Kept for the backward: x (or what dropout left of it) and x A^T. Frozen matrices are read from their modules again,
-    where FSDP2 has gathered them or a code is decoded.
+    The backward keeps x (or what dropout left of it) and x A^T. Frozen matrices are read from their modules again,
+    where FSDP2 has gathered them or codes are decoded.
     """
 
     @staticmethod
@@ -214,7 +215,7 @@ class LoraLinears(torch.autograd.Function):
         source, narrow, down, *ups = ctx.saved_tensors
         n, ranks = len(ups), [up.shape[1] for up in ups]
         through = torch.empty_like(narrow)
-        # In one piece, so that they are cast to the adapter's dtype at once.
+        # One buffer, so that one cast converts all to the adapter's dtype.
         flat = down.new_empty(down.numel() + sum(up.numel() for up in ups))
         for_down, *for_ups = torch.split(flat, [down.numel(), *(up.numel() for up in ups)])
         for_x = None
@@ -248,7 +249,8 @@ class LoraLinears(torch.autograd.Function):
 
 
 def linears_agree(device: torch.device) -> bool:
-    """Whether `LoraLinears` is what plain operations are, on this device: two layers with one x, of unlike ranks."""
+    """Return whether `LoraLinears` equals plain operations on this device, for two layers of different rank with one
+    x."""
     bases = [types.SimpleNamespace(weight=numbers(device, rows, 8), bias=None) for rows in (6, 4)]
     scalings, pair = (0.5, 2.0), (numbers(device, 2, 8), numbers(device, 3, 8))
 
@@ -263,11 +265,11 @@ def linears_agree(device: torch.device) -> bool:
     return same(ours, plain, numbers(device, 5, 8), *pair, numbers(device, 6, 2), numbers(device, 4, 3))
 
 
-# --- what whole families compute ---
+# --- norms, routers: compared with the family's own code ---
 
 
 def same(one: Callable[..., Any], other: Callable[..., Any], *inputs: Tensor) -> bool:
-    """Whether two functions have the same values and gradients."""
+    """Return whether two functions have the same values and gradients."""
     with suppress(Exception), torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         found, wanted = values_of(one, inputs), values_of(other, inputs)
         return len(found) == len(wanted) and all(map(_close, found, wanted))
@@ -275,8 +277,8 @@ def same(one: Callable[..., Any], other: Callable[..., Any], *inputs: Tensor) ->
 
 
 def twin_of(module: nn.Module, weight: Tensor) -> nn.Module:
-    """A copy with a small weight."""
-    twin: nn.Module = object.__new__(type(module))  # copy.copy would have FSDP2's classes build a new one
+    """Return a copy of a module with a small weight."""
+    twin: nn.Module = object.__new__(type(module))  # copy.copy would make FSDP2's classes build a new one
     twin.__dict__ = {**module.__dict__, "_parameters": {"weight": weight}, "_modules": {}, "training": False}
     return twin
 
@@ -295,12 +297,12 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def numbers(device: torch.device, *shape: int) -> Tensor:
-    """The same every time; nothing is drawn from the run's own random numbers."""
+    """Return fixed random numbers, without drawing from the run's generators."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
 
 
 def fuse_norm(module: nn.Module, device: torch.device) -> Callable[..., Tensor] | None:
-    """Root mean square norms, whose frozen weight is multiplied with as it is."""
+    """Replace RMS norms whose frozen weight is a plain factor."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(eps, float) or list(module._parameters) != ["weight"] or weight is None or weight.ndim != 1:
@@ -320,7 +322,7 @@ def fuse_norm(module: nn.Module, device: torch.device) -> Callable[..., Tensor] 
 
 
 class RmsNorm(torch.autograd.Function):
-    """One kernel forward and one back on a GPU, where autograd's own takes nine and sixteen."""
+    """One kernel forward and one backward on a GPU, where autograd needs nine and sixteen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -373,7 +375,7 @@ _LIBRARY.impl("rms_norm_backward", _rms_norm_backward_on_gpu, "CUDA")
 
 
 def fuse_router(module: nn.Module, device: torch.device) -> Callable[..., Any] | None:
-    """Mixtures in the way of DeepSeek choose among groups of experts first: one group leaves no choice."""
+    """Replace DeepSeek-style routers with a single group, in which choosing among groups has no effect."""
     names = ("top_k", "num_experts", "hidden_dim", "num_group", "norm_topk_prob", "routed_scaling_factor")
     if list(module._parameters) != ["weight"] or not all(hasattr(module, name) for name in names):
         return None
@@ -383,7 +385,7 @@ def fuse_router(module: nn.Module, device: torch.device) -> Callable[..., Any] |
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = nn.functional.linear(hidden_states.view(-1, self.hidden_dim), self.weight)
-        if self.norm_topk_prob:  # probabilities of sum 1 among those chosen: a softmax of these alone
+        if self.norm_topk_prob:  # normalised over the chosen experts: a softmax of their logits alone
             chosen, indices = torch.topk(logits, k=self.top_k, dim=-1, sorted=False)
             weights = chosen.softmax(-1)
         else:
@@ -399,7 +401,7 @@ def fuse_router(module: nn.Module, device: torch.device) -> Callable[..., Any] |
 
 
 def fuse_positions(module: nn.Module, device: torch.device) -> Callable[..., Any] | None:
-    """An attention layer's own forward, in which the function that it calls by name is ours."""
+    """Return an attention layer's own forward with the position functions it calls replaced by ours."""
     if hasattr(module, "expand_kv") and same_keys(module, device):
         module.__dict__["expand_kv"] = types.MethodType(expand_kv, module)
     plain: Any = type(module).forward
@@ -434,7 +436,7 @@ def _rotated_by(way: Callable[..., Any], cos: Tensor, sin: Tensor, q: Tensor, k:
 
 
 def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of latent attention: one concatenation, where copies into slices have a slow gradient."""
+    """Build keys and values of latent attention with one concatenation; copying into slices has a slow gradient."""
     rows, _, length, _ = kv_nope.shape
     heads = self.kv_b_proj(kv_nope).view(rows, length, -1, self.qk_nope_head_dim + self.v_head_dim).transpose(1, 2)
     keys, values = torch.split(heads, [self.qk_nope_head_dim, self.v_head_dim], dim=-1)
@@ -454,7 +456,7 @@ def rotate_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim:
 
 
 def rotate_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Any, unsqueeze_dim: int = 1) -> Any:
-    """As neighbours (x0, x1), (x2, x3) are rotated, and put into halves."""
+    """Rotate neighbours (x0, x1), (x2, x3), … and write the results to halves."""
     return Rotate.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), unsqueeze_dim, 2)  # type: ignore[no-untyped-call]
 
 
@@ -465,10 +467,11 @@ POSITIONS: Final[dict[str, Callable[..., Any]]] = {
 
 
 class Rotate(torch.autograd.Function):
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) of queries and keys at once, in halves of the last dimension.
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for queries and keys together, with results in halves of the last
+    dimension.
 
-    x1 and x2 are its halves as well, or every second number (`step` 2). One kernel puts queries and keys together,
-    three turn them; back, four put each number in its place.
+    x1 and x2 are halves as well, or every second number (`step` 2). One kernel concatenates queries and keys and three
+    rotate them; in the backward, four write each number to its place.
     """
 
     @staticmethod
@@ -502,10 +505,10 @@ class Rotate(torch.autograd.Function):
 
 
 def remember(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """The latest answer, while the same tensor is asked about: every layer asks for the scale of the same positions.
+    """Return the function with its latest answer cached: every layer asks for the scale of the same positions.
 
-    Under autocast in its dtype, to which each layer would cast it. `original`: so many positions are not scaled; in
-    training, where nothing is before a row, they are as many as the row's tokens at most.
+    Under autocast the answer is cast once, instead of in every layer. Up to `original` positions are unscaled; in
+    training, where rows have no past, a row has at most as many positions as tokens.
     """
     latest: list[Any] = [None, None, None]
 

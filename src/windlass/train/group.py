@@ -1,4 +1,4 @@
-"""Collectives over Python objects, and errors that every rank raises. A single process is a group of one."""
+"""Collectives over Python objects, and errors that all ranks raise together. A single process is a group of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from windlass.errors import RunError, UserError
 
-SHOWN: Final = 8  # items of a list in a message
+SHOWN: Final = 8  # most items listed in a message
 
 
 def rank() -> int:
@@ -28,14 +28,14 @@ def barrier() -> None:
 
 
 def wait_at_most(seconds: float) -> None:
-    """From now on a collective fails after so long, of all ranks or of a mesh's dimension."""
+    """Set the timeout of all collectives, including those of a mesh's dimensions."""
     if dist.is_initialized():
         for each in list(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), each)
 
 
 def require_links(device: torch.device) -> None:
-    """A sum over all ranks, before minutes of loading: links between GPUs that fail or lose data do it here."""
+    """Run one all-reduce before minutes of loading, so that links that fail or lose data show here."""
     total = torch.ones((), device=device)
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -47,7 +47,7 @@ def require_links(device: torch.device) -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, by rank, on every rank."""
+    """Return every rank's value, by rank, on every rank."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -56,7 +56,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value on every rank."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
@@ -64,7 +64,7 @@ def from_rank_0(value: Any) -> Any:
 
 
 def on_rank_0(work: Callable[[], Any]) -> Any:
-    """What `work` returns on rank 0, on every rank; its UserError too."""
+    """Run `work` on rank 0 and return its result, or raise its UserError, on every rank."""
     outcome: Any = None
     if rank() == 0:
         try:
@@ -78,13 +78,13 @@ def on_rank_0(work: Callable[[], Any]) -> Any:
 
 
 def first_few(items: Sequence[str], separator: str = "; ") -> str:
-    """A list for a message: SHOWN items, and how many more there are."""
+    """Return the first SHOWN items as text, and how many more there are."""
     more = f"{separator}and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return separator.join(items[:SHOWN]) + more
 
 
 def raise_together(problems: Sequence[str], where: str, hint: str, error: type[UserError] = UserError) -> None:
-    """Raise on every rank if any rank has a problem: no rank is left waiting for the others."""
+    """Raise on every rank if any rank has a problem, so that no rank waits for the others."""
     ranks_of: dict[str, list[int]] = {}
     for number, own in enumerate(gather(list(problems))):
         for problem in own:

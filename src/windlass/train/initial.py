@@ -1,8 +1,8 @@
-"""PiSSA and OLoRA: adapters that start as a part of the base's weights, with a fixed half that takes it away again.
+"""PiSSA and OLoRA: adapters initialised from the base's weights, with a fixed half that subtracts the initial value.
 
-PEFT takes that part out of the base. Here the base stays as it is stored: an adapter has twice the rank, A = [A; A0]
-and B = [B, -B0], of which A0 and B0 never change. That is the form in which PEFT itself saves such an adapter as a LoRA
-of the original base.
+PEFT subtracts that part from the base. Here the base stays as stored: an adapter has twice the rank, A = [A; A0] and B
+= [B, -B0], where A0 and B0 never change. PEFT itself saves such an adapter in this form, as a LoRA of the original
+base.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import UserError
 from windlass.train.parallel import device_of_this_rank
 
-NAME = "default"  # PEFT's name of the one adapter
+NAME = "default"  # PEFT's name of the only adapter
 
 
 def start_from_weights(model: nn.Module, how: str) -> None:
-    """Set every adapter to the part of its weight that it trains, and its fixed half to the same with the sign turned.
+    """Initialise every adapter from its weight, and its fixed half with the negative.
 
-    Weights that are sharded are gathered one after the other: a collective. Every rank has rank 0's values.
+    Sharded weights are gathered one at a time: a collective. All ranks get rank 0's values.
     """
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
@@ -43,7 +43,7 @@ def start_from_weights(model: nn.Module, how: str) -> None:
 
 
 def factors(weight: Tensor, rank: int, scale: float, how: str) -> tuple[Tensor, Tensor]:
-    """A0 and B0 as PEFT has them: `scale` times B0 A0 is the part of the weight."""
+    """Return A0 and B0 as PEFT computes them: `scale` times B0 A0 is the weight's part."""
     if how == "olora":
         q, r = torch.linalg.qr(weight)
         return r[:rank], q[:, :rank]
@@ -57,10 +57,10 @@ def factors(weight: Tensor, rank: int, scale: float, how: str) -> tuple[Tensor, 
 
 
 class FixedHalves:
-    """The halves of adapters that never change, whatever an optimizer does to what has no gradient."""
+    """The halves of adapters that never change, even if an optimizer moves parameters without a gradient."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parts: list[tuple[nn.Parameter, int]] = []  # with the dimension in which the second half is fixed
+        self.parts: list[tuple[nn.Parameter, int]] = []  # and the dimension whose second half is fixed
         for module in model.modules():
             if isinstance(module, LoraLayer):
                 self.parts += [(module.lora_A[NAME].weight, 0), (module.lora_B[NAME].weight, 1)]

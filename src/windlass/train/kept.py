@@ -1,7 +1,7 @@
-"""What a checkpointed layer's forward keeps for its recomputation, instead of computing or waiting for it again.
+"""What the forward of a checkpointed layer keeps, so that the recomputation need not compute or wait for it again.
 
-Always: how many tokens go to each rank, for which the host waits. With `train.gradient_checkpointing: selective` also
-the products of routed experts and the tokens that were sent to them: most of a layer's work and all of its traffic.
+Always the number of tokens per rank, for which the host waits. With `train.gradient_checkpointing: selective` also the
+products of routed experts and the tokens sent to them: most of a layer's work and all of its traffic.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class Kept:
-    """Of one layer's forward, in the order in which its recomputation comes by."""
+    """Values kept by one layer's forward, in the order in which the recomputation asks for them."""
 
-    current: Kept | None = None  # the layer that is being computed; a backward has a thread, but the host waits for it
+    current: Kept | None = None  # the layer being computed; the backward has its own thread, but the host waits for it
 
     def __init__(self, products: bool) -> None:
         self.products, self.replaying = products, False
@@ -38,7 +38,7 @@ class Kept:
 
 
 def contexts(products: bool) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
-    """For torch.utils.checkpoint: what a layer's forward and its recomputation run in."""
+    """Return torch.utils.checkpoint's `context_fn`: contexts for a layer's forward and its recomputation."""
 
     def made() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         kept = Kept(products)
@@ -48,26 +48,26 @@ def contexts(products: bool) -> Callable[[], tuple[AbstractContextManager[None],
 
 
 def once(compute: Callable[[], T]) -> T:
-    """What `compute` returns; in a recomputation what it did return."""
+    """Return what `compute` returns; in a recomputation, return what it returned in the forward."""
     kept = Kept.current
     if kept is None:
         return compute()
     if kept.replaying:
         return kept.values.popleft()  # type: ignore[no-any-return]
     value = compute()
-    # Without its place in the graph, which would keep itself alive.
+    # Detached: with its graph it would keep itself alive.
     kept.values.append(value.detach() if isinstance(value, Tensor) else value)
     return value
 
 
 def product(compute: Callable[[], Tensor]) -> Tensor:
-    """The same of a product of routed experts, or of tokens sent, where these are kept."""
+    """Do the same for a product of routed experts or exchanged tokens, if those are kept."""
     return once(compute) if keeps_products() else compute()
 
 
 def unless_rerouted(weights: Tensor, order: Tensor) -> Tensor:
-    """A router's weights; NaN, which no step trains on, where a recomputation sends tokens to other experts than the
-    forward did: what is kept would be that of other tokens. The GPU compares, and the host doesn't wait."""
+    """Return a router's weights, or NaN (which no step trains on) if the recomputation routes tokens differently
+    than the forward did: kept products would then belong to other tokens. Compared on the GPU, without a host wait."""
     if Kept.current is None:
         return weights
     return weights.masked_fill((once(lambda: order) != order).any(), math.nan)
@@ -78,7 +78,7 @@ def keeps_products() -> bool:
 
 
 def refuse(experts: object) -> None:
-    """Experts of a form whose products go past here."""
+    """Raise for experts whose products can't be kept."""
     if keeps_products():
         what = f"the products of {type(experts).__name__} can't be kept"
         raise UserError(what, "train.gradient_checkpointing", "set train.gradient_checkpointing: true")

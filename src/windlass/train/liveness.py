@@ -1,4 +1,4 @@
-"""Proof at the first steps of every run that the adapter trains: gradients reach it, it changes, replicas agree."""
+"""Proof during the first steps of every run that the adapter trains: gradients reach it, it changes, replicas agree."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from windlass.observe.watch.detectors import AlarmError
 from windlass.train import group
 from windlass.train.sync import Replicas, fingerprints, local
 
-INTERVAL = 50  # updates between two looks at what they changed
-TAIL = 0.1  # share of the run's learning rate below which an update may well be too small to change anything
+INTERVAL = 50  # updates between two comparisons of the adapter's values
+TAIL = 0.1  # below this share of the run's learning rate an update may be too small to change a value
 
 
 class Liveness:
     """Call `before_update` and `after_update` around every optimizer step; both do nothing once `done`.
 
-    B starts at zero, so A has no gradient until B has moved: A is judged one step with a learning rate above 0
-    later than B. Where no B starts at zero (a continued adapter, a resumed run), all are judged at once.
-    Steps of a warm-up at rate 0 move nothing and prove nothing: they don't count.
+    B starts at zero, so A has no gradient until B has moved: A is checked one step with a positive learning rate after
+    B. If no B starts at zero (a continued adapter, a resumed run), all are checked at once. Warm-up steps at rate 0
+    move nothing, prove nothing and don't count.
     """
 
     def __init__(self, model: nn.Module, replicas: Replicas, where: str) -> None:
@@ -35,12 +35,12 @@ class Liveness:
         largest = self._largest(list(self.named.values()))
         zero = [name for name, value in zip(self.named, largest, strict=True) if value == 0]
         phases = [zero, [name for name in self.named if name not in set(zero)]]
-        self.phases = [names for names in phases if names]  # still to be proven, one after the other
+        self.phases = [names for names in phases if names]  # phases still to be proven, in order
         self.tokens = ExpertTokens(model, replicas)
-        self.before: Tensor | None = None  # fingerprints, between an update's two calls
-        self.last_seen: Tensor | None = None  # fingerprints, INTERVAL updates ago
+        self.before: Tensor | None = None  # fingerprints taken by `before_update`
+        self.last_seen: Tensor | None = None  # fingerprints from INTERVAL updates ago
         self.updates = 0
-        self.graded = False  # whether the phase's gradients are proven, and only a step that moves it is missing
+        self.graded = False  # the phase's gradients are proven; a step that moves it is still missing
         self._require(replicas.differing(), "they differ between ranks before the first step")
 
     @property
@@ -48,7 +48,7 @@ class Liveness:
         return not self.phases
 
     def before_update(self, learning_rate: float) -> None:
-        """Gradients are averaged, nothing has moved yet."""
+        """Check the gradients, once they are averaged and before anything has moved."""
         if self.done:
             return
         names = self.phases[0]
@@ -66,12 +66,12 @@ class Liveness:
         self.before = self._fingerprints(names) if learning_rate > 0 else None
 
     def skip_update(self) -> None:
-        """This step is left out: the tokens that experts had in it are due no gradient."""
+        """Note that this step is skipped: tokens that experts had in it yield no gradient."""
         self.tokens.step(moved=False)
         self.before = None
 
     def after_update(self) -> None:
-        """The optimizer has stepped."""
+        """Check that the optimizer's step has moved the tensors."""
         if self.done or self.before is None:
             return
         moved = self.replicas.all_reduce_max((self._fingerprints(self.phases[0]) != self.before).int()).tolist()
@@ -84,9 +84,9 @@ class Liveness:
             self.tokens.remove()
 
     def find_unchanged(self, share: float) -> str:
-        """Which tensors the last INTERVAL updates left as they were, if they are half of the adapter.
+        """Return which tensors the last INTERVAL updates left unchanged, if they are at least half of the adapter.
 
-        `share`: of the run's learning rate, that this update had. In 16 bits a small update is rounded away.
+        `share`: of the run's learning rate, in this update. In 16 bits a small update is rounded away.
         """
         if share < TAIL:
             self.updates, self.last_seen = 0, None
@@ -106,7 +106,7 @@ class Liveness:
         return fingerprints([local(self.named[name]) for name in names])
 
     def _largest(self, tensors: Sequence[Tensor]) -> list[float]:
-        """Largest absolute values, of all parts where ranks have parts; in one transfer from the device."""
+        """Return the largest absolute values over all ranks' parts, with one transfer from the device."""
         if not tensors:
             return []
         parts = [local(tensor.detach()).float() for tensor in tensors]
@@ -114,7 +114,7 @@ class Liveness:
         return list(map(float, self.replicas.all_reduce_max(largest.nan_to_num(nan=math.inf)).tolist()))
 
     def _require(self, names: Sequence[str], fault: str) -> None:
-        """Stop with the names, the same on every rank: the values judged are the same everywhere."""
+        """Stop with these names. They are equal on all ranks, because the values they are derived from are."""
         if names:
             raise RunError(
                 f"{len(names)} adapter tensor{'s are' if len(names) > 1 else ' is'} not training: "
@@ -125,20 +125,21 @@ class Liveness:
 
 
 class ExpertTokens:
-    """Counts the tokens of each adapted expert that the loss depends on, to excuse the experts that had none.
+    """Counts each adapted expert's tokens that the loss depends on, to excuse experts that had none.
 
-    Tokens that don't reach the loss (padding, an unsupervised token in the last layer) give no gradient: only
-    those whose output has one are counted.
+    Tokens that don't reach the loss (padding, an unsupervised token in the last layer) yield no gradient: only tokens
+    whose output has one are counted.
     """
 
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self.replicas = replicas
         self.parts = ExpertShards(model)
         self.counts: dict[str, Tensor] = {}
-        self.moved: dict[str, Tensor] = {}  # the experts whose B has moved: only their A can have a gradient
+        self.moved: dict[str, Tensor] = {}  # experts whose B has moved: only their A can have a gradient
         self.handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            if name.endswith(".experts") and hasattr(module, "parameter_name"):  # PEFT's wrapper, outermost of a nest
+            # The outermost of PEFT's nested wrappers.
+            if name.endswith(".experts") and hasattr(module, "parameter_name"):
                 device = next(p.device for p in module.parameters() if p.requires_grad)
                 part = self.parts.of(name)
                 experts = part.total if part else int(module.num_experts)
@@ -159,7 +160,7 @@ class ExpertTokens:
         return watch
 
     def dead(self, named: dict[str, nn.Parameter], names: Sequence[str]) -> list[str]:
-        """Experts with useful tokens on some rank and yet a gradient of zero: `….experts.lora_B.default.weight[3]`."""
+        """Return experts with useful tokens on some rank but a zero gradient: `….experts.lora_B.default.weight[3]`."""
         found = []
         for place, counts in self.counts.items():
             if dist.is_initialized():
@@ -169,7 +170,7 @@ class ExpertTokens:
                 gradient = named[name].grad
                 if name.startswith(f"{place}.") and gradient is not None:
                     part = self.parts.of(name) or ExpertShard(0, len(counts), len(counts))
-                    graded = torch.zeros_like(counts)  # on whichever rank an expert is
+                    graded = torch.zeros_like(counts)  # filled on the ranks that have the expert
                     own = by_expert(name, gradient, part.count).ne(0).flatten(1).any(dim=1)
                     graded[part.first : part.first + part.count] = own.long()
                     dead = due & self.replicas.all_reduce_max(graded).eq(0)
@@ -191,7 +192,7 @@ class ExpertTokens:
 
 
 def stop_non_finite(policy: str, step: int, faulty: list[int], rows: list[int]) -> None:
-    """Name the ranks and rows, and stop, unless watch.non_finite says to skip such steps. A collective."""
+    """Stop and name the ranks and rows, unless watch.non_finite skips such steps. A collective."""
     everyones: list[list[int]] = group.gather(rows)
     where = "; ".join(f"rank {rank}, rows {', '.join(map(str, everyones[rank]))}" for rank in faulty)
     if policy == "stop":

@@ -1,14 +1,17 @@
 """The certified loader: every rank reads its own part of every weight, exactly, and proves it before step 1.
 
-Why not `from_pretrained(distributed_config=...)`, which also reads by shards. With transformers 5.23:
-- the causal LM class finds none of a wrapper's `language_model.` keys: every weight random, a line in a log;
+`from_pretrained(distributed_config=...)` also reads by shards, but with transformers 5.23:
+
+- the causal LM class finds none of a wrapper's `language_model.` keys: every weight stays random, with one log line;
 - with a `key_mapping` for them, FP8 weights stay raw codes, because the scales' keys are not mapped along;
-- through the wrapper class the linears come out right, but the fused experts' `*_scale_inv` are dropped;
-- block scales are taken to divide a matrix evenly: wrong where its sides are no multiples of 128.
-Unquantised models load exactly, but nothing stops a run whose keys are missing.
-What is right is used: the model on the meta device, the sharding (parallel.py), the order of tying and of computing
-buffers, and the shard-on-read arithmetic as second opinion of the certificate. When upstream converts FP8 experts
-exactly under `distributed_config` and can be made to fail on missing keys, reading.py can go.
+- through the wrapper class linears load correctly, but the fused experts' `*_scale_inv` are dropped;
+- block scales are assumed to divide a matrix evenly: wrong if its sides are no multiples of 128.
+
+Unquantized models load exactly, but nothing stops a run with missing keys.
+
+What works is reused: the model on the meta device, the sharding (parallel.py), the order of tying weights and computing
+buffers, and shard-on-read as the certificate's second opinion. When upstream converts FP8 experts exactly under
+`distributed_config` and can fail on missing keys, reading.py can go.
 """
 
 from __future__ import annotations
@@ -58,10 +61,9 @@ def load(
     attn_implementation: str = "",
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
-    """The causal language model of `base`, sharded as `layout` says and filled, with its certificate (load.json).
+    """Return the causal LM of `base`, sharded by `layout` and filled, and its certificate (load.json).
 
-    `dtypes`: of parameters that have another, by name. Every rank of the run calls it. It returns on all ranks or
-    raises on all ranks.
+    `dtypes`: parameters with another dtype, by name. Called on every rank; returns on all ranks or raises on all ranks.
     """
     started, before = time.perf_counter(), reset_peak_rss()
     where = str(base.path or base.name)
@@ -101,7 +103,7 @@ def load(
 
 
 def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Everything that a base model has to fill, a tied tensor once: parameters and persistent buffers by name."""
+    """Return the parameters and persistent buffers that the base model must fill, by name, tied tensors once."""
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (name, tensor))
@@ -109,7 +111,7 @@ def unique_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The memory of this rank's part of a parameter, and where the part begins in the parameter."""
+    """Return the memory of this rank's part of a parameter, and where the part begins in the parameter."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
     local: Tensor = tensor.to_local().detach()
@@ -126,11 +128,14 @@ def read_all(
     quantised: Mapping[str, Quantised] = NOTHING,
     errors: dict[str, list[float]] | None = None,
 ) -> tuple[list[str], int, dict[str, Part]]:
-    """Fill this rank's part of every parameter. Returns what went wrong, the bytes asked of files, and each digest.
+    """Fill this rank's part of every parameter. Returns problems, the bytes read from files, and each part's digest.
 
-    `errors`: filled, of each that is made 4 bits, with the sums of squares of what that changed and of its values.
-    Those in FP8 get their codes as stored, and their scales: all of a matrix's, of a stack those of own experts.
-    Whatever the headers promised: memory that nothing was read into would train as random numbers.
+    `errors`: filled, for each parameter quantized to 4 bits here, with the sums of squares of the errors and of the
+    values.
+
+    FP8 parameters get their codes as stored, and scales: all of a matrix's, or of a stack those of this rank's experts.
+
+    Whatever the headers promise, memory that nothing was read into is a problem: it would train as random numbers.
     """
     problems: list[str] = []
     unread, parts = dict.fromkeys(targets), dict[str, Part]()
@@ -163,17 +168,17 @@ def read_all(
 
 
 def true_shape(name: str, stored: Sequence[int], quantised: Mapping[str, Quantised]) -> tuple[int, ...]:
-    """Of a parameter, or of a part of one: 4 bits have bytes where the values have columns."""
+    """Return the shape of a parameter's values (or of a part's): stored rows of 4-bit weights are bytes."""
     return quantised[name].format.shape(stored) if name in quantised else tuple(stored)
 
 
 def make_four_bits(kind: str, sums: list[Tensor], rows: Tensor, values: Tensor) -> None:
-    """Called by several threads at once: appending is atomic."""
+    """Quantize one chunk. Called by several threads at once: appending is atomic."""
     sums.append(four_bits.quantise(values, kind, rows))
 
 
 def reset_peak_rss() -> int:
-    """Resident memory now; where the kernel allows it, the peak is counted from here on."""
+    """Return resident memory now, and restart the count of its peak if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     resident: int = psutil.Process().memory_info().rss
@@ -181,7 +186,7 @@ def reset_peak_rss() -> int:
 
 
 def peak_rss() -> int:
-    """The most resident memory since `reset_peak_rss`, or of the whole process where that can't be reset."""
+    """Return the peak of resident memory since `reset_peak_rss`, or since the process began."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

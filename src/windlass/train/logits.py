@@ -1,4 +1,4 @@
-"""Logits of a model with and without its adapter, and how far two sets of them are apart."""
+"""Logits of a model with and without its adapter, and the distance between two sets of logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.train.wrapped import read_inner_config
 
 
 def open_adapter(model: Any, folder: Path) -> Any:
-    """A saved adapter on a model, by PEFT's own way; on a language model also one that was saved inside a wrapper."""
+    """Open a saved adapter with PEFT. A language model also takes one that was saved inside a wrapper."""
     from peft import PeftModel
 
     config, mapping = read_inner_config(folder)
@@ -24,14 +24,14 @@ def open_adapter(model: Any, folder: Path) -> Any:
     with warnings.catch_warnings():
         # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
-        # PEFT 0.21 asks for an attribute that transformers 5.23 has renamed.
+        # PEFT 0.21 reads an attribute that transformers 5.23 has renamed.
         warnings.filterwarnings("ignore", message=r".*is_gradient_checkpointing", category=FutureWarning)
         return PeftModel.from_pretrained(model, str(folder), config=config, key_mapping=mapping).eval()
 
 
 @torch.no_grad()
 def compute_logits(model: Any, rows: Tensor) -> Tensor:
-    """Logits in float32 and host memory, wherever the model is."""
+    """Return logits in float32 and host memory, wherever the model is."""
     device = next(model.parameters()).device
     return torch.cat([model(input_ids=row[None].to(device), use_cache=False).logits.float().cpu() for row in rows])
 
@@ -43,13 +43,13 @@ def logits_without_and_with(adapted: Any, rows: Tensor) -> tuple[Tensor, Tensor]
 
 
 def kl_divergence(true: Tensor, other: Tensor) -> float:
-    """Mean over tokens, in nats."""
+    """Return the mean over tokens, in nats."""
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (true, other))
     return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
 
 
 def sample_rows(run_folder: Path | None, vocab: int, count: int = 4, length: int = 128) -> Tensor:
-    """Tokens that a run was trained or evaluated on, if they are still there; else random ones."""
+    """Return tokens that a run was trained or evaluated on if they still exist, else random ones."""
     files = list((run_folder / "tokens").glob("*/*.arrow")) if run_folder else []
     if files:
         data = open_rows(min(files, key=lambda path: (path.stem != "validation", path)))

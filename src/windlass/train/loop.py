@@ -1,4 +1,4 @@
-"""The training loop. Read `Loop.run` and `Loop.train_step` from top to bottom; nothing is called from elsewhere."""
+"""The training loop: read `Loop.run` and `Loop.train_step` from top to bottom."""
 
 from __future__ import annotations
 
@@ -49,34 +49,34 @@ class Step:
     loss: float  # mean per supervised token
     grad_norm: float  # before clipping
     learning_rate: float
-    job_tokens: int  # of all ranks, without padding
+    job_tokens: int  # over all ranks, without padding
     skipped: bool = False
 
 
 @dataclass(eq=False)
 class Loop:
-    """Trains the adapter of `model` on `batches`. What it calls besides is handed to it, and none of that calls it."""
+    """Trains the adapter of `model` on `batches`. Everything else that it uses is passed in."""
 
     plan: Plan
     model: PeftModel
     batches: Batches
     validation: Batches | None
-    replicas: Replicas  # the adapter's gradients: one reduction, equal on all ranks
-    liveness: Liveness  # the first steps prove that the whole adapter trains
+    replicas: Replicas  # the adapter's gradients: one reduction, equal results on all ranks
+    liveness: Liveness  # proves in the first steps that all of the adapter trains
     stop_signal: StopSignal
     recorder: Recorder  # measures each step
     watch: RunWatch  # stalls, alarms
     saver: Saver  # checkpoints
     progress: Progress  # the terminal
     trackers: Trackers  # TensorBoard, W&B …
-    samples: Samples | None = None  # prompts that it continues at evaluations
-    halves: FixedHalves | None = None  # of adapters that start as a part of their weights
+    samples: Samples | None = None  # prompts continued at evaluations
+    halves: FixedHalves | None = None  # fixed halves of adapters initialised from weights
 
     step: int = 0  # optimizer steps done
-    tokens: int = 0  # trained on by all ranks since the run began
-    stopped: bool = False  # by a signal, with everything saved
-    evaluation_due: bool = False  # an evaluation was left out, to stop in time: whoever resumes makes up for it
-    eval_loss: float | None = None  # of this very step
+    tokens: int = 0  # tokens trained on by all ranks since the run began
+    stopped: bool = False  # stopped by a signal, with everything saved
+    evaluation_due: bool = False  # an evaluation was skipped to stop in time; the resumed run does it
+    eval_loss: float | None = None  # evaluation loss at this step
     log_history: list[dict[str, Any]] = field(default_factory=list)
     unlogged: list[float] = field(default_factory=list)  # losses of the steps since the last log
 
@@ -84,17 +84,18 @@ class Loop:
         self.train, layout = self.plan.loaded.run.train, self.plan.layout
         self.causal_lm = self.model.get_base_model()
         self.accumulation = self.plan.batch.accumulation
-        self.steps_per_epoch = None if self.batches.order is None else len(self.batches)  # a stream's are not known
+        self.steps_per_epoch = None if self.batches.order is None else len(self.batches)  # unknown for a stream
         epochs = math.ceil(self.train.num_train_epochs * (self.steps_per_epoch or 1))
         self.total = self.train.max_steps if self.train.max_steps > 0 else epochs
         self.device = device_of_this_rank()
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.bf16)
         self.router_weight = router_loss_weight(self.causal_lm, self.train.router_aux_loss_coef)
-        # Weights stay gathered for all of a step's micro-batches. Found once: walking all modules takes milliseconds.
+        # Weights can stay gathered through a step's micro-batches. Collected once: walking all modules takes
+        # milliseconds.
         gather_once = is_sharded(layout) and not layout.reshard_after_forward
         self.kept_gathered = fsdp_modules(self.model) if gather_once else []
         self.waits = Waits(self.model, self.recorder.now, split_experts=layout.expert_parallel > 1)
-        self.sources = SourceLosses(self.batches.names, self.device)  # of a mix
+        self.sources = SourceLosses(self.batches.names, self.device)  # per data set of a mix
         patch_forward(self.causal_lm, self.sources)
         self.compiled = Compiled(self.causal_lm) if self.train.compile else None
         self._fuse()
@@ -113,7 +114,7 @@ class Loop:
     # --- the run ---
 
     def run(self, resume: Path | None = None) -> None:
-        """Train to the end, or until a signal; with every step: train, log, evaluate, save."""
+        """Train to the end or until a signal; after every step log, evaluate and save as configured."""
         if resume is not None:
             checkpoint.restore(self, resume)
         if self.plan.loaded.run.lora.starts_from_weights:
@@ -124,9 +125,9 @@ class Loop:
         self.recorder.start(self.step)
         self.watch.start(self.step, self.total)
         self.progress.start(self.total)
-        self.stop_signal.training = True  # until now a signal ended the rank at once: there was nothing to save
+        self.stop_signal.training = True  # until now a signal ended the rank at once: nothing to save
         if self.evaluation_due and evaluate(self):
-            self.save()  # its loss belongs to the checkpoint that this run was resumed from
+            self.save()  # its loss belongs to the checkpoint that was resumed from
         began_at, micro_batches = self.step, self.batches.train(self.step, self.accumulation, self.steps_per_epoch)
         while self.step < self.total and not self.stopped:
             self.progress.start_step(self.step + 1)
@@ -162,7 +163,7 @@ class Loop:
     # --- compiled layers ---
 
     def _fuse(self) -> None:
-        """Fewer operations for layers that aren't compiled; a compiler finds them itself."""
+        """Fuse the operations of layers that aren't compiled; a compiler does that itself."""
         dtype = torch.bfloat16 if self.train.bf16 else None
         self.adapters = Adapters([], dtype) if self.compiled else fuse(self.causal_lm, dtype)
         overlap(self.causal_lm)
@@ -180,9 +181,9 @@ class Loop:
     # --- one optimizer step ---
 
     def train_step(self, micro_batches: Iterator[Batch]) -> tuple[Step, int, bool]:
-        """Micro-batches, one collective, one wait for the device, update.
+        """Run the micro-batches of one optimizer step, one collective, one wait for the device, and the update.
 
-        Returns what the step did, what the watch of rank 0 requests, and whether a signal has reached any rank.
+        Returns what the step did, the action that rank 0's watch requests, and whether any rank received a signal.
         """
         self.schedule_free("train")
         rows: list[int] = []
@@ -190,7 +191,7 @@ class Loop:
         loss, balance = torch.zeros(2, device=self.device)
         of_step: Iterator[Batch] = islice(micro_batches, self.accumulation)
         balance_share = None
-        if self.router_weight:  # a mean per micro-batch: how it compares with the tokens' sum has to be known before
+        if self.router_weight:  # the balancing loss is a mean per micro-batch; its share of the step is needed first
             of_step = iter(all_of_step := list(of_step))
             balance_share = self.balance_share(all_of_step)
 
@@ -215,13 +216,14 @@ class Loop:
                     balance += of_router
                 rows, tokens, supervised = rows + batch.rows, tokens + batch.tokens, supervised + batch.supervised
 
-        # One collective: the gradients, and with them loss, tokens, faults, signals, and what the watch requests.
+        # One collective: gradients, and with them loss, tokens, faults, signals and the watch's request.
         if self.halves:
             self.halves.clear_gradients()
         sums = self.replicas.average(self._own_sums(loss, balance, supervised, tokens))
         self.recorder.mark("communication")
 
-        # Gradients are of the tokens' sum, averaged over ranks: made those of the mean, and clipped, in one pass.
+        # Gradients of the summed loss, averaged over ranks, become those of the mean loss, and are clipped, in one
+        # pass.
         scale = self.replicas.world / sums[2].clamp(min=1)
         norm = self.replicas.norm() * scale
         if self.train.max_grad_norm:
@@ -232,7 +234,7 @@ class Loop:
         # The one wait for the device, and the checks.
         figures: list[float] = torch.cat([sums, norm[None]]).tolist()
         total, balanced, counted, job_tokens, interrupted, requested, failed, *each, grad_norm = figures
-        if failed and self.compiled:  # on any rank: a shape that can't be compiled, or one too many
+        if failed and self.compiled:  # on any rank: a shape that fails to compile, or too many shapes
             self._fall_back(self.compiled, self.compiled.reason())
         faults, of_sources = each[: self.replicas.world], each[self.replicas.world :]
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -241,7 +243,7 @@ class Loop:
             faulty = [rank for rank, fault in enumerate(faults) if fault]
             step.loss, step.skipped = math.nan if faulty else step.loss, True
             stop_non_finite(self.plan.loaded.run.watch.non_finite, step.step, faulty, rows)
-            self.optimizer.zero_grad()  # to None: the optimizer passes over such parameters
+            self.optimizer.zero_grad()  # to None, so that the optimizer skips the parameters
             self.liveness.skip_update()
         else:
             self.liveness.before_update(learning_rate)
@@ -276,7 +278,7 @@ class Loop:
         return step, round(requested), interrupted > 0
 
     def _own_sums(self, loss: Tensor, balance: Tensor, supervised: int, tokens: int) -> Tensor:
-        """What is added up over the ranks: seven numbers, whether each rank saw something non-finite, and by source."""
+        """Return what is summed over the ranks: seven numbers, a non-finite flag per rank, and losses by data set."""
         gradients = self.replicas.gradients()
         largest = torch.stack(torch._foreach_norm(gradients, torch.inf)) if gradients else loss.new_zeros(1)
         finite = torch.isfinite(loss) & torch.isfinite(largest).all()
@@ -289,10 +291,10 @@ class Loop:
         return torch.nan_to_num(sums)
 
     def balance_share(self, batches: list[Batch]) -> Tensor:
-        """What a micro-batch's balancing loss counts beside the sum of the tokens' losses.
+        """Return the factor that scales a micro-batch's balancing loss to the summed loss of the tokens.
 
-        The step's loss is the mean over its tokens, and the mean of this over its micro-batches. The one other
-        collective of a step, in mixtures whose config has such a loss alone.
+        The step's loss is the mean over its tokens plus the mean of the balancing loss over its micro-batches. This is
+        the only other collective of a step, and only mixtures whose config has such a loss need it.
         """
         total = torch.tensor(float(sum(batch.supervised for batch in batches)), device=self.device)
         if self.replicas.world > 1:
@@ -300,7 +302,7 @@ class Loop:
         return self.router_weight * total.clamp(min=1) / (self.accumulation * self.replicas.world)
 
     def schedule_free(self, mode: str) -> None:
-        """Optimizers of that kind keep two sets of weights: to train, and to evaluate and to save."""
+        """Switch schedule-free optimizers between the weights to train with and those to evaluate and save."""
         if callable(switch := getattr(self.optimizer, mode, None)):
             switch()
 
@@ -312,7 +314,7 @@ class Loop:
         self.recorder.mark("pause")
 
     def _log_step(self, step: Step) -> None:
-        """Every step's line to the trackers, and every train.logging_steps the means since the last time."""
+        """Send every step to the trackers, and every train.logging_steps the means since the last time."""
         self.unlogged.append(step.loss)
         if self.step % self.train.logging_steps == 0:
             loss, self.unlogged = sum(self.unlogged) / len(self.unlogged), []

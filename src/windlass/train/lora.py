@@ -1,4 +1,4 @@
-"""The adapter: built by PEFT from the plan's exact module names, then checked against the plan again."""
+"""The adapter: PEFT builds it from the plan's exact module names; then it is checked against the plan."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftModel:
-    """Wrap `model` in its adapter: the same values on every rank, only the adapter trainable, as the plan says.
+    """Wrap `model` in its adapter: equal values on every rank, only the adapter trainable, as planned.
 
-    Where experts are split over ranks, each has its own experts' part of their adapter, all else is on every rank.
+    If experts are split over ranks, each rank has its own experts' part of their adapter; the rest is on every rank.
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     if lora.use_dora and (sharded or any(formats_of(module) for module in model.modules())):
@@ -43,10 +43,10 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     if adapter.target_parameters and lora.bias != "none" and any(part_of(stack) for stack in stacks):
         problem = "biases of the base can't be trained with adapters of experts that are split over ranks"
         raise UserError(problem, "lora.bias", "set lora.bias: none, or layout: {name: full-shard}")
-    # PEFT draws A on the CPU: the same seed gives every rank the same adapter. Dropout continues from it, deliberately:
-    # ranks draw the same masks, on other rows, as with transformers' Trainer.
+    # PEFT draws A on the CPU: the same seed gives every rank the same adapter. Dropout deliberately continues from it,
+    # so ranks draw the same masks for different rows, as with transformers' Trainer.
     set_seed(seed)
-    if lora.adapter:  # continued as it was saved, but for dropout, which is no property of its weights
+    if lora.adapter:  # continue the adapter as saved, except for dropout, which is no property of its weights
         config, mapping = read_inner_config(Path(lora.adapter))
         if (saved_too := sorted(config.modules_to_save or ())) != sorted(lora.modules_to_save or ()):
             hint = f"set it to {saved_too}" if saved_too else "leave it out"
@@ -58,10 +58,10 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
     else:
         config = peft_config(lora, adapter)
     with unsharded_sizes(), experts.own_parts(), warnings.catch_warnings():
-        # PEFT looks for rank_pattern among modules only, not among expert parameters, where it does apply it.
+        # PEFT looks for rank_pattern among modules only, although it applies it to expert parameters too.
         warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match")
         peft_model = get_peft_model(model, config, autocast_adapter_dtype=lora.dtype == "float32")
-    if lora.adapter:  # the saved tensors; of split experts, this rank's part
+    if lora.adapter:  # load the saved tensors; of split experts, this rank's part
         parts, saved = ExpertShards(peft_model), load_peft_weights(lora.adapter, "cpu", mapping)
         own = {name: parts.own(name, tensor) for name, tensor in saved.items()}
         outcome = set_peft_model_state_dict(peft_model, shard_like(peft_model, own))
@@ -75,23 +75,24 @@ def attach(model: nn.Module, lora: Lora, adapter: Adapter, seed: int) -> PeftMod
         start_from_weights(peft_model, str(lora.init_lora_weights))
     if adapter.target_parameters:
         experts.patch_experts(peft_model)
-        if lora.lora_dropout:  # PEFT refuses it with experts. The saved configuration keeps 0, so that PEFT opens it
+        # PEFT refuses dropout with experts: the saved configuration says 0, so that PEFT opens it.
+        if lora.lora_dropout:
             for module in peft_model.modules():
                 if isinstance(module, LoraLayer):
                     module.lora_dropout.update({NAME: nn.Dropout(lora.lora_dropout)})
     train_in_full(peft_model, lora, adapter)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
-            # PEFT puts it where the base weight is; an offloaded base is stored elsewhere than it computes.
+            # PEFT puts it on the base weight's device; an offloaded base computes elsewhere.
             parameter.data = parameter.data.to(device_of_this_rank(), DTYPES[lora.dtype])
     require_planned(peft_model, adapter)
     return peft_model
 
 
 def train_in_full(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> None:
-    """Train weights of the base themselves, sharded as they are.
+    """Train base weights themselves, sharded as they are.
 
-    PEFT's files have them under their own names. PEFT itself would train copies, unsharded, and keep the originals.
+    PEFT's files have them under their own names. PEFT itself would train unsharded copies and keep the originals.
     """
     model = peft_model.get_base_model()
     for name in adapter.in_full:
@@ -100,7 +101,7 @@ def train_in_full(peft_model: PeftModel, lora: Lora, adapter: Adapter) -> None:
             what = f"{name} is stored in fewer bits, and can't be trained"
             raise UserError(what, "lora.modules_to_save", "set layout.base_dtype: bf16")
         owner.weight.requires_grad_(True)
-        if isinstance(owner, nn.Embedding):  # layers compute in the dtype that they have without
+        if isinstance(owner, nn.Embedding):  # keep the layers' compute dtype
             owner.register_forward_hook(partial(_cast_output, model.config.dtype))
     peft_model.peft_config[NAME].modules_to_save = lora.modules_to_save or None
 
@@ -111,11 +112,11 @@ def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Ten
 
 @contextmanager
 def unsharded_sizes() -> Iterator[None]:
-    """Make PEFT size adapters by a layer's true weight: unsharded, and not by the bytes that store it in 4 bits.
+    """Make PEFT size adapters by a layer's full weight: not a rank's part, not the bytes of a 4-bit weight.
 
-    PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh but one named "fsdp" for tensor
-    parallel and sizes the adapter by the rank's part: under hybrid sharding, a mesh of (dp_replicate, fsdp), too
-    small. windlass has no tensor parallelism. To go when PEFT asks for the "tp" dimension of the mesh instead.
+    PEFT 0.21.2 (tuners_utils._get_in_out_features) takes a weight on any mesh not named "fsdp" for tensor parallel and
+    uses the rank's part: under hybrid sharding, with a mesh of (dp_replicate, fsdp), too small. windlass has no tensor
+    parallelism. Remove when PEFT checks for a "tp" dimension of the mesh instead.
     """
     original: Callable[..., Any] = LoraLayer._get_in_out_features
     of_stack: Callable[..., Any] = ParamWrapper._get_in_out_features
@@ -136,7 +137,8 @@ def unsharded_sizes() -> Iterator[None]:
 
 
 def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
-    """The run file's lora section for PEFT, with patterns as exact names. Experts may have a rank of their own."""
+    """Return PEFT's configuration for the run file's lora section, with exact names. Experts may have a rank of
+    their own."""
     every, lora = adapter.ranks, lora.stored
     ranks = {name: every[name] for name in adapter.target_modules if every.get(name, lora.r) != lora.r}
     alphas = dict(adapter.alphas)
@@ -147,7 +149,8 @@ def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
-        lora_dropout=0.0 if adapter.target_parameters else lora.lora_dropout,  # else PEFT refuses it: see `attach`
+        # PEFT refuses dropout with experts: see `attach`.
+        lora_dropout=0.0 if adapter.target_parameters else lora.lora_dropout,
         target_modules=list(adapter.target_modules),
         target_parameters=list(adapter.target_parameters) or None,
         rank_pattern=ranks,
@@ -161,21 +164,21 @@ def peft_config(lora: Lora, adapter: Adapter) -> LoraConfig:
 
 
 def adapter_sizes(model: PeftModel) -> dict[str, int]:
-    """What PEFT really built: full name of each adapted module or expert parameter -> its trainable parameters."""
+    """Return what PEFT has built: full name of each adapted module or expert parameter -> its trainable parameters."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             place = ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "base_layer")
-            leaf = getattr(module, "parameter_name", None)  # a fused expert parameter, not a module
+            leaf = getattr(module, "parameter_name", None)  # set for a fused expert parameter, which is no module
             own = (p for n, p in module.named_parameters() if not n.startswith("base_layer.") and p.requires_grad)
-            part = getattr(module, "part", None)  # of split experts' adapter, this rank has as much as any other
+            part = getattr(module, "part", None)  # a rank's part of split experts is as large as any other's
             ways = part.total // part.count if part else 1
             found[f"{place}.{leaf}" if leaf else place] = ways * sum(p.numel() for p in own)
     return found
 
 
 def require_planned(model: PeftModel, adapter: Adapter) -> None:
-    """The adapter is the plan's: the same modules, the same number of trainable parameters in each target."""
+    """Check that the adapter is the plan's: the same modules and the same number of trainable parameters per target."""
     found = adapter_sizes(model)
     planned = {module for target in adapter.targets for module in target.modules}
     wrong = [f"the plan adapts {name}, the model has no adapter there" for name in sorted(planned - found.keys())]
@@ -185,7 +188,7 @@ def require_planned(model: PeftModel, adapter: Adapter) -> None:
         if count != target.parameters and planned == found.keys():
             wrong.append(f"{target.pattern}: {count:,} trainable parameters, the plan says {target.parameters:,}")
     others = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name)
-    trainable = sum(found.values()) + others  # biases of the base, if they are trained
+    trainable = sum(found.values()) + others  # base weights and biases, if they are trained
     if not wrong and trainable != adapter.trainable:
         wrong.append(f"{trainable:,} trainable parameters, the plan says {adapter.trainable:,}")
     hint = "the plan and the model disagree, a bug in windlass: report it with the output of `windlass plan RUN --json`"

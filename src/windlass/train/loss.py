@@ -1,4 +1,4 @@
-"""Next-token loss of a causal LM, in chunks of tokens: the logits of a whole batch never exist at once."""
+"""Next-token loss of a causal LM, in chunks of tokens: the logits of a full batch never exist at once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from windlass.derive import logit_scale_and_cap
 from windlass.errors import UserError
 from windlass.plan.memory import TILE_TOKENS, TILE_VOCABULARY
 
-# A head's weight is read once per chunk. Below so many tokens a GPU would wait for that and not for the arithmetic.
+# The head's weight is read once per chunk: with fewer tokens a GPU would wait for memory, not for arithmetic.
 LEAST_TOKENS: Final = 256
-ONE_SLICE: Final = 2**20  # logits that are cheap enough to be in float32 all at once
+ONE_SLICE: Final = 2**20  # up to this many logits are converted to float32 at once
 
 
 class SourceLosses:
-    """The loss of each of several sets, added up besides the total; sent with what is sent anyway."""
+    """The loss per data set, accumulated along with the total and reduced in the same collective."""
 
     def __init__(self, names: Sequence[str], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.names = names if len(names) > 1 else ()
-        self.sums = torch.zeros(2 * len(self.names), dtype=dtype, device=device)  # losses, then tokens
+        self.sums = torch.zeros(2 * len(self.names), dtype=dtype, device=device)  # losses per data set, then tokens
 
     def add(self, sources: Tensor, losses: Tensor) -> None:
         losses = losses.to(self.sums.dtype)
@@ -35,12 +35,12 @@ class SourceLosses:
         self.sums.index_add_(0, sources + len(self.names), torch.ones_like(losses))
 
     def take(self) -> Tensor:
-        """The sums since the last time."""
+        """Return the sums since the last call."""
         sums, self.sums = self.sums, torch.zeros_like(self.sums)
         return sums
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Of the sets that had a token, from every rank's sums."""
+        """Return the mean loss of each data set that had a token, from all ranks' sums."""
         losses, tokens = sums[: len(self.names)], sums[len(self.names) :]
         return {name: loss / n for name, loss, n in zip(self.names, losses, tokens, strict=True) if n}
 
@@ -48,7 +48,7 @@ class SourceLosses:
 def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None) -> None:
     """Give a causal LM a forward that returns its summed loss, or per-token figures if `per_token` is set.
 
-    It replaces `forward` rather than wrapping the model: the hooks by which FSDP2 gathers weights stay in place.
+    `forward` is replaced, and the model not wrapped, so that the hooks by which FSDP2 gathers weights stay in place.
     """
     config = model.config.get_text_config()
     scale, cap = logit_scale_and_cap(config)
@@ -66,13 +66,13 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         several: bool | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """supervised: positions, of the flattened batch, whose next token counts; targets: those tokens.
+        """Compute the loss.
 
-        balance_share: what the router's balancing loss is multiplied by before it is added; that loss is returned
-        too, by itself. tokens: for that loss, 1
-        for every token that is not padding. No layer needs it: padding stands behind a row's tokens, and none of
-        these looks ahead. sources: of every target, the set that `by_source` counts it for. several: whether a row has
-        more than one document; None: transformers finds it out.
+        supervised: positions in the flattened batch whose next token counts; targets: those tokens. balance_share:
+        factor of the router's balancing loss, which is added and also returned. tokens: for that loss, 1 for each token
+        that is not padding; no layer needs it, because padding follows a row's tokens and attention is causal. sources:
+        data set of each target, for `by_source`. several: whether a row has more than one document; None: transformers
+        finds out.
         """
         if balance_share is not None:
             inputs["output_router_logits"] = True
@@ -83,14 +83,14 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
         weight, bias = _unsharded(head.weight), getattr(head, "bias", None)
         bias = None if bias is None else _unsharded(bias.detach())
         shaping = Shaping(scale, cap, bias)
-        if choose:  # the likeliest next tokens
+        if choose:  # return the likeliest next tokens
             found = (logits if bias is None else logits + bias for _, logits, _ in _chunks(hidden, weight))
             return torch.cat([logits.argmax(1) for logits in found])
         if per_token:
             return token_figures(hidden, weight, targets, shaping)
         counted = (sources, by_source) if by_source is not None else (None, None)
         loss: Tensor = ChunkedCrossEntropy.apply(hidden, weight, targets, shaping, *counted)  # type: ignore[no-untyped-call]
-        if balance_share is not None:  # Mixtral's; every mixture in transformers has taken it over
+        if balance_share is not None:  # Mixtral's, which every mixture in transformers uses
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
             experts = getattr(config, "num_experts", None) or config.num_local_experts
@@ -104,7 +104,7 @@ def patch_forward(model: PreTrainedModel, by_source: SourceLosses | None = None)
 
 @contextmanager
 def documents_known(several: bool | None) -> Iterator[None]:
-    """transformers asks the device whether positions begin anew in a row: the host would wait in every forward."""
+    """Replace transformers' search for restarted positions, for which the host would wait in every forward."""
     original = masking_utils.find_packed_sequence_indices
 
     def numbered(positions: Tensor) -> Tensor | None:
@@ -119,12 +119,12 @@ def documents_known(several: bool | None) -> Iterator[None]:
 
 
 def _unsharded(tensor: Tensor) -> Tensor:
-    """Also of a head that FSDP2 has in a group of its own."""
+    """Return the full tensor, also of a head that FSDP2 shards in a group of its own."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def router_loss_weight(model: PreTrainedModel, coefficient: float | None = None) -> float:
-    """Of a mixture's balancing loss: the run file's, else that of config.json if it asks for this loss; 0: none.
+    """Return the weight of the balancing loss: the run file's, else config.json's if it enables this loss, else 0.
 
     TRL's SFTTrainer adds it to every mixture, whatever config.json says.
     """
@@ -138,14 +138,14 @@ def router_loss_weight(model: PreTrainedModel, coefficient: float | None = None)
 
 
 class Shaping(NamedTuple):
-    """What a family does to its head's product before the softmax."""
+    """What a family does to the head's product before the softmax."""
 
     scale: float = 1.0
-    cap: float | None = None  # of the logits, by tanh
+    cap: float | None = None  # bound of the logits, by tanh
     bias: Tensor | None = None
 
     def apply(self, logits: Tensor) -> Tensor | None:
-        """In place. Returns what a gradient of the shaped logits is multiplied by, where that is no constant."""
+        """Shape logits in place. Returns the factor of their gradient, if it is not constant."""
         if self.bias is not None:
             logits += self.bias.to(logits.dtype)
         if self.scale != 1.0:
@@ -164,9 +164,9 @@ PLAIN: Final = Shaping()
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The summed cross entropy of `hidden @ weight.T` against `targets`; `weight` is usually frozen.
 
-    The gradients are formed with the loss, chunk by chunk, while the logits are there: the head is multiplied by
-    twice, and not a third time to get the logits back. It is that of the sum: what the sum is divided by is known
-    only once all ranks have counted their tokens, and divides the adapter's gradients then.
+    Gradients are computed along with the loss, chunk by chunk, while the logits exist: two products with the head
+    instead of three. They are gradients of the sum: the number of tokens to divide by is known only once all ranks have
+    counted, and divides the adapter's gradients then.
     """
 
     @staticmethod
@@ -193,7 +193,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 total -= picked.sum()
                 if sources is not None and by_source is not None:
                     by_source.add(sources[rows][part], -picked.squeeze(1))
-                if wants_gradient or of_weight is not None:  # softmax - 1 at the target, in the place of the logits
+                if wants_gradient or of_weight is not None:  # overwrite the logits with softmax - 1 at the target
                     at_target = log_probs.exp_().gather(1, target) - 1
                     logits[part] = log_probs.scatter_(1, target, at_target)
             if gradient is not None or of_weight is not None:
@@ -218,7 +218,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Shaping = PLAIN) -> Tensor:
-    """Of every supervised token its loss, whether the model's first choice is right, and the entropy: 3 x tokens."""
+    """Return per supervised token: loss, whether the first choice is correct, entropy. Shape [3, tokens]."""
     figures = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
     for rows, logits, _ in _chunks(hidden, weight):
         shaping.apply(logits)
@@ -232,12 +232,12 @@ def token_figures(hidden: Tensor, weight: Tensor, targets: Tensor, shaping: Shap
 
 
 def chunk_tokens(count: int, vocabulary: int) -> int:
-    """Tokens whose logits fit in the memory that the plan has for them: a quarter of it is for float32 copies."""
+    """Return how many tokens' logits fit in the memory planned for them; a quarter of it is for float32 copies."""
     return max(LEAST_TOKENS, min(count, TILE_TOKENS) * TILE_VOCABULARY * 3 // (4 * vocabulary))
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, tuple[Tensor, ...]]]:
-    """Rows, their logits, and the blocks of the weight in the dtype of compute (one block, unless it is cast)."""
+    """Yield rows, their logits, and the weight's blocks in the compute dtype (one block if no cast is needed)."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     blocks = (weight,) if weight.dtype == dtype else torch.split(weight, TILE_VOCABULARY)
@@ -250,7 +250,7 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, tup
 
 
 def _slices(logits: Tensor) -> list[slice]:
-    """Where a chunk is large, an eighth of its rows at a time is copied to float32."""
+    """Return slices that convert an eighth of a large chunk's rows to float32 at a time."""
     rows = len(logits) if logits.numel() <= ONE_SLICE else max(1, len(logits) // 8)
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 
