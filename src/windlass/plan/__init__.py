@@ -1,4 +1,4 @@
-"""Run file + checkpoint headers -> Plan: all that can be computed of a run before a GPU is reserved."""
+"""Compute a Plan from a run file and checkpoint headers: what can be known about a run before a GPU is reserved."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from windlass.plan.work import Shape
 from windlass.runfile import Cluster, Data, Loaded, RunFile, Train, accumulation
 from windlass.runfile.names import ATTENTION
 
-SHORT = 0.5  # of max_length: below, rows are mostly padding, or the products small
-# Trained parameters per token of the data: an adapter stores about two bits in each, text has about one a token.
+SHORT = 0.5  # fraction of max_length: shorter rows are mostly padding, or make small matrix products
+# Trained parameters per token of data: an adapter stores about two bits per parameter, text has about one per token.
 LARGE = 100
-SLOW = 1.2  # what larger micro-batches must gain
+SLOW = 1.2  # smallest gain from larger micro-batches that is worth a warning
 Where = Callable[[str], str]
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZER_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
@@ -52,7 +52,7 @@ OPTIMIZER_BYTES = 8  # AdamW keeps two float32 moments per trainable parameter
 
 @dataclass(frozen=True, slots=True)
 class Warning:
-    """What is possible, but most probably not meant so."""
+    """A setting that is possible but probably not intended."""
 
     text: str
     override: str = ""  # KEY=VALUE that changes it
@@ -60,7 +60,7 @@ class Warning:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The run's length. None: the number of rows is not known."""
+    """The length of the run. Fields are None if the number of rows is unknown."""
 
     rows: int | None
     rows_reason: str  # how the rows were counted, or why they could not be
@@ -77,7 +77,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """The computed run. `as_dict` is what scripts and later stages read."""
+    """The plan of a run. Scripts and later stages read its `as_dict`."""
 
     loaded: Loaded
     base: Base
@@ -87,11 +87,11 @@ class Plan:
     schedule: Schedule
     cost: Cost
     contenders: tuple[Contender, ...]
-    impossible: dict[str, str]  # layouts that are, and why
-    evaluated: int | None  # sequences of an evaluation; None: their number is not known
-    tried: tuple[Cost, ...]  # micro-batches, if the plan chooses one
+    impossible: dict[str, str]  # impossible layouts, and why
+    evaluated: int | None  # sequences of an evaluation; None: unknown
+    tried: tuple[Cost, ...]  # the cost of each micro-batch, if the plan chooses one
     advice: tuple[Advice, ...]  # what would make the run faster
-    warnings: tuple[Warning, ...]  # what most probably is not meant so
+    warnings: tuple[Warning, ...]  # settings that are probably not intended
     notes: tuple[str, ...]
     chosen: tuple[str, ...] = ()  # what the run file leaves open
 
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def without_weights(self) -> list[Problem]:
-        """A plan can be made from a published config, a run can't."""
+        """Return a problem if there are no weights: a published config is enough for a plan, but not for a run."""
         if self.base.path and self.disk_bytes is not None:
             return []
         hint = "mount the volume, name the model's folder, or download it with `windlass fetch RUN`"
@@ -121,12 +121,12 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int | None:
-        """Bytes of the tensors that the run reads; None without weights and their headers."""
+        """Return the bytes of the tensors that the run reads; None if there are neither weights nor their headers."""
         return sum(piece.stored.end - piece.stored.start for p in self.base.parameters for piece in p.pieces) or None
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """What the run's time goes to; None if its length is not known."""
+        """Return the run's seconds by activity; None if its length is unknown."""
         return self._seconds(self.cost, self.layout.ranks, self.schedule)
 
     def _seconds(self, cost: Cost, ranks: int, schedule: Schedule) -> dict[str, float] | None:
@@ -151,14 +151,14 @@ class Plan:
         return None if self.hours is None else self.hours * self.layout.ranks
 
     def gpu_hours_of(self, other: Contender) -> float | None:
-        """Of the same run under another layout."""
+        """Return the GPU-hours of the same run under another layout."""
         s, ranks = self.schedule, other.layout.ranks
         length = schedule(self.loaded.run.train, other.cost.batch, ranks, self.adapter, s.rows, s.rows_reason)
         seconds = self._seconds(other.cost, ranks, length)
         return None if seconds is None else sum(seconds.values()) * ranks / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON of `windlass plan --json` and plan.json. Its keys are an interface: add, never rename."""
+        """Return the JSON of `windlass plan --json` and plan.json. Its keys are an interface: add, never rename."""
         cost, base, adapter = self.cost, self.base, self.adapter
         figures = "fits gpu_gib wire_gb_per_step step_seconds tokens_per_second"
         figures += " tokens_per_second_low tokens_per_second_high"
@@ -230,7 +230,7 @@ def _pick(source: Any, names: str) -> dict[str, Any]:
 
 
 def write(plan: Any, out: Path | None) -> Path | None:
-    """plan.json into `out`, or into the run folder if that exists already."""
+    """Write plan.json into `out`, or into the run folder if that already exists."""
     folder = out or Path(plan.loaded.run.folder)
     try:
         if out is not None:
@@ -245,9 +245,9 @@ def write(plan: Any, out: Path | None) -> Path | None:
 
 
 def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
-    """Everything that is wrong with the run file against the model and the machine is an error here.
+    """Plan a run; raise an error with everything in the run file that does not fit the model or the machine.
 
-    Unless somebody says whether activations are recomputed, they are if the run fits no other way.
+    If no setting says whether to recompute activations, they are recomputed only if the run does not fit otherwise.
     """
     plan = _make(loaded, accelerate)
     is_set = any(map(loaded.given, CHECKPOINTING)) or bool(
@@ -260,7 +260,7 @@ def make(loaded: Loaded, accelerate: AccelerateFile | None = None) -> Plan:
 
 
 def _refuse_of_experts(loaded: Loaded, base: Base) -> Iterator[Problem]:
-    """What is asked of routed experts that isn't there, or can't be."""
+    """Yield a problem for each setting of routed experts that the model lacks or that is not supported."""
     train, where = loaded.run.train, loaded.where("train.gradient_checkpointing")
     if train.keeps_products and "experts" not in base.dims:
         yield Problem(f"{base.name} has no routed experts, whose products could be kept", where, "write true")
@@ -274,7 +274,7 @@ def _refuse_of_experts(loaded: Loaded, base: Base) -> Iterator[Problem]:
 def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool = False) -> Plan:
     run, where = loaded.run, loaded.where
 
-    # 1. What is given: the model, the adapter, the requested layout, the machine.
+    # 1. The inputs: the model, the adapter, the requested layout, the machine.
     base = weights.find_base(run.model.model_name_or_path, where("model.model_name_or_path"))
     adapter = adapters.resolve(run.lora, base, where)
     request = read_request(loaded, base.family, accelerate, experts_adapted=bool(adapter.target_parameters))
@@ -323,7 +323,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
     count = accumulation(run.train, request.ranks, where)
 
     def batches(ranks: int) -> tuple[Batch, ...]:
-        """On another number of ranks, of the nearest global batch that they can share."""
+        """Return the batches for a number of ranks: the nearest global batch that divides evenly over them."""
         return micro_batches(run.train, max(1, round(count * request.ranks / ranks)), run.data.max_length)
 
     ways = batches(request.ranks)
@@ -344,7 +344,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
     )
 
-    # 3. The layout: as set, or the best of all.
+    # 3. The layout: as set, or the best one.
     experts = base.dims.get("experts", 0) if base.family.expert_parallel else 0
     kept, is_set = "" if why_not_kept else kept, request.name != AUTO
     set_layouts = named(request, experts, kept) if is_set else []
@@ -392,7 +392,7 @@ def _make(loaded: Loaded, accelerate: AccelerateFile | None, *, recompute: bool 
 
 
 def _notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
-    """What is worth knowing of the files, the model and what was chosen."""
+    """Yield notes about the files, the model and the choices made."""
     base, found = plan.base, accelerate.notes if accelerate else ()
     yield from (f"not set, chosen: {each}" for each in plan.chosen)
     if plan.loaded.run.train.compile:
@@ -404,7 +404,7 @@ def _notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
 
 
 def with_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) -> Loaded:
-    """The run file with what it leaves open; `say` is given each choice."""
+    """Return the run file with its open settings filled in; `say` is called with each choice."""
     base = weights.find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     filled, chosen = fill_in(loaded, base, loaded.run.ranks)
     for each in chosen:
@@ -413,7 +413,7 @@ def with_choices(loaded: Loaded, say: Callable[[str], None] = lambda _: None) ->
 
 
 def _codes(run: RunFile, base: Base) -> tuple[str, str, str]:
-    """What the checkpoint is published in, why the base can't be kept in that, and why it can't be made 4 bits."""
+    """Return the checkpoint's published dtype, why the base can't keep it, and why it can't be quantised to 4 bits."""
     form = f"the experts of {base.family.causal_lm} are of a form that windlass can't compute with in codes"
     kept, why_not_kept = published(base), why_not_codes(run.lora) or ("" if base.family.expert_adapters else form)
     why_not_narrow = why_not_kept
@@ -427,7 +427,7 @@ def _codes(run: RunFile, base: Base) -> tuple[str, str, str]:
 
 
 def check_family(loaded: Loaded, base: Base) -> list[Problem]:
-    """What this family can't do, of what the run file asks for."""
+    """Return a problem for each setting of the run file that this model family does not support."""
     run, family, problems = loaded.run, base.family, list[Problem]()
     if family.logits is not True:
         what = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
@@ -447,7 +447,7 @@ def check_family(loaded: Loaded, base: Base) -> list[Problem]:
 
 
 def _count_evaluated(data: Data, where: Where) -> int | None:
-    """Sequences of one evaluation over all its sets, but for a fraction that is held out. None: not known."""
+    """Count the sequences of one evaluation over all its sets, without a held-out fraction. None: unknown."""
     splits = [(each, "val_split") for each in mix.training_sets(data, where)]
     splits += [(each, "train_split") for each in mix.evaluation_sets(data, where)]
     total = 0
@@ -463,7 +463,7 @@ def _count_evaluated(data: Data, where: Where) -> int | None:
 
 
 def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | None, int, tuple[str, ...]]:
-    """How many sequences the rows make, their usual length, and notes about it. Blank rows make none."""
+    """Return the number of sequences that the rows make, their usual length, and notes. Blank rows make none."""
     mean = _usual_tokens(rows, limit)
     if not rows.count or mean is None:
         return rows.count, limit, ()
@@ -480,13 +480,13 @@ def rows_as_sequences(rows: Rows, limit: int, *, packing: bool) -> tuple[int | N
 
 
 def _usual_tokens(rows: Rows, limit: int) -> int | None:
-    """Tokens of a row as the data have it, cut at `limit`; None if nobody knows."""
+    """Return the tokens of a usual row, truncated to `limit`; None if unknown."""
     tokens = row_tokens(rows)
     return None if tokens is None else min(limit, tokens)
 
 
 def machine_of(cluster: Cluster, where: Where) -> Machine:
-    """The run file's names looked up in the hardware table; what it leaves out is what this machine has."""
+    """Look up the run file's hardware in the hardware table; settings left out are taken from this machine."""
 
     def given(value: str | BaseModel | None) -> Any:
         return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
@@ -504,7 +504,7 @@ def machine_of(cluster: Cluster, where: Where) -> Machine:
     named, ranks, measured = cluster.machine, cluster.gpus_per_node, None
     if named:
         measured = read_machine(Path(named), gpu, ranks, where("cluster.machine"))
-    elif cluster.nodes == 1 and (own := own_file(gpu.name, ranks)).is_file():  # on several, hosts would disagree
+    elif cluster.nodes == 1 and (own := own_file(gpu.name, ranks)).is_file():  # several nodes might disagree
         measured = read_machine(own, gpu, ranks, str(own))
     return Machine(
         gpu=gpu,
@@ -518,7 +518,8 @@ def machine_of(cluster: Cluster, where: Where) -> Machine:
 
 
 def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int | None, reason: str) -> Schedule:
-    """The same rounding as the Trainer's: every rank sees ceil(rows / ranks) rows, a last short step counts."""
+    """Compute the schedule with the Trainer's rounding: each rank sees ceil(rows / ranks) rows, a last short step
+    counts."""
     global_sequences = batch.micro * ranks * batch.accumulation
     per_epoch = None
     if rows is not None:
@@ -527,7 +528,7 @@ def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int
     steps = train.max_steps if train.max_steps > 0 else per_epoch and math.ceil(per_epoch * train.num_train_epochs)
 
     def times(strategy: str, every: float | None) -> int | None:
-        """How often something that happens by `strategy` happens in the run."""
+        """Return how often an event with this `strategy` happens in the run."""
         if strategy == "no" or steps is None:
             return 0 if strategy == "no" else None
         if strategy == "epoch":
@@ -554,11 +555,11 @@ def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int
     )
 
 
-# --- what most probably is not meant so ------------------
+# --- settings that are probably not intended ------------------
 
 
 def find_warnings(plan: Plan, rows: Rows, shape: Shape) -> Iterator[Warning]:
-    """The gravest first."""
+    """Yield warnings, the most serious first."""
     for path, absent in (*absent_data(plan.loaded), *absent_files(plan.loaded)):
         if expected_here(plan.loaded, path, weights=plan.base.path is not None):
             yield Warning(f"{absent.where}: {absent.problem} ({absent.hint})")
@@ -614,7 +615,7 @@ def _large_adapter(plan: Plan, shape: Shape, tokens: int | None) -> Iterator[War
     seen = min(tokens or 0, plan.batch.length) * (plan.schedule.rows or 0)
     if plan.loaded.run.data.packing:
         seen = plan.batch.length * (plan.schedule.rows or 0)
-    trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # those that a smaller rank makes fewer
+    trained = plan.adapter.trainable - sum(plan.adapter.in_full.values())  # only those that a smaller rank reduces
     if seen and trained > LARGE * seen:
         text = f"{trained / 1e6:,.1f} M trained parameters for {seen / 1e6:,.1f} M tokens of data"
         smaller = max(1, int(plan.adapter.r * LARGE * seen / trained))

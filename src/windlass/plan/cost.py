@@ -1,4 +1,4 @@
-"""What a run costs under one layout: memory, traffic and time, and if it does not fit, what would make it fit."""
+"""The cost of a run under one layout: memory, traffic and time, and if it does not fit, which change would help."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from windlass.plan.work import Batch, Work, narrow, published, read_shape
 
 __all__ = ["Batch", "Cost", "Flow", "Row", "Work", "cost", "narrow", "published", "read_shape"]
 
-MOST_NODES = 64  # where the search for enough of them ends
-# What a micro-batch or layout that the plan chooses leaves free of a GPU: the memory model was compared with torch's
-# tracker to within as much.
+MOST_NODES = 64  # where the search for enough nodes ends
+# Fraction of a GPU's memory that a micro-batch or layout chosen by the plan leaves free: the memory model agreed with
+# torch's tracker to within this fraction.
 HEADROOM = 0.05
 
 
 @dataclass(frozen=True)
 class Cost(Time):
-    """Memory as when every row is full, for some will be; traffic and time of rows of their usual length."""
+    """The cost of a run: memory for full rows, since some will be; traffic and time for rows of the usual length."""
 
     batch: Batch
     rows: tuple[Row, ...]
     gpu_gib: float  # peak over the phases
     host_gib: float  # per node, peak over the phases
     fits: bool
-    has_headroom: bool  # it fits, and leaves HEADROOM of the GPU free
-    remedy: str  # what would make it fit; empty when it fits
-    peak: str  # the moment of the step when the GPU needs most
+    has_headroom: bool  # it fits and leaves the fraction HEADROOM of the GPU free
+    remedy: str  # the change that would make it fit; empty if it fits
+    peak: str  # the moment of the step with the highest GPU memory use
 
 
 def cost(work: Work, usual: int | None = None, *, advise: bool = True) -> Cost:
-    """Memory, traffic and time of this run. Pure: the same work costs the same.
+    """Return memory, traffic and time of this run. Pure: the same work always has the same cost.
 
-    `usual`: tokens that rows usually have. `advise`: if it does not fit, find out what would.
+    `usual`: tokens of a usual row. `advise`: if the run does not fit, search for a change that makes it fit.
     """
     gpu_gib, host_gib, rows, peak = _sizes(work)
     fits = _fits(work, gpu_gib, host_gib)
@@ -65,7 +65,7 @@ def _fits(work: Work, gpu_gib: float, host_gib: float) -> bool:
 
 
 def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
-    """The mildest change that fits; else how many GPUs would do; else how much is missing."""
+    """Describe the mildest change that makes the run fit; else the number of nodes that would; else the shortage."""
     have, host = work.machine.gpu.memory_gib, work.machine.host_memory_gib
     short = f"{gpu_gib:.1f} GiB of {have:.1f} a GPU"
     if host is not None and host_gib > host and gpu_gib <= have:
@@ -80,7 +80,7 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
                 error = f"change each weight by about {FOUR_BITS['nf4'].error:.0%} (relative RMS error)"
                 remark = f"; about {speed} with full rows, and 4 bits {error}"
             return f"needs {short}: with {', '.join(changes)} it needs {gpu_gib:.1f} GiB and fits{remark}"
-        if "nf4" not in changes[-1]:  # offered where it helps
+        if "nf4" not in changes[-1]:  # 4 bits are mentioned only if they help
             tried.append(f"{changes[-1]} ({gpu_gib:.1f} GiB a GPU)")
     per_node = work.layout.gpus_per_node
     for nodes in range(work.layout.nodes + 1, MOST_NODES + 1):
@@ -96,7 +96,7 @@ def _find_remedy(work: Work, gpu_gib: float, host_gib: float) -> str:
 
 
 def _changes(work: Work) -> Iterator[tuple[list[str], Work]]:
-    """What a user could change, mildest first: keys that add up, then with all of them one layout or another."""
+    """Yield what a user could change, mildest first: cumulative keys, then all of them with each possible layout."""
     layout, batch, ranks = work.layout, work.batch, work.layout.ranks
     recompute = replace(layout, activation_checkpointing=True)
     keys: list[str] = []

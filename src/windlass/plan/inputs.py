@@ -1,4 +1,4 @@
-"""Files and folders that the run file names: whether they are here."""
+"""Check that the files and folders named in the run file exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATES = (".jinja", ".jinja2", ".json")
 
 
 def absent_data(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
-    """Each data set whose files can't be found, and why."""
+    """Yield each data set whose files can't be found, and why."""
     for each in mix.all_sets(loaded.run.data, loaded.where):
         try:
             sources.resolve(each.data, each.where)
@@ -23,7 +23,7 @@ def absent_data(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
 
 
 def absent_files(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
-    """What else must be there before the first step: chat templates, an adapter to continue from, prompts."""
+    """Yield other absent inputs of the first step: chat templates, an adapter to continue from, prompts."""
     run, where = loaded.run, loaded.where
     for each in mix.all_sets(run.data, where):
         template = each.data.chat_template or ""
@@ -44,7 +44,10 @@ def absent_files(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
 
 
 def expected_here(loaded: Loaded, path: str, *, weights: bool) -> bool:
-    """Another machine's run finds it there: a plan reports it if its folder is here, or the run is this machine's."""
+    """Return whether a path should exist on this machine: its folder does, or the run is local and has its weights.
+
+    Runs for another machine find their inputs there.
+    """
     return (weights and loaded.run.cluster.platform == "local") or Path(path).expanduser().parent.is_dir()
 
 
