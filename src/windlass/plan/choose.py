@@ -1,4 +1,4 @@
-"""The layouts and micro-batches that a run could have, which of them is best, and which keys would make it faster."""
+"""List possible layouts and micro-batches for a run, choose the best, and find keys that would make it faster."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from windlass.plan.layout import (
 )
 from windlass.runfile import Loaded, RunFile, Train
 
-# Layouts whose best cases are this close are equal; of those the one with least to hide behind computing is taken.
+# Layouts whose best cases are within this factor count as equal; the one with the least to overlap with compute wins.
 EQUAL = 1.02
-MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # in each pass, or once for all micro-batches of a step
+MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # they gather in each pass, or once for all micro-batches of a step
 GATHERED_ONCE = "gathered once"
-# Keys of `layout` that rule layouts out when they name none.
+# Keys of `layout` that rule layouts out if `layout.name` is not set.
 FREE_KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
-WORTH = 1.05  # below this a gain is within what the estimate can tell
+WORTH = 1.05  # smaller gains are within the error of the estimate
 
-Named = tuple[str, Layout]  # full-shard, parameters offloaded; its layout
-BatchesOf = Callable[[int], tuple[Batch, ...]]  # the ways to cut an optimizer step on so many ranks
+Named = tuple[str, Layout]  # a title, such as "full-shard, parameters offloaded", and its layout
+BatchesOf = Callable[[int], tuple[Batch, ...]]  # number of ranks -> the ways to split an optimizer step over them
 OF_ALL = "all of these"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A layout that the run could have, with its best micro-batch and what that costs."""
+    """A layout that the run could have, with its best micro-batch and its cost."""
 
     name: str
     layout: Layout
     cost: Cost
     tried: tuple[Cost, ...]  # micro-batches, smallest first
-    here: bool  # on the nodes that the run has; False: what more or fewer of them would give
-    why_not: str = ""  # why training cannot run it; empty if it can
+    here: bool  # it uses the run's number of nodes; False: more or fewer
+    why_not: str = ""  # why training cannot use it; empty if it can
 
     @property
     def seconds(self) -> float:
@@ -50,7 +50,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One change, or all of them together, and the useful tokens per second that it would give."""
+    """One change, or all of them together, and the useful tokens per second with it."""
 
     change: str  # data.packing: true
     tokens_per_second: float
@@ -58,17 +58,17 @@ class Advice:
     remark: str
 
 
-# --- which layouts there are ------------------
+# --- candidate layouts ------------------
 
 
 def candidates(request: LayoutRequest, experts: int, kept: str = "") -> tuple[list[Named], dict[str, str]]:
-    """Every layout on the nodes of the run, then those that make sense on a quarter to twice as many; and why others
-    are impossible here.
+    """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many; and why others are
+    impossible here.
 
-    `experts`: routed experts per layer, 0 for a dense model. `kept`: what the checkpoint is quantised to, so that each
-    layout is listed with the base as published too, unless the run sets how it is stored.
+    `experts`: routed experts per layer, 0 for a dense model. `kept`: the checkpoint's quantised dtype; each layout is
+    then also listed with the base as published, unless the run sets its dtype.
     """
-    # The run's keys are about the layout that they name, except an offload that is ruled out: that holds for all.
+    # The run's keys apply to the layout that they name, but `offload: false` applies to all layouts.
     keys = FREE_KEYS if request.name == AUTO else ("offload",) if request.offload is False else ()
     free = replace(request, where="", barred={}, **dict.fromkeys(FREE_KEYS))  # type: ignore[arg-type]
     dtypes = _dtypes(free, kept)
@@ -96,13 +96,14 @@ def candidates(request: LayoutRequest, experts: int, kept: str = "") -> tuple[li
 
 
 def named(request: LayoutRequest, experts: int, kept: str = "") -> list[Named]:
-    """The layout that a request names, in each dtype that the base may be stored in."""
+    """Return the layout that a request names, once for each dtype that the base may be stored in."""
     layouts = [resolve(replace(request, base_dtype=dtype), experts) for dtype in _dtypes(request, kept)]
     return [(request.name + IN_NAMES.get(layout.base_dtype, ""), layout) for layout in layouts]
 
 
 def _dtypes(request: LayoutRequest, kept: str) -> list[str]:
-    """What is offloaded stays in the dtype of compute: host memory is large enough."""
+    """Return the dtypes to store the base in. An offloaded base stays in the compute dtype: host memory is large
+    enough."""
     if request.base_dtype:
         return [request.base_dtype]
     return ["bf16", kept] if kept and not request.offload else ["bf16"]
@@ -111,7 +112,7 @@ def _dtypes(request: LayoutRequest, kept: str) -> list[str]:
 def _variants(
     request: LayoutRequest, experts: int, *, wide: bool
 ) -> Iterator[tuple[str, str, str, Mapping[str, int | bool]]]:
-    """Title, layout name, why not, and the sizes that make it: one row per number of ranks to split experts over."""
+    """Yield title, layout name, why not, and sizes of each variant, one per number of ranks to split experts over."""
     ranks, nodes, gpus = request.ranks, request.nodes, request.gpus_per_node
     alone = "one GPU: there is nothing to shard over" if ranks == 1 else ""
     yield "full-shard", "full-shard", alone, {}
@@ -136,14 +137,14 @@ def _variants(
     yield "resident" if ranks > 1 else "one GPU", "resident", "", {}
 
 
-# --- which micro-batches there are ------------------
+# --- candidate micro-batches ------------------
 
 
 def micro_batches(train: Train, accumulation: int, length: int) -> tuple[Batch, ...]:
-    """Smallest first: as the run file sets it, or every way to cut an optimizer step.
+    """Return the micro-batch that the run file sets, or every way to split an optimizer step, smallest first.
 
-    `accumulation`: micro-batches of an optimizer step with the smallest micro-batch. Every rank makes the same choice:
-    it follows from the run file, the headers and the hardware table, and nothing is measured for it.
+    `accumulation`: micro-batches of an optimizer step with the smallest micro-batch. Every rank makes the same choice,
+    since it depends on the run file, the headers and the hardware table only, not on measurements.
     """
     if train.per_device_train_batch_size != "auto":
         return (Batch(train.per_device_train_batch_size, accumulation, length),)
@@ -151,8 +152,8 @@ def micro_batches(train: Train, accumulation: int, length: int) -> tuple[Batch, 
 
 
 def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:
-    """The fastest that fits, with headroom if there is a choice, the larger of equals; if none does, the smallest.
-    And all that were tried, up to the first that does not fit: none after it would."""
+    """Return the fastest batch that fits, if possible with headroom, the larger of equals; if none fits, the smallest.
+    Also return all that were tried, up to the first that does not fit: no later one would."""
     tried: list[Cost] = []
     for batch in batches:
         tried.append(cost(replace(work, batch=batch, layout=layout), usual, advise=False))
@@ -164,14 +165,14 @@ def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]
     return equals[-1] if equals else tried[0], tuple(tried)
 
 
-# --- which is best ------------------
+# --- the best layout ------------------
 
 
 def compare(
     work: Work, usual: int, layouts: Iterable[Named], batches: BatchesOf, barred: Mapping[str, str] | None = None
 ) -> tuple[Contender, ...]:
-    """Every layout with its best micro-batch, best on top. `usual`: the tokens that most rows have. `barred`: names
-    of layouts that training cannot run over several ranks, and why.
+    """Return every layout with its best micro-batch, best first. `usual`: the tokens of a usual row. `barred`: layouts
+    that training cannot use on several ranks, and why.
     """
     found = []
     for name, layout in layouts:
@@ -181,15 +182,15 @@ def compare(
             found.append(Contender(name, layout, best, tried, here, why_not))
 
     def rank(c: Contender) -> tuple[bool, bool, float]:
-        """Possible and fitting first; then by GPU-hours a token, so that more nodes win only when they pay."""
+        """Return a sort key: possible and fitting first, then by GPU-hours per token: more nodes must pay off."""
         return bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second
 
     return tuple(sorted(found, key=rank))
 
 
 def choose(contenders: Sequence[Contender]) -> Contender | None:
-    """The fastest that training can run on these nodes and that fits, with headroom if any has it; if none fits, the
-    smallest. Its layout's reason explains the choice. None if nothing is possible at all."""
+    """Return the fastest contender that training can use on these nodes and that fits, with headroom if any has it; if
+    none fits, the smallest; None if none is possible. Its layout's reason explains the choice."""
     able = [c for c in contenders if c.here and not c.why_not]
     if not able:
         return None
@@ -224,13 +225,13 @@ def choose(contenders: Sequence[Contender]) -> Contender | None:
 
 
 def same(one: Layout, other: Layout) -> bool:
-    """Whatever the reason for either."""
+    """Return whether two layouts are equal, ignoring their reasons."""
     return replace(one, reason="") == replace(other, reason="")
 
 
 def undominated(contenders: Sequence[Contender], planned: Layout) -> list[Contender]:
-    """The rows worth showing, all of which `plan` accepts. Of a layout's variants on the run's own nodes, those that
-    another of them beats in both memory and time are left out; of each other number of nodes, all but the best."""
+    """Return the contenders worth showing, all of which `plan` accepts. On the run's own nodes, variants of a layout
+    that another variant beats in both memory and time are dropped; other numbers of nodes keep only their best."""
     rows: list[Contender] = []
     able = [c for c in contenders if not c.why_not]
     for c in able:
@@ -245,7 +246,7 @@ def undominated(contenders: Sequence[Contender], planned: Layout) -> list[Conten
 
 
 def overrides(c: Contender, loaded: Loaded, kept: str) -> list[str]:
-    """What makes `windlass plan RUN` plan this row. `kept`: what the checkpoint is quantised to."""
+    """Return the overrides with which `windlass plan RUN` takes this row. `kept`: the checkpoint's quantised dtype."""
     layout, train, cluster = c.layout, loaded.run.train, loaded.run.cluster
     keys: dict[str, object] = {}
     if layout.name == "expert-parallel":
@@ -269,13 +270,13 @@ def overrides(c: Contender, loaded: Loaded, kept: str) -> list[str]:
     return found
 
 
-# --- what would make it faster ------------------
+# --- suggestions for more speed ------------------
 
 
 def advise(
     work: Work, usual: int, contenders: Sequence[Contender], run: RunFile, *, batch_is_set: bool, layout_is_set: bool
 ) -> tuple[Advice, ...]:
-    """Each change alone, then all together, the best first."""
+    """Return the gain of each change alone and of all together, the best first."""
     sequences, full = work.batch.micro * work.batch.accumulation, work.batch.length
     ways = micro_batches(run.train.model_copy(update={"per_device_train_batch_size": "auto"}), sequences, full)
     found: list[tuple[str, Cost, str]] = []

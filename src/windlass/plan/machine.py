@@ -20,7 +20,7 @@ FOLDER = Path("~/.cache/windlass/machines")
 
 
 def own_file(kind: str, ranks: int) -> Path:
-    """Where the file of this host is, if it was calibrated."""
+    """Return the path of this host's machine file, which exists if the host was calibrated."""
     return FOLDER.expanduser() / f"{platform.node()}-{ranks}-{kind}.json"
 
 
@@ -42,7 +42,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
-    """`where`: what names the file. Everything that is wrong with it is one error."""
+    """Read measured rates; raise one error with everything that is wrong. `where`: the setting that names the file."""
     file = str(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
 
 
 def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem]:
-    """Not a machine file as this version wrote it, or one of another machine."""
+    """Yield a problem if this version did not write the file, or if it was measured on another machine."""
     if not isinstance(content, dict) or not {"windlass", "kind", "ranks", "rates", "digest"} <= content.keys():
         yield Problem("is no machine file", file, "write one: `windlass calibrate --out FILE`")
     elif content["windlass"] != __version__:

@@ -1,4 +1,4 @@
-"""The plan of a run of `kind: script`: how it is started, and where. What it needs is not known before it runs."""
+"""The plan of a run of `kind: script`: how and where it is started. Its memory and time are unknown beforehand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKNOWN = "a script's memory and time are not known before it runs: `windlass re
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Ranks over nodes; what they do with each other is up to the script."""
+    """The ranks on each node; the script decides how they work together."""
 
     nodes: int
     gpus_per_node: int
@@ -31,7 +31,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ScriptPlan:
-    """What can be known of a script's run before a GPU is reserved."""
+    """The plan of a script's run, as far as it is known before a GPU is reserved."""
 
     loaded: LoadedScript
     machine: Machine
@@ -43,7 +43,7 @@ class ScriptPlan:
         return ["python", *self.loaded.run.command]
 
     def as_dict(self) -> dict[str, Any]:
-        """The keys of a language model's plan, as far as they apply; None for what is not known."""
+        """Return those keys of a language model's plan that apply to a script; unknown values are None."""
         script, gpu_gib = self.loaded.run.script, self.machine.gpu.memory_gib
         return {
             "windlass": __version__,
@@ -60,7 +60,7 @@ AnyPlan = Plan | ScriptPlan
 
 
 def make_any(loaded: Loaded | LoadedScript, accelerate: AccelerateFile | None = None) -> AnyPlan:
-    """The plan of a run file, of whichever kind."""
+    """Plan a run file of any kind."""
     if isinstance(loaded, Loaded):
         return make(loaded, accelerate)
     refuse_accelerate(accelerate.path if accelerate else None)
@@ -74,14 +74,14 @@ def refuse_accelerate(file: Path | None) -> None:
 
 
 def make_script(loaded: LoadedScript) -> ScriptPlan:
-    """cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine."""
+    """Plan cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine."""
     cluster, ranks, path = loaded.run.cluster, loaded.run.layout.ranks, loaded.run.script.path
     layout = Spread(cluster.nodes, cluster.gpus_per_node)
     if ranks is not None and not loaded.given("cluster.nodes") and not loaded.given("cluster.gpus_per_node"):
         layout = Spread(1, ranks)
     machine = machine_of(cluster.model_copy(update={"gpus_per_node": layout.gpus_per_node}), loaded.where)
     notes = [*loaded.notes, UNKNOWN]
-    if path is not None and not Path(path).is_file():  # a run for another platform finds it there
+    if path is not None and not Path(path).is_file():  # it may exist on the platform that runs it
         what = f"{path} is a folder" if Path(path).is_dir() else f"there is no {path} here"
         notes.insert(-1, f"{what}: it must be there when the run starts")
     return ScriptPlan(loaded, machine, layout, tuple(notes))
