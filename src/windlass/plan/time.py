@@ -1,7 +1,7 @@
-"""Seconds of an optimizer step: what crosses each link, what the GPU computes and copies, what the host dispatches.
+"""Estimate the seconds of an optimizer step: traffic on each link, compute and copies on the GPU, dispatch on the host.
 
-A micro-batch takes as long as the busiest of GPU, host and links, where the host can run ahead of the GPU; each time
-that it must wait for it, a wait is added. On a CPU all of them are one processor, and add up.
+A micro-batch takes as long as the busiest of GPU, host and links, since the host can run ahead of the GPU; each
+synchronization with the GPU adds a wait. On a CPU they all share one processor, so their times add up.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from windlass.hardware import NARROW, Fabric, interpolate, product_rate
 from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes
 from windlass.plan.work import Layer, Lora, Shape, Work
 
-# Ranks wait for the slowest of them, and collectives take some of the GPU's own units and memory. Processors that ranks
-# share with all else differ more: two ranks of benchmarks/cpu_plan.py wait for 7 to 13 % of a step.
+# Ranks wait for the slowest one, and collectives use some of the GPU's own units and memory. Processors that ranks
+# share with everything else vary more: two ranks of benchmarks/cpu_plan.py wait for 7 to 13 % of a step.
 SKEW, CPU_SKEW = 1.03, 1.1
-LOGIT_BYTES = 26  # of a logit in the loss: written, read, in float32, exponentiated, its gradient written and read
-OPTIMIZER_BYTES = 40  # of a trained parameter: gradient, two moments and value, read and written, and its norm
+LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
+OPTIMIZER_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
 GATHER_OPERATORS = 40  # to gather and free a layer: a few kernels, and FSDP2's Python; assumed
-EXCHANGE_OPERATORS = 12  # of a pass, to send tokens to experts and back: benchmarks/operators.py counts 24 in two
-DECODE_OPERATORS = 13  # of one matrix on a CPU, which decodes by torch's own operators: see benchmarks/operators.py
-# GPUs before Hopper, for which torch has no product of all experts at once: the host asks for their rows, each time,
-# and starts one product for each.
+EXCHANGE_OPERATORS = 12  # per pass, to send tokens to experts and back: benchmarks/operators.py counts 24 in two
+DECODE_OPERATORS = 13  # per matrix on a CPU, which decodes with torch's own operators: see benchmarks/operators.py
+# GPUs before Hopper, for which torch has no grouped product of all experts: the host reads back the rows of each
+# expert every time and starts one product per expert.
 ONE_BY_ONE = ("a10", "l4")
-# Python of a micro-batch and of a step that belongs to no layer: batch, mask, loss, optimizer, measuring; assumed.
+# Python outside the layers, per micro-batch and per step: batch, mask, loss, optimizer, measuring; assumed.
 MICRO_BATCH_OPERATORS, STEP_OPERATORS = 150, 600
-# On a CPU: of a step, assumed; and counted, of AdamW for one tensor: there it updates one after the other.
+# On a CPU: per step, assumed; and per tensor that AdamW updates, counted: there it updates tensors one by one.
 CPU_STEP_OPERATORS, TENSOR_OPERATORS = 150, 10
-# Neither GPU nor host is ahead of the other all of the time: the exponent of the norm that stands for their maximum.
+# Exponent of the norm that replaces max(GPU, host): neither is ahead of the other all of the time.
 AHEAD = 4
 PHASES = ("forward", "backward")
-# Kernels loaded, allocators filled, communicators connected: beyond an ordinary step, seconds on a GPU; assumed.
+# Extra seconds of the first step on a GPU: loading kernels, filling allocators, connecting communicators; assumed.
 FIRST_STEP = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Bytes that one GPU sends (and as many it receives) once per micro-batch or once per optimizer step."""
+    """The bytes that one GPU sends (and receives) once per micro-batch or once per optimizer step."""
 
     kind: str  # all-gather forward, all-gather backward, expert dispatch, adapter all-reduce, host transfer
     fabric: str
     bytes: float
-    per_step: int  # how many times in one optimizer step
-    seconds: float  # for one time
+    per_step: int  # times per optimizer step
+    seconds: float  # of one transfer
     formula: str
 
 
 @dataclass(frozen=True)
 class Time:
-    """An optimizer step, estimated. Seconds per micro-batch, but for those named `step`."""
+    """The estimated time of an optimizer step. Seconds are per micro-batch, except in fields named `step`."""
 
     flows: tuple[Flow, ...]
     flops_per_token: float  # model FLOPs: forward + backward, without recomputation
@@ -62,27 +62,27 @@ class Time:
     memory_seconds: float  # elementwise operators, dequantisation, copies of gathered weights
     wire_seconds: float
     transfer_seconds: float  # between host and GPU memory
-    host_seconds: float  # the host dispatches operators
-    sync_seconds: float  # the host waits for the GPU
+    host_seconds: float  # host dispatch of operators
+    sync_seconds: float  # host waits for the GPU
     wire_gb_per_step: float  # per GPU
     step_seconds: float
-    step_seconds_low: float  # the range that measured steps were in
+    step_seconds_low: float  # the range of measured steps
     step_seconds_high: float
-    step_seconds_serial: float  # nothing overlaps
-    tokens_per_second: float  # of all ranks together
+    step_seconds_serial: float  # without any overlap
+    tokens_per_second: float  # all ranks together
     tokens_per_second_low: float
     tokens_per_second_high: float
     mfu: float
-    bound: str  # what the step waits for: compute, memory, wire, host (dispatch) or host link
-    basis: str  # what the rates come from
+    bound: str  # the bottleneck: compute, memory, wire, host (dispatch) or host link
+    basis: str  # the source of the rates
     load_seconds: float  # weights from storage to GPU
-    first_step_seconds: float  # of the first step, beyond an ordinary one
-    evaluation_seconds: float  # per sequence of a rank; 0: there is no evaluation
+    first_step_seconds: float  # extra time of the first step
+    evaluation_seconds: float  # per sequence of a rank; 0: no evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Seconds of one micro-batch's forward, backward and recomputation, of one GPU."""
+    """The seconds of one micro-batch's forward, backward and recomputation on one GPU."""
 
     compute: float = 0.0
     memory: float = 0.0
@@ -110,15 +110,15 @@ def estimate_time(work: Work) -> Time:
     overlapped = _exchange_overlap(work, exchanged)
     waits = _syncs(work) * rates.sync_seconds
     once = sum(f.seconds for f in reduces) + _optimizer_seconds(work)
-    # Tokens are sent to experts between two products that wait for each other, and beside them only shared experts
-    # are computed; weights are sent while others compute, but for the first layer's.
+    # The expert exchange sits between two dependent products and overlaps only with shared experts; weights are sent
+    # while earlier layers compute, except the first layer's.
     gpu = passes.compute + memory + exchanged - overlapped
     serial = gpu + overlapped + gathered + transferred + passes.host + waits
     longest = max(gpu + gathered / len(work.shape.layers), gathered, transferred)
     longest = (longest**AHEAD + passes.host**AHEAD) ** (1 / AHEAD) + waits
     within = {"compute": passes.compute, "memory": memory, "wire": exchanged}
     busiest = {"gpu": gpu, "wire": gathered, "host link": transferred, "host": passes.host}
-    if work.on_cpu:  # gloo's collectives, the copies and the dispatch take the processor that computes
+    if work.on_cpu:  # gloo's collectives, copies and dispatch all run on the processor that computes
         longest, busiest = serial, {**busiest, **within, "wire": exchanged + gathered, "gpu": 0.0}
     bound = max(busiest, key=lambda name: busiest[name])
     skew = (CPU_SKEW if work.on_cpu else SKEW) if ranks > 1 else 1.0
@@ -155,17 +155,17 @@ def estimate_time(work: Work) -> Time:
 
 
 def count_flops(work: Work) -> tuple[float, float]:
-    """Per token: forward and backward, and recomputed.
+    """Return the FLOPs per token of forward and backward, and those of recomputation.
 
-    A frozen weight is multiplied forward and for the gradient of its input only: 4 per active frozen parameter, 6 per
-    active adapter parameter.
+    A frozen weight is multiplied in the forward and for the gradient of its input only: 4 FLOPs per active frozen
+    parameter, 6 per active adapter parameter.
     """
     shape, adapter = work.shape, 0.0
     for layer, times in shape.kinds:
         adapter += times * sum(lora.parameters for lora in layer.plain_lora)
         adapter += times * sum(lora.parameters * shape.top_k / lora.experts for lora in layer.expert_lora)
     length = work.attended
-    # Kernels pass over the upper half of the square only if nothing else is to be masked.
+    # Kernels skip the upper half of the square only if nothing else is masked.
     square = 2 if work.masked and length == work.batch.length else 1
     attention, back = (causal_attention(shape, length, phase) * square for phase in PHASES)
     recomputed = 0.0 if work.full_logits else 2.0 * shape.head  # the fused head projects again in its backward
@@ -175,8 +175,8 @@ def count_flops(work: Work) -> tuple[float, float]:
 
 
 def causal_attention(shape: Shape, length: int, phase: str = "forward") -> float:
-    """Of one forward or backward, per token: scores and their product with the values, over the unmasked half of the
-    square; and of layers without a formula all other products of tokens with tokens."""
+    """Return the FLOPs per token of attention in one forward or backward: scores and their product with the values,
+    over the unmasked half of the square; for layers without a formula also all other products between tokens."""
     total = 0.0
     for layer, times in shape.kinds:
         products = layer.traced.at(f"{phase}_products", length) / length if layer.traced else 0.0
@@ -185,7 +185,7 @@ def causal_attention(shape: Shape, length: int, phase: str = "forward") -> float
 
 
 def _attention(layer: Layer, length: int) -> float:
-    """Operations of one layer's attention, per token, forward."""
+    """Return the FLOPs per token of one layer's attention in the forward."""
     if layer.traced:
         return layer.traced.at("attention", length) / length
     return float((layer.query + layer.attended) * length)
@@ -194,7 +194,7 @@ def _attention(layer: Layer, length: int) -> float:
 def _product(
     work: Work, rows: float, inputs: float, outputs: float, *, experts: float = 0, wide: bool = False
 ) -> float:
-    """Seconds of one matrix product, or of all experts' at once with `rows` for each of them."""
+    """Return the seconds of one matrix product, or of a grouped product of all experts with `rows` rows each."""
     dtype = "bfloat16" if work.width == 2 and not wide else "float32"
     kind = "grouped" if experts else dtype
     rate = product_rate(work.machine.rates, kind, max(rows, 1e-3), (inputs * outputs) ** 0.5)
@@ -202,14 +202,14 @@ def _product(
 
 
 def _narrow(work: Work, rows: float, width: int, r: int, *, wide: bool) -> float:
-    """Seconds of one of an adapter's products: few columns take longer than a square of as many operations."""
+    """Return the seconds of an adapter's product: a narrow one takes longer than a square one with the same FLOPs."""
     points = work.machine.rates.narrow.get("bfloat16" if work.width == 2 and not wide else "float32")
     least = 2 * rows * width * NARROW / interpolate(points, rows, width) / 1e12 if points else 0.0
     return max(least, _product(work, rows, width, r, wide=wide))
 
 
 def _pass(work: Work, phase: str, *, products: bool = True) -> Passes:
-    """All layers' forward or backward. `products`: with those of the routed experts."""
+    """Return the time of all layers' forward or backward. `products`: include those of the routed experts."""
     found = Passes()
     for layer, times in work.shape.kinds:
         found += _layer(work, layer, phase, products=products) * times
@@ -241,7 +241,7 @@ def _layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
             once += _product(work, rows, lora.r, lora.outputs, experts=used)
             compute += once * (2 if back else 1)
     length = work.attended
-    # A CPU's kernel computes in tiles that are as wide as short rows, whatever is masked.
+    # A CPU's kernel computes in tiles as wide as short rows, so masking saves nothing.
     square = _attention(layer, length) * tokens * work.filled * (2 if work.masked and not work.on_cpu else 1)
     head = layer.query / max(shape.heads, 1)
     if layer.traced:
@@ -263,8 +263,8 @@ def _layer(work: Work, layer: Layer, phase: str, *, products: bool) -> Passes:
 
 
 def _adapter_options(work: Work, layer: Layer, phase: str, *, wide: bool) -> Passes:
-    """What DoRA, dropout and float32 without autocast add to plain LoRA. DoRA builds each adapted weight and its norm
-    in every forward."""
+    """Return the time that DoRA, dropout and float32 without autocast add to plain LoRA. DoRA builds each adapted
+    weight and its norm in every forward."""
     tokens, compute, found = work.batch.tokens, 0.0, Passes()
     plain = [(lora, tokens) for lora in layer.plain_lora]
     every = [*plain, *((lora, tokens * work.shape.top_k) for lora in layer.expert_lora)]
@@ -285,7 +285,7 @@ def _adapter_options(work: Work, layer: Layer, phase: str, *, wide: bool) -> Pas
 
 
 def _linear_option(work: Work, name: str, adapted: Sequence[tuple[Lora, int]], phase: str) -> Passes:
-    """As counted of one linear layer, for each of these with so many rows."""
+    """Return the time of an option for the adapted layers, each with its number of rows, from counts of one linear."""
     rates, row, moved = work.machine.rates, table()["linear"][name][phase], 0.0
     for lora, rows in adapted:
         size = dict(zip(OF_LINEAR, of_linear(lora.inputs, lora.outputs, rows), strict=True))
@@ -295,7 +295,8 @@ def _linear_option(work: Work, name: str, adapted: Sequence[tuple[Lora, int]], p
 
 
 def _outside(work: Work) -> Passes:
-    """The head and the loss, forward and backward, and what a micro-batch costs the host besides its layers."""
+    """Return the time of the head and the loss, forward and backward, and of a micro-batch's host work outside its
+    layers."""
     rates, shape, tokens = work.machine.rates, work.shape, work.batch.tokens
     head = _product(work, tokens, shape.hidden, shape.vocab)
     logits = LOGIT_BYTES * tokens * shape.vocab / rates.memory_gb_per_second / 1e9
@@ -303,7 +304,7 @@ def _outside(work: Work) -> Passes:
 
 
 def _optimizer_seconds(work: Work) -> float:
-    """Once a step: every trained parameter, and the Python around it."""
+    """Return the seconds of the optimizer, once per step: every trained parameter, and the Python around it."""
     rates, (mine, _), operators = work.machine.rates, adapter_share(work), STEP_OPERATORS
     if work.on_cpu:
         adapted = sum(times * len((*layer.plain_lora, *layer.expert_lora)) for layer, times in work.shape.kinds)
@@ -312,32 +313,32 @@ def _optimizer_seconds(work: Work) -> float:
 
 
 def _apart(work: Work, layer: Layer, phase: str) -> int:
-    """Products of experts that are computed one expert after the other."""
+    """Return the number of products that are computed one expert at a time."""
     if not layer.experts or not work.machine.gpu.name.startswith(ONE_BY_ONE):
         return 0
     return 2 + len(layer.expert_lora) * (4 if phase == "backward" else 2)  # gate with up, and down; A and B of each
 
 
 def _syncs(work: Work) -> float:
-    """How often in a micro-batch the host must know what the GPU has computed: tokens for each rank, or each expert."""
+    """Count a micro-batch's synchronizations, where the host reads the number of tokens per rank or per expert."""
     total = 0.0
     for layer, times in work.shape.kinds:
-        exchanged = work.layout.expert_parallel > 1 and layer.experts > 0  # known when it is computed again
+        exchanged = work.layout.expert_parallel > 1 and layer.experts > 0  # recomputation already knows it
         apart = (work.expert_passes - 1) * _apart(work, layer, "forward") + _apart(work, layer, "backward")
         total += times * (exchanged + apart)
     return total
 
 
 def _weights_seconds(work: Work) -> float:
-    """Weights decoded, of 4 bits as many a second as of FP8, and copied once gathered."""
+    """Return the seconds to decode weights (4-bit ones at the rate of FP8) and to copy gathered ones."""
     layout, rates, shape, size = work.layout, work.machine.rates, work.shape, gathered_bytes(work)
     routed = shape.routed // layout.expert_parallel
     seconds = 0.0
-    if layout.base_dtype != "bf16":  # on GPUs unused experts too
+    if layout.base_dtype != "bf16":  # GPUs also decode unused experts
         used = 1 - (1 - shape.top_k / max(shape.layers[-1].experts, 1)) ** work.batch.tokens if work.on_cpu else 1.0
         codes = work.passes * (shape.all - shape.routed).narrow + work.expert_passes * routed.narrow * used
         seconds += codes / rates.decode_gb_per_second / 1e9
-    if layout.shard > 1:  # written by the gather, read and written by the copy out of its buffer
+    if layout.shard > 1:  # written by the gather, then read and written by the copy out of the buffer
         gathers = 2 if layout.reshard_after_forward else 1 / work.batch.accumulation
         seconds += gathers * 3 * size.of(shape.all - shape.routed + routed) / rates.memory_gb_per_second / 1e9
     return seconds
@@ -347,7 +348,8 @@ def _weights_seconds(work: Work) -> float:
 
 
 def _load_seconds(work: Work) -> float:
-    """Each node reads what its ranks need of the files once, then every rank takes its part to the GPU."""
+    """Return the seconds to load: each node reads its part of the files once, then each rank copies its part to the
+    GPU."""
     rates, (mine, _) = work.machine.rates, base_bytes(work)
     narrow = work.shape.all.narrow if work.shape.published else 0
     files = 2 * work.shape.all.all - (1 if work.shape.published == "fp8" else 1.5) * narrow
@@ -356,7 +358,7 @@ def _load_seconds(work: Work) -> float:
 
 
 def _evaluation_seconds(work: Work) -> float:
-    """Of one sequence: the share of a batch's forward."""
+    """Return the seconds of one sequence in an evaluation: its share of a batch's forward."""
     if not work.evaluated:
         return 0.0
     batch = replace(work, batch=replace(work.batch, micro=work.evaluated), dropout=0.0)
@@ -371,10 +373,10 @@ def _evaluation_seconds(work: Work) -> float:
 def _ring(
     work: Work, kind: str, size: float, ranks: int, groups: int = 1, calls: int = 1
 ) -> tuple[Fabric, float, float]:
-    """The slowest link of a ring over consecutive ranks, its rate, and its seconds for `size` bytes per GPU.
+    """Return the slowest link of a ring over consecutive ranks, its rate, and its seconds for `size` bytes per GPU.
 
     A ring that spans nodes enters and leaves each node once, so all of `size` crosses the node's NICs for each of the
-    `groups` rings that run at the same time; inside the node it runs over the GPUs' own links.
+    `groups` concurrent rings; inside the node it runs over the GPUs' own links.
     """
     layout, machine = work.layout, work.machine
     near = machine.rates.collective(kind, "link", min(ranks, layout.gpus_per_node))
@@ -389,7 +391,7 @@ def _ring(
 
 
 def _gathers(work: Work) -> list[Flow]:
-    """All-gather of the sharded weights: forward, and once more for the backward if they were resharded."""
+    """Return the all-gathers of the sharded weights: in the forward, and again in the backward if resharded."""
     layout, shape, size = work.layout, work.shape, gathered_bytes(work)
     if layout.shard == 1:
         return []
@@ -404,7 +406,7 @@ def _gathers(work: Work) -> list[Flow]:
     split = layout.expert_parallel > 1
     dense = sum(size.of((layer.dense if split else layer.all) * count) for layer, count in shape.kinds)
     share = (layout.shard - 1) / layout.shard
-    # The embedding, and the final norm with the head, which stays gathered for the backward.
+    # Plus the embedding, and the final norm with the head, which stay gathered for the backward.
     found = [flow("all-gather forward", (dense + size.of(shape.rest)) * share, layout.shard, "dense weights", 2)]
     if layout.reshard_after_forward:
         found.append(flow("all-gather backward", dense * share, layout.shard, "layers"))
@@ -417,7 +419,7 @@ def _gathers(work: Work) -> list[Flow]:
 
 
 def _dispatch(work: Work) -> list[Flow]:
-    """Tokens to their experts' rank and back, in the forward, in its recomputation, and in the backward."""
+    """Return the traffic of tokens to their experts' rank and back, in forward, recomputation and backward."""
     layout, machine, shape, ranks = work.layout, work.machine, work.shape, work.layout.expert_parallel
     if ranks == 1:
         return []
@@ -441,8 +443,8 @@ def _dispatch(work: Work) -> list[Flow]:
 
 
 def _exchange_overlap(work: Work, seconds: float) -> float:
-    """What of the tokens' exchange goes on while shared experts are computed (train/exchange.py): of each pass one of
-    its two ways, as long as these take. On a CPU gloo takes the processor that computes."""
+    """Return the seconds of the token exchange that overlap with shared experts (train/exchange.py): in each pass, one
+    of its two directions, for as long as they compute. On a CPU none: gloo uses the processor that computes."""
     layers = [(layer, times) for layer, times in work.shape.kinds if layer.experts]
     passes = work.expert_passes
     one_way, hidden = seconds / max(2 * passes * sum(times for _, times in layers), 1), 0.0
@@ -454,9 +456,9 @@ def _exchange_overlap(work: Work, seconds: float) -> float:
 
 
 def _reduces(work: Work) -> list[Flow]:
-    """One all-reduce of the adapter's gradients per optimizer step, in float32 whatever the adapter's dtype.
+    """Return the all-reduce of the adapter's gradients, one per optimizer step, in float32 for any adapter dtype.
 
-    Adapters of experts that are split over ranks are reduced among the ranks that have the same experts only.
+    Adapters of experts that are split over ranks are reduced only among ranks with the same experts.
     """
     layout = work.layout
     if layout.ranks == 1:
@@ -472,14 +474,14 @@ def _reduces(work: Work) -> list[Flow]:
     own = work.shape.expert_adapter_parameters // layout.expert_parallel if split else 0
     found = [flow("adapter all-reduce", mine - own, layout.ranks, 1)]
     alike = layout.ranks // layout.expert_parallel
-    if own and alike > 1:  # as many rings at the same time as there are different experts on a node
+    if own and alike > 1:  # one concurrent ring per different set of experts on a node
         groups = min(layout.expert_parallel, layout.gpus_per_node)
         found.append(flow("adapter all-reduce, experts", own, alike, groups))
     return found
 
 
 def _offload(work: Work) -> list[Flow]:
-    """Each gather first brings the rank's shard up from the host."""
+    """Return the host transfers of offloading: each gather first copies the rank's shard from the host."""
     if not work.layout.offload:
         return []
     base, words = base_bytes(work)
@@ -490,26 +492,26 @@ def _offload(work: Work) -> list[Flow]:
     return [Flow("host transfer", name, times * base, runs, seconds, f"{times} x {words}")]
 
 
-# A view costs the host so much of what an operator costs that launches something.
+# Host cost of a view, as a fraction of an operator that launches a kernel.
 VIEW = 0.3
 
-# Linear layers of one module that are called with the same input: fused, their adapters share the product with it.
+# Linear layers of one module with the same input: when fused, their adapters share the product with it.
 SHARING = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("q_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
 )
-# What the operators of a layer are counted by; its bytes are linear in all features.
+# Features that a layer's operator count is linear in; its bytes are linear in all features.
 COUNTED = ("layer", "adapters", "inputs", "expert_adapters")
 ADAPTED = ("adapted_in", "adapted_out", "adapted_r")
 OF_ADAPTERS = ("adapters", "inputs", *ADAPTED)
-OF_FUSED = ("inputs", "apart")  # nothing to layers that are not
-OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows", "columns")  # what the bytes of options are linear in
+OF_FUSED = ("inputs", "apart")  # no effect on layers that are not fused
+OF_LINEAR = ("inputs", "outputs", "weight", "square", "rows", "columns")  # the bytes of options are linear in these
 
 
 def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
-    """Of one layer."""
+    """Return the features of one layer that its operators and bytes are linear in."""
     plain, stacks = layer.plain_lora, layer.expert_lora
     shared = apart = 0
     matrices = [p for p in layer.parameters if len(p.shape) == 2]
@@ -519,7 +521,7 @@ def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
         for names in SHARING:
             if adapted.issuperset(names):
                 shared += len(names) - 1
-            elif widths.keys() >= set(names):  # their gradients of the input are added up one by one
+            elif widths.keys() >= set(names):  # their input gradients are added one by one
                 apart += (len(names) - 1) * widths[names[0]]
     return {
         "layer": 1.0,
@@ -545,17 +547,17 @@ def features(layer: Layer, hidden: int, top_k: int) -> dict[str, float]:
 
 
 def of_linear(inputs: int, outputs: int, tokens: int) -> tuple[int, ...]:
-    """Of one adapted linear layer and its pass over so many tokens, as OF_LINEAR names it."""
+    """Return the features of one adapted linear layer for a pass over `tokens` tokens, in the order of OF_LINEAR."""
     return tokens * inputs, tokens * outputs, inputs * outputs, inputs * inputs, outputs, inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """Of one pass through one layer."""
+    """The work of one pass through one layer."""
 
-    operators: float  # with views, as so many that launch
+    operators: float  # including views, at their fraction of a launch
     modules: float
-    bytes: float  # a token, read and written by the layer's operators that are no matrix product
+    bytes: float  # per token, read and written by operators other than matrix products
 
 
 @cache
@@ -566,11 +568,11 @@ def table() -> dict[str, Any]:
 def dispatched(
     shape: Shape, layer: Layer, phase: str, length: int, *, separate: bool, dora: bool = False
 ) -> Dispatched:
-    """Forward or backward, each operator for itself or fused as on GPUs, where adapters with DoRA are not.
+    """Return the work of a forward or backward, with separate operators or fused as on GPUs (DoRA is never fused).
 
-    A family that nobody counted dispatches what the one most like it does.
+    A family without counts uses those of the most similar one.
     """
-    if layer.traced:  # and what is not in it: adapters, and routed experts
+    if layer.traced:  # plus what the trace leaves out: adapters and routed experts
         rest = dispatched(shape, replace(layer, traced=None), phase, length, separate=separate, dora=dora)
         bare = replace(layer, traced=None, plain_lora=(), expert_lora=(), expert=0, experts=0)
         without = dispatched(shape, bare, phase, length, separate=separate)
