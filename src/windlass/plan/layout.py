@@ -1,4 +1,4 @@
-"""How a run is spread over ranks: what the run file and an Accelerate file request -> one Layout."""
+"""Decide how a run is spread over ranks: combine the run file and an Accelerate file into one Layout."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ LAYOUTS = {
     "expert-parallel": "experts stay on their rank and tokens are sent to them; the dense rest is sharded",
     "resident": "every rank stores the full base: no weight is sent",
 }
-# Optimizers that treat every number by itself: part of a tensor becomes what it would have become in the full tensor.
+# Elementwise optimizers: they update a shard of a tensor exactly as they would in the full tensor.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-CHECKPOINTING = ("train.gradient_checkpointing", "layout.activation_checkpointing")  # two names of one thing
-# Layouts that the run file may name although an FSDP file names another: FSDP files know no experts, and under expert
-# parallelism the dense rest is sharded as they say.
+CHECKPOINTING = ("train.gradient_checkpointing", "layout.activation_checkpointing")  # two names of one setting
+# Layouts that the run file may name although an FSDP file names another: FSDP files have no keys for experts, and
+# under expert parallelism they set how the dense rest is sharded.
 ALONGSIDE = {"expert-parallel": ("full-shard", "no-reshard", "hybrid")}
-# The layout that a key of `layout` implies if none is named. The first kind is as good as a name; the second adds to
-# what an FSDP file names, and implies a layout only if nobody names one.
+# The layout that a key of `layout` implies if none is named. The first kind counts as a name; the second refines the
+# layout of an FSDP file, and implies one only if neither file names any.
 IMPLIED = {"expert_parallel": "expert-parallel", "replicate": "hybrid"}
 IMPLIED_LAST = {"reshard_after_forward": "full-shard", "shard": "full-shard", "offload": "full-shard"}
-# A name and a reshard_after_forward that contradict each other, and the layout that the latter means.
+# Contradictory pairs of name and reshard_after_forward, and the layout that the latter implies.
 CONTRADICTIONS = {
     ("no-reshard", True): "full-shard",
     ("full-shard", False): "no-reshard",
@@ -40,43 +40,44 @@ CONTRADICTIONS = {
 
 
 class FourBits(NamedTuple):
-    """A way to store weights in 4 bits, each block of a row with its scale."""
+    """A way to store weights in 4 bits, with one scale per block of a row."""
 
     block: int
     error: float  # relative RMS error of normally distributed weights
-    scale: int = 2  # bytes of one
+    scale: int = 2  # bytes per scale
 
     @property
     def bytes(self) -> float:
-        """Of one weight."""
+        """Return the bytes per weight."""
         return 0.5 + self.scale / self.block
 
 
-# nf4 in blocks of 64 is what bitsandbytes makes. Even steps need shorter blocks for as small an error.
-# mxfp4 is never made here.
+# nf4 in blocks of 64 is bitsandbytes' format. Even steps (int4) need shorter blocks for as small an error.
+# windlass reads mxfp4 but never makes it.
 FOUR_BITS = {"nf4": FourBits(64, 0.092), "int4": FourBits(32, 0.086), "mxfp4": FourBits(32, 0)}
 PUBLISHED_NF4 = FourBits(64, 0, 4)  # bitsandbytes' scales are exact in float32 alone
-PUBLISHED = ("fp8", "mxfp4")  # only of checkpoints that are stored so
-# How a layout's name says what its base is stored in.
+PUBLISHED = ("fp8", "mxfp4")  # possible only for checkpoints published in this dtype
+# Suffix of a layout's name for the dtype of its base.
 IN_NAMES = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4", "mxfp4": ", MXFP4"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """shard x replicate = ranks. `expert_parallel` divides `shard`: the ranks that experts are split over."""
+    """How a run is spread over ranks: shard x replicate = ranks. `expert_parallel`, the number of ranks that experts
+    are split over, divides `shard`."""
 
     name: str  # one of LAYOUTS
-    reason: str  # why this one: chosen, set by run.yaml:40, set by fsdp.yaml …
+    reason: str  # why this layout: chosen, set by run.yaml:40, set by fsdp.yaml …
     nodes: int
     gpus_per_node: int
     shard: int  # ranks that the dense weights are split over (transformers' fsdp_size)
-    replicate: int = 1  # replicas of that (dp_replicate_size)
+    replicate: int = 1  # replicas of the dense weights (dp_replicate_size)
     expert_parallel: int = 1  # ep_size: experts stay on their rank, tokens are sent
     reshard_after_forward: bool = True
     offload: bool = False  # the frozen base is stored in host memory; the adapter and its states stay on the GPU
     activation_checkpointing: bool = False
     precision: str = "bf16"  # bf16 or no: the dtype that compute runs in
-    base_dtype: str = "bf16"  # fp8, mxfp4: as published; nf4: so or made at load; int4: made
+    base_dtype: str = "bf16"  # fp8, mxfp4: as published; nf4: as published or made at load; int4: made at load
 
     @property
     def ranks(self) -> int:
@@ -85,17 +86,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutRequest:
-    """What the user sets of the layout. None: not set, so it is derived."""
+    """The layout settings of the user. None: not set, so it is derived."""
 
     name: str  # auto, or one of LAYOUTS
-    where: str  # what set the name
+    where: str  # the setting that gave the name
     nodes: int
     gpus_per_node: int
     shard: int | None = None
     replicate: int | None = None
     expert_parallel: int | None = None
     reshard_after_forward: bool | None = None
-    offload: bool | None = None  # False: not under any layout
+    offload: bool | None = None  # False: no layout may offload
     activation_checkpointing: bool = False
     precision: str = "bf16"
     base_dtype: str | None = None  # bf16, fp8, nf4, int4 or mxfp4
@@ -109,22 +110,22 @@ class LayoutRequest:
 def read_request(
     loaded: Loaded, family: Family | None, accelerate: AccelerateFile | None, *, experts_adapted: bool = False
 ) -> LayoutRequest:
-    """Run file and Accelerate file as one. Reports every disagreement, and a layer class that the model lacks."""
+    """Combine run file and Accelerate file. Report every disagreement, and layer classes that the model lacks."""
     run, problems = loaded.run, list[Problem]()
     wishes = accelerate.wishes if accelerate else {}
 
     def written(path: str) -> Wish | None:
-        """The run file's value, if the user wrote one; a list of layer classes as Accelerate writes it."""
+        """Return the run file's value if the user wrote one; layer classes are joined as Accelerate writes them."""
         section, _, key = path.partition(".")
         value = getattr(getattr(run, section), key)
         if path == "layout.name" and not loaded.given(path):
-            path = "layout"  # written short, `layout: hybrid`
+            path = "layout"  # the short form, `layout: hybrid`
         if value is None or value == AUTO or not loaded.given(path):
             return None
         return Wish(",".join(value) if isinstance(value, list) else value, loaded.where(path))
 
     def agree(what: str, *given: Wish | None) -> Any:
-        """The value that all sources share, or None."""
+        """Return the value that all sources agree on, or None if none sets it."""
         first, *others = [wish for wish in given if wish] or [Wish(None, "")]
         for other in others:
             if other.value != first.value:
@@ -156,7 +157,7 @@ def read_request(
 
     # 2. The layout's name, if anything sets it. The run file comes first; an FSDP file is never `auto`.
     def implied(meanings: Mapping[str, str]) -> Wish | None:
-        """By the run file's other keys if it names none: no key is left without effect."""
+        """Return the layout that the run file's other keys imply if it names none, so that no key is ignored."""
         for key, implies in meanings.items():
             wish = written(f"layout.{key}")
             if wish and key == "reshard_after_forward":
@@ -224,19 +225,19 @@ def _name_by_reshard(reshard: Wish | None) -> Wish | None:
 
 
 def needs_weights(lora: Any) -> str:
-    """Which setting of the adapter computes with the base's weights, and so works with neither shards nor codes."""
+    """Return why the adapter needs base weights, and so works with neither shards nor codes; empty if it doesn't."""
     return "lora.use_dora needs the norm of base weights" if lora.use_dora else ""
 
 
 def why_not_codes(lora: Any) -> str:
-    """Which setting of the adapter works with no base in fewer bits."""
+    """Return why the adapter doesn't work with a base in fewer bits; empty if it does."""
     if lora.starts_from_weights:
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes adapters from base weights"
     return needs_weights(lora)
 
 
 def _rule_out(run: Any, experts_adapted: bool) -> dict[str, str]:
-    """Layouts that the adapter doesn't work with, and why. Each goes when the engine supports it."""
+    """Return layouts that don't work with the adapter, and why. Remove each once the engine supports it."""
     if why := needs_weights(run.lora):
         return {name: f"{why}, and a rank would hold a shard of them" for name in LAYOUTS if name != "resident"}
     if experts_adapted and run.train.optim not in ELEMENTWISE:
@@ -246,9 +247,9 @@ def _rule_out(run: Any, experts_adapted: bool) -> dict[str, str]:
 
 
 def resolve(request: LayoutRequest, experts: int) -> Layout:
-    """The Layout that a request names, with its sizes derived and checked. `experts`: routed experts per layer."""
+    """Build the Layout that a request names; derive and check its sizes. `experts`: routed experts per layer."""
     name, ranks, reshard = request.name, request.ranks, request.reshard_after_forward
-    # Sizes as they are set, else derived so that their product is the number of ranks.
+    # Sizes that aren't set are derived so that their product is the number of ranks.
     replicate = request.replicate or {"hybrid": request.nodes, "resident": ranks}.get(name, 1)
     if request.shard and not request.replicate and ranks % request.shard == 0:
         replicate = ranks // request.shard
@@ -302,13 +303,14 @@ def resolve(request: LayoutRequest, experts: int) -> Layout:
 
 
 def divisors(number: int) -> list[int]:
-    """Smallest first. A run file may have any number, so beyond 2**32 those without a small partner are left out."""
+    """Return the divisors, smallest first. A run file may have any number, so beyond 2**32 those whose partner exceeds
+    2**16 are left out."""
     small = [n for n in range(1, min(isqrt(number), 2**16) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def why_not_expert_parallel(experts: int, parallel: int, shard: int) -> str:
-    """Why experts cannot be split so; empty if they can."""
+    """Return why experts cannot be split this way; empty if they can."""
     if not experts:
         return "the model has no routed experts to split"
     if parallel < 2:

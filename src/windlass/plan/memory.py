@@ -1,8 +1,8 @@
-"""Bytes on one GPU and on one host, by phase and by moment of a step, each with the formula that it comes from.
+"""Estimate the bytes on one GPU and on one host, by phase and by moment of a step, each with its formula.
 
-What the forward keeps for the backward follows from which tensors autograd saves in transformers' layers with a frozen
-base: a frozen linear keeps nothing but its weight, which is there already; only norms, activation functions, attention,
-routing and the adapters keep inputs. benchmarks/memory_model.py prints these against torch's own tracker.
+The forward keeps the tensors that autograd saves in transformers' layers with a frozen base: a frozen linear saves
+nothing but its weight, which is in memory anyway; only norms, activation functions, attention, routing and adapters
+save inputs. benchmarks/memory_model.py compares these estimates with torch's own tracker.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from windlass.plan.layout import FOUR_BITS, PUBLISHED_NF4
 from windlass.plan.work import Count, Layer, Lora, Shape, Traced, Work
 
 FLOAT, INDEX = 4, 8  # bytes of a float32 value and of an int64 index
-# Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. And what
-# CUDA does not give of the driver's total: an H100 has 79.65 GiB for nvidia-smi, 79.11 for torch (vllm#27508).
+# Driver context, cuBLAS workspace and NCCL's channels: 0.5 + 0.1 + 1.0-1.4 GiB on Hopper; an assumption. Plus memory
+# that CUDA withholds: an H100 has 79.65 GiB according to nvidia-smi, 79.11 according to torch (vllm#27508).
 RESERVE_GPU = 2.6 * GIB
 RESERVE_CPU = 0.46 * GIB  # a process that has imported torch, transformers and PEFT
-# oneDNN keeps up to 1,024 products prepared, one for each shape: few of packed rows, new ones for every number of
-# tokens that an expert is sent, or for every length of a batch. Measured with small models, after 60 to 120 steps:
-# 0.03 to 0.08 GiB, 0.09 to 0.15, and 0.11 to 0.2.
+# oneDNN caches up to 1,024 prepared products, one per shape: few for packed rows, a new one for every number of tokens
+# sent to an expert, or for every batch length. Measured with small models, after 60 to 120 steps: 0.03 to 0.08 GiB,
+# 0.09 to 0.15, and 0.11 to 0.2.
 PREPARED_CPU, PREPARED_ROUTED, PREPARED_BY_LENGTH = 0.05 * GIB, 0.12 * GIB, 0.17 * GIB
-# What the caching allocator cannot use of its memory, of everything that comes and goes; an assumption.
+# Memory that the caching allocator cannot use, as a fraction of all temporary tensors; an assumption.
 FRAGMENTATION = 0.05
-# Of a quantised stack of experts, so many bytes are in 16 bits at once, but at least so many columns of each.
+# Most bytes of a quantised stack of experts that are dequantised at once, but at least COLUMNS columns of each expert.
 DEQUANTISED, COLUMNS = 2**30, 128
 # Resident memory of one training process on the host: interpreter, libraries, CUDA's and NCCL's host side, pinned
-# batches; an assumption, and a generous one: a pod that runs out of it is killed without a word.
+# batches; a generous assumption, because a pod that runs out of memory is killed without a message.
 HOST_PROCESS = 8.0 * GIB
-# The loader converts so many values at a time (4 MiB in float32) in each of so many threads: network file systems
-# answer several reads at once faster than one after another.
+# The loader converts AT_ONCE values at a time (4 MiB in float32) in each of THREADS threads: network file systems
+# answer concurrent reads faster than sequential ones.
 THREADS, AT_ONCE = 4, 2**20
 # TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
-# Ranks do not receive equal shares of tokens: the fullest one's surplus over the mean, an assumption.
+# Tokens of the fullest rank relative to the mean, since experts do not receive equal shares; an assumption.
 IMBALANCE = 1.2
 # Bytes of optimizer state per trained parameter: states in the adapter's own dtype, fixed bytes, words.
 OPTIMIZERS: dict[str, tuple[float, float, str]] = {
@@ -69,7 +69,7 @@ class Row:
 
 
 def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
-    """The table of the peak, and the moment of the step that it belongs to."""
+    """Return the memory table at the peak, and the moment of the step that has the peak."""
     weights, formula = base_bytes(work)
     if full := in_full_share(work):
         weights, formula = weights - full * work.base_bytes, f"{formula}; without {full} that are trained"
@@ -103,7 +103,7 @@ def estimate_memory(work: Work) -> tuple[tuple[Row, ...], str]:
 
 
 def total(table: Iterable[Row], place: str) -> float:
-    """Bytes at the fullest phase."""
+    """Return the bytes of a place in its fullest phase."""
     sums: dict[str, float] = defaultdict(float)
     for row in table:
         if row.place == place:
@@ -111,22 +111,22 @@ def total(table: Iterable[Row], place: str) -> float:
     return max(sums.values(), default=0.0)
 
 
-# --- what stays from step to step ------------------
+# --- memory that stays from step to step ------------------
 
 
 def optimizer_states(name: str) -> tuple[float, float, str]:
-    """The longest known prefix of transformers' name; an unknown optimizer is taken for Adam."""
+    """Return the states of the longest known prefix of transformers' name; unknown optimizers are treated as Adam."""
     known = max((key for key in OPTIMIZERS if name.startswith(key)), key=len, default="adamw")
     return OPTIMIZERS["adamw_8bit" if "8bit" in name else known]
 
 
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
-    """Bytes of one element: of most parameters, and of those that are stored in fewer bits."""
+    """The bytes of one element: for most parameters, and for those stored in fewer bits."""
 
     most: int
     narrow: float
-    name: str = ""  # of the fewer bits
+    name: str = ""  # the dtype with fewer bits
 
     def of(self, count: Count) -> float:
         return (count.all - count.narrow) * self.most + count.narrow * self.narrow
@@ -139,7 +139,7 @@ class ElementBytes:
 
 
 def stored_bytes(work: Work) -> ElementBytes:
-    """Bytes of an element of the base, as this run stores it."""
+    """Return the bytes per element of the base as this run stores it."""
     name = work.layout.base_dtype.upper()
     if four := FOUR_BITS.get(work.layout.base_dtype):
         four = PUBLISHED_NF4 if name == "NF4" and work.shape.published == "nf4" else four
@@ -151,14 +151,14 @@ def stored_bytes(work: Work) -> ElementBytes:
 
 
 def gathered_bytes(work: Work) -> ElementBytes:
-    """The same once it is gathered: FSDP2 casts float32 to the dtype of compute before it is sent."""
+    """Return the bytes per element of the gathered base: FSDP2 casts float32 to the compute dtype before sending."""
     size = stored_bytes(work)
     narrow = work.layout.shard > 1 and work.layout.precision == "bf16" and work.base_bytes > 2
-    return ElementBytes(2, min(size.narrow, 2), size.name) if narrow else size  # bytes of codes are left alone
+    return ElementBytes(2, min(size.narrow, 2), size.name) if narrow else size  # codes are not cast
 
 
 def base_bytes(work: Work) -> tuple[float, str]:
-    """The frozen base on one rank."""
+    """Return the bytes of the frozen base on one rank, with the formula."""
     layout, size, shape = work.layout, stored_bytes(work), work.shape
     if layout.shard == 1:
         return size.of(shape.all), f"{size.describe(shape.all)}, unsharded on every rank"
@@ -173,7 +173,7 @@ def base_bytes(work: Work) -> tuple[float, str]:
 
 
 def adapter_share(work: Work) -> tuple[int, str]:
-    """Trained parameters on one rank. Adapters of experts stay with their expert; all others are replicated."""
+    """Count the trained parameters on one rank. Experts' adapters stay with their expert; all others are replicated."""
     ranks, experts = work.layout.expert_parallel, work.shape.expert_adapter_parameters
     trainable = work.shape.adapter.trainable
     trainable, full = trainable - sum(work.shape.adapter.in_full.values()), in_full_share(work)
@@ -185,15 +185,15 @@ def adapter_share(work: Work) -> tuple[int, str]:
 
 
 def in_full_share(work: Work) -> int:
-    """Parameters of the base itself on one rank that are trained: sharded as the base is."""
+    """Count the parameters of the base itself that are trained on one rank: they are sharded like the base."""
     return ceil(sum(work.shape.adapter.in_full.values()) / work.layout.shard)
 
 
-# --- what comes and goes in a step ------------------
+# --- temporary memory of a step ------------------
 
 
 def training_moments(work: Work) -> dict[str, list[Row]]:
-    """Each moment of training that can be the peak."""
+    """Return the rows of each moment of training that can be the peak."""
     shape, t, g = work.shape, Tokens.of(work), _gathered(work)
     layers = len(shape.layers)
     kept, words = _kept(work, t)
@@ -233,7 +233,7 @@ def training_moments(work: Work) -> dict[str, list[Row]]:
 
 
 def _evaluation(work: Work) -> dict[str, list[Row]]:
-    """Its fullest moments: nothing is kept for a backward, but its batches may be larger than training's."""
+    """Return the rows of an evaluation's fullest moments: no backward, but its batches may be larger than training's."""
     if not work.evaluated:
         return {}
     shape, g = work.shape, _gathered(work)
@@ -254,16 +254,16 @@ def _evaluation(work: Work) -> dict[str, list[Row]]:
 
 
 def _kept(work: Work, t: Tokens) -> tuple[float, str]:
-    """All layers' saved tensors, or with checkpointing each layer's input."""
+    """Return the bytes of all layers' saved tensors, or with checkpointing of each layer's input."""
     shape = work.shape
     count = len(shape.layers)
     final = t.count * shape.hidden * (FLOAT + t.width)  # final norm's float32 input, and its result
-    final += t.count * t.masked  # one mask for all layers, a byte a pair, before each makes its own of it
+    final += t.count * t.masked  # one mask for all layers, a byte per pair, from which each layer makes its own
     stream = float(count * t.count * shape.hidden * t.width)
     if work.layout.activation_checkpointing:
         words = f"{count} layer inputs of {t.count} tokens x {shape.hidden} x {t.width}, and the final norm's"
         if work.keeps_products:
-            # Gate with up, and down; what arrives from other ranks, and what comes back.
+            # Gate with up, and down; tokens that arrive from other ranks, and results that come back.
             sent = 2 * shape.hidden * (work.layout.expert_parallel > 1)
             wide = sum(times * (2 * layer.expert + shape.hidden + sent) for layer, times in shape.kinds if layer.expert)
             narrow = sum(times * lora.r for layer, times in shape.kinds for lora in layer.expert_lora)
@@ -280,17 +280,17 @@ def _kept(work: Work, t: Tokens) -> tuple[float, str]:
 
 
 def _gathered(work: Work) -> dict[str, list[Row]]:
-    """What FSDP2 has gathered of the weights: always, in the middle of a pass, or at another of its moments."""
+    """Return the weights that FSDP2 has gathered: always, in the middle of a pass, and at its other moments."""
     layout, shape, size = work.layout, work.shape, gathered_bytes(work)
     found: dict[str, list[Row]] = defaultdict(list)
     if layout.shard == 1:
         return found
     split, reshards = layout.expert_parallel > 1, layout.reshard_after_forward
     counts = [layer.dense if split else layer.all for layer in shape.layers]
-    # In the forward FSDP2 keeps the previous layer's buffer until the next is copied out: three layers at once.
+    # In the forward FSDP2 keeps the previous layer's buffer until the next is copied out: three layers in memory.
     now, before = size.of(counts[-1]), size.of(counts[-2]) if len(counts) > 1 else 0.0
     last, words = before + 2 * now, f"the layer's {size.describe(counts[-1])}, its buffer, and the previous layer's"
-    if not reshards:  # the layer itself is among those that stay
+    if not reshards:  # the layer itself counts as permanently gathered
         last, words = before + now, f"buffers of the layer, {size.describe(counts[-1])}, and of the previous one"
     tail = size.of(shape.tail)
     head = Row("head and final norm, gathered", tail, "kept gathered from the end of the forward to the backward")
@@ -303,7 +303,7 @@ def _gathered(work: Work) -> dict[str, list[Row]]:
             every += (layer.dense + layer.routed // layout.expert_parallel) * times
         found["always"] = [Row("gathered weights", size.of(every), f"{size.describe(every)}, not resharded")]
         return found
-    # FSDP2 copies what it gathers out of the buffer, and has the next layer's buffer on its way meanwhile.
+    # FSDP2 copies gathered weights out of the buffer while it already fills the next layer's buffer.
     most = max([size.of(a) + size.of(b) for a, b in pairwise(counts)] or [size.of(counts[0])])
     words = f"a layer of {size.describe(max(counts, key=size.of))}, and the next one's buffer"
     if split:
@@ -312,25 +312,25 @@ def _gathered(work: Work) -> dict[str, list[Row]]:
         words += f"; the rank's own experts of a layer, which FSDP2 copies even unsent: {size.describe(own)}"
     found["layers"] = [Row("gathered layers", most, words)]
     if layout.activation_checkpointing:
-        # With checkpointing the embedding's output asks for a gradient, so its weights are fetched once more.
+        # With checkpointing the embedding's output requires a gradient, so its weights are gathered once more.
         words = f"a layer of {counts[0].all} parameters and the embedding's {shape.embedding.all}"
         found["first"] = [Row("gathered layers", size.of(counts[0] + shape.embedding), words)]
     return found
 
 
 def norms_of_dora(work: Work, t: Tokens, kept: float = 0.0) -> list[Row]:
-    """The widest adapted weight's, and what its layer keeps."""
+    """Return the memory for DoRA's norm of the widest adapted weight, plus `kept`, the bytes that its layer keeps."""
     widest = max((dora_bytes(lora, t) for layer, _ in work.shape.kinds for lora in layer.plain_lora), default=0.0)
     return [Row("norms for DoRA", widest + kept, "the widest adapted weight, built in full")] if work.dora else []
 
 
 def _dequantised(work: Work, t: Tokens) -> list[Row]:
-    """The true values of the widest quantised parameter, as far as they exist at once."""
+    """Return the dequantized values of the widest quantised parameter, as far as they exist at once."""
     if work.layout.base_dtype == "bf16":
         return []
     shape = work.shape
     narrow = [p for layer, _ in shape.kinds for p in layer.parameters if p.name in shape.narrow]
-    if work.on_cpu:  # one expert after the other, in float32 and then in the products' dtype
+    if work.on_cpu:  # one expert at a time, in float32 and then in the products' dtype
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
         each = FLOAT + (t.width if t.width < FLOAT else 0)
         return [Row("dequantised weights", widest * each, f"the widest matrix: {widest} x {each}")]
@@ -339,7 +339,7 @@ def _dequantised(work: Work, t: Tokens) -> list[Row]:
 
 
 def dequantised_bytes(shape: Sequence[int], expert_parallel: int, width: int) -> int:
-    """Bytes of one parameter's true values at their fullest: all of a matrix, a stack some columns at a time."""
+    """Return the most bytes of one parameter's dequantized values: all of a matrix, some columns of a stack."""
     if len(shape) < 3:
         return prod(shape) * width
     experts, rows, columns = shape[0] // expert_parallel, *shape[1:]
@@ -354,20 +354,20 @@ def dequantised_bytes(shape: Sequence[int], expert_parallel: int, width: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a layer's bytes depend on besides the layer."""
+    """The inputs that a layer's bytes depend on, besides the layer."""
 
     count: int  # per GPU and micro-batch
     width: int  # bytes of a value in compute
-    cast: bool  # adapters in a wider dtype than compute: autocast makes each module its own copy of its input
+    cast: bool  # adapters in a wider dtype than compute: autocast copies the input for each module
     mask: float  # bytes that dropout keeps per input value
     dora: bool
     heads: int
     top_k: int
-    routed: int  # bytes of a weighted value on its way from the experts
-    surplus: float  # of tokens at the fullest rank's experts
-    masked: int  # tokens that each one's mask is over; 0: there is no mask
-    scores: int = 0  # tokens that each one has scores of, if they are kept
-    length: int = 1  # of a sequence
+    routed: int  # bytes of a weighted value in the experts' result
+    surplus: float  # tokens at the fullest rank's experts, relative to the mean
+    masked: int  # tokens that each token's mask covers; 0: no mask
+    scores: int = 0  # tokens that each token has scores for, if they are kept
+    length: int = 1  # tokens per sequence
 
     @classmethod
     def of(cls, work: Work) -> Tokens:
@@ -387,31 +387,31 @@ class Tokens:
         )
 
     def traced(self, traced: Traced, what: str) -> float:
-        """Bytes for each token, of a layer that was measured in 16 bits."""
+        """Return the bytes per token of a traced layer, scaled from its measurement in 16 bits."""
         return traced.at(what, self.length) / self.length * self.width / 2
 
     @property
     def rows(self) -> float:
-        """Rows that each token has at the experts."""
+        """Return the rows per token at the experts."""
         return self.top_k * self.surplus
 
 
 def layer_bytes(layer: Layer, t: Tokens) -> float:
-    """All that one layer keeps until its backward."""
-    norms = FLOAT * layer.norms + 2 * FLOAT  # each norm's input in float32, and one reciprocal a token
+    """Return the bytes that one layer keeps until its backward."""
+    norms = FLOAT * layer.norms + 2 * FLOAT  # each norm's input in float32, and one reciprocal per token
     per_token = norms + _attention_bytes(layer, t) + 3 * layer.mlp * t.width
     if layer.traced:
         per_token = t.traced(layer.traced, "kept")
     # Inputs of the adapted modules, and their low-rank results.
     per_token += _adapter_inputs(layer.plain_lora, t) + sum(lora.r * t.width for lora in layer.plain_lora)
-    # Of experts' adapters the low-rank rows, and the input rows that dropout made; other input rows are made again, of
-    # gate and up (kept anyway) or of each token's hidden state.
+    # Experts' adapters keep their low-rank rows, and input rows after dropout; other input rows are recomputed from
+    # gate and up (kept anyway) or from each token's hidden state.
     for lora in layer.expert_lora:
         states = lora.inputs * t.width if lora.leaf == "gate_up_proj" else 0
         per_token += t.rows * lora.r * t.width + (t.rows * (t.width + t.mask) * lora.inputs if t.mask else states)
     if layer.expert:  # router's scores, indices, and for each chosen expert gate, up, activated gate and result
         per_token += layer.experts * FLOAT + t.top_k * 5 * INDEX + t.rows * (3 * layer.expert + layer.hidden) * t.width
-    # Copies of the adapters in the width of compute; those of experts are cast anew.
+    # Copies of the adapters in the compute dtype; those of experts are cast again.
     copies = sum(lora.parameters for lora in layer.plain_lora) * t.width if t.cast else 0
     if t.dora:  # the frozen product and the adapter's; with dropout autocast's own copy of the frozen weight
         per_token += 2 * t.width * sum(lora.outputs for lora in layer.plain_lora)
@@ -421,32 +421,32 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
 
 
 def dora_bytes(lora: Lora, t: Tokens) -> float:
-    """What a forward of one linear layer has at once to compute the norm of its adapted weight.
+    """Return the bytes that one linear layer's forward needs at once to compute the norm of its adapted weight.
 
-    The adapter's product, that scaled, its sum with the weight, and where autocast made the input wide, the weight as
-    wide; and the identity matrix that went through A.
+    These are the adapter's product, the scaled product, its sum with the weight, the weight in the input's dtype if
+    autocast widened the input, and the identity matrix that went through A.
     """
     weight, width = lora.inputs * lora.outputs, FLOAT if t.cast else t.width
     return (4 if t.cast else 3) * width * weight + t.width * lora.inputs**2
 
 
 def forward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
-    """The most that a layer's forward needs at once if nothing is kept for a backward."""
+    """Return the most bytes that a layer's forward needs at once if nothing is kept for a backward."""
     stream = hidden * (2 * t.width + FLOAT)  # the residual, the branch, and the norm's float32
     adapted = any(lora.leaf == "up_proj" for lora in layer.plain_lora)
-    # An adapted up_proj has its own product, the adapter's, that scaled, and their sum, besides the gate.
+    # An adapted up_proj has its own product, the adapter's, the scaled one, and their sum, besides the gate.
     options = [_attention_bytes(layer, t) + 2 * layer.query * t.width, (5 if adapted else 3) * layer.mlp * t.width]
     if layer.traced:
         options.append(t.traced(layer.traced, "forward_peak"))
     if layer.expert:
-        # rows in expert order, gate and up, activated gate, product; or the rows, results, their weighted, unsorted
+        # rows in expert order, gate and up, activated gate, product; or the rows, results, weighted, and unsorted
         options.append(t.rows * (hidden + 4 * layer.expert) * t.width)
         options.append(t.rows * hidden * 2 * (t.width + t.routed))
     return t.count * (stream + max(options) + t.masked)
 
 
 def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
-    """What the deepest moment of a layer's backward needs on top of what the forward kept."""
+    """Return the bytes that a layer's backward needs at its peak, on top of the tensors that the forward kept."""
     stream = t.count * hidden * 2 * t.width  # gradient of the residual stream and of the branch
     # The widest linear: gradient of its input from the base and from the adapter, the latter also in float32.
     widest = max(layer.mlp, hidden, *(lora.inputs for lora in layer.plain_lora))
@@ -455,7 +455,7 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
         options.append(t.count * t.traced(layer.traced, "backward_peak"))
     if layer.expert:
         # gradient of the weighted rows, its product with the weights, and with the rows (for the router); by then the
-        # shared expert, which ran last, is done, and what it and its adapters kept is freed
+        # shared expert, which ran last, has finished, and tensors kept by it and its adapters are freed
         shared = [lora for lora in layer.plain_lora if lora.part == "shared_experts"]
         freed = t.count * (3 * layer.mlp * t.width + _adapter_inputs(shared, t))
         options.append(t.count * t.rows * hidden * 3 * t.routed - freed)
@@ -463,7 +463,7 @@ def backward_bytes(layer: Layer, hidden: int, t: Tokens) -> float:
 
 
 def loss_bytes(shape: Shape, t: Tokens, full_logits: bool) -> tuple[float, str]:
-    """What the loss needs on top of the hidden states, forward; its backward adds the states' gradient."""
+    """Return the bytes of the loss's forward on top of the hidden states; its backward adds the states' gradient."""
     if full_logits:
         total = 3.0 * t.count * shape.vocab * FLOAT
         return total, f"all logits: 3 x {t.count} tokens x {shape.vocab} vocabulary x 4"
@@ -473,10 +473,10 @@ def loss_bytes(shape: Shape, t: Tokens, full_logits: bool) -> tuple[float, str]:
 
 
 def _attention_bytes(layer: Layer, t: Tokens) -> float:
-    """Query, key, value and result, and the log-sum-exp of each head. No score matrix: the kernels are fused.
+    """Return the bytes per token of query, key, value, result and each head's log-sum-exp. Fused kernels keep no score
+    matrix.
 
-    Under a mask keys and values are repeated for every head, and the mask is kept as each layer's kernel takes it,
-    in the width of compute.
+    Under a mask keys and values are repeated for every head, and each layer keeps the mask in the compute dtype.
     """
     key, value = layer.key, layer.value
     if t.masked:
@@ -486,8 +486,8 @@ def _attention_bytes(layer: Layer, t: Tokens) -> float:
 
 
 def _adapter_inputs(adapted: Sequence[Lora], t: Tokens) -> float:
-    """Copies of their own if they are cast or dropped out; else modules that read the same tensor keep it once, and
-    o_proj's input is the attention's result, kept already."""
+    """Return the bytes per token of adapted modules' inputs. Cast or dropout gives each module its own copy; else
+    modules with the same input keep it once, and o_proj's input is the attention's result, which is kept anyway."""
     if t.cast or t.mask:
         return sum((t.width + t.mask) * lora.inputs for lora in adapted)
     return sum(width * t.width for _, width in {(lora.part, lora.inputs) for lora in adapted if lora.leaf != "o_proj"})
@@ -497,9 +497,9 @@ def _adapter_inputs(adapted: Sequence[Lora], t: Tokens) -> float:
 
 
 def _host(work: Work, own: Mapping[str, float]) -> list[Row]:
-    """Per node. `own`: what a rank on a CPU needs in each phase, which is memory of the host."""
+    """Return the rows of one node's host memory. `own`: bytes in each phase of a rank on a CPU, which are host memory."""
     ranks, count, size = work.layout.gpus_per_node, work.shape.adapter.trainable, work.shape.adapter.dtype_bytes
-    # Rank 0 alone writes, and all of the adapter, whichever ranks train parts of it.
+    # Rank 0 alone writes the full adapter, even if other ranks train parts of it.
     states, fixed, _ = optimizer_states(work.optim)
     moments = states * size + fixed
     words = f"rank 0: {count} x ({size} + optimizer {moments:g}), and the optimizer's file of {moments:g} more"
@@ -519,7 +519,7 @@ def _host(work: Work, own: Mapping[str, float]) -> list[Row]:
 
 
 def _pinned_bytes(work: Work) -> float:
-    """What one rank pins: torch's allocator of pinned memory rounds each request up to a power of two."""
+    """Return the bytes that one rank pins: torch's pinned-memory allocator rounds each request up to a power of two."""
     shard, split = work.layout.shard, work.layout.expert_parallel
 
     def pinned(parameter: Parameter) -> int:

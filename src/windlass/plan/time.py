@@ -406,7 +406,7 @@ def _gathers(work: Work) -> list[Flow]:
     split = layout.expert_parallel > 1
     dense = sum(size.of((layer.dense if split else layer.all) * count) for layer, count in shape.kinds)
     share = (layout.shard - 1) / layout.shard
-    # Plus the embedding, and the final norm with the head, which stay gathered for the backward.
+    # Plus the embedding, and the group of final norm and head, which stays gathered for the backward.
     found = [flow("all-gather forward", (dense + size.of(shape.rest)) * share, layout.shard, "dense weights", 2)]
     if layout.reshard_after_forward:
         found.append(flow("all-gather backward", dense * share, layout.shard, "layers"))

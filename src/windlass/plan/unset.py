@@ -1,4 +1,4 @@
-"""What the run file leaves open, chosen from the data and the model's family, each choice with its reason."""
+"""Choose settings that the run file leaves open from the data and the model's family, each with a reason."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from windlass.errors import UserError
 from windlass.model import Base
 from windlass.runfile import Data, Loaded
 
-# Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 rows that are not blank, 110 tokens each.
+# Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 non-blank rows, 110 tokens each.
 BYTES_PER_TOKEN = 4.15
-FEW_STEPS = 50  # a warm-up and a decay need some; an adapter hardly moves in fewer
-SAMPLED: Final = 2000  # rows that are read to see how long they are
-SHORTEST, LONGEST = 512, 4096  # of data.max_length
+FEW_STEPS = 50  # warm-up and decay need some; an adapter hardly moves in fewer
+SAMPLED: Final = 2000  # rows that are read to estimate their length
+SHORTEST, LONGEST = 512, 4096  # limits of data.max_length
 COVERED: Final = 99.5  # percent of the rows that fit uncut
-MARGIN: Final = 1.25  # for text with more tokens than English has, and for what a chat template adds
+MARGIN: Final = 1.25  # for text with more tokens per byte than English, and for tokens that a chat template adds
 MOST_EPOCHS: Final = 3
 OF_A_STEP: Final = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
 
 
 def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, ...]]:
-    """The run with what its file doesn't set, and the choices in words.
+    """Return the run with open settings filled in, and a description of each choice.
 
-    What an optimizer step is trained on stays as it is set: rows are packed, and epochs chosen, only if no key says
-    how many sequences it has; the micro-batch is the plan's only where nobody counts in micro-batches.
+    A step trains on the sequences that the user set: packing and epochs are chosen only if no key sets the sequences
+    per step. The plan chooses the micro-batch only if no key is counted in micro-batches.
     """
     run, words = loaded.run, list[str]()
 
@@ -70,18 +70,18 @@ def fill_in(loaded: Loaded, base: Base, ranks: int) -> tuple[Loaded, tuple[str, 
 
 
 def _lengths(data: Data, where: Where) -> Iterator[int]:
-    """About how many tokens the first rows of every set have; none of a set that isn't here."""
+    """Yield about how many tokens the first rows of each set have; stop at a set that can't be read."""
     sets = mix.training_sets(data, where)
     for each in sets:
         try:
             parts = parse_split(each.data.train_split, resolve(each.data, where), where("data.train_split"))
             yield from map(_tokens, islice(read_rows(parts), SAMPLED // len(sets)))
-        except (UserError, ImportError, OSError):  # found again, and reported, when the data are prepared
+        except (UserError, ImportError, OSError):  # reported when the data are prepared
             return
 
 
 def _tokens(value: Any) -> int:
-    """Of a row: its texts, by their bytes; or its longest list of token ids."""
+    """Estimate the tokens of a row from the bytes of its texts, or from its longest list of token ids."""
     if isinstance(value, str):
         return math.ceil(len(value.encode(errors="replace")) / BYTES_PER_TOKEN)
     if isinstance(value, list) and value and isinstance(value[0], int):
@@ -92,7 +92,7 @@ def _tokens(value: Any) -> int:
 
 
 def row_tokens(rows: Rows) -> int | None:
-    """Tokens of a usual row, uncut; None if nobody knows."""
+    """Return the tokens of a usual row before truncation; None if unknown."""
     if not rows.count or not rows.text_bytes:
         return None
     return math.ceil(rows.text_bytes / max(1, rows.count - rows.blank) / BYTES_PER_TOKEN)

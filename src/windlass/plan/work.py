@@ -1,4 +1,4 @@
-"""What the estimates are made from: the run, and the widths of its model, read off the parameters' shapes."""
+"""The inputs of the estimates: the run, and the widths of its model, read from the parameters' shapes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from windlass.model.targets import Adapter
 from windlass.plan.layout import Layout
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
-# Names of the projections that make the queries, and of those that read what attention returns.
+# Names of the projections that make the queries, and of those that read attention's result.
 _QUERY = ("q_b_proj", "q_proj")
 _OUTPUT = ("o_proj", "out_proj", "dense")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")  # queries, then keys and values
 TRACED_LENGTHS = (256, 512, 768)  # trace.py's
-# What publishers store in FP8, for a config without weights to say it.
+# Parts that publishers store in FP8, for configs without weights.
 _FP8_PARTS = ("attention", "mlp", "shared_experts", "experts")
-# Numbers of a packed row's query, from which on a CPU computes attention by document (train/attention.py): of fewer,
-# the whole square takes no longer than calls by document.
+# Elements in a packed row's query from which a CPU computes attention by document (train/attention.py): for fewer, the
+# full square takes no longer than a call per document.
 BY_DOCUMENT = 2**16
-# Documents are filled up to multiples of so many tokens: torch keeps some 4 MiB of code for each length it has seen.
+# Documents are padded to multiples of this many tokens: torch keeps about 4 MiB of code for each length it has seen.
 DOCUMENT_TOKENS = 64
 
 
@@ -36,13 +36,13 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens per GPU and micro-batch."""
+        """Return the tokens per GPU and micro-batch."""
         return self.micro * self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Everything about a run that its memory, traffic and time depend on."""
+    """A run, as far as its memory, traffic and time depend on it."""
 
     shape: Shape
     layout: Layout
@@ -52,14 +52,14 @@ class Work:
     base_bytes: int  # bytes per base parameter once loaded: 2 for bfloat16
     dropout: float = 0.0  # lora.lora_dropout
     dora: bool = False  # lora.use_dora
-    scores: bool = False  # attention keeps the square of each head's scores, as `eager` does
-    masked: bool = False  # packed rows whose documents a mask separates
-    document: int | None = None  # usual tokens of what packed rows are made of
-    full_logits: bool = False  # a loss that needs every logit at once, as label smoothing does
-    four_bits: bool = False  # whether the base could be stored so: see layout.FOUR_BITS
-    separate: bool = False  # operators as transformers and PEFT have them on GPUs too, as other engines do
-    keeps_products: bool = False  # of routed experts, and what was sent to them, where layers are computed again
-    evaluated: int = 0  # sequences per GPU in one batch of an evaluation; 0: there is none
+    scores: bool = False  # attention keeps each head's score matrix, as `eager` does
+    masked: bool = False  # a mask separates the documents of packed rows
+    document: int | None = None  # usual tokens of a document in packed rows
+    full_logits: bool = False  # the loss needs all logits at once, as label smoothing does
+    four_bits: bool = False  # the base could be stored in 4 bits: see layout.FOUR_BITS
+    separate: bool = False  # unfused operators of transformers and PEFT on GPUs too, as in other engines
+    keeps_products: bool = False  # recomputed layers keep routed experts' products and the tokens sent to them
+    evaluated: int = 0  # sequences per GPU in one evaluation batch; 0: no evaluation
 
     @property
     def on_cpu(self) -> bool:
@@ -67,41 +67,41 @@ class Work:
 
     @property
     def alone(self) -> bool:
-        """Whether a CPU computes the attention of one document after the other."""
+        """Return whether a CPU computes attention one document at a time."""
         large = self.shape.layers[-1].query * self.batch.length >= BY_DOCUMENT
         return self.masked and self.on_cpu and self.document is not None and large and not self.scores
 
     @property
     def attended(self) -> int:
-        """Tokens that attention is computed over: a document's, or a row's. Under a mask GPUs compute the row's."""
+        """Return the tokens that attention covers: a document's or a row's. Under a mask, GPUs compute the row's."""
         if self.document is None or (self.masked and not self.alone):
             return self.batch.length
-        return self.document + self.alone * DOCUMENT_TOKENS // 2  # filled up by half of it on average
+        return self.document + self.alone * DOCUMENT_TOKENS // 2  # padded by half of it on average
 
     @property
     def filled(self) -> float:
-        """How many times its tokens attention is computed for."""
+        """Return the ratio of the tokens that attention is computed for, with padding, to the document's tokens."""
         return self.attended / self.document if self.alone and self.document else 1.0
 
     @property
     def passes(self) -> int:
-        """How often a micro-batch goes through the layers: forward, backward, and forward again."""
+        """Return how often a micro-batch goes through the layers: forward, backward, and recomputation."""
         return 2 + self.layout.activation_checkpointing
 
     @property
     def expert_passes(self) -> int:
-        """How often it goes to the routed experts."""
+        """Return how often a micro-batch goes through the routed experts."""
         return self.passes - (self.layout.activation_checkpointing and self.keeps_products)
 
     @property
     def width(self) -> int:
-        """Bytes of a value in compute."""
+        """Return the bytes of a value in the compute dtype."""
         return 2 if self.layout.precision == "bf16" else max(self.base_bytes, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Elements, and how many of them `layout.base_dtype` is about."""
+    """A number of elements, and how many of them `layout.base_dtype` applies to."""
 
     all: int = 0
     narrow: int = 0
@@ -137,12 +137,12 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What trace.py measured of a layer that has no formula, without its routed experts; in 16 bits."""
+    """Measurements of a layer without a formula, by trace.py, in 16 bits and without its routed experts."""
 
     points: Mapping[str, Sequence[float]]
 
     def at(self, what: str, length: int) -> float:
-        """For one sequence: on the parabola through what was measured."""
+        """Return the value for one sequence of this length, on the parabola through the measured points."""
         total = 0.0
         for x, y in zip(TRACED_LENGTHS, self.points[what], strict=True):
             others = [other for other in TRACED_LENGTHS if other != x]
@@ -152,7 +152,7 @@ class Traced:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layer:
-    """One decoder layer. Layers that are alike are one object."""
+    """One decoder layer. Identical layers share one object."""
 
     parameters: tuple[Parameter, ...]
     dense: Count  # all but the routed experts
@@ -160,7 +160,7 @@ class Layer:
     norms: int  # summed widths that norms run over
     query: int
     key: int
-    value: int  # what is kept for the values
+    value: int  # width that is kept for the values
     attended: int  # width that o_proj reads
     mlp: int  # width of a dense or shared feed-forward
     expert: int  # width of one routed expert, 0: dense layer
@@ -177,27 +177,27 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A model with its adapter, as counts and widths."""
+    """The counts and widths of a model with its adapter."""
 
     base: Base = field(repr=False)
     adapter: Adapter = field(repr=False)
-    narrow: frozenset[str] = field(repr=False)  # names of the parameters that `layout.base_dtype` is about
-    published: str  # what the checkpoint is quantised to, as layout.base_dtype names it; empty if it is not
+    narrow: frozenset[str] = field(repr=False)  # names of the parameters that `layout.base_dtype` applies to
+    published: str  # the checkpoint's quantised dtype, as layout.base_dtype names it; empty if not quantised
     outside: tuple[Parameter, ...] = field(repr=False)  # embedding, final norm, head
     layers: tuple[Layer, ...]
-    kinds: tuple[tuple[Layer, int], ...]  # one layer of each kind, and how many there are
+    kinds: tuple[tuple[Layer, int], ...]  # one layer of each kind, and their number
     hidden: int
     vocab: int
     heads: int
     top_k: int
     embedding: Count
     # The group that stays gathered from the end of the forward to the start of the backward: final norm and head.
-    # transformers' plans name both `keep_full_weight`; a tied head is the embedding.
+    # transformers' plans mark both `keep_full_weight`; a tied head is the embedding.
     tail: Count
     rest: Count  # all outside the layers
     all: Count
     routed: Count  # all routed experts
-    active: float  # parameters that multiply each token: the embedding is looked up, of the experts top_k of all
+    active: float  # parameters that multiply each token: without the embedding lookup, with top_k experts per layer
     expert_adapter_parameters: int
 
     @property
@@ -205,7 +205,7 @@ class Shape:
         return self.hidden * self.vocab
 
     def sharded(self, ranks: int, *, experts: bool) -> Count:
-        """What the fullest rank has of everything, with or without the routed experts."""
+        """Count the elements on the fullest rank, with or without the routed experts."""
         found = count(self.outside, self.narrow, ranks)
         for layer, times in self.kinds:
             found += count((p for p in layer.parameters if experts or p.part != "experts"), self.narrow, ranks) * times
@@ -213,7 +213,7 @@ class Shape:
 
 
 def count(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1) -> Count:
-    """Elements that the fullest of so many ranks has: the first dimension is cut into equal pieces, rounded up."""
+    """Count the elements on the fullest rank: the first dimension is split evenly over the ranks, rounded up."""
     total = own = 0
     for p in parameters:
         rows, *rest = p.shape or (1,)
@@ -224,13 +224,13 @@ def count(parameters: Iterable[Parameter], names: frozenset[str], ranks: int = 1
 
 
 def published(base: Base) -> str:
-    """What the checkpoint is quantised to, as layout.base_dtype names it; empty if it is not."""
+    """Return the checkpoint's quantised dtype, as layout.base_dtype names it; empty if it is not quantised."""
     method = (base.quantization or {}).get("quant_method", "nf4") if base.quantization is not None else ""
     return {"bitsandbytes": "nf4"}.get(method, method) if _as_published(base) else ""
 
 
 def _as_published(base: Base) -> frozenset[str]:
-    """Names of the parameters that are stored quantised; by the publishers' habit if no weights are here."""
+    """Return the names of parameters that are stored quantised; without weights, those that publishers usually do."""
     if base.quantization is None:
         return frozenset()
     mxfp4 = base.quantization.get("quant_method") == "mxfp4"
@@ -245,8 +245,8 @@ def _as_published(base: Base) -> frozenset[str]:
 
 
 def narrow(base: Base) -> frozenset[str]:
-    """Names of the parameters that `layout.base_dtype` is about: what the checkpoint stores quantised, the others are
-    left as its publisher left them; of one in 16 bits its layers' linears and experts."""
+    """Return the names of the parameters that `layout.base_dtype` applies to: those that the checkpoint stores
+    quantised; if it is in 16 bits, the linears and experts of its layers."""
     return _as_published(base) or frozenset(
         p.name
         for p in base.parameters
@@ -255,7 +255,7 @@ def narrow(base: Base) -> frozenset[str]:
 
 
 def read_shape(base: Base, adapter: Adapter) -> Shape:
-    """The shape of this model with this adapter."""
+    """Read the shape of a model with an adapter."""
     names, top_k = narrow(base), base.dims.get("top_k", 0)
     by_layer: dict[int, dict[str, Parameter]] = {}
     outside = []
@@ -313,7 +313,7 @@ def read_shape(base: Base, adapter: Adapter) -> Shape:
 
 
 def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], names: frozenset[str], hidden: int) -> Layer:
-    """No family needs a formula of its own: the names of linear modules and their shapes say it all."""
+    """Read one layer from the names and shapes of its linear modules, which suffice for every family."""
     linear = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in own.items() if len(p.shape) == 2}
 
     def out(names: Iterable[str], otherwise: int) -> int:
@@ -321,8 +321,8 @@ def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], names: frozens
 
     attended = next((linear[name].shape[1] for name in _OUTPUT if name in linear), hidden)
     query = out(_QUERY, attended)
-    # Latent attention: keys are as wide as queries, and the values stay a view into what kv_b_proj made, which is
-    # therefore kept as it is.
+    # Latent attention: keys are as wide as queries, and the values are a view into kv_b_proj's result, which is
+    # therefore kept in full.
     fused = out(_FUSED, 3 * attended) - attended
     key = query if "kv_b_proj" in linear else out(("k_proj",), fused // 2)
     norms = 0
@@ -339,7 +339,7 @@ def _read_layer(own: dict[str, Parameter], ranks: dict[str, int], names: frozens
             lora = Lora(name.rpartition(".")[2], weight.part, inputs, outputs, r, *stack[:1])
             (stacks if stack else plain).append(lora)
     experts = {name: p for name, p in own.items() if p.part == "experts"}
-    # Matrices that lead back to the residual stream, from as wide as the feed-forward is.
+    # Matrices from the width of the feed-forward back to the residual stream.
     back = (
         p for p in own.values() if p.part in ("mlp", "shared_experts") and len(p.shape) == 2 and p.shape[0] == hidden
     )
