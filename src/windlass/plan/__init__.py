@@ -518,8 +518,7 @@ def machine_of(cluster: Cluster, where: Where) -> Machine:
 
 
 def schedule(train: Train, batch: Batch, ranks: int, adapter: Adapter, rows: int | None, reason: str) -> Schedule:
-    """Compute the schedule with the Trainer's rounding: each rank sees ceil(rows / ranks) rows, a last short step
-    counts."""
+    """Compute the schedule, rounded as in the Trainer: ceil(rows / ranks) rows per rank, a last short step counts."""
     global_sequences = batch.micro * ranks * batch.accumulation
     per_epoch = None
     if rows is not None:

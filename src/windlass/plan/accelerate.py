@@ -1,4 +1,4 @@
-"""An Accelerate FSDP YAML, or `accelerate launch`'s environment, as an input: what becomes of each of its keys."""
+"""Read an Accelerate FSDP YAML or `accelerate launch`'s environment and decide how each of its keys is treated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import load
 
 HONOURED, TRANSLATED, NO_EFFECT, REFUSED = "honoured", "translated", "no effect", "refused"
-ANY = "*"  # in Key.fates: every value without a row of its own; in Fate.sets: the value as it was read
+ANY = "*"  # in Key.fates: every value without its own row; in Fate.sets: the value as read
 TRUE, FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "off", "0")  # Accelerate's own lists
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """`because` completes the sentence: honoured: …, translated to …, no effect: …, refused: …"""
+    """How a value is treated. `because` completes: honoured: …, translated to …, no effect: …, refused: …"""
 
     verdict: str
     because: str
@@ -32,13 +32,13 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key that Accelerate knows, or that is often written although it doesn't."""
+    """A key that Accelerate knows, or one that users often write although Accelerate doesn't know it."""
 
-    name: str  # fsdp_offload_params; ending in *: every key that begins so
-    section: str  # the mapping it belongs in: fsdp_config; empty at the top
+    name: str  # fsdp_offload_params; ending in *: every key with this prefix
+    section: str  # the mapping it belongs in: fsdp_config; empty at the top level
     about: str
     kind: str  # bool, int, word, text, names, section, any
-    fates: Mapping[str, Fate]  # by value, in upper case: TRUE, FULL_SHARD, 2; ANY for the others
+    fates: Mapping[str, Fate]  # by upper-case value: TRUE, FULL_SHARD, 2; ANY for all others
 
     @property
     def path(self) -> str:
@@ -48,18 +48,18 @@ class Key:
 class Keys(NamedTuple):
     every: list[Key]
     spelled: dict[str, dict[str, Key]]  # by section, then by every spelling
-    launcher: dict[str, tuple[Key, str]]  # by variable: its key, and the default that the launcher fills in
+    launcher: dict[str, tuple[Key, str]]  # by variable: its key, and the launcher's default
 
 
 @lru_cache
 def accelerate_keys() -> Keys:
-    """accelerate_keys.toml, which says how it is written."""
+    """Read accelerate_keys.toml, which documents its own format."""
     found = Keys([], {}, {})
     table = tomllib.loads(Path(__file__).with_name("accelerate_keys.toml").read_text(encoding="utf-8"))
     for section, rows in table.items():
         section = section.removeprefix("top")
         spellings = found.spelled.setdefault(section, {})
-        # Accelerate puts the section's name before a key of these two that lacks it.
+        # In these two sections, Accelerate adds the prefix to keys that lack it.
         prefix = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}.get(section, "")
         for title, row in rows.items():
             names, about, kind = row.pop("names", title), row.pop("about"), row.pop("kind", "any")
@@ -81,7 +81,7 @@ def accelerate_keys() -> Keys:
 
 
 def find(section: str, name: str) -> Key | None:
-    """The key of that name in that section."""
+    """Return the key with this name in this section, or None."""
     alike = (
         k
         for k in accelerate_keys().every
@@ -91,7 +91,7 @@ def find(section: str, name: str) -> Key | None:
 
 
 def launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
-    """Key, value and variable of what `accelerate launch` (1.15) was given; nothing in a rank that it didn't start."""
+    """Yield key, value and variable of each setting of `accelerate launch` (1.15), if it started this process."""
     if "ACCELERATE_MIXED_PRECISION" not in environ:
         return
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
@@ -109,18 +109,18 @@ def launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, st
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key as it is in the file or in the environment."""
+    """One key with its value in the file or in the environment."""
 
     key: Key
     value: object
     where: str  # fsdp.yaml:12: fsdp_config.fsdp_version
-    path: str  # the key as it was written there
+    path: str  # the key as written there
     fate: Fate
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the file sets one field of the layout request to."""
+    """The value that the file gives to one field of the layout request."""
 
     value: Any
     where: str
@@ -128,7 +128,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class AccelerateFile:
-    """`wishes` are the settings that matter here: nodes, ranks, precision, name, wrap, offload …"""
+    """Accelerate's settings. `wishes` are those that windlass uses: nodes, ranks, precision, name, wrap, offload …"""
 
     path: Path | None  # None: only the launcher's environment
     entries: tuple[Entry, ...]
@@ -137,9 +137,9 @@ class AccelerateFile:
 
 
 def accelerate_file(path: Path | None, environ: Mapping[str, str]) -> AccelerateFile | None:
-    """The Accelerate settings of this run: `--accelerate`'s file, the launcher's environment, both or none.
+    """Return this run's Accelerate settings, from `--accelerate`'s file, the launcher's environment, both or neither.
 
-    `accelerate launch` gives its ranks no file, only variables in which its command line has overridden its file.
+    `accelerate launch` passes no file to its ranks, only variables: its file, overridden by its command line.
     """
     return read_accelerate(path, environ) if path or any(launcher_settings(environ)) else None
 
@@ -147,7 +147,7 @@ def accelerate_file(path: Path | None, environ: Mapping[str, str]) -> Accelerate
 def read_accelerate(
     path: Path | None, environ: Mapping[str, str] = MappingProxyType({}), *, refuse: bool = True
 ) -> AccelerateFile:
-    """`refuse=False` keeps refused keys as entries, to be explained."""
+    """Read Accelerate settings. `refuse=False` keeps refused keys as entries, so that they can be explained."""
     problems: list[Problem] = []
     entries = _read_file(path, problems) if path else []
     launched = [
@@ -174,7 +174,7 @@ def read_accelerate(
 
 
 def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
-    """Every key of the file, and of its sections: Accelerate has no deeper levels."""
+    """Return every key of the file and of its sections; Accelerate has no deeper levels."""
     hint = "give an Accelerate YAML, as `accelerate config` writes it"
     try:
         document = load(path)
@@ -212,9 +212,9 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
 
 
 def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Problem]) -> Entry | None:
-    """The value as its key means it, and its fate; or a problem."""
+    """Parse a value as its key requires and find its fate; append a problem if it is invalid."""
     value, text, expected = raw, str(raw).strip(), ""
-    if raw is None and key.name != "compute_environment":  # there Accelerate takes it for SageMaker
+    if raw is None and key.name != "compute_environment":  # there Accelerate reads null as SageMaker
         return Entry(key, None, where, path, Fate(NO_EFFECT, "null is the same as leaving the key out"))
     if key.kind == "names" and isinstance(raw, list):
         value = ",".join(map(str, raw))
@@ -241,7 +241,7 @@ def _read_value(key: Key, raw: object, where: str, path: str, problems: list[Pro
 
 
 def _unknown(name: str, section: str, where: str) -> Problem:
-    """Misspelt, or in the wrong place."""
+    """Return the problem of an unknown key: misspelt, or in the wrong place."""
     homes = [home for home, names in accelerate_keys().spelled.items() if name in names and home != section]
     if homes or (not section and f"fsdp_{name}" in accelerate_keys().spelled["fsdp_config"]):
         home = homes[0] if homes else "fsdp_config"
@@ -258,7 +258,7 @@ def _unknown(name: str, section: str, where: str) -> Problem:
 
 
 def _wishes(entries: Sequence[Entry], problems: list[Problem]) -> dict[str, Wish]:
-    """Every field once. Two keys that want different things are a problem."""
+    """Collect the value of each field; two keys that disagree are a problem."""
     wishes: dict[str, Wish] = {}
     for entry in entries:
         for name, value in entry.fate.sets.items():

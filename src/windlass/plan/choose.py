@@ -102,8 +102,7 @@ def named(request: LayoutRequest, experts: int, kept: str = "") -> list[Named]:
 
 
 def _dtypes(request: LayoutRequest, kept: str) -> list[str]:
-    """Return the dtypes to store the base in. An offloaded base stays in the compute dtype: host memory is large
-    enough."""
+    """Return the base's possible dtypes. An offloaded base stays in the compute dtype: host memory is large enough."""
     if request.base_dtype:
         return [request.base_dtype]
     return ["bf16", kept] if kept and not request.offload else ["bf16"]

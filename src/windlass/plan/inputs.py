@@ -44,10 +44,7 @@ def absent_files(loaded: Loaded) -> Iterator[tuple[str, Problem]]:
 
 
 def expected_here(loaded: Loaded, path: str, *, weights: bool) -> bool:
-    """Return whether a path should exist on this machine: its folder does, or the run is local and has its weights.
-
-    Runs for another machine find their inputs there.
-    """
+    """Return whether a path should be on this machine, not another: its folder is, or the run is local with weights."""
     return (weights and loaded.run.cluster.platform == "local") or Path(path).expanduser().parent.is_dir()
 
 

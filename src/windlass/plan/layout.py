@@ -63,8 +63,8 @@ IN_NAMES = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4", "mxfp4": ", MXFP4"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a run is spread over ranks: shard x replicate = ranks. `expert_parallel`, the number of ranks that experts
-    are split over, divides `shard`."""
+    """How a run is spread over ranks. shard x replicate = ranks; `expert_parallel`, the ranks per expert set, divides
+    `shard`."""
 
     name: str  # one of LAYOUTS
     reason: str  # why this layout: chosen, set by run.yaml:40, set by fsdp.yaml …
@@ -303,8 +303,7 @@ def resolve(request: LayoutRequest, experts: int) -> Layout:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors, smallest first. A run file may have any number, so beyond 2**32 those whose partner exceeds
-    2**16 are left out."""
+    """Return the divisors, smallest first. Run files may have any number: pairs above 2**16 each are left out."""
     small = [n for n in range(1, min(isqrt(number), 2**16) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

@@ -39,7 +39,7 @@ HOST_PROCESS = 8.0 * GIB
 THREADS, AT_ONCE = 4, 2**20
 # TRL 1.16's fused head projects tiles of this many tokens by this many vocabulary entries.
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
-# Tokens of the fullest rank relative to the mean, since experts do not receive equal shares; an assumption.
+# Tokens of the fullest rank relative to the mean, since ranks do not receive equal shares; an assumption.
 IMBALANCE = 1.2
 # Bytes of optimizer state per trained parameter: states in the adapter's own dtype, fixed bytes, words.
 OPTIMIZERS: dict[str, tuple[float, float, str]] = {
@@ -233,7 +233,7 @@ def training_moments(work: Work) -> dict[str, list[Row]]:
 
 
 def _evaluation(work: Work) -> dict[str, list[Row]]:
-    """Return the rows of an evaluation's fullest moments: no backward, but its batches may be larger than training's."""
+    """Return the rows of an evaluation's fullest moments: no backward, but perhaps larger batches than in training."""
     if not work.evaluated:
         return {}
     shape, g = work.shape, _gathered(work)
@@ -473,8 +473,7 @@ def loss_bytes(shape: Shape, t: Tokens, full_logits: bool) -> tuple[float, str]:
 
 
 def _attention_bytes(layer: Layer, t: Tokens) -> float:
-    """Return the bytes per token of query, key, value, result and each head's log-sum-exp. Fused kernels keep no score
-    matrix.
+    """Return the bytes per token of query, key, value, result and log-sum-exps. Fused kernels keep no score matrix.
 
     Under a mask keys and values are repeated for every head, and each layer keeps the mask in the compute dtype.
     """
@@ -497,7 +496,7 @@ def _adapter_inputs(adapted: Sequence[Lora], t: Tokens) -> float:
 
 
 def _host(work: Work, own: Mapping[str, float]) -> list[Row]:
-    """Return the rows of one node's host memory. `own`: bytes in each phase of a rank on a CPU, which are host memory."""
+    """Return the rows of one node's host memory. `own`: bytes that a rank on a CPU needs in each phase."""
     ranks, count, size = work.layout.gpus_per_node, work.shape.adapter.trainable, work.shape.adapter.dtype_bytes
     # Rank 0 alone writes the full adapter, even if other ranks train parts of it.
     states, fixed, _ = optimizer_states(work.optim)

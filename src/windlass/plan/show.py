@@ -1,4 +1,4 @@
-"""The plan as text for people: fifteen lines, and on request the tables behind them."""
+"""Print a plan as text: a summary of fifteen lines and, on request, detailed tables."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LINES = 15  # of the plan without options, at 80 columns
 LABEL = 9  # columns of the names on the left
 
 Row = tuple[list[str], bool]  # cells, and whether they are bold
-Named = tuple[str, str]  # what a paragraph is about, and its text
+Named = tuple[str, str]  # a paragraph's label and text
 
 
 def show(plan: AnyPlan, *, details: bool = False, formulas: bool = False, compare: bool = False) -> None:
-    """Print it to stdout. `details`: the tables; `formulas`: every row, with the formula; `compare`: other layouts."""
+    """Print a plan to stdout. `details`: tables; `formulas`: all rows with their formula; `compare`: other layouts."""
     console = Console(highlight=False, emoji=False, markup=False)
     if not isinstance(plan, Plan):
         for line in _paragraphs([*_script_lines(plan), *(("note", note) for note in plan.notes)], console.width):
@@ -49,7 +49,7 @@ def show(plan: AnyPlan, *, details: bool = False, formulas: bool = False, compar
 
 
 def _summary(plan: Plan, width: int, most: int) -> list[Text]:
-    """The verdict first; warnings, each with what changes it, in full as long as every other has its first line."""
+    """Return the summary, verdict first. Warnings include their override, in full if the others keep a line each."""
     lines = [*_paragraphs([_verdict(plan), *_lines(plan)], width)]
     texts = [w.text + (f": --override {w.override}" if w.override else "") for w in plan.warnings]
     named = [*(("warning", text) for text in texts), *(("faster", _faster(plan)) for _ in plan.advice[:1])]
@@ -71,7 +71,7 @@ def _faster(plan: Plan) -> str:
 
 
 def _paragraphs(named: Iterable[Named], width: int) -> Iterator[Text]:
-    """Each with its name on the left, as many lines as it takes; no word is split."""
+    """Yield each paragraph's lines, with its name on the left; no word is split."""
     for name, text in named:
         first = f"{name:{LABEL}}"
         for line in textwrap.wrap(
@@ -130,7 +130,7 @@ LIMITS = {
 
 
 def _batch_reason(plan: Plan) -> str:
-    """Why this micro-batch, if the plan chose it."""
+    """Return why the plan chose this micro-batch."""
     last, free = plan.tried[-1], f"{HEADROOM:.0%} of the GPU free"
     if not plan.tried[0].has_headroom:
         return f"even micro-batches of 1 leave less than {free}"
@@ -155,7 +155,7 @@ def _count(number: int | None, noun: str) -> str:
 
 
 def machines(layout: Layout | Spread, machine: Machine) -> str:
-    """How many of what, and the links between the GPUs, if there are several."""
+    """Describe nodes, GPUs and, if there are several, the links between them."""
     text = f"{_count(layout.nodes, 'node')} x {layout.gpus_per_node} {machine.gpu.name}"
     text += f"; {machine.network.name} between nodes" if layout.nodes > 1 else ""
     return f"{text}; {machine.link.name} inside" if layout.gpus_per_node > 1 else text
@@ -182,7 +182,7 @@ expert-parallel N: each of N GPUs stores its part of the experts"""
 
 
 def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
-    """The run's own nodes, then the best layout of each other number of nodes, then what is impossible."""
+    """Yield layouts on the run's own nodes, then the best on other numbers of nodes, then impossible layouts."""
     shown = sorted(undominated(plan.contenders, plan.layout), key=lambda c: -c.cost.tokens_per_second)
     fitting = [c for c in shown if c.cost.fits]
     here = f"{_count(plan.layout.nodes, 'node')}, {_count(plan.schedule.global_sequences, 'sequence')} a step"
@@ -230,7 +230,7 @@ def _figures(cost: Cost) -> list[str]:
 def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
     hide = () if formulas else ("formula",)
     rows: list[Row]
-    if plan.advice:  # by the same arithmetic as the rest: what is gained is what this table says, if the rest is right
+    if plan.advice:  # estimated by the same formulas as the rest: these gains are right if the rest is
         rows = [([a.change, f"{a.tokens_per_second:,.0f}", f"{a.gain:,.1f} x", a.remark], False) for a in plan.advice]
         table = _table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
         table.columns[0].no_wrap = True
@@ -271,7 +271,7 @@ def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
 
 
 def _table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] = ()) -> Table:
-    """Column names that begin with `>` are right-aligned and never wrapped: no digit is lost."""
+    """Build a table. Columns whose names begin with `>` are right-aligned and never wrapped: no digit is lost."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     table.padding = (0, 1, 0, 0)
     names = columns.split()
@@ -286,7 +286,7 @@ def _table(title: str, columns: str, rows: Iterable[Row], hide: Container[str] =
 
 
 def _memory(plan: Plan, formulas: bool) -> Iterator[Row]:
-    """The GPU's fullest phase row by row; of the others the totals alone, unless formulas are asked for."""
+    """Yield the GPU's step row by row, and only totals for other phases unless formulas are requested."""
     for place in ("gpu", "host"):
         for phase in ("load", "step", "save"):
             rows = [row for row in plan.cost.rows if (row.place, row.phase) == (place, phase)]
@@ -317,12 +317,12 @@ def _time(plan: Plan) -> Iterator[Row]:
 
 
 def rough(value: float) -> str:
-    """Two digits, which is as many as an estimate has."""
+    """Format with two significant digits, which is all that an estimate has."""
     return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that reads best, decimal as networks and disks are sold."""
+    """Format bytes in the most readable unit, decimal as for networks and disks."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:,.1f} {unit}"

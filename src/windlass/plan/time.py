@@ -295,8 +295,7 @@ def _linear_option(work: Work, name: str, adapted: Sequence[tuple[Lora, int]], p
 
 
 def _outside(work: Work) -> Passes:
-    """Return the time of the head and the loss, forward and backward, and of a micro-batch's host work outside its
-    layers."""
+    """Return the time of head and loss, forward and backward, and of a micro-batch's host work outside its layers."""
     rates, shape, tokens = work.machine.rates, work.shape, work.batch.tokens
     head = _product(work, tokens, shape.hidden, shape.vocab)
     logits = LOGIT_BYTES * tokens * shape.vocab / rates.memory_gb_per_second / 1e9
@@ -348,8 +347,7 @@ def _weights_seconds(work: Work) -> float:
 
 
 def _load_seconds(work: Work) -> float:
-    """Return the seconds to load: each node reads its part of the files once, then each rank copies its part to the
-    GPU."""
+    """Return the load time: each node reads its part of the files once, then each rank copies its part to the GPU."""
     rates, (mine, _) = work.machine.rates, base_bytes(work)
     narrow = work.shape.all.narrow if work.shape.published else 0
     files = 2 * work.shape.all.all - (1 if work.shape.published == "fp8" else 1.5) * narrow
