@@ -1,4 +1,4 @@
-"""What a model is, from config.json and safetensors headers: names, shapes, dtypes, bytes. No torch, no weights."""
+"""Read a model's names, shapes, dtypes and bytes from config.json and safetensors headers, without torch or weights."""
 
 from __future__ import annotations
 

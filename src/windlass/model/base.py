@@ -1,4 +1,4 @@
-"""From a model's folder or name to its `Base`: every stored tensor gets a parameter or a reason why it has none."""
+"""Read a model's `Base` from its folder or name: match each stored tensor with a parameter or a reason to skip it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,17 @@ from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 FP8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
-WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # of anyone's files
+WEIGHTS: Final = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+)  # suffixes of weight files, readable or not
 HEAD, SCALE = "lm_head.weight", "_scale_inv"
-# Kinds of faults, and what to do about each.
+# Kinds of faults, and a hint for each.
 FETCH: Final = "fetch the folder again; config.json and weights must be of the same model"
 FETCH_SCALES: Final = "an FP8 weight is its code x its scale: fetch the folder again, or a 16-bit version of the model"
 MISSING, UNKNOWN = "missing weights", "unknown tensors, which belong to no part of the model"
@@ -46,7 +54,7 @@ HINTS: Final = {
 
 
 def find_base(model_name_or_path: str, where: str) -> Base:
-    """The model in a folder; if there is no such folder, a known model's published config."""
+    """Read the model in a folder; if there is no such folder, use a known model's published config."""
     shown = repr(model_name_or_path[:120])
     try:
         path = Path(model_name_or_path).expanduser()
@@ -77,7 +85,7 @@ def find_base(model_name_or_path: str, where: str) -> Base:
 
 
 def fetched_folder(name: str) -> Path | None:
-    """The model's newest snapshot in the hub's cache: `windlass fetch` leaves a mark there, other tools refs/main."""
+    """Return the model's newest snapshot in the hub's cache, from `windlass fetch`'s mark or other tools' refs/main."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     flat = name.replace("/", "--")
@@ -86,32 +94,32 @@ def fetched_folder(name: str) -> Path | None:
     main = cache / f"models--{flat}" / "refs" / "main"
     if main.is_file():
         folders.append(main.parents[1] / "snapshots" / main.read_text().strip())
-    # A mark's name may be that of a longer name: of org/model-chat for org/model.
+    # The pattern also matches marks of longer names: org/model-chat for org/model.
     own = (folder for folder in folders if folder.parents[1:2] and folder.parents[1].name == f"models--{flat}")
     return next((folder for folder in own if (folder / CONFIG).is_file()), None)
 
 
 @cache
 def published_configs() -> dict[str, dict[str, Any]]:
-    """config.json of well-known models, by name."""
+    """Return config.json of well-known models, by name."""
     table = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
     return {name: config for names, config in table.items() for name in names.split()}
 
 
 def published_base(name: str) -> Base | None:
-    """A known model without its weights, or None."""
+    """Return a known model without its weights, or None."""
     known = next((key for key in published_configs() if key.lower() == name.lower()), None)
     return describe(published_configs()[known], f"published config of {known}", known) if known else None
 
 
 def read_base(path: Path) -> Base:
-    """Names, shapes, dtypes and places of all weights in a folder. Only headers are read."""
+    """Read names, shapes, dtypes and places of all weights in a folder, from headers only."""
     names = list_names(path)
     if CONFIG not in names:
         hint = "fetch it from where the model was published" if names else "the folder is empty: is its volume mounted?"
         raise UserError(f"the model folder has no {CONFIG}", str(path), hint)
     folder = path if path.name not in ("", "..") else path.resolve()
-    hub = folder.parent.name == "snapshots"  # the hub's cache has the model under a hash: models--org--name/snapshots/…
+    hub = folder.parent.name == "snapshots"  # the hub's cache names folders by hash: models--org--name/snapshots/…
     config = read_table(path / CONFIG)
     name = folder.parent.parent.name.rpartition("--")[2] if hub else folder.name
     base = describe(config, str(path / CONFIG), name, path)
@@ -125,7 +133,7 @@ def read_base(path: Path) -> Base:
 
 
 def _assign(base: Base, config: Mapping[str, Any], stored: Mapping[str, Stored], where: str) -> Base:
-    """The model with a stored tensor for every piece of every parameter, and a reason for every other tensor."""
+    """Assign a stored tensor to every piece of every parameter, and a reason to every tensor that is not read."""
     notes = []
     if base.wrapper and config.get("tie_word_embeddings") is True and not any(_is_head(key) for key in stored):
         untied = [parameter for parameter in base.parameters if parameter.name != HEAD]
@@ -192,7 +200,7 @@ def _is_head(key: str) -> bool:
 def _stored_parts(
     parameter: Parameter, stored: Collection[str]
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Names, shapes and offsets of the tensors that a parameter is stored in: itself, or its experts one by one."""
+    """Yield names, shapes and offsets of the tensors that store a parameter: one tensor, or one per expert."""
     own = (Spelling(parameter.name, parameter.shape, (0,) * len(parameter.shape)),)
     ways = (own, *parameter.spellings)
     way = next((way for way in ways if any(each.name.replace("#", "0") in stored for each in way)), own)
@@ -203,7 +211,8 @@ def _stored_parts(
 
 
 def _scale_fits(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
-    """One scale for all, or per dimension: one, or one a block; a block is one element, but in the last two."""
+    """Return whether a scale fits: one for all, or per dimension one or one per block. Blocks have one element except
+    in the last two dimensions."""
     if prod(scale) == 1:
         return True
     if len(scale) != len(shape):

@@ -1,4 +1,4 @@
-"""config.json -> a `Base` with every parameter of the language model, or everything that is wrong in it at once."""
+"""Turn config.json into a `Base` with every parameter of the language model, or report all its faults at once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from windlass.model.family import FAMILIES, WRAPPERS, Family, Wrapper, compute
 from windlass.model.parameters import Base, Parameter, Spelling
 
 SHIPPED: Final = Path(__file__).with_name("descriptions")
-# What another one found is not asked.
+# Code that makes descriptions: cached ones from another version of it are not used.
 CODE: Final = tuple(Path(__file__).parents[1] / name for name in ("derive.py", "trace.py", "model/shrink.py"))
 DERIVED: Final = "windlass.json"  # in a model's folder
-# Entries of config.json that no name, shape or class depends on.
+# Entries of config.json that don't affect names, shapes or classes.
 ASIDE: Final = (
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "architectures"),
@@ -33,7 +33,7 @@ ASIDE: Final = (
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """The same for configs of the same model, whatever else they say."""
+    """Hash the entries that define the model, without those in ASIDE."""
 
     def bare(table: Mapping[str, Any]) -> dict[str, Any]:
         kept = {key: value for key, value in table.items() if key not in ASIDE}
@@ -43,7 +43,7 @@ def digest(config: Mapping[str, Any]) -> str:
 
 
 def find_description(config: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any]:
-    """The description of this config. Derived in a process of its own: torch takes seconds, and memory."""
+    """Find or derive the description of this config, in a separate process: torch takes seconds, and memory."""
     key, code = digest(config), hashlib.sha256(b"".join(each.read_bytes() for each in CODE)).hexdigest()[:8]
     try:
         version = importlib.metadata.version("transformers")
@@ -55,7 +55,7 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
     for file in (SHIPPED / f"{key}.json", cached, local):
         try:
             found: dict[str, Any] = json.loads(file.read_text())
-            if found.get("config") == key and "shards" in found:  # an older windlass did not look for it
+            if found.get("config") == key and "shards" in found:  # older versions of windlass lack `shards`
                 return found
         except (OSError, ValueError):
             continue
@@ -69,7 +69,7 @@ def find_description(config: Mapping[str, Any], where: str, folder: Path | None 
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_json(cached, found)
     except OSError:
-        pass  # it is derived again
+        pass  # it will be derived again
     return found
 
 
@@ -91,10 +91,10 @@ def _derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-# Far above any model, and low enough that a typing error does not make a list of a billion parameters.
+# Far above any model, but low enough that a typo does not make a list of a billion parameters.
 MAX_LAYERS: Final = 4096
 MAX_SIZE: Final = 2**24
-# Ways of stretching positions, and what each needs; a model that can't be built with them would fail when it is loaded.
+# RoPE types and the keys that each needs: without them, a model would fail when it is loaded.
 ROPE: Final = {
     "default": (),
     "proportional": (),
@@ -110,10 +110,10 @@ READS: Final = (
 
 
 def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path | None = None) -> Base:
-    """The model that a config.json describes, without stored tensors.
+    """Return the model that a config.json describes, without stored tensors.
 
-    From a table of families.toml, which needs no torch, or else from what transformers would build: shipped, next to
-    the model, cached, or derived where torch is.
+    It comes from a table of families.toml, which needs no torch, or else from a description of the model that
+    transformers would build: shipped, next to the model, cached, or derived if torch is installed.
     """
     wrapper = WRAPPERS.get(str(config.get("model_type")))
     text, place = config, where
@@ -129,7 +129,7 @@ def describe(config: Mapping[str, Any], where: str, name: str = "", folder: Path
         raise_all(problems)
         return _of_description(find_description(config, where, folder), config, name, quantization)
 
-    # A classifier or a bare encoder has the same model_type, and other weights.
+    # A classifier or a bare encoder has the same model_type but other weights.
     architecture = wrapper.architecture if wrapper else family.causal_lm
     named = config.get("architectures")
     named = named[0] if isinstance(named, list) and named else named
@@ -172,7 +172,7 @@ def _check_rope(key: str, rope: Any) -> Iterator[str]:
 
 
 def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where: str) -> tuple[Any, list[Problem]]:
-    """What the weights are quantised to, and what is wrong with that."""
+    """Return the weights' quantization config, and its problems."""
     problems = list[Problem]()
     quantization = config.get("quantization_config")
     quantization = text.get("quantization_config") if quantization is None else quantization
@@ -200,7 +200,7 @@ def _read_quantization(config: Mapping[str, Any], text: Mapping[str, Any], where
 
 
 def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: str, quantization: Any) -> Base:
-    """The model that transformers would build, as derive.py found it."""
+    """Return the model that transformers would build, from a description by derive.py."""
     wrapped = found["wrapper"] is not None
     text = dict((config.get("text_config") or {}) if wrapped else config) | {"model_type": found["model_type"]}
 
@@ -213,7 +213,7 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
         flags = {flag: entry.get(flag, False) for flag in ("linear", "buffer", "transposed")}
         return Parameter(place + entry["name"], tuple(entry["shape"]), entry["part"], spellings=ways, **flags)
 
-    # In the order in which a pass meets them: the embedding, the layers, the final norm and the head.
+    # In forward order: the embedding, the layers, the final norm and the head.
     first, last = list[Parameter](), list[Parameter]()
     for entry in found["outside"]:
         (first if entry["part"] == "embedding" else last).append(parameter(entry))
@@ -259,7 +259,7 @@ def _of_description(found: Mapping[str, Any], config: Mapping[str, Any], name: s
 def _list_parameters(
     family: Family, dims: Mapping[str, int], tied: bool, wrapper: Wrapper | None
 ) -> Iterator[Parameter]:
-    """Every parameter of the causal language model, with the name and shape that it has in transformers."""
+    """Yield every parameter of the causal language model, with its name and shape in transformers."""
 
     def parameter(name: str, shape: tuple[int, ...], part: str) -> Parameter:
         linear = name.endswith(".weight") and part in ("attention", "mlp", "shared_experts", "head")
@@ -288,7 +288,7 @@ def _list_parameters(
 def _spell(
     family: Family, wrapper: Wrapper | None, name: str, shape: tuple[int, ...], part: str
 ) -> Iterator[tuple[Spelling, ...]]:
-    """The ways in which files store a parameter of a family that has a row."""
+    """Yield the ways in which files store a parameter of a family that has a row in families.toml."""
     leaf = name.rpartition(".")[2]
     for theirs, ours in wrapper.prefixes if wrapper else (("", ""),):
         if not name.startswith(ours):
@@ -309,7 +309,7 @@ def _spell(
 
 
 def _read_sizes(family: Family, text: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
-    """All sizes of the family; and what is wrong with those that config.json gives, each with its hint."""
+    """Return all sizes of the family, and the faults in config.json's sizes, each with its hint."""
     dims: dict[str, int] = {}
     faults: dict[str, str] = {}
     for name, size in family.sizes.items():
@@ -328,7 +328,7 @@ def _read_sizes(family: Family, text: Mapping[str, Any]) -> tuple[dict[str, int]
                 faults[f"{key} is {reprlib.repr(value)}"] = f"a whole number from {least} to {most}"
         elif not size.default or (size.keys and size.required and key is None):
             faults[f"{size.keys[0]} is {'null' if key else 'missing'}"] = FETCH
-        elif not faults:  # else one that it goes by may be missing
+        elif not faults:  # a faulty size may be missing from `dims`
             dims[name] = compute(size.default, dims)
     if not faults:
         if dims["heads"] % dims["kv_heads"]:

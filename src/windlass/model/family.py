@@ -1,7 +1,7 @@
-"""What differs between model families, as data; the usual LoRA names and what they stand for in each.
+"""Differences between model families, as data; and the usual names of LoRA targets with their meaning in each family.
 
-families.toml says of a family how config.json gives the sizes, which weights a layer has and in what shapes, and how
-files spell them.
+For each family, families.toml lists how config.json gives the sizes, each layer's weights and shapes, and how files
+name them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 PARTS = ("embedding", "attention", "mlp", "shared_experts", "experts", "router", "norm", "head")
 
-# The names of `Base.dims`, which shapes and costs are made of; flags are 0 or 1. A family has those that apply to it.
-# layers · hidden: of the residual stream · vocab: rows of the embedding
+# The names in `Base.dims`, from which shapes and costs are computed; flags are 0 or 1. Families have those that apply.
+# layers · hidden: width of the residual stream · vocab: rows of the embedding
 # heads, kv_heads, head_dim (of queries and keys), v_head_dim
 # q_rank (0: queries are not compressed), kv_rank: widths that latent attention compresses to
-# rope_dim, nope_dim: parts of its heads that are, are not rotated by position
-# intermediate: of a dense feed-forward · experts, top_k, expert_intermediate: routed experts · shared_experts
+# rope_dim, nope_dim: parts of its heads with and without rotary positions
+# intermediate: width of a dense feed-forward · experts, top_k, expert_intermediate: routed experts · shared_experts
 # first_dense: layers before the first with routed experts
 # qkv_bias, output_bias, mlp_bias: flags
 Dims = Mapping[str, int]
@@ -32,7 +32,7 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def compute(expression: str, dims: Dims) -> int:
-    """Such as `heads*head_dim`, of families.toml."""
+    """Evaluate an expression of families.toml, such as `heads*head_dim`."""
 
     def value(node: ast.expr) -> int:
         match node:
@@ -49,17 +49,17 @@ def compute(expression: str, dims: Dims) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How config.json gives one entry of `dims`."""
+    """One entry of `dims`: how to read it from config.json."""
 
-    keys: tuple[str, ...]  # its spellings; none: it is always `default`
-    default: str = ""  # an expression, if config.json has null or nothing; empty: there is none
-    required: bool = True  # it must be there, even if it may be null
-    flag: bool = False  # true or false rather than a number
+    keys: tuple[str, ...]  # its spellings; none: always `default`
+    default: str = ""  # an expression, used if config.json has null or nothing; empty: no default
+    required: bool = True  # the key must be present, even if it may be null
+    flag: bool = False  # a boolean, not a number
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of a decoder layer, by the model's own name below `model.layers.N.`"""
+    """One parameter of a decoder layer, with its name below `model.layers.N.`"""
 
     name: str
     shape: str  # expressions of dims
@@ -67,12 +67,12 @@ class Weight:
     layers: str  # all, dense or moe
     when: str  # only if this dim is not 0
     unless: str  # only if this dim is 0
-    bias: str  # a bias comes with it if this flag is set
+    bias: str  # it has a bias if this flag is set
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One row per `model_type` of transformers' config.json."""
+    """A model family: one `model_type` of transformers' config.json."""
 
     model_type: str
     causal_lm: str  # class that is trained: Mistral4ForCausalLM
@@ -80,28 +80,28 @@ class Family:
     sizes: Mapping[str, Size] = field(default_factory=dict, compare=False, repr=False)
     weights: tuple[Weight, ...] = field(default=(), compare=False, repr=False)
     spellings: tuple[tuple[str, str], ...] = ()  # parts of names in the model -> on disk
-    # Fused parameter -> the matrices that it is stored as, expert by expert
+    # Fused parameter -> the matrices that store it, one expert at a time
     experts_on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
-    # Whether the router hands its weights on in the width of compute. Elsewhere softmax leaves them in float32, and
-    # the experts' weighted rows with them.
+    # Whether the router returns its weights in the compute dtype. In other families they stay in softmax's float32, and
+    # so do the experts' weighted rows.
     narrow_routing: bool = False
-    since: str = ""  # transformers' first release with the class; the wheel of the minor version before has it not
-    default_only: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what a row is not for
+    since: str = ""  # transformers' first release with the class; the previous minor version's wheel lacks it
+    default_only: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config values required
     other_layers: tuple[str, ...] = ()  # further classes of layers
     attention: tuple[str, ...] = (
         *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
     )
-    isolates: bool | None = True  # whether packed documents don't see each other; None: it was not found out
+    isolates: bool | None = True  # whether packed documents don't see each other; None: unknown
     logits: bool | None = True  # whether logits are the head's product, scaled and capped as config.json says
     shards: bool = True  # whether every weight is gathered before it is used
     expert_parallel: bool = True  # whether transformers has a plan for it
     expert_adapters: bool = True  # whether its experts are of a form that adapters are written for
     without_formula: int = 0  # layers of linear attention, a state space, a convolution or an indexer
-    # Of these layers, by number: what trace.py measured of one like it
+    # Measurements by trace.py for these layers, by layer number
     traced: Mapping[int, Mapping[str, list[float]]] = field(default_factory=dict, compare=False, repr=False)
     idle: frozenset[str] = frozenset()  # names of linear modules that no gradient reaches
-    peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT takes for routed experts
-    ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers leaves aside
+    peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT mistakes for routed experts
+    ignored: tuple[str, ...] = ()  # regular expressions: stored tensors that transformers ignores
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -109,30 +109,30 @@ class Family:
 
     @property
     def usual_attention(self) -> str:
-        """Where the run file names none."""
+        """Return the attention implementation to use if the run file names none."""
         return "sdpa" if "sdpa" in self.attention else "eager"
 
     def covers(self, text: Mapping[str, Any]) -> bool:
-        """Whether the row describes this config, and not only others of its model_type."""
+        """Return whether the row describes this config, and not only others of its model_type."""
         return all(text.get(key, value) in (value, None) for key, value in self.default_only.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A multimodal model around a causal language model: the same weights under other names."""
+    """A multimodal model around a causal language model, which has the same weights under other names."""
 
     architecture: str
-    # Beginnings of names on disk -> in the language model. `language_model.model.` is what save_pretrained writes,
-    # `model.language_model.` what newer classes call it in memory and the publisher's converter writes.
+    # Prefixes on disk -> in the language model. save_pretrained writes `language_model.model.`; newer classes in memory
+    # and the publisher's converter use `model.language_model.`.
     prefixes: tuple[tuple[str, str], ...] = (
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),
         ("model.language_model.", "model."),
         ("lm_head.", "lm_head."),
     )
-    # Regular expression: keys of the parts that the language model does not need
+    # Regular expression: keys of tensors that the language model does not need
     skipped: str = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
-    place: str = "model.language_model."  # what the class calls the language model's `model.`
+    place: str = "model.language_model."  # the class's name for the language model's `model.`
 
 
 WRAPPERS: dict[str, Wrapper] = {  # by model_type
@@ -140,13 +140,13 @@ WRAPPERS: dict[str, Wrapper] = {  # by model_type
     "llava": Wrapper("LlavaForConditionalGeneration"),
 }
 
-# The usual names of a feed-forward's matrices, and the fused parameter that has them in routed experts.
+# The usual names of a feed-forward's matrices -> the fused parameter that contains them in routed experts.
 FUSED: dict[str, str] = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
     **dict.fromkeys(("down_proj", "w2"), "down_proj"),
 }
 
-# Usual names of LoRA targets -> the modules that have their part in layers without one of that name, and why.
+# Usual names of LoRA targets -> the modules that replace them in layers without one of that name, and why.
 _TWO_STEPS = "latent attention makes queries in two steps"
 _KEYS_VALUES = "latent attention makes keys and values together"
 _ONE = "queries, keys and values are one matrix"
@@ -179,7 +179,7 @@ TIED = "config.json ties the head to the embedding"
 
 
 def _read_size(text: str) -> tuple[str, Size]:
-    """One line of [sizes]."""
+    """Parse one line of [sizes]."""
     name, _, rest = text.partition(":")
     words, _, default = rest.partition("=")
     keys = tuple(word for word in words.split() if word not in "?!")
@@ -187,7 +187,7 @@ def _read_size(text: str) -> tuple[str, Size]:
 
 
 def _read_weight(text: str) -> Weight:
-    """One line of [weights]."""
+    """Parse one line of [weights]."""
     name, shape, rest = re.split(r" \[|\] ", text)
     part, *words = rest.split()
     options = dict(word.split("=") for word in words if "=" in word)
