@@ -25,15 +25,7 @@ from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 FP8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
-WEIGHTS: Final = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-)  # suffixes of weight files, readable or not
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # suffixes of weight files
 HEAD, SCALE = "lm_head.weight", "_scale_inv"
 # Kinds of faults, and a hint for each.
 FETCH: Final = "fetch the folder again; config.json and weights must be of the same model"
@@ -211,8 +203,7 @@ def _stored_parts(
 
 
 def _scale_fits(scale: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> bool:
-    """Return whether a scale fits: one for all, or per dimension one or one per block. Blocks have one element except
-    in the last two dimensions."""
+    """Return whether there is one scale, or per dimension one or one per block (one element, but in the last two)."""
     if prod(scale) == 1:
         return True
     if len(scale) != len(shape):

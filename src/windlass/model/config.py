@@ -43,7 +43,7 @@ def digest(config: Mapping[str, Any]) -> str:
 
 
 def find_description(config: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any]:
-    """Find or derive the description of this config, in a separate process: torch takes seconds, and memory."""
+    """Find the description of this config, or derive it in a separate process: torch takes seconds, and memory."""
     key, code = digest(config), hashlib.sha256(b"".join(each.read_bytes() for each in CODE)).hexdigest()[:8]
     try:
         version = importlib.metadata.version("transformers")

@@ -86,7 +86,7 @@ class Family:
     # so do the experts' weighted rows.
     narrow_routing: bool = False
     since: str = ""  # transformers' first release with the class; the previous minor version's wheel lacks it
-    default_only: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config values required
+    default_only: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # values required
     other_layers: tuple[str, ...] = ()  # further classes of layers
     attention: tuple[str, ...] = (
         *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"),
@@ -97,7 +97,7 @@ class Family:
     expert_parallel: bool = True  # whether transformers has a plan for it
     expert_adapters: bool = True  # whether its experts are of a form that adapters are written for
     without_formula: int = 0  # layers of linear attention, a state space, a convolution or an indexer
-    # Measurements by trace.py for these layers, by layer number
+    # trace.py's measurements of these layers, by layer number
     traced: Mapping[int, Mapping[str, list[float]]] = field(default_factory=dict, compare=False, repr=False)
     idle: frozenset[str] = frozenset()  # names of linear modules that no gradient reaches
     peft_takes: frozenset[str] = frozenset()  # names of modules that PEFT mistakes for routed experts

@@ -1,8 +1,8 @@
-"""A model folder's config.json and safetensors headers, checked against each other and the files' lengths.
+"""Read a model folder's config.json and safetensors headers, and check them against each other and the files' lengths.
 
 A safetensors file is eight bytes with the header's length, a JSON header (name -> dtype, shape, byte offsets), and the
 tensors. The format allows neither gaps nor overlaps, so damage to the header or the file nearly always shows here,
-before a byte of weights is read. safetensors' own reader checks the same and imports numpy, which a plan goes without.
+before any weight is read. safetensors' own reader makes the same checks but imports numpy, which a plan doesn't need.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from windlass.errors import Problem, UserError, raise_all
 from windlass.model.parameters import Stored
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-HEADERS: Final = "windlass-headers.json"  # of files that `windlass fetch --headers-only` left at the hub
-DIGEST: Final = "digest of all weights"  # in it: what loading has to find; another name if its definition changes
-PUBLISHED: Final = "windlass-published.json"  # samples of files that had their published SHA-256 when fetched
+HEADERS: Final = "windlass-headers.json"  # headers of files that `windlass fetch --headers-only` did not download
+DIGEST: Final = "digest of all weights"  # its key for the digest that loading must find; renamed if it is redefined
+PUBLISHED: Final = "windlass-published.json"  # samples of files whose SHA-256 was the published one when fetched
 CONVERT: Final = (
     "python -c \"import transformers as t; a, b = '{folder}', '{folder}-safetensors'; "
     "t.AutoModelForCausalLM.from_pretrained(a, dtype='auto').save_pretrained(b); "
@@ -50,7 +50,7 @@ def list_names(folder: Path) -> frozenset[str]:
 
 
 def read_table(file: Path) -> dict[str, Any]:
-    """The JSON object in config.json or an index."""
+    """Read the JSON object in config.json or an index."""
     text = b""
     try:
         text = file.read_bytes()
@@ -76,7 +76,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
-    """Every stored tensor of a folder. As in transformers, a single file takes precedence over an index."""
+    """Read all stored tensors of a folder. As in transformers, a single file takes precedence over an index."""
     if SINGLE in names:
         return read_header(folder / SINGLE)
     if INDEX not in names:
@@ -113,7 +113,7 @@ def read_tensors(folder: Path, names: Collection[str]) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file by name. Anything wrong with the file is an error that names it."""
+    """Read the tensors of one safetensors file, by name. Any fault is an error that names the file."""
     where = str(file)
     try:
         with file.open("rb") as opened:
@@ -129,7 +129,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of files that are still at the hub, from the headers that were fetched alone."""
+    """Read all tensors of files that are still at the hub, from headers that were fetched without them."""
     stored: dict[str, Stored] = {}
     for name, entry in read_table(folder / HEADERS).items():
         try:
@@ -178,5 +178,5 @@ def _parse_header(file: Path, text: bytes, begin: int, size: int) -> dict[str, S
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:
-    """The first few of many names."""
+    """List the first few of many names."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

@@ -1,8 +1,8 @@
-"""Weights that a publisher stored in 4 bits: which tensors of a file make one up, and what they mean.
+"""Weights that a publisher stored in 4 bits: find the tensors that store each one and interpret them.
 
-nf4 is bitsandbytes': a matrix as a row of bytes, the first code in a byte's upper half; a scale for each block, itself
-in 8 bits if it was quantised twice. mxfp4 is gpt_oss's: experts by their outputs, the first code in the lower half;
-a power of two for each 32 columns.
+nf4 is bitsandbytes' format: a matrix as a row of bytes, with the first code in a byte's upper half; a scale per block,
+itself in 8 bits if quantised twice. mxfp4 is gpt_oss's format: experts with one row per output, the first code in the
+lower half; a power of two per 32 columns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from windlass.model.parameters import Packed, Piece, Stored
 
 BLOCKS, SCALES = "_blocks", "_scales"
 STATE: Final = ".quant_state.bitsandbytes__nf4"
-NESTED: Final = (".nested_absmax", ".nested_quant_map")  # of scales that are quantised themselves
+NESTED: Final = (".nested_absmax", ".nested_quant_map")  # present if the scales are quantised themselves
 
 
 def find_packed(stored: Mapping[str, Stored]) -> dict[str, tuple[Stored, ...]]:
-    """The name of every weight in 4 bits, with its tensors: codes, scales, and what else gives them meaning."""
+    """Return the name of every 4-bit weight, with its tensors: codes, scales, and any others needed to decode them."""
     found: dict[str, tuple[Stored, ...]] = {}
     for key, tensor in stored.items():
         if key.endswith(STATE):
@@ -37,7 +37,7 @@ def find_packed(stored: Mapping[str, Stored]) -> dict[str, tuple[Stored, ...]]:
 def packed_piece(
     parts: tuple[Stored, ...], shape: tuple[int, ...], offset: tuple[int, ...], *, transposed: bool
 ) -> Piece | None:
-    """The piece of these tensors, each with a row of its own for a row of values; None if they don't fit the shape."""
+    """Build a piece from these tensors, with one row of codes per row of values; None if they don't fit the shape."""
     codes, scales, *more = parts
     kind = "nf4" if more else "mxfp4"
     if len(shape) != (2 if more else 3) or transposed == bool(more):

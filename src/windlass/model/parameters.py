@@ -27,19 +27,19 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How a stored tensor holds a weight in 4 bits, two codes a byte."""
+    """The encoding of a weight that is stored in 4 bits, two codes per byte."""
 
     kind: str  # nf4, mxfp4: a name of plan.layout.FOUR_BITS
     block: int  # columns that share a scale
     transposed: bool  # the file's rows are the parameter's columns
-    more: tuple[Stored, ...] = ()  # of nf4: state, table, and what the scales' own codes mean
+    more: tuple[Stored, ...] = ()  # for nf4: state, table, and the tensors that decode quantised scales
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A block of one parameter and the stored tensor that fills it.
 
-    Most parameters are one piece. Fused experts that are stored one expert at a time are many: `offset` is the place
+    Most parameters are one piece. Fused experts that are stored one expert at a time have many: `offset` is the index
     of the stored tensor's first element in the parameter, per dimension.
     True value = stored value x scale (if `scale` names a stored scale), rounded once to the model's dtype.
     """
@@ -51,7 +51,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values, as the parameter has them."""
+        """Return the shape of the values, in the parameter's orientation."""
         if self.packed is None:
             return self.stored.shape
         *outer, rows, half = self.stored.shape
@@ -59,15 +59,15 @@ class Piece:
 
     @property
     def tensors(self) -> tuple[Stored, ...]:
-        """All that its values are made of."""
+        """Return all stored tensors that the values are computed from."""
         more = self.packed.more if self.packed else ()
         return (self.stored, *((self.scale,) if self.scale else ()), *more)
 
 
 class Spelling(NamedTuple):
-    """One stored tensor's name, its shape, and where its first element is in the parameter that it fills.
+    """One stored tensor's name, its shape, and the offset of its first element in the parameter that it fills.
 
-    A `#` in the name counts along the parameter's first dimension: experts that are stored one by one.
+    A `#` in the name stands for the index in the parameter's first dimension: experts that are stored one by one.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Parameter:
     name: str  # model.layers.0.self_attn.q_a_proj.weight
     shape: tuple[int, ...]
     part: str  # one of PARTS
-    # Empty if there are no weights here. Left out of the hash: experts that are stored one by one are thousands.
+    # Empty if there are no weights here. Not hashed: experts that are stored one by one have thousands.
     pieces: tuple[Piece, ...] = field(default=(), hash=False)
     linear: bool = False  # the weight of an nn.Linear, which PEFT adapts by its module's name
-    buffer: bool = False  # stored, but counted among the parameters by nobody
+    buffer: bool = False  # stored, but not counted as a parameter
     transposed: bool = False  # experts as [E, in, out], where most have [E, out, in]
-    # Other ways in which files store it than under its own name.
+    # Ways in which files store it other than under its own name.
     spellings: tuple[tuple[Spelling, ...], ...] = field(default=(), hash=False, repr=False)
 
     @property
@@ -97,7 +97,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model that an adapter is trained on, as config.json and headers describe it.
+    """The model that an adapter is trained on, as described by config.json and headers.
 
     A tied head is counted once, with the embedding.
     """
@@ -106,21 +106,21 @@ class Base:
     path: Path | None  # None: a published config, without weights
     family: Family
     config: dict[str, Any]  # the text model's config.json
-    dims: dict[str, int]  # the sizes that shapes and costs are made of (documented in family.py)
+    dims: dict[str, int]  # the sizes that shapes and costs are computed from (documented in family.py)
     parameters: tuple[Parameter, ...]
     wrapper: Wrapper | None = None  # the multimodal model around it, if any
-    unread: Mapping[Stored, str] = field(default_factory=dict)  # what the language model does not need, and why
+    unread: Mapping[Stored, str] = field(default_factory=dict)  # tensors that the language model does not need, and why
     quantization: dict[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
     def block(self) -> Sequence[int]:
-        """Rows and columns that share a scale, in FP8 weights with a scale for each block."""
+        """Return the rows and columns that share a scale in block-scaled FP8 weights."""
         return (self.quantization or {}).get("weight_block_size") or BLOCK
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest row that it was made for, if config.json says."""
+        """Return the tokens of the longest row that the model supports, if config.json has them."""
         found = [self.config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
         return next((value for value in found if isinstance(value, int) and value > 0), None)
 
@@ -129,7 +129,7 @@ class Base:
         return sum(parameter.count for parameter in self.parameters if not parameter.buffer)
 
     def stored(self) -> Iterator[Stored]:
-        """Every tensor of its files: weights, scales, and what is not read."""
+        """Yield every tensor of the model's files: weights, scales, and those that are not read."""
         for parameter in self.parameters:
             for piece in parameter.pieces:
                 yield from piece.tensors

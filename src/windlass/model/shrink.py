@@ -1,11 +1,11 @@
-"""A language model's config.json with small numbers: every kind of layer stays, and what code depends on."""
+"""Shrink a language model's config.json, keeping every kind of layer and properties that code depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-# Keys that families have for the same thing, the value that each gets, and whether a smaller own value stays.
+# The small value of each key, including families' different names for one size; smaller original values stay.
 SMALL: Final[dict[str, int]] = {
     "hidden_size": 64, "n_embd": 64,
     "intermediate_size": 128, "ffn_hidden_size": 128, "n_inner": 128, "intermediate_size_mlp": 128,
@@ -15,7 +15,7 @@ SMALL: Final[dict[str, int]] = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_start_index": 1,
     "num_key_value_heads": 2, "num_attention_heads": 4, "n_head": 4,
-    # every second layer of what comes every so many layers
+    # intervals at which a kind of layer occurs: every second layer
     "full_attention_interval": 2, "sliding_window_pattern": 2, "_sliding_window_pattern": 2, "decoder_sparse_step": 2,
     "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "moe_layer_interval": 2,
     "query_pre_attn_scalar": 16, "hidden_size_per_layer_input": 16, "mamba_d_state": 8, "mamba_n_heads": 8,
@@ -30,16 +30,16 @@ TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, vocab: int = 512) -> dict[str, Any]:
-    """`config` (of the text model, with all its keys) with other numbers under the same keys."""
+    """Return `config` (of the text model, with all its keys) with small numbers under the same keys."""
     new = dict(config)
     for key, value in SMALL.items():
         if type(config.get(key)) is int:
             new[key] = min(value, config[key])
     heads = next((config[key] for key in ("num_attention_heads", "n_head") if config.get(key)), 0)
-    if config.get("num_key_value_heads") in (1, heads):  # whether keys are shared by some, all or no queries stays
+    if config.get("num_key_value_heads") in (1, heads):  # keep whether keys are shared by some, all or no queries
         new["num_key_value_heads"] = 1 if config["num_key_value_heads"] == 1 else new["num_attention_heads"]
     for number, size in (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim")):
-        if type(config.get(size)) is int and config.get(number):  # the heads of a state are as wide as it in all
+        if type(config.get(size)) is int and config.get(number):  # the widths of a state's heads add up to its own
             wide = new.get("mamba_d_ssm") or new.get("mamba_expand", 2) * new["hidden_size"]
             new[size] = wide // new[number]
     if parts := {key: config[key] for key in PARTS_OF_A_HEAD if config.get(key)}:
@@ -55,7 +55,7 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
     count = next((config[key] for key in LAYERS if key in config), 0)
     by_layer = {key: entry for key, entry in config.items() if isinstance(entry, list) and len(entry) == count > 0}
     own = {int(number): entry for number, entry in (config.get("per_layer_config") or {}).items()}
-    kinds: dict[str, int] = {}  # each kind of layer -> one of them
+    kinds: dict[str, int] = {}  # each kind of layer -> the index of one such layer
     for i in range(count):
         kinds.setdefault(str([*(entry[i] for entry in by_layer.values()), own.get(i)]), i)
     chosen = [list(kinds.values())[i % len(kinds)] for i in range(layers)] if kinds else []
@@ -72,7 +72,7 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
         if isinstance(config.get(key), list) and key not in by_layer:
             new[key] = [i for i in config[key] if type(i) is int and i < layers]
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if isinstance(rope, dict):  # longrope has a factor for each pair of a head's rotated values
+    if isinstance(rope, dict):  # longrope has one factor per pair of a head's rotated values
         wide = int(new.get("head_dim") or new["hidden_size"] // max(new.get("num_attention_heads", 1), 1))
         share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         shorter = {
@@ -90,9 +90,9 @@ def shrink(config: Mapping[str, Any], *, layers: int = 4, experts: int = 8, voca
 
 
 def _shrink_layer(outer: Mapping[str, Any], own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What a layer has in place of `shared`, the small sizes of all layers; outer: their sizes in config.json."""
+    """Return the sizes of one layer that replace `shared`, the small sizes of all layers; `outer`: their originals."""
     small = shrink({**outer, **own})
     if "head_dim" in own and not any(outer.get(key) for key in PARTS_OF_A_HEAD):
-        small["head_dim"] = min(own["head_dim"], 32)  # a head that is wider than the others stays so
+        small["head_dim"] = min(own["head_dim"], 32)  # a head that is wider than the others stays wider
     kept = (*own, *(key for key in ("head_dim", *PARTS_OF_A_HEAD) if small.get(key) != shared.get(key)))
     return {key: small[key] for key in kept}

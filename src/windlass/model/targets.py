@@ -1,4 +1,4 @@
-"""The run file's `lora` section resolved against the model's parameters: which modules match, how many parameters."""
+"""Resolve the run file's `lora` section against the model's parameters: matched modules and trainable parameters."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Where = Callable[[str], str]  # a key of the run file -> its place: run.yaml:12:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One pattern of `lora.target_modules` (or `lora.experts`) and what it really matched in one part of the model."""
+    """One pattern of `lora.target_modules` (or `lora.experts`) and its matches in one part of the model."""
 
     pattern: str  # as the user wrote it: q_proj
-    names: tuple[str, ...]  # what it stands for in this family: q_a_proj, q_b_proj
+    names: tuple[str, ...]  # its names in this family: q_a_proj, q_b_proj
     part: str
     modules: tuple[str, ...]  # full module names: model.layers.0.self_attn.q_a_proj
     parameters: int  # trainable parameters that it adds
@@ -39,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What PEFT is given, and what must come out of it."""
+    """The adapter: the inputs of PEFT, and the expected result."""
 
     r: int
     alpha: float
@@ -48,21 +48,21 @@ class Adapter:
     target_parameters: tuple[str, ...]  # exact names of fused expert parameters, for peft.LoraConfig
     trainable: int
     dtype_bytes: int  # 4 or 2
-    alphas: Mapping[str, float] = field(default_factory=dict)  # of modules that don't have `alpha`
-    in_full: Mapping[str, int] = field(default_factory=dict)  # parameters that are trained themselves, with their sizes
+    alphas: Mapping[str, float] = field(default_factory=dict)  # for modules with a value other than `alpha`
+    in_full: Mapping[str, int] = field(default_factory=dict)  # base parameters trained in full, with their sizes
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Of each adapted module and expert parameter."""
+        """Return the rank of each adapted module and expert parameter."""
         return {module: target.r or self.r for target in self.targets for module in target.modules}
 
 
 def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
-    """Which modules and expert parameters are adapted. Every pattern that matches nothing is an error."""
+    """Find the modules and expert parameters to adapt. Every pattern that matches nothing is an error."""
     lora = lora.stored
-    linears = {  # module -> its weight: what PEFT can adapt
+    linears = {  # modules that PEFT can adapt -> their weights
         p.name.removesuffix(".weight"): p
         for p in base.parameters
         if p.linear and _leaf(p.name) not in base.family.peft_takes | base.family.idle
@@ -140,7 +140,7 @@ def resolve(lora: Lora, base: Base, where: Where) -> Adapter:
 
 
 def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
-    """The weights that `lora.modules_to_save` names, and their sizes."""
+    """Return the weights that `lora.modules_to_save` names, and their sizes."""
     can = {p.name.removesuffix(".weight"): p for p in base.parameters if p.part in ("embedding", "head")}
     names, found, problems = {p.name for p in base.parameters}, dict[str, int](), list[Problem]()
     for index, name in enumerate(lora.modules_to_save or ()):
@@ -163,10 +163,10 @@ def _match_in_full(lora: Lora, base: Base, where: Where) -> dict[str, int]:
 def _match(
     pattern: str, lora: Lora, linears: Mapping[str, Parameter], base: Base, place: str
 ) -> tuple[tuple[str, ...], str, list[str]]:
-    """What a pattern stands for here, why, and the modules it reaches, as PEFT understands patterns."""
+    """Return a pattern's names in this family, a note on why, and the modules that match by PEFT's rules."""
 
     def named(name: str) -> list[str]:
-        """PEFT's rule for a list: the full name, or its last components."""
+        """Return matches by PEFT's rule for a list: the full name, or its last components."""
         return [module for module in linears if module == name or module.endswith(f".{name}")]
 
     leaves = tuple(dict.fromkeys(map(_leaf, linears)))
@@ -232,18 +232,18 @@ _PEFT_TAKES: Final = "PEFT takes it for the routed experts, which lora.experts a
 
 
 def _leaf(name: str) -> str:
-    """The last component of a module's name, or of its weight's."""
+    """Return the last component of a module's name, or of its weight's."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _layer(name: str) -> str:
-    """`.layers.3.`"""
+    """Return the part of a name that identifies its layer: `.layers.3.`."""
     found = LAYER.search(name)
     return found[0] if found else ""
 
 
 def _chosen_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
-    """The layers of `lora.layers_to_transform` as they stand in modules' names; None: all."""
+    """Return the layers of `lora.layers_to_transform` as spelled in modules' names; None: all."""
     if lora.layers_to_transform is None:
         return None
     numbers = lora.layers_to_transform if isinstance(lora.layers_to_transform, list) else [lora.layers_to_transform]
@@ -255,17 +255,17 @@ def _chosen_layers(lora: Lora, base: Base, where: Where) -> set[str] | None:
 
 
 def _own(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """The value of the first pattern that matches."""
+    """Return the value of the first pattern that matches, or `otherwise`."""
     return next((value for pattern, value in patterns.items() if _pattern_matches(pattern, module)), otherwise)
 
 
 def _pattern_matches(pattern: str, module: str) -> bool:
-    """PEFT's rule."""
+    """Return whether a pattern matches a module by PEFT's rule."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None) -> list[Target]:
-    """Adapters on the routed experts: r x (in + out) for each expert, as PEFT's target_parameters counts."""
+    """Return the targets on routed experts: r x (in + out) parameters per expert, as in PEFT's target_parameters."""
     fused = [p for p in base.parameters if p.part == "experts" and len(p.shape) == 3]
     if lora.experts is None and not (lora.target_modules == ALL and fused):
         return []
@@ -302,13 +302,13 @@ def _match_experts(lora: Lora, base: Base, where: Where, chosen: set[str] | None
 
 
 def _warn_of_rest(pattern: str, found: Mapping[str, str], linears: Mapping[str, Parameter]) -> list[str]:
-    """What a regular expression leaves out, though its words suggest it."""
-    group = re.compile(r"\((?:\?:)?((?!\?)[^()]*\|[^()]*)\)")  # of alternatives, none of them a group
+    """Warn of modules that a regular expression misses although its words suggest them."""
+    group = re.compile(r"\((?:\?:)?((?!\?)[^()]*\|[^()]*)\)")  # a group of alternatives without inner groups
     text, idle, texts = f"({pattern})", [], []
     for match in group.finditer(text):
         for word in match[1].split("|"):
             alone = f"{text[: match.start(1)]}{word}{text[match.end(1) :]}"
-            with contextlib.suppress(re.error):  # (?i) is allowed at the beginning alone
+            with contextlib.suppress(re.error):  # (?i) is allowed at the beginning only
                 idle += [] if any(re.fullmatch(alone, module) for module in linears) else [word]
     layers: dict[tuple[str, str], list[str]] = defaultdict(list)  # (self_attn, q_proj) -> its module in each layer
     for module in linears:
@@ -350,19 +350,19 @@ def _list_notes(lora: Lora, base: Base, targets: Sequence[Target], biases: int) 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShard:
-    """The experts of a layer whose adapter this rank has, under expert parallelism."""
+    """The experts of a layer whose adapters are on this rank, under expert parallelism."""
 
     first: int
     count: int
     total: int
 
     def own(self, name: str, matrix: Any) -> Any:
-        """This shard of a matrix (a tensor) of all experts, packed as that is."""
+        """Return this shard of a matrix (a tensor) of all experts, packed in the same way."""
         return pack_experts(name, by_expert(name, matrix, self.total)[self.first : self.first + self.count]).clone()
 
 
 class ExpertShards:
-    """Which tensors of a model's adapter this rank has a shard of."""
+    """The tensors of a model's adapter of which this rank has a shard."""
 
     def __init__(self, model: Any) -> None:
         modules = model.named_modules()
@@ -371,24 +371,24 @@ class ExpertShards:
         }
 
     def of(self, name: str) -> ExpertShard | None:
-        """`name` is a parameter's, or its tensor's in a file: the container's name comes before `.lora_` in both."""
+        """Return the shard of a parameter or of a tensor in a file: both have their module's name before `.lora_`."""
         return self.by_module.get(name.partition(".lora_")[0])
 
     def own(self, name: str, matrix: Any) -> Any:
-        """This rank's part of a saved tensor."""
+        """Return this rank's part of a saved tensor."""
         shard = self.of(name)
         return shard.own(name, matrix) if shard else matrix
 
 
 def by_expert(name: str, matrix: Any, experts: int) -> Any:
-    """A view [experts, r, features] of an expert adapter's matrix: PEFT packs A expert-slowest, B expert-fastest."""
+    """View an expert adapter's matrix as [experts, r, features]: in PEFT, experts vary slowest in A, fastest in B."""
     if ".lora_A." in name:
         return matrix.view(experts, -1, matrix.shape[1])
     return matrix.view(matrix.shape[0], -1, experts).permute(2, 1, 0)
 
 
 def pack_experts(name: str, stack: Any) -> Any:
-    """The matrix of which `stack` is the view by expert."""
+    """Return the packed matrix whose view by expert is `stack`: the inverse of `by_expert`."""
     rows = stack.shape[0] * stack.shape[1]
     if ".lora_A." in name:
         return stack.reshape(rows, -1)

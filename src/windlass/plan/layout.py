@@ -56,15 +56,14 @@ class FourBits(NamedTuple):
 # windlass reads mxfp4 but never makes it.
 FOUR_BITS = {"nf4": FourBits(64, 0.092), "int4": FourBits(32, 0.086), "mxfp4": FourBits(32, 0)}
 PUBLISHED_NF4 = FourBits(64, 0, 4)  # bitsandbytes' scales are exact in float32 alone
-PUBLISHED = ("fp8", "mxfp4")  # possible only for checkpoints published in this dtype
+PUBLISHED = ("fp8", "mxfp4")  # only for checkpoints published in this dtype
 # Suffix of a layout's name for the dtype of its base.
 IN_NAMES = {"fp8": ", FP8", "nf4": ", NF4", "int4": ", INT4", "mxfp4": ", MXFP4"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a run is spread over ranks. shard x replicate = ranks; `expert_parallel`, the ranks per expert set, divides
-    `shard`."""
+    """A run's layout: shard x replicate = ranks. `expert_parallel`, the ranks that split experts, divides `shard`."""
 
     name: str  # one of LAYOUTS
     reason: str  # why this layout: chosen, set by run.yaml:40, set by fsdp.yaml …
