@@ -102,7 +102,7 @@ class Base:
     A tied head is counted once, with the embedding.
     """
 
-    name: str  # what to call it: Mistral-Small-4-119B-2603
+    name: str  # display name: Mistral-Small-4-119B-2603
     path: Path | None  # None: a published config, without weights
     family: Family
     config: dict[str, Any]  # the text model's config.json

@@ -90,10 +90,10 @@ class Plan:
     impossible: dict[str, str]  # impossible layouts, and why
     evaluated: int | None  # sequences of an evaluation; None: unknown
     tried: tuple[Cost, ...]  # the cost of each micro-batch, if the plan chooses one
-    advice: tuple[Advice, ...]  # what would make the run faster
+    advice: tuple[Advice, ...]  # changes that would make the run faster
     warnings: tuple[Warning, ...]  # settings that are probably not intended
     notes: tuple[str, ...]
-    chosen: tuple[str, ...] = ()  # what the run file leaves open
+    chosen: tuple[str, ...] = ()  # choices for settings that the run file leaves open
 
     @property
     def batch(self) -> Batch:

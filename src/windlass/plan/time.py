@@ -41,7 +41,7 @@ FIRST_STEP = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The bytes that one GPU sends (and receives) once per micro-batch or once per optimizer step."""
+    """The bytes that one GPU sends, and the same number it receives, once per micro-batch or per optimizer step."""
 
     kind: str  # all-gather forward, all-gather backward, expert dispatch, adapter all-reduce, host transfer
     fabric: str
@@ -279,7 +279,7 @@ def _adapter_options(work: Work, layer: Layer, phase: str, *, wide: bool) -> Pas
         if phase == "forward":  # an identity matrix through A and B
             compute += _narrow(work, lora.inputs, lora.inputs, lora.r, wide=False)
             compute += _narrow(work, lora.inputs, lora.outputs, lora.r, wide=False)
-        if work.dropout:  # the frozen weight's product with what is left of the input
+        if work.dropout:  # the frozen weight's product with the input after dropout
             compute += _product(work, rows, lora.inputs, lora.outputs)
     return found + Passes(compute)
 
