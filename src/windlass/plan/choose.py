@@ -151,8 +151,8 @@ def micro_batches(train: Train, accumulation: int, length: int) -> tuple[Batch, 
 
 
 def try_batches(work: Work, layout: Layout, usual: int, batches: Sequence[Batch]) -> tuple[Cost, tuple[Cost, ...]]:
-    """Return the fastest batch that fits, if possible with headroom, the larger of equals; if none fits, the smallest.
-    Also return all that were tried, up to the first that does not fit: no later one would."""
+    """Return the fastest batch that leaves headroom, the larger of equals; if none does, the smallest. Also return all
+    that were tried, up to the first without headroom: no later one would leave it."""
     tried: list[Cost] = []
     for batch in batches:
         tried.append(cost(replace(work, batch=batch, layout=layout), usual, advise=False))
