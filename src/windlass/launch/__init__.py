@@ -1,11 +1,11 @@
-"""`windlass submit` and `windlass check`: the plan as files that start the run on a platform, and what would stop it.
+"""`windlass submit` and `windlass check`: write the files that start a run on a platform, and check it beforehand.
 
-check       what would stop a run before it loads anything
+check       checks that find what would stop a run before anything is loaded
 rendezvous  TCP rendezvous and all-gather between nodes, and a watch on which of them are alive
-interfaces  which network interfaces the environment chooses
-job         what every launcher needs to know of the plan
+interfaces  the network interfaces that environment variables choose
+job         the parts of the plan that every launcher needs
 submit      the table of platforms; submit, status, logs, stop
-local, script, slurm, runai, kubernetes, openshift    the platforms; pod and kubectl belong to the last two
+local, script, slurm, runai, kubernetes, openshift    the platforms; the last two use pod and kubectl
 """
 
 PLATFORMS = ("local", "script", "slurm", "runai", "kubernetes", "openshift")

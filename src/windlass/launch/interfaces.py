@@ -9,23 +9,24 @@ from pathlib import Path
 from windlass.errors import FAILED, RANK_USER_INPUT
 from windlass.hardware import interface_addresses
 
-EXACT = {"GLOO_SOCKET_IFNAME": True, "NCCL_SOCKET_IFNAME": False}  # variable: takes names, not prefixes
+EXACT = {"GLOO_SOCKET_IFNAME": True, "NCCL_SOCKET_IFNAME": False}  # variable: whether it takes names only, not prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one variable chooses on this node, and what is wrong with that; a name that exists nowhere is the input's
-    fault."""
+    """The interfaces that one variable chooses on this node, and any problem with them. If a name exists on no node,
+    the user's setting is wrong."""
 
     variable: str
     pattern: str
-    addresses: tuple[tuple[str, str], ...]  # interface, its first address
+    addresses: tuple[tuple[str, str], ...]  # (interface, its first address)
     problem: str
     code: int
 
 
 def matching(pattern: str, names: Sequence[str], *, exact: bool) -> list[str]:
-    """NCCL's rules: prefixes; `=` for exact names; `^` for all but those. gloo's names are always exact."""
+    """Return the names that match a pattern by NCCL's rules: prefixes; `=` for exact names; `^` to exclude names.
+    gloo's names are always exact."""
     exclude, exact = pattern.startswith("^"), exact or "=" in pattern[:2]
     wanted = [name for name in pattern.lstrip("^=").split(",") if name]
     return [n for n in names if any(n == w or (not exact and n.startswith(w)) for w in wanted) != exclude]

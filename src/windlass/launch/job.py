@@ -1,4 +1,4 @@
-"""A run as a job: what every launcher needs to know, all of it from the plan, and what would keep pods from running."""
+"""A run as a job: the parts of the plan that every launcher needs, and checks for pods that couldn't run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from windlass.runfile import ScriptRun
 from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
 from windlass.variables import DEFAULTS, variables
 
-RECORD = "submitted.json"  # by which status, logs and stop find a job again
+RECORD = "submitted.json"  # from which status, logs and stop find a job again
 DISK_BYTES_PER_SECOND = 100e6  # a slow shared volume; an adapter is small
-SHM_GIB_PER_WORKER = 0.5  # batches of images that a loading process holds ready
+SHM_GIB_PER_WORKER = 0.5  # batches of images that a data loader's process prefetches
 SHM_GIB_PER_RANK = 1  # NCCL's buffers between GPUs of a node and the batches of data loaders, with room
-NAME_LETTERS = 45  # of a name of our own: a JobSet's pods append `-node-0-9999-abcde`
+NAME_LETTERS = 45  # limit of a job's name: a JobSet's pods append `-node-0-9999-abcde`
 UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)}
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable of the run: a value, or the secret that holds it; and why it is set."""
+    """One environment variable of the run: its value, or the secret that contains it, and why it is set."""
 
     name: str
     value: str | Secret
@@ -43,25 +43,25 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every platform needs to render and start a run."""
+    """Everything that a platform needs to render and start a run."""
 
     plan: AnyPlan
     name: str
     nodes: int
     ranks_per_node: int
-    gpu: bool  # false: ranks are processes of the CPU
+    gpu: bool  # false: ranks run on the CPU
     folder: str  # the run folder, as the ranks see it
     files: dict[str, str]  # next to launch.sh
-    arguments: tuple[str, ...]  # of `windlass train`, to run it on this machine
+    arguments: tuple[str, ...]  # of `windlass train` on this machine
     overrides: tuple[str, ...]
     environment: tuple[Variable, ...]
-    memory_gib: int  # of each node, /dev/shm included; of a script /dev/shm alone: the rest is not known
+    memory_gib: int  # per node, including /dev/shm; for a script only /dev/shm: the rest is unknown
     shm_gib: int
     memory_request: str
     memory_limit: str
     cpu: str
     grace_seconds: int
-    grace_reason: str  # where that figure comes from
+    grace_reason: str  # what the grace period is based on
     cluster: Cluster
     title: str
     source: str  # name of the run file, for headings
@@ -73,14 +73,14 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """Same on all nodes of one run, another for another run file."""
+        """Return a hash that is the same on all nodes of a run and differs between run files."""
         text = "\0".join((*self.files.values(), *self.overrides, __version__))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def pod_restarts(self) -> int:
-        """`cluster.max_restarts` for operators that add up the restarts of all pods and fail where the sum reaches the
-        limit; 0 allows none."""
+        """Return `cluster.max_restarts` for operators that add up the restarts of all pods and fail when the sum
+        reaches the limit; 0 allows none."""
         restarts = self.cluster.max_restarts
         return restarts * self.nodes + 1 if restarts else 0
 
@@ -89,18 +89,18 @@ class Job:
 
 
 def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Job:
-    """The plan as a job. `overrides` and `accelerate` are what the plan was made with, with the run file."""
+    """Convert a plan to a job. `overrides` and `accelerate` are those that the plan was made with."""
     run, layout, cluster, path = plan.loaded.run, plan.layout, plan.loaded.run.cluster, plan.loaded.path
     slug = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
     name = run.name or slug[:NAME_LETTERS].strip("-") or "run"
-    workers = run.workers if isinstance(plan, ScriptPlan) else 0  # may hold images; a language model's hold few numbers
+    workers = run.workers if isinstance(plan, ScriptPlan) else 0  # may prefetch images; text batches are small
     shm_gib = 1 + layout.gpus_per_node * (SHM_GIB_PER_RANK + math.ceil(workers * SHM_GIB_PER_WORKER))
     memory_gib = shm_gib if cluster.large_shm else 0
     files = {"run.yaml": read_text(path)}
     if not isinstance(plan, ScriptPlan):
         files = {"accelerate.yaml": read_text(accelerate) if accelerate else accelerate_yaml(plan), **files}
-        # Half as much again: libraries, the page cache that a cgroup counts, growth of the allocator.
+        # Add half: libraries, the page cache (which a cgroup counts), growth of the allocator.
         memory_gib += math.ceil(plan.cost.host_gib * 1.5)
     arguments = [str(path), *(word for one in overrides for word in ("--override", one))]
     arguments += ["--accelerate", str(accelerate)] if accelerate else []
@@ -138,7 +138,7 @@ def job_of(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path | N
 
 
 def grace(plan: AnyPlan) -> tuple[int, str]:
-    """Time to end a step and save after a stop signal, and what it is taken from."""
+    """Return the seconds needed to end a step and save after a stop signal, and what the figure is based on."""
     run = plan.loaded.run
     if run.cluster.grace_seconds:
         return run.cluster.grace_seconds, "set by cluster.grace_seconds"
@@ -147,7 +147,7 @@ def grace(plan: AnyPlan) -> tuple[int, str]:
     events = Path(run.folder) / run_folder.EVENTS
     saves = [event for event in read_json_lines(events) if event.get("kind") == "save"] if events.is_file() else []
     if measured := [float(save["seconds"]) for save in saves if save.get("ok", True) and "seconds" in save]:
-        saving = max(measured) * 2  # storage is not equally fast every day
+        saving = max(measured) * 2  # the speed of storage varies from day to day
         reason = f"by the plan's step and the slowest save in this run folder, {max(measured):.1f} s"
     else:
         saving = plan.adapter.trainable * 4 * 3 / DISK_BYTES_PER_SECOND  # float32 weights and AdamW's two moments
@@ -157,7 +157,7 @@ def grace(plan: AnyPlan) -> tuple[int, str]:
 
 
 def accelerate_yaml(plan: Plan) -> str:
-    """How `accelerate launch` starts the ranks. It sets nothing about sharding: that is the engine's part."""
+    """Return the configuration of `accelerate launch`. It doesn't configure sharding: the engine does."""
     layout = plan.layout
     precision = f"'{layout.precision}'" if layout.precision == "no" else layout.precision  # YAML 1.1: no is false
     return f"""\
@@ -183,7 +183,7 @@ def read_text(path: Path) -> str:
 
 
 def quote(word: str) -> str:
-    """One word of a shell command; a comma needs no quotes, but in an array it looks like a mistake."""
+    """Quote one word of a shell command. A comma needs no quotes, but in an array it looks like a mistake."""
     quoted = shlex.quote(word)
     return f"'{word}'" if quoted == word and "," in word else quoted
 
@@ -193,16 +193,16 @@ def words(items: Sequence[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Fit for a comment: what comes after a line break would be a command, and YAML takes no control characters."""
+    """Escape text for a comment: after a line break it would be a command, and YAML allows no control characters."""
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A job that was submitted."""
+    """The record of a submitted job."""
 
     facts: dict[str, Any]
-    path: Path  # of the record
+    path: Path  # the folder with the record
     run: Path  # the run folder
     say: Callable[[str], None]
 
@@ -221,7 +221,7 @@ def keep_record(job: Job, platform: str, folder: Path, **more: Any) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Each at once: nodes of a run may be reading what is replaced."""
+    """Replace each file atomically: nodes of a run may be reading it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -234,8 +234,8 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def pod_problems(job: Job) -> Iterator[Problem]:
-    """What would end in pods that can't start, or whose work is lost. The rest is refused by the server, or before by
-    the types of the run file's keys."""
+    """Yield the settings that would give pods that can't start, or that lose their work. Other errors are refused by
+    the server, or earlier by the types of the run file's keys."""
     plan, cluster, run = job.plan, job.cluster, job.plan.loaded.run
     if not cluster.image:
         yield Problem("no container image", job.where("cluster.image"), "set cluster.image; see Containerfile")
@@ -280,30 +280,30 @@ def pod_problems(job: Job) -> Iterator[Problem]:
 
 
 def gib(amount: str) -> float:
-    """A quantity of memory."""
+    """Convert a Kubernetes memory quantity to GiB."""
     number = amount.rstrip("mkKMGTPEi")
     return float(number) * UNITS[amount[len(number) :]] / GIB
 
 
 def cores(amount: str) -> float:
-    """500m is 0.5."""
+    """Convert a Kubernetes CPU quantity to cores: 500m is 0.5."""
     return int(amount[:-1]) / 1000 if amount.endswith("m") else float(amount)
 
 
 def escape_variables(value: str) -> str:
-    """Kubernetes replaces $(NAME) by other variables, and reads $$ as $."""
+    """Escape a value for a pod's environment: Kubernetes replaces $(NAME) by other variables and reads $$ as $."""
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
 def refused_keys(job: Job, refused: Mapping[str, str], platform: str) -> Iterator[Problem]:
-    """Keys that are set and that this platform can't do, each with what to do instead."""
+    """Yield a problem for each configured key that this platform doesn't support, with an alternative."""
     for key, hint in refused.items():
         if getattr(job.cluster, key) != Cluster.model_fields[key].default:
             yield Problem(f"{platform} can't set it", job.where(f"cluster.{key}"), hint)
 
 
 def ignored_keys(cluster: Cluster, ignored: Mapping[str, str], platform: str) -> Iterator[str]:
-    """Keys that are set and have no effect on this platform: nothing is dropped silently."""
+    """Yield a note for each configured key that has no effect on this platform, so that none is dropped silently."""
     for key, why in ignored.items():
         if key in cluster.model_fields_set and getattr(cluster, key):
             yield f"cluster.{key} has no effect on {platform}: {why}"

@@ -1,4 +1,4 @@
-"""The cluster, through its own client: what is installed, what is missing; create, observe and delete a job."""
+"""The cluster, through kubectl or oc: check what is installed and what is missing; create, observe and delete a job."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from windlass.launch.job import NAME_LETTERS, Job
 from windlass.launch.pod import kueue
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Cluster
 
-SECONDS = 60  # for one answer
-PAUSE_SECONDS = 2.0  # between two questions for the same thing
-OVER_GRACE_SECONDS = 60  # pods that are stopping are gone by then
-RESOURCES = {  # by engine; `auto` takes the first that serves the run
+SECONDS = 60  # timeout of one call
+PAUSE_SECONDS = 2.0  # between two polls
+OVER_GRACE_SECONDS = 60  # stopping pods are gone this long after their grace period
+RESOURCES = {  # by engine; `auto` takes the first that supports the run
     "jobset": "jobsets.jobset.x-k8s.io",
     "trainer": "trainjobs.trainer.kubeflow.org",
     "job": "jobs.batch",
@@ -30,36 +30,37 @@ RESOURCES = {  # by engine; `auto` takes the first that serves the run
 RUNTIME = "clustertrainingruntime.trainer.kubeflow.org"
 JOBSET_FIELD = "jobsets.spec.failurePolicy.rules.onJobFailureMessagePatterns"  # since JobSet 0.10
 VOLUMES = {"claim": "persistentvolumeclaim", "secret": "secret", "config_map": "configmap"}
-REFERENCES = {  # a key of `cluster` that names an object: its kind
+REFERENCES = {  # key of `cluster` that names an object -> the object's kind
     "queue_priority": "workloadpriorityclass.kueue.x-k8s.io",
     "service_account": "serviceaccount",
     "priority_class": "priorityclass",
     "runtime_class": "runtimeclass.node.k8s.io",
 }
 ABSENT = re.compile(r"not ?found|doesn't have a resource type", re.IGNORECASE)
-PRODUCT = "nvidia.com/gpu.product"  # a label of each node, by NVIDIA's GPU feature discovery
-LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each of its tries before it prints what is wrong
+PRODUCT = "nvidia.com/gpu.product"  # a node label set by NVIDIA's GPU feature discovery
+LOG = re.compile(r"^[EWIF]\d{4} .*\n?", re.MULTILINE)  # kubectl logs each attempt before it prints the error
 HINT = "is it the right cluster (kubectl config get-contexts), are you logged in, may you do that? --dry-run needs none"
 OTHER_VERSION = "that operator is older than JobSet 0.10 or Kubeflow Trainer 2.3: cluster.engine names another one"
 POD_HINT = "the values come from `cluster` in the run file: `windlass explain cluster` prints its keys"
 SUCCEEDED = ("Complete", "Completed", "Succeeded")
 ENDED = (*SUCCEEDED, "Failed", "FailureTarget")
 PHASES = "jsonpath={.items[*].status.phase}"
-EVENTS = {  # whose are a run's: names of its pods and of its Kueue workload; of anything else, the job's and its Job's
+EVENTS = {  # kind of object -> pattern of the run's names: its pods, its Kueue workload; else the job's and its Job's
     "Pod": r"{0}(-node-0|-master|-worker)?-\d+(-[a-z0-9]{{5}})?",
     "Workload": r"[a-z]+-{0}-[a-z0-9]{{5}}",
 }
 
 
 def find() -> str | None:
-    """OpenShift's oc takes the same commands."""
+    """Return the path of kubectl, or of OpenShift's oc, which takes the same commands."""
     return next((name for name in ("kubectl", "oc") if shutil.which(name)), None)
 
 
 def run(
     *words: str, namespace: str | None = None, feed: str | None = None, check: bool = True, show: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """One call, with its output, or shown on this terminal. `check`: if it fails, raise with its own message."""
+    """Run kubectl and capture its output, or show it on this terminal. `check`: raise with kubectl's own message if it
+    fails."""
     command = [find() or "kubectl", *(["--namespace", namespace] if namespace else []), *words]
     try:
         if show:
@@ -77,9 +78,11 @@ def run(
 
 
 def installed_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
-    """The first that is installed, may be used here and resumes a run that was stopped. Everybody who is logged in may
-    ask what there is, and what they may do."""
-    done = run("api-resources", "--output", "name", check=False)  # fails if one group doesn't answer, and has the rest
+    """Return the first engine that is installed, that the user may use here, and that resumes a stopped run. Any
+    logged-in user may query what is installed and what they may do."""
+    done = run(
+        "api-resources", "--output", "name", check=False
+    )  # fails if one API group doesn't answer, and lists the rest
     kinds = set((done.stdout or run("api-resources", "--output", "name").stdout).split())
     for engine, resource in RESOURCES.items():
         if resource in kinds:
@@ -97,7 +100,8 @@ def installed_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
 
 
 def runtime_problem(name: str) -> str:
-    """Why a TrainJob would be over after its nodes were stopped, each with exit code 75; empty if it would resume."""
+    """Return why a TrainJob would end, not resume, after its nodes were stopped with exit code 75; empty if it would
+    resume."""
     done = run("get", RUNTIME, name, "--output", "json", check=False)
     if done.returncode:
         return f"its runtime can't be read: {done.stderr.strip()}"
@@ -121,7 +125,7 @@ def runtime_problem(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesJob:
-    """A job in the cluster, whether it is there or not."""
+    """A job in the cluster, which may not exist yet or any more."""
 
     name: str
     engine: str
@@ -138,7 +142,7 @@ class KubernetesJob:
         return self.run("get", RESOURCES[self.engine], self.name, "--ignore-not-found", *words).stdout.strip()
 
     def state(self) -> str | None:
-        """None: there is no such job; else `running` or how it ended."""
+        """Return `running` or how the job ended; None if it doesn't exist."""
         if not (text := self.get("--output", "json")):
             return None
         conditions = json.loads(text).get("status", {}).get("conditions", [])
@@ -149,8 +153,8 @@ class KubernetesJob:
         return self.run("get", "pods", "--selector", self.selector, "--output", output, **options)
 
     def create(self, job: Job, manifest: str, trial: str, pod: dict[str, Any], say: Callable[[str], None]) -> None:
-        """Everything is checked before anything is created or deleted. A job that has ended is replaced, one that runs
-        is not. `trial`: the manifest under another name; `pod`: the pods' template."""
+        """Check everything, then create the job. An ended job is replaced, a running one is not. `trial`: the manifest
+        under another name; `pod`: the pods' template."""
         problems = []
         for kind, name, key, *where in references(job):
             done = self.run("get", kind, name, "--output", "name", *where, check=False)
@@ -174,17 +178,17 @@ class KubernetesJob:
             say(f"{self.name} has ended ({before}): it is replaced, and the run resumes from its last checkpoint")
             self.run("delete", RESOURCES[self.engine], self.name, "--wait=false")
         self._wait_until_gone(job.grace_seconds + OVER_GRACE_SECONDS, say)
-        # Those of the job before are deleted with it, sooner or later: the new ones are none of them.
+        # The previous job's objects are deleted with it at some point; the new ones have other names.
         others = manifest.rpartition("\n---\n")[0]
         self.run("delete", "--filename", "-", "--ignore-not-found", "--wait=false", feed=others)
         done = self.run(*words, feed=manifest)
-        if warnings := LOG.sub("", done.stderr).strip():  # such as: would violate PodSecurity
+        if warnings := LOG.sub("", done.stderr).strip():  # for example: would violate PodSecurity
             say(warnings)
         say(done.stdout.strip())
         self._own(manifest, others, say)
 
     def _own(self, manifest: str, others: str, say: Callable[[str], None]) -> None:
-        """What belongs to the job goes with it, however it is deleted."""
+        """Make the job own its objects, so that they are deleted with it however it is deleted."""
         workload = yaml.safe_load(manifest.rpartition("\n---\n")[2])
         owner = {key: workload[key] for key in ("apiVersion", "kind")} | {"name": self.name}
         owner["uid"] = self.get("--output", "jsonpath={.metadata.uid}")
@@ -194,8 +198,8 @@ class KubernetesJob:
             say(f"note: only `windlass stop RUN` deletes what belongs to the job: {done.stderr.strip()}")
 
     def _try_pod(self, template: dict[str, Any], say: Callable[[str], None]) -> None:
-        """The servers of operators look at no pod: what a pod would be refused for would be found after hours in a
-        queue. Whoever may create no pods asks the same of a Job."""
+        """Dry-run a pod: operators' servers don't validate pods, so a refusal would only show after hours in a queue.
+        If the user may not create pods, a Job is tried instead."""
         named = {"metadata": {"generateName": f"{self.name[:NAME_LETTERS]}-"}}
         pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {**template["metadata"], **named["metadata"]}}
         job = {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": {"template": template}}
@@ -205,7 +209,7 @@ class KubernetesJob:
             if not done.returncode:
                 return
             text = LOG.sub("", done.stderr).strip()
-            if "exceeded quota" in text:  # now; a queue may wait for it
+            if "exceeded quota" in text:  # the quota is exceeded now; a queue may wait for it
                 say(f"note: {text}")
                 return
             if "cannot create resource" not in text:
@@ -213,7 +217,8 @@ class KubernetesJob:
         say(f"note: whether its pods would be admitted is not known: {text}")
 
     def _wait_until_gone(self, seconds: float, say: Callable[[str], None]) -> None:
-        """The job before and its pods, which may still be saving where the new ones would write."""
+        """Wait until the previous job and its pods are gone: they may still be saving where the new ones would
+        write."""
         deadline, reported = time.monotonic() + seconds, False
         while True:
             done = self.pods(PHASES, check=False)
@@ -233,8 +238,8 @@ class KubernetesJob:
             time.sleep(PAUSE_SECONDS)
 
     def warnings(self) -> list[str]:
-        """What the cluster complains about since this job was created, each thing once: about it, its pods, its place
-        in a queue. Of a pod that can't be created only this tells why."""
+        """Return the cluster's warnings since this job was created, without repeats: about the job, its pods and its
+        place in a queue. Only these explain why a pod can't be created."""
         done = self.run("get", "events", "--field-selector=type=Warning", "--output=json", check=False)
         if done.returncode:
             return [f"events can't be read: {done.stderr.strip()}"]
@@ -252,7 +257,8 @@ class KubernetesJob:
         return self.run("logs", "--selector", self.selector, "--prefix", "--tail=-1", *more, show=True).returncode
 
     def follow(self, nodes: int, say: Callable[[str], None]) -> int:
-        """Logs of all nodes until the job has ended, over its restarts too; how it ended is the exit code."""
+        """Follow the logs of all nodes until the job has ended, across restarts. Return an exit code for how it
+        ended."""
         since, last = list[str](), list[str]()
         while True:
             how, phases = self.state(), self.pods(PHASES).stdout.split()
@@ -263,19 +269,20 @@ class KubernetesJob:
                         say(line)
                 last = now
             else:
-                # Pods of earlier tries are read too, and as many as a try has may be created anew meanwhile.
+                # Includes pods of earlier attempts; meanwhile as many pods as one attempt has may be created.
                 self.logs("--follow", f"--max-log-requests={len(phases) + nodes}", *since)
                 if how != "running":
                     say(f"{self.name}: {how or 'it no longer exists'}")
                     return 0 if how in SUCCEEDED else 1
-                # All of them have ended, or the connection broke: what is new is read, and nothing twice.
+                # All have ended, or the connection broke: read only what is new next time.
                 since = [f"--since-time={time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"]
                 last = []
             time.sleep(PAUSE_SECONDS)
 
 
 def node_notes(job: Job) -> Iterator[str]:
-    """Whether nodes have what the pods request. No errors: others may join when pods wait for them."""
+    """Yield a note for each resource that no node has. These are not errors: an autoscaler may add nodes for waiting
+    pods."""
     done = run("get", "nodes", "--output", "json", check=False)
     if done.returncode:
         yield f"whether nodes have the GPUs could not be looked up: {done.stderr.strip()}"
@@ -301,13 +308,13 @@ def node_notes(job: Job) -> Iterator[str]:
 
 
 def references(job: Job) -> Iterator[tuple[str, ...]]:
-    """Objects that must exist: kind, name, key of `cluster`, and where it isn't the job's namespace, which."""
+    """Yield the objects that must exist: kind, name, key of `cluster`, and the namespace if it isn't the job's."""
     cluster = job.cluster
     for index, volume in enumerate(cluster.volumes):
         for key, name in volume.sources.items():
             if key in VOLUMES:
                 yield VOLUMES[key], name, f"volumes[{index}].{key}"
-    for index, network in enumerate(cluster.networks):  # as Multus reads it: NAMESPACE/NAME@INTERFACE
+    for index, network in enumerate(cluster.networks):  # Multus' format: NAMESPACE/NAME@INTERFACE
         namespace, _, name = network.partition("@")[0].rpartition("/")
         where = (f"--namespace={namespace}",) if namespace else ()
         yield "network-attachment-definitions.k8s.cni.cncf.io", name, f"networks[{index}]", *where

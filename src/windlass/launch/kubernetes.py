@@ -1,4 +1,4 @@
-"""Kubernetes: a ConfigMap with the run, and a job of whichever kind the cluster has."""
+"""Kubernetes: a ConfigMap with the run's files, and a job of a kind that the cluster supports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ IGNORED = {
 
 
 def job_yaml(job: Job, engine: str) -> str:
-    """All objects of the run, in the order in which they are created."""
+    """Render all objects of the run, in the order in which they are created."""
     cluster = job.cluster
     files = {**job.files, "launch.sh": launch_sh(job, exports=False)}
     # Named after its exact content: a ConfigMap that a running job uses is never changed.
@@ -93,7 +93,7 @@ def _template() -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as a block that can be read, and everything where it is used."""
+    """Writes multi-line text as a readable block, and repeats values instead of using aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -101,7 +101,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     style = "|" if "\n" in value else None
-    if set(value) & set("\x85\u2028\u2029"):  # the library writes them plain, and reads them back as a space
+    if set(value) & set("\x85\u2028\u2029"):  # PyYAML writes these unquoted and reads them back as a space
         style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -119,7 +119,8 @@ def to_block(value: Any) -> str:
 
 
 def indent(text: str, columns: int) -> str:
-    """All lines but the first. Only "\\n" separates lines here: others that Unicode knows belong to the values."""
+    """Indent all lines but the first. Only "\\n" separates lines here: Unicode's other line breaks belong to the
+    values."""
     first, *rest = text.split("\n")
     return "\n".join((first, *(" " * columns + line if line else "" for line in rest)))
 
@@ -134,7 +135,7 @@ def review(job: Job) -> Iterator[Problem | str]:
 
 
 def findings(job: Job) -> Iterator[Problem | str]:
-    """What holds of OpenShift too."""
+    """Yield the findings that apply to OpenShift too."""
     cluster = job.cluster
     yield from pod_problems(job)
     yield from refused_keys(job, pod.REFUSED.get(job.engine, {}), f"engine {job.engine}")
@@ -152,7 +153,7 @@ def findings(job: Job) -> Iterator[Problem | str]:
 
 
 def choose_engine(job: Job, *, ask: bool, say: Callable[[str], None] = lambda _: None) -> Job:
-    """The run file's engine, or the first of the cluster that serves, if it may be asked."""
+    """Choose the run file's engine, or the first that the cluster supports, if `ask` allows a query."""
     ask, where = ask and kubectl.find() is not None, job.where("cluster.engine")
     if job.cluster.engine == "trainer" and ask and (why := kubectl.runtime_problem(job.cluster.runtime)):
         say(f"note: {where}: {why}; cluster.engine: jobset would")
@@ -169,7 +170,7 @@ def files(job: Job) -> dict[str, str]:
 
 
 def kustomize(job: Job) -> dict[str, str]:
-    """The same objects, a file each, as a base for GitOps."""
+    """Render the same objects as one file each, as a base for GitOps."""
     parts = job_yaml(job, job.engine).removesuffix("\n").split("\n---\n")
     found = {f"{yaml.safe_load(part)['kind'].lower()}.yaml": f"{part}\n" for part in parts}
     base = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(found)}
@@ -180,7 +181,7 @@ def start(job: Job, folder: Path, say: Callable[[str], None]) -> bool:
     if kubectl.find() is None:
         say(f"kubectl is not installed here; on a machine that has it: kubectl apply -f {folder / 'job.yaml'}")
         return False
-    # The server would compare a job of the same name with the one that is to be replaced: it validates another name.
+    # The server would compare the manifest with the existing job of that name, so it validates another name.
     trial = replace(job, name=f"{job.name[: NAME_LETTERS - 7]}-{secrets.token_hex(3)}")
     target = KubernetesJob(job.name, job.engine, job.cluster.namespace)
     pod = [*yaml.safe_load_all(job_yaml(job, "job"))][-1]["spec"]["template"]
@@ -218,7 +219,8 @@ def logs(record: Record, *, follow: bool) -> int:
 
 
 def stop(record: Record) -> int:
-    """The job, then its files. Pods get their time to save; submitting again resumes from there."""
+    """Delete the job, then its ConfigMap and Service. Pods get their time to save; submitting again resumes from
+    there."""
     job, words = _target(record), ("--ignore-not-found", "--wait=false")
     done = [job.run("delete", kubectl.RESOURCES[job.engine], job.name, *words)]
     done += [job.run("delete", kind, "--selector", job.selector, *words) for kind in ("service", "configmap")]

@@ -1,5 +1,6 @@
-"""A run on this machine without a platform: started in this process's place, observed by its run folder, stopped by a
-signal."""
+"""A run on this machine without a platform: it replaces this process, is observed by its run folder and stopped by a
+signal.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from windlass.files import read_json, read_json_lines
 from windlass.launch.job import RECORD, Job, Record, ignored_keys, keep_record
 from windlass.observe.watch.heartbeat import read_beats
 
-ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5
+ALIVE_SECONDS = 30  # a rank writes a heartbeat every 5 s
 
 
-# Keys of `cluster` that only a scheduler can do something about.
+# Keys of `cluster` that only a scheduler can apply.
 SCHEDULED = (
     *("engine", "trainer_version", "runtime", "image", "image_pull_secrets", "image_pull_policy", "container"),
     *("project", "namespace", "service_account", "queue", "queue_priority", "priority_class", "preemptible", "gang"),
@@ -40,7 +41,7 @@ IGNORED = {
 
 
 def unscheduled(job: Job) -> Iterator[str]:
-    """What the run file asks of a scheduler, where there is none."""
+    """Yield the settings that need a scheduler: there is none here."""
     if keys := [key for key in SCHEDULED if key in job.cluster.model_fields_set]:
         yield f"no effect without a scheduler (--to kubernetes, runai or slurm): cluster's {', '.join(keys)}"
 
@@ -58,10 +59,10 @@ def files(_: Job) -> dict[str, str]:
 
 
 def start(job: Job, folder: Path, _: Callable[[str], None]) -> bool:
-    """The run takes this process's place: signals and the exit code are its own."""
+    """Replace this process by the run, so that signals and the exit code are the run's own."""
     facts = read_json(folder / RECORD)
     if facts.get("host") == socket.gethostname() and is_running(facts):
-        # A second run would wait at the folder's lock, and the first could no longer be found.
+        # A second run would wait for the folder's lock, and its record would replace the first one's.
         what = f"it runs already, as process {facts['pid']}"
         hint = "`windlass status RUN`; `windlass stop RUN`; or another train.output_dir"
         raise UserError(what, str(folder / RECORD), hint)
@@ -77,28 +78,28 @@ def this_process() -> dict[str, Any]:
 
 
 def is_running(facts: Mapping[str, Any]) -> bool:
-    """The very process: numbers are reused."""
+    """Return whether this very process still runs: process ids are reused."""
     try:
         os.kill(facts["pid"], 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # another user's process
         pass
     return bool(start_time(facts["pid"]) == facts["began"])
 
 
 def start_time(pid: int) -> str | None:
-    """When a process was started, in the kernel's ticks; None if it is gone, or the kernel doesn't report it."""
+    """Return when a process was started, in the kernel's ticks; None if it is gone or the kernel doesn't report it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, *rest = text.rpartition(")")[2].split()  # man proc_pid_stat: the name before may hold anything
+    state, *rest = text.rpartition(")")[2].split()  # man proc_pid_stat: the name before it may contain anything
     return None if state == "Z" else rest[18]
 
 
 def status(record: Record) -> int:
-    """One line, and where to see more."""
+    """Print the run's state in one line, and where to see more."""
     run, facts = record.run, record.facts
     if facts.get("host") == socket.gethostname():
         running, sign = is_running(facts), f" (process {facts['pid']})"
@@ -135,7 +136,7 @@ def logs(record: Record, *, follow: bool) -> int:  # noqa: ARG001
 
 
 def stop(record: Record) -> int:
-    """SIGTERM to the process that the run took the place of: its ranks save, and it ends with 75."""
+    """Send SIGTERM to the run's process: its ranks save, and it exits with 75."""
     facts, here = record.facts, socket.gethostname()
     if facts["host"] != here:
         hint = f"there: `windlass stop RUN`, or kill -TERM {facts['pid']}"

@@ -1,4 +1,4 @@
-"""OpenShift: the same jobs as on Kubernetes, and what its default policy says of them."""
+"""OpenShift: the same jobs as on Kubernetes, and warnings about its default policy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def review(job: Job) -> Iterator[Problem | str]:
 
 
 def admission(job: Job) -> Iterator[str]:
-    """A user that OpenShift's default policy would refuse, and the policy that allows it."""
+    """Yield a warning if OpenShift's default policy would refuse the user, with the policy that allows it."""
     if user := job.cluster.user:
         remedy = "give the service account the SCC nonroot-v2"
-        if user.uid == 0:  # `anyuid` refuses every pod with a seccomp profile, which `restricted` demands
+        if user.uid == 0:  # `anyuid` refuses pods with a seccomp profile, which `restricted` requires
             remedy = "give the service account a copy of the SCC anyuid with seccompProfiles: [runtime/default]"
         what = f"OpenShift's restricted-v2 policy refuses user {user.uid} unless it is in the namespace's range"
         yield f"{job.where('cluster.user.uid')}: {what}: {remedy}, or remove cluster.user"

@@ -1,4 +1,4 @@
-"""Which field of a pod, or which object next to the job, a key of `cluster` becomes on Kubernetes."""
+"""How each key of `cluster` maps to a field of a pod or to an object next to the job on Kubernetes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from windlass.launch.job import Job
 from windlass.runfile.machines import MANAGED_BY, RUN_LABEL, Cluster, Volume
 
-FIELDS = {  # keys that a pod has as they are
+FIELDS = {  # keys that are copied to the pod's spec unchanged
     "service_account": "serviceAccountName",
     "priority_class": "priorityClassName",
     "runtime_class": "runtimeClassName",
     "scheduler_name": "schedulerName",
 }
-SOURCES = {  # by the key of a volume: its kind for a pod, and which of its fields has the value
+SOURCES = {  # key of a volume -> its kind in a pod, and the field for its value
     "claim": ("persistentVolumeClaim", "claimName"),
     "secret": ("secret", "secretName"),
     "config_map": ("configMap", "name"),
     "empty_dir": ("emptyDir", "sizeLimit"),
 }
 KUEUE = "kueue.x-k8s.io"
-GROUPS = {  # by `cluster.gang`: its scheduler's usual name, its PodGroup's API, how a pod names its group
+GROUPS = {  # by `cluster.gang`: the scheduler's usual name, its PodGroup's API, how a pod names its group
     "volcano": ("volcano", "scheduling.volcano.sh/v1beta1", "annotations", "scheduling.k8s.io/group-name"),
     "coscheduling": (
         "scheduler-plugins-scheduler",
@@ -38,17 +38,17 @@ _RUNTIME = "its runtime has to: use cluster.engine: jobset, which every Kubeflow
 _OF_RUNTIME = (
     *("priority_class", "runtime_class", "scheduler_name", "gang", "image_pull_policy", "ttl_seconds", "pod_monitor"),
 )
-REFUSED = {"trainer": dict.fromkeys(_OF_RUNTIME, _RUNTIME)}  # by engine: keys that it has no field for
+REFUSED = {"trainer": dict.fromkeys(_OF_RUNTIME, _RUNTIME)}  # by engine: keys without a field there
 
 
 def gang(cluster: Cluster) -> str | None:
-    """The scheduler that wants a PodGroup."""
+    """Return the scheduler that needs a PodGroup."""
     names = {scheduler: name for name, (scheduler, *_) in GROUPS.items()}
     return cluster.gang or names.get(cluster.scheduler_name or "")
 
 
 def kueue(cluster: Cluster) -> str | None:
-    """The queue, if it is Kueue's."""
+    """Return the queue if it is Kueue's."""
     return None if gang(cluster) == "volcano" else cluster.queue
 
 
@@ -60,7 +60,7 @@ def fields(cluster: Cluster) -> dict[str, str]:
 
 
 def marks(job: Job, of: str, engine: str = "") -> dict[str, dict[str, str]]:
-    """Labels and annotations: `of` the job, of its pods (`pod`), or of other objects."""
+    """Return labels and annotations for the job (`of` is "job"), its pods ("pod") or other objects ("other")."""
     cluster, queue = job.cluster, kueue(job.cluster)
     labels = {RUN_LABEL: job.name, MANAGED_BY: "windlass", **cluster.labels}
     annotations = dict(cluster.annotations) if of in ("job", "pod") else {}
@@ -71,7 +71,9 @@ def marks(job: Job, of: str, engine: str = "") -> dict[str, dict[str, str]]:
         annotations["k8s.v1.cni.cncf.io/networks"] = ",".join(cluster.networks)
     if of == "pod" and queue and cluster.topology_key:
         annotations[f"{KUEUE}/podset-{cluster.topology}-topology"] = cluster.topology_key
-        if engine == "pytorchjob" and job.nodes > 1:  # one domain for master and workers: else Kueue finds one for each
+        if (
+            engine == "pytorchjob" and job.nodes > 1
+        ):  # one domain for master and workers: else Kueue chooses one for each
             annotations[f"{KUEUE}/podset-group-name"] = "nodes"
     found = {"labels": labels, "annotations": annotations}
     if of == "pod" and (group := gang(cluster)):
@@ -105,7 +107,8 @@ def volume_mount(volume: Volume, name: str) -> dict[str, Any]:
 
 
 def affinity(job: Job) -> dict[str, Any]:
-    """The site's own, and all nodes of the run in one domain if that is configured and no queue does it."""
+    """Return the configured affinity, and a term for one topology domain if that is configured and no queue handles
+    it."""
     cluster = job.cluster
     if not cluster.topology_key or kueue(cluster):
         return dict(cluster.affinity)
@@ -121,7 +124,7 @@ def affinity(job: Job) -> dict[str, Any]:
 
 
 def companions(job: Job, engine: str) -> dict[str, dict[str, Any]]:
-    """What is created next to the job if it is configured: why, and the object."""
+    """Return the configured objects to create next to the job: reason -> object."""
     cluster, port = job.cluster, job.plan.loaded.run.watch.prometheus_port
     namespace = {"namespace": cluster.namespace} if cluster.namespace else {}
     head = {"metadata": {"name": job.name, **namespace, "labels": marks(job, "other")["labels"]}}

@@ -1,9 +1,9 @@
-"""TCP rendezvous and JSON all-gather between the nodes of a run, and a watch on which of them are still alive.
+"""TCP rendezvous and JSON all-gather between a run's nodes, and a monitor of which nodes are alive.
 
 Node 0 listens; each other node keeps one connection to it. Messages are JSON objects, one per line. `windlass check`
-gathers over it what every node found. launch.sh runs it as a process next to the ranks for the length of the run: ranks
+gathers every node's results over it. launch.sh runs it as a process next to the ranks for the length of the run: ranks
 that lose a peer report "connection closed", ranks that wait for one report nothing for minutes, and neither names a
-machine. Standard library only, so that it starts at once and no library can hold it up.
+machine. It uses only the standard library, so that it starts at once and no library can delay it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from windlass.files import write_atomic
 from windlass.launch.interfaces import choices
 
 PORT = 29500  # torch's default
-ANSWER_SECONDS = 60.0  # one gather, once all nodes have joined; the slowest waits for a measurement
+ANSWER_SECONDS = 60.0  # for one gather, once all nodes have joined; the slowest follows a measurement
 RETRY_SECONDS = 0.5
-REPORT_SECONDS = 30.0  # node 0 names those it waits for this often
-TELL_SECONDS = 30.0  # a run that can't start waits this long for the other nodes, so that they learn why
-POLL_SECONDS = 0.2  # how soon it notices that the script has ended
-LONGEST_LINE = 1 << 26  # what a stranger on the port can make us hold
-LONGEST_REASON = 500  # of another node's end
-STOPPED_EARLY = 143  # by a signal, before it had ranks that could agree with ours
-# Files in the status directory, between this process and launch.sh.
+REPORT_SECONDS = 30.0  # how often node 0 names the nodes that it waits for
+TELL_SECONDS = 30.0  # a node that can't start waits this long for the others, to send them the reason
+POLL_SECONDS = 0.2  # how often it checks whether the script has ended
+LONGEST_LINE = 1 << 26  # bytes that a stranger on the port can make us buffer
+LONGEST_REASON = 500  # characters of another node's reason
+STOPPED_EARLY = 143  # stopped by a signal before it had ranks that could agree with the others'
+# Files in the status directory, shared by this process and launch.sh.
 READY, LOST, LEAVING = "ready", "lost", "leaving"
 VARIABLES = (
     ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT"),  # counts nodes
@@ -44,16 +44,16 @@ VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """This process among those that join: one per node when launch.sh starts it."""
+    """This process's place among those that join: one per node if launch.sh starts it."""
 
     rank: int
     world: int
-    host: str  # of node 0
+    host: str  # node 0's
     port: int
 
 
 def this_node(environ: Mapping[str, str]) -> Node:
-    """From the first of VARIABLES that is set; without any it is alone."""
+    """Return this node by the first of VARIABLES that is set; without any, the only node."""
     names = next((names for names in VARIABLES if names[1] in environ), None)
     if names is None:
         return Node(0, 1, "localhost", PORT)
@@ -75,7 +75,7 @@ def this_node(environ: Mapping[str, str]) -> Node:
 
 
 class RendezvousError(Exception):
-    """The nodes can't start, or go on, together: why, and the exit code of all of them."""
+    """The nodes can't start or continue together. Has the reason and the exit code of all nodes."""
 
     def __init__(self, why: str, code: int = FAILED) -> None:
         super().__init__(why)
@@ -89,7 +89,7 @@ class Peer:
     end: socket.socket
     rank: int = -1
     host: str = ""
-    alive: bool = True  # neither lost nor gone
+    alive: bool = True  # it was neither lost nor did it leave
     heard: float = field(default_factory=time.monotonic)
     unread: bytearray = field(default_factory=bytearray)  # the beginning of a message
 
@@ -101,11 +101,11 @@ class Peer:
         return self.end.fileno() >= 0
 
     def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # it may be gone: whoever reads from it notices
+        with contextlib.suppress(OSError):  # it may be gone: the next read notices that
             self.end.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any] | None]:
-        """What has arrived: messages, and None if the connection ended or what came is no message."""
+        """Return the messages that have arrived; None for a closed connection or an invalid message."""
         try:
             data = self.end.recv(1 << 16)
             self.unread += data
@@ -119,22 +119,22 @@ class Peer:
 
 
 class Rendezvous:
-    """One node's side."""
+    """One node's side of the rendezvous."""
 
     heartbeat_seconds = 5.0
-    silence_seconds = 60.0  # a machine busy with loading may be late, but not this late
+    silence_seconds = 60.0  # a machine that is busy loading is late by less than this
 
     def __init__(self, node: Node, fingerprint: str = "", problem: tuple[str, int] | None = None) -> None:
         self.node, self.fingerprint = node, fingerprint
-        self.problem = problem  # what keeps this very node from starting, and its exit code
+        self.problem = problem  # why this node can't start, and its exit code
         self.host = socket.gethostname()
         self.name = f"node {node.rank} ({self.host})"
-        self.peers: dict[int, Peer] = {}  # node 0: all others; these: node 0
+        self.peers: dict[int, Peer] = {}  # on node 0: all others; on the others: node 0
         self.selector = selectors.DefaultSelector()
 
     @property
     def address(self) -> str:
-        """This node's, as the others see it."""
+        """Return this node's address as the others see it."""
         peer = next(iter(self.peers.values()), None)
         return str(peer.end.getsockname()[0]).removeprefix("::ffff:").partition("%")[0] if peer else ""
 
@@ -144,18 +144,18 @@ class Rendezvous:
         return peer
 
     def _connections(self) -> list[Peer]:
-        """Peers, and whoever else has come to the port."""
+        """Return the peers and all other connections to the port."""
         return [key.data for key in (self.selector.get_map() or {}).values() if isinstance(key.data, Peer)]
 
     def _drop(self, peer: Peer) -> None:
-        if self.peers.get(peer.rank) is peer:  # another one may take its number
+        if self.peers.get(peer.rank) is peer:  # another peer may take its rank
             del self.peers[peer.rank]
         if peer.connected:
             self.selector.unregister(peer.end)
             peer.end.close()
 
     def _receive(self, deadline: float) -> list[tuple[Peer, dict[str, Any] | None]]:
-        """What comes next, from whomever; None for an end, after which a peer is no longer one of ours."""
+        """Return the next messages of all connections; None for a closed one, which is then no peer any more."""
         arrived = []
         for key, _ in self.selector.select(max(0.0, deadline - time.monotonic())):
             if isinstance(key.data, Peer):
@@ -190,13 +190,13 @@ class Rendezvous:
         world, began, dual = self.node.world, time.monotonic(), socket.has_dualstack_ipv6()
         deadline, report = began + seconds, began + REPORT_SECONDS
         refusal = RendezvousError(f"{self.name}: {self.problem[0]}", self.problem[1]) if self.problem else None
-        came: list[Peer] = []  # also those that are refused: they learn why
+        came: list[Peer] = []  # includes refused peers: they are sent the reason
         family = socket.AF_INET6 if dual else socket.AF_INET
         try:
             server = socket.create_server(("", self.node.port), family=family, dualstack_ipv6=dual, backlog=world)
         except OSError as error:
             raise RendezvousError(f"port {self.node.port} can't be opened: {error.strerror}") from None
-        with server:  # whoever comes after it is closed belongs to another try
+        with server:  # connections after it is closed belong to another attempt
             server.setblocking(False)
             self.selector.register(server, selectors.EVENT_READ, server)
             while sum(peer.connected for peer in came) < world - 1 and time.monotonic() < deadline:
@@ -215,14 +215,14 @@ class Rendezvous:
                     elif refusal is None:
                         refusal = wrong
                 missing = [str(rank) for rank in range(1, world) if rank not in self.peers]
-                if refusal:  # the rest are awaited only to learn why
+                if refusal:  # wait for the rest only to send them the reason
                     deadline = min(deadline, time.monotonic() + TELL_SECONDS)
                 elif missing and time.monotonic() >= report:
                     say(f"waiting for node {', '.join(missing)}, {max(0.0, deadline - report):.0f} s left")
                     report += REPORT_SECONDS
             self.selector.unregister(server)
         for peer in self._connections():
-            if peer not in came:  # a stranger
+            if peer not in came:  # not one of our nodes
                 self._drop(peer)
         missing = [str(rank) for rank in range(1, world) if rank not in self.peers]
         if missing and not (refusal or partial):
@@ -249,7 +249,7 @@ class Rendezvous:
         return RendezvousError(what, code)
 
     def _reach_master(self, seconds: float) -> None:
-        """Reach node 0, whose name may not resolve yet, and wait for its word."""
+        """Connect to node 0, whose name may not resolve yet, and wait for its answer."""
         address, (problem, code) = (self.node.host, self.node.port), self.problem or ("", 0)
         hello = {"node": self.node.rank, "world": self.node.world, "host": self.host, "fingerprint": self.fingerprint}
         deadline, why = time.monotonic() + seconds, "no attempt was made"
@@ -262,7 +262,7 @@ class Rendezvous:
                 continue
             peer.end.settimeout(None)
             peer.send(**hello, problem=problem, code=code)
-            # Node 0 waits for the others as long as we do.
+            # Node 0 waits for the others as long as we wait for it.
             while peer.connected and time.monotonic() < deadline + TELL_SECONDS:
                 for _, message in self._receive(deadline + TELL_SECONDS):
                     if message and "stop" in message:
@@ -271,7 +271,7 @@ class Rendezvous:
                         peer.rank, peer.host = 0, str(message.get("host", self.node.host))
                         self.peers[0] = peer
                         return
-            # An end without a word is that of an earlier try, or of something else on that port.
+            # A connection closed without an answer is an earlier attempt's, or another program's on that port.
             why = "no word" if peer.connected else "it closed the connection, or is not windlass"
             time.sleep(RETRY_SECONDS)
         raise RendezvousError(f"node 0 at {address[0]}:{address[1]} was not reached within {seconds:.0f} s: {why}")
@@ -279,7 +279,7 @@ class Rendezvous:
     # --- all-gather ---------------------------------------------------------------------------------------------------
 
     def gather(self, value: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
-        """What every node sent, by rank; None for one that is gone or did not answer in time, which is dropped."""
+        """Return every node's value by rank. A node that left or didn't answer in time gets None and is dropped."""
         if self.node.rank and self.peers:
             self.peers[0].send(gather=value)
         answers: dict[int, Any] = {}
@@ -289,7 +289,7 @@ class Rendezvous:
                 if message and "gather" in message and self.peers.get(peer.rank) is peer:
                     answers[peer.rank] = message["gather"]
         for rank in self.peers.keys() - answers.keys():
-            self._drop(self.peers[rank])  # a late answer would be taken for one to the next question
+            self._drop(self.peers[rank])  # its late answer would count for the next gather
         if self.node.rank:
             if 0 not in answers:
                 raise RendezvousError("node 0 went away")
@@ -300,7 +300,7 @@ class Rendezvous:
         return everything
 
     def close(self) -> None:
-        """Node 0 closes last: its port is free at once for what is launched next."""
+        """Close the connections, node 0 last: its port is then free at once for the next launch."""
         deadline = time.monotonic() + 5.0
         while self.node.rank == 0 and self.peers and time.monotonic() < deadline:
             self._receive(deadline)
@@ -309,8 +309,8 @@ class Rendezvous:
     # --- while ranks run ----------------------------------------------------------------------------------------------
 
     def supervise(self, status_dir: Path) -> None:
-        """Stay until this node's script has left its exit code in the status directory; name the nodes that are lost,
-        to the script and to all others."""
+        """Wait until this node's script has left its exit code in the status directory. Report lost nodes to the script
+        and all other nodes."""
 
         def lose(peer: Peer, how: str, code: int = FAILED) -> None:
             peer.alive = False
@@ -331,7 +331,7 @@ class Rendezvous:
                         lose(peer, f"{peer} is gone: its connection closed")
                 elif "bye" in message:
                     code = int(message["bye"])
-                    if code in (0, SAVED):  # finished, or stopped and saved: its ranks have agreed on that with ours
+                    if code in (0, SAVED):  # finished, or stopped and saved: its ranks agreed on that with ours
                         peer.alive = False
                     elif code == STOPPED_EARLY:
                         lose(peer, f"{peer} was stopped before its ranks began", code)
@@ -358,7 +358,7 @@ class Rendezvous:
 
 
 def first_error(status_dir: Path) -> str:
-    """What a rank of this node, or its check, has left as the reason of its end; empty if there is nothing."""
+    """Return the error that a rank of this node or its check has left; empty if there is none."""
     errors: list[dict[str, Any]] = []
     for path in status_dir.glob("error-*"):
         with contextlib.suppress(OSError, ValueError):
@@ -369,8 +369,8 @@ def first_error(status_dir: Path) -> str:
 
 
 def main() -> int:
-    """For launch.sh: join, then stay while ranks run. With a code and a text more: tell node 0 why this one can't
-    start."""
+    """Join, then stay while ranks run (for launch.sh). With an exit code and a text as extra arguments, tell node 0 why
+    this node can't start."""
     node, nodes, master, port, seconds, fingerprint, status_dir, *fault = sys.argv[1:]
     began = time.monotonic()
     problem = next(((one.problem, one.code) for one in choices(os.environ, int(nodes)) if one.problem), None)
@@ -380,11 +380,11 @@ def main() -> int:
     for number in (signal.SIGUSR1, signal.SIGINT):  # sent to the whole group
         signal.signal(number, signal.SIG_IGN)
     try:
-        rendezvous.join(float(seconds), say=rendezvous.report)  # SIGTERM ends it at once: its number is free again
+        rendezvous.join(float(seconds), say=rendezvous.report)  # SIGTERM ends it at once and frees its rank
     except RendezvousError as error:
         rendezvous.report(str(error))
         return error.code
-    # Ranks that got the signal too may still be saving: the script, which waits for them, says when it is over.
+    # Ranks that got the signal too may still be saving: the script waits for them and reports the end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_atomic(Path(status_dir) / READY, "")
     rendezvous.report(f"all {nodes} nodes have joined after {time.monotonic() - began:.0f} s")

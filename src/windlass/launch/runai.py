@@ -1,4 +1,4 @@
-"""Run:ai: the one command that submits the run, and the same as a request to its REST API."""
+"""Run:ai: the command that submits the run, and the same request for its REST API."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from windlass.launch.job import (
 from windlass.launch.script import launch_sh
 from windlass.runfile.machines import Secret
 
-# What Run:ai's command line has no option for, and what does it there.
+# Keys that Run:ai's command line has no option for, and what replaces them there.
 IGNORED = {
     "namespace": "the project has its own",
     "queue": "the project is the queue",
@@ -47,7 +47,7 @@ _POLICY = "ask for it in the project's policy, or use --to kubernetes"
 REFUSED = dict.fromkeys(
     ("fs_group", "hugepages", "ephemeral_storage", "runtime_class", "scheduler_name", "gang", "network_policy"), _POLICY
 ) | {"queue_priority": "set cluster.priority_class", "pod_monitor": "use --to kubernetes"}
-# A key of `cluster` that is sent as it is, its option on the command line, its key in the REST API's body.
+# Keys of `cluster` that are sent unchanged: key, option of the command line, key in the REST API's body.
 PLAIN = (
     ("project", "project", ""),
     ("image", "image", "image"),
@@ -55,19 +55,19 @@ PLAIN = (
     ("priority_class", "priority", "priorityClass"),
     ("image_pull_policy", "image-pull-policy", "imagePullPolicy"),
 )
-# Options that the reference of Run:ai 3.0 names and that of 2.18 and its neighbors doesn't.
+# Options in the reference of Run:ai 3.0 that are missing in that of 2.18 and its neighbors.
 LATER = (
     *("clean-pod-policy", "restart-policy", "master-restart-policy", "termination-grace-period", "preemptibility"),
     *("priority", "env-secret", "secret-volume", "empty-dir-volume"),
     *("master-cpu-core-request", "master-cpu-core-limit", "master-cpu-memory-request", "master-cpu-memory-limit"),
 )
-# The command line's reference gives the master options of its own for these.
+# Options that have a separate variant for the master in the command line's reference.
 MASTERS = (
     *("gpu-devices-request", "cpu-core-request", "cpu-core-limit", "cpu-memory-request", "cpu-memory-limit"),
     *("extended-resource", "restart-policy"),
 )
 
-# By the key of a volume: its option, its list in the REST API's body, and how each names the volume's parts.
+# Key of a volume -> its option, its list in the REST API's body, and how each names the volume's parts.
 VOLUMES = {
     "claim": (
         *("existing-pvc", "pvc", {"claimname": "name", "path": "path"}),
@@ -117,8 +117,8 @@ exec {command} "${{options[@]}}" \\
 
 
 def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Rows: why it is set, option of the command line and its value, its part of the REST API's body, where a dot leads
-    into a section."""
+    """Yield for each setting the reason, the option and value of the command line, and its part of the REST API's body;
+    a dot in a key leads into a section."""
     cluster, workers = job.cluster, job.nodes - 1
     body: dict[str, Any]
     for key, option, path in PLAIN:
@@ -199,21 +199,21 @@ def options(job: Job) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
             text = f"{name}={content.secret},key={content.key}"
             yield variable.reason, "env-secret", text, {"environmentVariables": [body]}
         else:
-            text = escape_variables(content)  # it ends in a pod's env
+            text = escape_variables(content)  # it becomes part of a pod's env
             body = {"name": name, "value": text}
-            # -e: in old and new clients
+            # -e works in old and new clients
             yield variable.reason, "e", f"{name}={text}", {"environmentVariables": [body]}
 
 
 def flags(job: Job) -> Iterator[tuple[str, list[str]]]:
-    """Why, and words of the command line."""
+    """Yield each setting's reason and its words of the command line."""
     for why, option, value, _ in options(job):
         names = [option, f"master-{option}"] if job.nodes > 1 and option in MASTERS else [option]
         yield why, [word for name in names for word in (f"{'--' if name[1:] else '-'}{name}", value) if word]
 
 
 def client(name: str, nodes: int, project: str | None, verb: str, *more: str) -> list[str]:
-    """One node needs no operator: `--workers` 0 is not defined."""
+    """Return a command of Run:ai's client. One node needs no operator: `--workers` 0 is not defined."""
     kind = "pytorch" if nodes > 1 else "standard"
     return ["runai", "training", kind, verb, name, *(["--project", project] if project else []), *more]
 
@@ -223,7 +223,7 @@ def inner(job: Job) -> list[str]:
 
 
 def command(job: Job) -> list[str]:
-    """What submits the run, word by word."""
+    """Return the words of the command that submits the run."""
     words = [word for _, flag in flags(job) for word in flag]
     return [*client(job.name, job.nodes, None, "submit"), *words, "--command", "--", *inner(job)]
 
@@ -248,7 +248,8 @@ def submit_sh(job: Job) -> str:
 
 
 def payload(job: Job) -> dict[str, Any]:
-    """The body of POST /api/v1/workloads/distributed (of …/trainings for one node), the IDs left to be filled in."""
+    """Return the body of POST /api/v1/workloads/distributed (or …/trainings for one node), with placeholders for the
+    IDs."""
     program, script = inner(job)
     spec: dict[str, Any] = {"command": program, "args": quote(script)}
     for *_, body in options(job):

@@ -1,4 +1,4 @@
-"""launch.sh and accelerate.yaml: what runs on every node, whatever platform started it there."""
+"""launch.sh and accelerate.yaml: the files that run on every node, whatever platform starts them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD = """\
 #   PET_NNODES={nodes} PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
 #
 # Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else."""
-JOIN_SECONDS = 300  # until all nodes must have started; names resolve only once pods are ready
+JOIN_SECONDS = 300  # for all nodes to start; names resolve only once pods are ready
 LAUNCHERS = {
     "accelerate": """\
 accelerate launch \\
@@ -34,7 +34,7 @@ accelerate launch \\
     --main_process_port "$port" \\
     --rdzv_backend static \\
     --rdzv_conf "timeout=$join_seconds\"""",
-    # A script's image may hold no more than torch.
+    # A script's image may contain nothing but torch.
     "torchrun": """\
 torchrun \\
     --nnodes "$nodes" \\
@@ -48,7 +48,8 @@ torchrun \\
 
 
 def launch_sh(job: Job, *, exports: bool) -> str:
-    """`exports`: set the environment too. Run:ai and Kubernetes set it on the pod, where it can be seen."""
+    """Render launch.sh. `exports`: set the environment in it too; Run:ai and Kubernetes set it on the pod, where it can
+    be seen."""
     head = HEAD.format(
         title=job.title,
         version=__version__,
@@ -93,7 +94,7 @@ def launch_sh(job: Job, *, exports: bool) -> str:
         "@@LAUNCHER@@": LAUNCHERS["torchrun" if job.is_script else "accelerate"],
     }
     template = resources("windlass.launch").joinpath("launch.sh").read_text(encoding="utf-8")
-    # Split first: what is put in is never looked at again.
+    # Split first, so that inserted text is not searched for placeholders.
     return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
 
 
@@ -102,7 +103,7 @@ def review(job: Job) -> Iterator[Problem | str]:
 
 
 def files(job: Job) -> dict[str, str]:
-    """All that a node needs, side by side in one folder."""
+    """Return all files that a node needs, for one folder."""
     return {"launch.sh": launch_sh(job, exports=True), **job.files}
 
 

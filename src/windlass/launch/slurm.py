@@ -30,7 +30,7 @@ from windlass.launch.job import (
 from windlass.launch.script import launch_sh
 
 BATCH = "job.sbatch"
-SECONDS = 60  # for one answer of Slurm
+SECONDS = 60  # timeout of one Slurm command
 PAUSE_SECONDS = 2.0
 IGNORED = {
     "namespace": "it is Kubernetes'; on Slurm cluster.project is the account, cluster.queue the partition",
@@ -62,10 +62,10 @@ RELIED_ON = (
 
 
 def options(job: Job) -> dict[str, str]:
-    """Of sbatch, by their long names; empty for a switch. The user's own come last."""
+    """Return sbatch's options by their long names; a switch has an empty value. The user's own come last."""
     cluster, seconds = job.cluster, job.cluster.deadline_seconds
     limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}" if seconds else None
-    known = not job.is_script or cluster.memory_limit or cluster.memory_request  # what a script needs is not
+    known = not job.is_script or cluster.memory_limit or cluster.memory_request  # a script's needs are unknown
     rows = {
         "job-name": job.name,
         "partition": cluster.queue,
@@ -77,11 +77,11 @@ def options(job: Job) -> dict[str, str]:
         "cpus-per-task": str(math.ceil(cores(job.cpu))),
         "mem": f"{math.ceil(gib(job.memory_limit) * 1024)}M" if known else None,
         "time": limit,
-        # to all ranks, and that long before the time limit
+        # sent to all ranks, this long before the time limit
         "signal": f"USR1@{job.grace_seconds}",
         "requeue": "",
         "open-mode": "append",
-        # paths of the run file may begin in the folder where it was submitted
+        # paths in the run file may be relative to the folder where it was submitted
         "chdir": None if Path(job.folder).is_absolute() else str(Path.cwd()),
         "output": f"{Path(job.folder).absolute()}/slurm-%j.log",
     }
@@ -89,7 +89,7 @@ def options(job: Job) -> dict[str, str]:
 
 
 def container(job: Job) -> tuple[list[str], list[str]]:
-    """Options of srun, and the words before `bash launch.sh`."""
+    """Return srun's options, and the words before `bash launch.sh`."""
     cluster, image = job.cluster, job.cluster.image or ""
     mounts = []
     for volume in cluster.volumes if cluster.container else ():
@@ -99,7 +99,7 @@ def container(job: Job) -> tuple[list[str], list[str]]:
     if cluster.container == "pyxis":
         registry, slash, rest = image.partition("/")
         if slash and not is_file and ("." in registry or ":" in registry or registry == "localhost"):
-            image = f"{registry}#{rest}"  # enroot's way to name a registry
+            image = f"{registry}#{rest}"  # enroot's syntax for a registry
         bound = [f"--container-mounts={','.join(mounts)}"] if mounts else []
         fixed = ["--no-container-mount-home", "--no-container-entrypoint"]
         return [f"--container-image={image}", *bound, *fixed], []
@@ -117,7 +117,7 @@ def container(job: Job) -> tuple[list[str], list[str]]:
 
 def batch(job: Job) -> str:
     more, before = container(job)
-    label = ["--label"] if job.cluster.log_format == "text" else []  # a JSON line has its node
+    label = ["--label"] if job.cluster.log_format == "text" else []  # a JSON line names its node
     parts = {
         "title": job.title,
         "source": one_line(job.source),
@@ -211,7 +211,7 @@ def call(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def squeue(number: str, form: str) -> str:
-    """What Slurm says of a job; nothing once it has ended."""
+    """Query the state of a job; empty once it has ended."""
     done = call("squeue", f"--jobs={number}", "--noheader", f"--format={form}")
     if done.returncode and "Invalid job id" not in done.stderr:
         raise RunError(done.stderr.strip(), "squeue", "ask Slurm again later")
@@ -228,7 +228,7 @@ def status(record: Record) -> int:
 
 
 def logs(record: Record, *, follow: bool) -> int:
-    """The job's own file, which all of its tries append to."""
+    """Print the job's log file, to which all its attempts append."""
     number = record.facts["number"]
     path, ended = (record.run / f"slurm-{number}.{end}" for end in ("log", "exit"))
     waiting, shown = "", 0
@@ -251,7 +251,7 @@ def logs(record: Record, *, follow: bool) -> int:
 
 
 def stop(record: Record) -> int:
-    """Its ranks save, and it is not queued again."""
+    """Stop the job: its ranks save, and it is not requeued."""
     number = record.facts["number"]
     state = squeue(number, "%T")
     if not state:

@@ -19,11 +19,11 @@ from windlass.variables import variables
 
 
 class Platform(Protocol):
-    """One row of the table of platforms: a module."""
+    """The functions of a platform's module."""
 
-    def review(self, job: Job, /) -> Iterator[Problem | str]: ...  # what is wrong, and what should be known
+    def review(self, job: Job, /) -> Iterator[Problem | str]: ...  # errors and notes
     def files(self, job: Job, /) -> dict[str, str]: ...
-    def start(self, job: Job, folder: Path, say: Callable[[str], None], /) -> bool: ...  # whether it is on its way
+    def start(self, job: Job, folder: Path, say: Callable[[str], None], /) -> bool: ...  # whether it was started
     def status(self, record: Record, /) -> int: ...
     def logs(self, record: Record, /, *, follow: bool) -> int: ...
     def stop(self, record: Record, /) -> int: ...
@@ -40,7 +40,7 @@ def require_platform(to: str | None) -> None:
 
 
 def review(job: Job, to: str) -> list[str]:
-    """What should be known before the job is sent. Raises if something is wrong."""
+    """Return the notes about a job before it is submitted. Raise if something is wrong."""
     cluster, found = job.cluster, [*PLATFORMS[to].review(job)]
     raise_all([one for one in found if isinstance(one, Problem)])
     table, notes = variables(), [one for one in found if isinstance(one, str)]
@@ -54,7 +54,7 @@ def review(job: Job, to: str) -> list[str]:
 
 
 def render(plan: AnyPlan, to: str, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> dict[str, str]:
-    """All files of one platform, or everything that is wrong."""
+    """Render all files of one platform, or raise with everything that is wrong."""
     job = job_of(plan, overrides=overrides, accelerate=accelerate)
     review(job, to)
     return PLATFORMS[to].files(job)
@@ -72,13 +72,13 @@ def submit(
     kustomize: Path | None = None,
     say: Callable[[str], None],
 ) -> int:
-    """Write the files and start the run. Returns an exit code."""
+    """Write the files and start the run. Return an exit code."""
     if kustomize and (to not in ("kubernetes", "openshift") or not dry_run or out):
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
         raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint)
     platform, folder = PLATFORMS[to], kustomize or job_folder(plan.loaded, to, out, dry_run=dry_run)
     job = job_of(plan, overrides=overrides, accelerate=accelerate)
-    notes = review(job, to)  # what the run file alone shows is reported before a cluster is asked
+    notes = review(job, to)  # report what the run file alone shows before querying a cluster
     if to in ("kubernetes", "openshift"):
         job = kubernetes.choose_engine(job, ask=not dry_run, say=say)
         notes = review(job, to)
@@ -102,8 +102,8 @@ def submit(
 
 
 def job_folder(loaded: Loaded | LoadedScript, to: str, out: Path | None = None, *, dry_run: bool = False) -> Path:
-    """Where the files go: the run folder, unless that is on a volume that this machine does not have. A dry run leaves
-    the run folder alone: nodes of the run may be reading what is there."""
+    """Return the folder for the files: the run folder, unless it is on a volume that this machine doesn't have. A dry
+    run doesn't write there: nodes of the run may be reading it."""
     run, folder = loaded.run, Path(loaded.run.folder)
     elsewhere = Path(f"{run.name or folder.name}-job")
     if out is not None or to == "local":
@@ -116,7 +116,7 @@ def job_folder(loaded: Loaded | LoadedScript, to: str, out: Path | None = None, 
 
 
 def find(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
-    """Where this run's job left its record."""
+    """Return the folder with this run's submission record."""
     folders = [job_folder(loaded, to, out) for to in ("script", "runai")]
     return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
 
@@ -124,7 +124,7 @@ def find(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
 def submitted(
     run: Path, override: Sequence[str], out: Path | None, say: Callable[[str], None]
 ) -> tuple[Platform, Record]:
-    """The platform that a run was submitted to, and its record. `run`: the run file, or the run folder."""
+    """Return the platform that a run was submitted to, and its record. `run`: the run file or the run folder."""
     if run.is_dir():
         return open_record(out or run, run, say)
     loaded = read_any(run, override)
@@ -132,7 +132,8 @@ def submitted(
 
 
 def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, Record]:
-    """What was submitted, and its platform. `folder`: where the record is; `run`: the run folder."""
+    """Open a submission record and return its platform with it. `folder`: where the record is; `run`: the run
+    folder."""
     path = folder / RECORD
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -142,7 +143,7 @@ def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Pl
         if not (folder / run_folder.MANIFEST).exists():
             hint = "`windlass submit RUN`; or the --out that it was given"
             raise UserError("nothing was submitted from here", str(path), hint) from None
-        facts = {"platform": "script"}  # `windlass train`, or launch.sh that was copied here
+        facts = {"platform": "script"}  # started by `windlass train`, or by a launch.sh that was copied here
     except (OSError, ValueError) as error:
         raise UserError(f"can't be read: {error}", str(path), "`windlass submit RUN` writes it anew") from None
     return PLATFORMS[facts["platform"]], Record(facts, path, run, say)
