@@ -1,14 +1,14 @@
-"""`windlass check`: everything that can be known to be wrong before the model is loaded.
+"""`windlass check`: find everything that can be known to be wrong before the model is loaded.
 
-results    what one check found, and the table of all
+results    the result of one check, and the table of all
 inputs     plan, weights, tokenizer, data, script, libraries
 machine    GPUs, InfiniBand, memory, limits, folders
-nodes      between nodes: who is there, who reaches whom, same files, one volume
+nodes      between nodes: presence, connections, same files, shared volume
 speed      how fast each GPU is
 bandwidth  how fast the nodes exchange data
 
 Three depths. Alone: run file, checkpoint and data. `here`: this machine too, as one of the run's. `in-pod`: the run's
-nodes meet, agree on one verdict, and each exits with it.
+nodes connect, agree on one verdict, and each exits with it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def run(
     patience_seconds: float = JOIN_SECONDS,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Every check of this depth. Nothing is raised for what is wrong with the run: it is a failed check."""
+    """Run every check of this depth. Errors of the run are not raised: they are failed checks."""
     began, is_leader = time.monotonic(), True
-    environ = dict(os.environ if environ is None else environ)  # as it was: importing torch adds to it
+    environ = dict(os.environ if environ is None else environ)  # a copy: importing torch adds to it
     plan, results = inputs.check_plan(loaded, accelerate)
     c = Context(loaded, plan, inputs.installed(), environ, root, depth == ALONE)
     results += [*inputs.check_inputs(c), machine.check_run_folder(c), machine.check_disk_space(c)]

@@ -22,10 +22,10 @@ from windlass.launch.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
 
-GROUP_SECONDS = 30.0  # after which a collective that hangs is given up
-BYTES = {"gloo": 8 << 20, "nccl": 256 << 20}  # enough that latency does not count
-REPEATS = 3  # after one that opens the connection; the quickest counts
-MAX_ROUNDS = 31  # every pair of up to 32 nodes; of more, as many rounds as this
+GROUP_SECONDS = 30.0  # timeout of a collective
+BYTES = {"gloo": 8 << 20, "nccl": 256 << 20}  # large enough that latency is negligible
+REPEATS = 3  # after one that opens the connection; the fastest counts
+MAX_ROUNDS = 31  # every pair of up to 32 nodes; with more nodes, the first rounds only
 WARN_SHARE, POOR_SHARE = 0.7, 0.1  # of the fabric's rate
 SLOW_SHARE = 0.7  # of the other pairs' median
 # NCCL's log: `Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA`.
@@ -35,18 +35,18 @@ NETWORK = re.compile(r"NCCL INFO (?:Using network|NET/)\s*(\w+)")
 
 @dataclass(slots=True)
 class Measured:
-    """GB/s by pair of ranks; None if the pair did not get through."""
+    """GB/s by pair of ranks; None if the pair failed."""
 
     backend: str
     pairs: dict[tuple[int, int], float | None] = field(default_factory=dict)
     overall: float | None = None
     error: str = ""
     log: str = ""  # NCCL's
-    left_out: int = 0  # pairs that there was no round for
+    left_out: int = 0  # pairs that were not measured: too many rounds
 
 
 def rounds(world: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which no rank has two: the circle method of tournaments."""
+    """Return every pair once, in rounds in which each rank has at most one pair: the circle method of tournaments."""
     ring: list[int] = list(range(world + world % 2))
     found = []
     for _ in range(len(ring) - 1):
@@ -58,7 +58,7 @@ def rounds(world: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
-    """Every node calls it, and every node gets all figures. What fails is reported, not raised."""
+    """Measure the bandwidth. Every node calls it and gets all figures. Failures are reported, not raised."""
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not among the names it declares
@@ -72,10 +72,11 @@ def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
         return Measured(backend, error=f"nodes have different backends: {', '.join(map(str, backends))}")
 
     def speed(ranks: list[int]) -> float | None:
-        """GB/s per direction of an all-reduce: 2 (n - 1) / n of the bytes leave each rank. None: no right sum."""
+        """Return the GB/s per direction of an all-reduce: 2 (n - 1) / n of the bytes leave each rank. None: wrong
+        sum."""
         tensor, wait = torch.ones(BYTES[backend] // 4, device=device), getattr(torch, device).synchronize
         best = float("inf")
-        with contextlib.suppress(Exception):  # a peer that is cut off shows as whatever the backend makes of it
+        with contextlib.suppress(Exception):  # each backend raises something else for a lost peer
             group = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < world else None
             for turn in range(1 + REPEATS):
                 tensor.fill_(1.0)
@@ -120,7 +121,7 @@ def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
             found.pairs |= {(a, b): slowest((speeds[a], speeds[b])) for a, b in pairs}
         found.overall = slowest(rendezvous.gather(speed(list(range(world))), 3 * GROUP_SECONDS))
         if found.overall is not None and None not in found.pairs.values():
-            dist.destroy_process_group()  # one that is broken would be waited for
+            dist.destroy_process_group()  # a broken group would be waited for
         found.log = log()
     return found
 
@@ -131,10 +132,10 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def nccl_log(backend: str) -> Iterator[Callable[[], str]]:
-    """NCCL writes what it chose into a file of its own; settings are read when a group is made.
+    """Let NCCL log its choices to a separate file; it reads its settings when a group is created.
 
-    Waiting blocks, so that a collective that hangs raises here after GROUP_SECONDS. Without, the wait is the GPU's,
-    and torch's watchdog ends the process.
+    Waits block the host, so that a hanging collective raises here after GROUP_SECONDS. Otherwise the GPU would wait,
+    and torch's watchdog would end the process.
     """
     if backend != "nccl":
         yield lambda: ""
@@ -157,8 +158,8 @@ def nccl_log(backend: str) -> Iterator[Callable[[], str]]:
 
 
 def check_speed(plan: AnyPlan, measured: Measured, names: Sequence[str]) -> list[Result]:
-    """The pairs against each other and the fabric's rate, and all nodes against that. What is merely slow is a warning:
-    a busy network is no reason to refuse a run."""
+    """Compare the pairs with each other and the fabric's rate, and all nodes with that rate. A slow network only gives
+    a warning: it may just be busy."""
     backend, overall, fabric = measured.backend, measured.overall, plan.machine.network
     where, rate, title = plan.loaded.where("cluster.network"), fabric.gb_per_second, "all-reduce of pairs"
     if measured.error:
@@ -205,10 +206,10 @@ def check_speed(plan: AnyPlan, measured: Measured, names: Sequence[str]) -> list
 
 
 def check_transport(plan: AnyPlan, log: str) -> Result:
-    """Sockets although InfiniBand is planned: the fault that costs most and shows least."""
+    """Check whether NCCL uses sockets although InfiniBand is planned: a costly fault that is hard to notice."""
     title, network, where = "NCCL transport", plan.machine.network.name, plan.loaded.where("cluster.network")
     used = Counter(name + direct for name, direct in VIA.findall(log))
-    used = used or Counter(f"NET/{name}" for name in NETWORK.findall(log))  # it ended before it opened a channel
+    used = used or Counter(f"NET/{name}" for name in NETWORK.findall(log))  # NCCL ended before it opened a channel
     seen, between = ", ".join(f"{n} x {name}" for name, n in used.items()), [n for n in used if n.startswith("NET/")]
     if not between:
         return skipped(title, f"its log names no network: {seen}" if log else "NCCL did not run here")

@@ -56,7 +56,7 @@ INSTALL = "pip install 'windlass[train]', or use the image that the Containerfil
 def check_plan(
     loaded: Loaded | LoadedScript, accelerate: Callable[[], AccelerateFile | None]
 ) -> tuple[AnyPlan | None, list[Result]]:
-    """Making the plan checks targets, layout, classes and batch; and whether it fits by the plan's arithmetic."""
+    """Make the plan, which checks targets, layout, classes and batch, and check whether it fits in memory."""
     try:
         plan = make_any(loaded, accelerate())
     except UserError as error:
@@ -78,7 +78,7 @@ def check_plan(
 
 
 def check_inputs(c: Context) -> list[Result]:
-    """What the run reads: weights, tokenizer, data, libraries; of a script, itself and torch."""
+    """Check the run's inputs: weights, tokenizer, data, libraries; for a script, itself and torch."""
     if isinstance(c.loaded, LoadedScript):
         missing = failed("library torch", "not installed", "pip install torch, or use an image that has it")
         torch = [] if c.elsewhere else [passed("library torch", c.have["torch"]) if "torch" in c.have else missing]
@@ -93,7 +93,7 @@ def check_inputs(c: Context) -> list[Result]:
 
 
 def check_files(c: Context, loaded: Loaded) -> list[Result]:
-    """What else the run file names that a run reads before its first step."""
+    """Check the other files in the run file that a run reads before its first step."""
     found = list(absent_files(loaded))
     if c.elsewhere:
         return [not_here("file", path) for path, _ in found]
@@ -108,7 +108,7 @@ def check_weights(c: Context, plan: Plan) -> Result:
 
 
 def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
-    """The tokenizer next to the weights, opened as training does, and its ids against the embedding's rows."""
+    """Open the tokenizer next to the weights as training does, and compare its ids with the embedding's rows."""
     rows = plan.base.dims["vocab"]
     if plan.base.path is None:
         return None, skipped("tokenizer", "it comes with the weights")
@@ -127,7 +127,7 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
 
 
 def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
-    """That the first training rows can be read and have the columns that the run needs."""
+    """Check that the first training rows can be read and have the columns that the run needs."""
     run, sets = loaded.run, all_sets(loaded.run.data, loaded.where)
     try:
         from windlass.data.formats import choose_format
@@ -168,7 +168,7 @@ def size(count: float) -> str:
 
 
 def check_script(c: Context, loaded: LoadedScript) -> Result:
-    """That the script is here, and is Python."""
+    """Check that the script exists and is Python."""
     script, path, where = loaded.run.script, Path(str(loaded.run.script.path)), loaded.where("script.path")
     if script.module:
         return skipped("script", f"module {script.module}: importing it would run the packages around it")
@@ -186,7 +186,7 @@ def check_script(c: Context, loaded: LoadedScript) -> Result:
 
 
 def installed() -> dict[str, str]:
-    """Every distribution that Python would import from, by its normalised name; the first on the path counts."""
+    """Return every distribution that Python would import from, by its normalised name; the first on the path counts."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         if name := distribution.metadata["Name"]:
@@ -195,8 +195,9 @@ def installed() -> dict[str, str]:
 
 
 def release(version: str) -> Version | None:
-    """For comparison: prereleases and local builds count as their release; None for what is no version."""
-    from packaging.version import InvalidVersion, Version  # torch brings it; a login node may lack both
+    """Parse a version for comparison: prereleases and local builds count as their release; None if it isn't a
+    version."""
+    from packaging.version import InvalidVersion, Version  # installed with torch; a login node may lack both
 
     try:
         return Version(Version(version).base_version)
@@ -210,7 +211,7 @@ def older(version: str, than: str) -> bool:
 
 
 def check_libraries(c: Context, loaded: Loaded) -> list[Result]:
-    """On a machine that only plans, missing libraries are no fault."""
+    """Check library versions. On a machine that only plans, missing libraries are not an error."""
     if c.elsewhere:
         return [not_here("libraries", "the image's Python")]
     if c.alone and "torch" not in c.have:
@@ -254,7 +255,7 @@ def check_trackers(loaded: Loaded) -> list[Result]:
 
 
 def check_cuda(c: Context, gpus: Gpus) -> Result:
-    """torch's CUDA against the driver."""
+    """Compare torch's CUDA version with the driver."""
     if "torch" not in c.have:
         return skipped("CUDA", "torch is not installed")
     try:
@@ -271,14 +272,14 @@ def check_cuda(c: Context, gpus: Gpus) -> Result:
         return skipped("CUDA", f"{seen}; {'its oldest driver is not known' if driver else 'there is no driver here'}")
     if not older(driver, least):
         return passed("CUDA", f"{seen}, driver {driver}")
-    if torch.cuda.is_available():  # NVIDIA's images bring libraries that make it start on an older driver
+    if torch.cuda.is_available():  # NVIDIA's images have libraries that make it work with an older driver
         return passed("CUDA", f"{seen}; it starts on driver {driver}, older than {least}")
     hint = "use a node with a newer driver, or an image with an older CUDA"
     return failed("CUDA", f"{seen}, which needs driver {least}; this one is {driver}", hint)
 
 
 def check_model_class(c: Context, family: Family) -> tuple[Any, Result]:
-    """The class that is trained, imported as training will."""
+    """Import the model class as training will."""
     version, name = c.have.get("transformers"), family.causal_lm
     if version is None or "torch" not in c.have:
         return None, skipped("model class", f"{'transformers' if version is None else 'torch'} is not installed")
@@ -295,10 +296,12 @@ def check_model_class(c: Context, family: Family) -> tuple[Any, Result]:
 
 
 def check_attention(c: Context, loaded: Loaded, model: Any) -> Result:
-    """Whether the configured implementation is installed, and the model class takes it."""
+    """Check that the configured implementation is installed and the model class supports it."""
     family = None if c.plan is None or isinstance(c.plan, ScriptPlan) else c.plan.base.family
     name = loaded.run.model.attn_implementation or (family.usual_attention if family else "sdpa")
-    needs, flag = ATTENTION.get(name, (("kernels", "kernels"), ""))  # else a hub kernel: the run file takes no other
+    needs, flag = ATTENTION.get(
+        name, (("kernels", "kernels"), "")
+    )  # else a hub kernel: the run file allows nothing else
     problem = hint = ""
     if needs and needs[1] not in c.have:
         problem, hint = f"{name} needs {needs[1]}, which is not installed", f"pip install {needs[1]}, or set sdpa"

@@ -1,6 +1,6 @@
 """Checks of this machine: GPUs, InfiniBand, memory, limits, the user's account, and the folders that a run writes to.
 
-Linux's files are read below the context's root, so that a test can plant them.
+Linux's files are read below the context's root, so that a test can replace them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from windlass.variables import unread
 if TYPE_CHECKING:
     from windlass.plan import Plan
 
-IPC_LOCK = 14  # number of that capability, capabilities(7)
-# NCCL registers a few MiB of buffers per connection; an unprivileged pod's default of 64 KiB holds not one.
+IPC_LOCK = 14  # the capability's number, capabilities(7)
+# NCCL registers a few MiB of buffers per connection; an unprivileged pod's default of 64 KiB is less than one.
 LOCKED_LEAST = 64 << 20
 # NCCL shares 1 to 10 MiB per channel and peer between ranks of a node, and 64 MiB is the container runtimes' default.
 SHARED_PER_RANK = 256 << 20
-SHARED_PER_WORKER = 512 << 20  # batches that a loading process holds ready, generously
+SHARED_PER_WORKER = 512 << 20  # batches that a data loader's process prefetches, rounded up
 FILES_LEAST = 4096  # safetensors shards, token files, sockets to each peer, times the ranks of a node
 PROCESSES_LEAST = 1024  # torch, tokenizers and loaders start dozens of threads per rank
 RDMA = ("infiniband", "roce")
@@ -45,7 +45,7 @@ XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 XID_APPLICATION = {13, 31, 43, 45, 68}
 LOG_BYTES = 1 << 20
 OTHER_NODE = "use another node, and have this one drained: nvidia-smi -q shows the GPU's own record"
-# What is read of each GPU: what to do if it is wrong, and how bad that is.
+# Readings of each GPU: what to do if one is wrong, and how bad that is.
 GPU_CHECKS = {
     "GPU memory": ("end what else runs on them, or lower what the run needs", failed),
     "GPU processes": ("end them, or request GPUs that are not shared", failed),
@@ -55,11 +55,11 @@ GPU_CHECKS = {
     "NVLink": (f"set cluster.link: pcie if these GPUs have no NVLink; else {OTHER_NODE}", failed),
 }
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-TOKEN_BYTES = 8  # of the token cache: an id, and whether the loss is computed on it
+TOKEN_BYTES = 8  # per token in the token cache: an id, and whether the loss is computed on it
 
 
 def check_machine(c: Context) -> list[Result]:
-    """What needs no plan is checked without one."""
+    """Check this machine, without a plan as far as possible."""
     gpus = hardware.read_gpus()
     results = [
         *check_limits(c, hardware.this_machine()),
@@ -76,7 +76,7 @@ def check_machine(c: Context) -> list[Result]:
 
 
 def check_limits(c: Context, here: LocalMachine) -> list[Result]:
-    """What this process may use, against the least that any run needs and, with a plan, that this one does."""
+    """Compare this process's limits with the least that any run needs and, with a plan, that this run needs."""
     plan, root = c.plan, c.root
     found = re.findall(r"^Max ([a-z ]+?)\s{2,}(\S+)", read_text(root / "proc/self/limits"), re.MULTILINE)
     limits = {name: math.inf if value == "unlimited" else float(value) for name, value in found}
@@ -85,7 +85,7 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
         limits["processes"] = min(float(group), limits.get("processes", math.inf))
     files, processes, locked = (limits.get(name) for name in ("open files", "processes", "locked memory"))
     seen = {name: "unlimited" if limit == math.inf else f"at most {limit:,.0f}" for name, limit in limits.items()}
-    # The check: what there is (None: not reported), the least, what to do, how bad it is. What was seen is in `seen`.
+    # check: available amount (None: not reported), the least, what to do, how bad it is. `seen` has the text shown.
     rows: dict[str, tuple[float | None, float, str, Callable[..., Result]]] = {
         "open files": (files, FILES_LEAST, f"ulimit -n {FILES_LEAST}, or the node's default", warned),
         "processes": (processes, PROCESSES_LEAST, f"raise the pod's pids limit to {PROCESSES_LEAST} or more", failed),
@@ -110,7 +110,7 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
             seen["host memory"] = f"{here.memory_gib:.1f} GiB{limit}; the run needs {plan.cost.host_gib:.1f}"
             hint = "raise cluster.memory_limit, or choose a layout that loads less per node"
             rows["host memory"] = (here.memory_gib or None, plan.cost.host_gib, hint, failed)
-        if wants_rdma(plan):  # it pins memory: an unlimited memlock, or the capability that lifts it
+        if wants_rdma(plan):  # RDMA pins memory: unlimited memlock, or the capability that lifts it
             effective = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text(root / "proc/self/status"), re.MULTILINE)
             if effective and int(effective[1], 16) >> IPC_LOCK & 1:
                 locked, seen["locked memory"] = math.inf, "IPC_LOCK is effective"
@@ -127,7 +127,8 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
 
 
 def check_account(c: Context, uid: int) -> Result:
-    """A number without an account, as OpenShift gives it: Python's getpass, which torch calls, needs a name."""
+    """Check that the user has a name: OpenShift gives a number without an account, but Python's getpass, which torch
+    calls, needs a name."""
     if name := re.search(rf"^([^:\n]*):[^:\n]*:{uid}:", read_text(c.root / "etc/passwd"), re.MULTILINE):
         return passed("account", f"{name[1]} ({uid})")
     given = next((key for key in ("LOGNAME", "USER", "LNAME", "USERNAME") if c.environ.get(key)), None)
@@ -141,20 +142,20 @@ def wants_rdma(plan: AnyPlan) -> bool:
 
 
 def check_variables(c: Context) -> list[Result]:
-    """Variables for NCCL that nothing reads: a misspelt one sets nothing, and nobody says so."""
+    """Warn about NCCL variables that nothing reads: NCCL ignores a misspelt one without a message."""
     hint = "correct it where it is set: the image, the pod or the shell"
     return [warned(f"variable {name}", problem, hint) for name, problem in unread(c.environ).items()]
 
 
 def check_run_variables(c: Context) -> list[Result]:
-    """The same of those that the run file sets: known without the machine."""
+    """Do the same for the variables in the run file, which needs no machine."""
     found, where = unread(c.loaded.run.cluster.env), c.loaded.where
     hint = "correct it there, or remove it"
     return [warned(f"variable {name}", problem, hint, where(f"cluster.env.{name}")) for name, problem in found.items()]
 
 
 def check_interfaces(c: Context) -> list[Result]:
-    """Each interface that the environment chooses exists, is up and has an address."""
+    """Check that each interface chosen by the environment exists, is up and has an address."""
     hint, results = "set it to one that has an address, or cluster.networks so that the pod gets it", []
     for choice in choices(c.environ, c.plan.layout.nodes if c.plan else 1, c.root):
         title = f"interface {choice.variable}"
@@ -172,7 +173,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def check_hostname(c: Context, addresses: Sequence[str]) -> list[Result]:
-    """gloo, which also connects ranks with GPUs, listens on the address of the host's name by default."""
+    """Check the address of the host's name: gloo, which also connects ranks with GPUs, listens on it by default."""
     alone = c.plan is None or c.plan.layout.nodes == 1 or c.plan.machine.network.name == "loopback"
     if alone or c.environ.get("GLOO_SOCKET_IFNAME"):
         return []
@@ -185,7 +186,7 @@ def check_hostname(c: Context, addresses: Sequence[str]) -> list[Result]:
 
 
 def check_infiniband(c: Context, plan: AnyPlan) -> Result:
-    """As many active ports as the plan counts on, at the rate that the fabric's name states."""
+    """Check for as many active ports as planned, at the rate in the fabric's name."""
     title, network, cards = "InfiniBand", plan.machine.network.name, plan.machine.nics_per_node
     if not wants_rdma(plan):
         return skipped(title, "this run uses none")
@@ -225,7 +226,7 @@ def check_infiniband(c: Context, plan: AnyPlan) -> Result:
 
 
 def check_gpus(c: Context, plan: AnyPlan, found: Gpus) -> list[Result]:
-    """As many as planned, the planned ones, free, healthy, and connected at full width."""
+    """Check that the GPUs are as many and of the kind planned, free, healthy, and connected at full width."""
     wanted, gpus = plan.layout.gpus_per_node, found.gpus
     if plan.machine.gpu.name == "cpu":
         return [skipped("GPUs", "the run computes on the CPU")]
@@ -256,7 +257,7 @@ def check_gpus(c: Context, plan: AnyPlan, found: Gpus) -> list[Result]:
 
 
 def check_gpu_kind(c: Context, plan: AnyPlan, gpus: tuple[GpuReading, ...]) -> Result:
-    """The plan's figures are those of one GPU: that one should be here."""
+    """Check that the GPU is the one for which the plan was made."""
     planned, others = plan.machine.gpu, []
     for gpu in gpus:
         try:
@@ -272,7 +273,7 @@ def check_gpu_kind(c: Context, plan: AnyPlan, gpus: tuple[GpuReading, ...]) -> R
 
 
 def describe_gpu(plan: AnyPlan, gpu: GpuReading) -> dict[str, tuple[str | None, bool]]:
-    """By check: how it reads (None: the driver does not report it), and whether it is wrong."""
+    """Return for each check the reading (None: the driver doesn't report it) and whether it is wrong."""
     processes, throttle, width, widest = gpu.processes, gpu.throttle, gpu.pcie_width, gpu.pcie_width_max
     unknown = gpu.ecc_uncorrected is None and gpu.remap_pending is None
     errors = f"{gpu.ecc_uncorrected or 0} uncorrected" + ", rows wait to be remapped" * bool(gpu.remap_pending)
@@ -294,11 +295,11 @@ def describe_gpu(plan: AnyPlan, gpu: GpuReading) -> dict[str, tuple[str | None, 
 
 
 def check_kernel_log(c: Context) -> Result:
-    """GPU faults in the kernel's log, which most containers may not read."""
+    """Look for GPU faults in the kernel's log, which most containers may not read."""
     title, log = "GPU faults (Xid)", b""
     try:
         file = os.open(c.root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-        try:  # a record per read, without waiting for a new one
+        try:  # each read returns one record, without waiting for a new one
             while len(log) < LOG_BYTES and (record := os.read(file, 8192)):
                 log += record
         except BlockingIOError:  # all of it is read
@@ -316,12 +317,13 @@ def check_kernel_log(c: Context) -> Result:
 
 
 def existing(path: Path) -> Path:
-    """The deepest folder of a path that exists: where a missing one would be made."""
+    """Return the deepest folder of a path that exists: a missing one would be created there."""
     return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
 
 
 def try_folder(folder: Path) -> str:
-    """Why files can't be written, locked and renamed in a folder (or where it would be made); empty if they can."""
+    """Return why files can't be written, locked and renamed in a folder (or where it would be created); empty if they
+    can."""
     place = existing(folder)
     if not place.is_dir():
         return f"{place} is a file"
@@ -342,7 +344,7 @@ def try_folder(folder: Path) -> str:
 
 
 def check_run_folder(c: Context) -> Result:
-    """The run folder, which all nodes share."""
+    """Check the run folder, which all nodes share."""
     folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
     if c.elsewhere and not folder.is_dir():
         return not_here("run folder", str(folder))
@@ -354,7 +356,7 @@ def check_run_folder(c: Context) -> Result:
 
 
 def check_disk_space(c: Context, free: float | None = None) -> Result:
-    """Space for what the run has yet to write; a warning for the merged model that an export may write."""
+    """Check for space for the files still to be written; only warn for the merged model of a possible export."""
     if c.plan is None or isinstance(c.plan, ScriptPlan):
         return skipped("disk space", NO_PLAN if c.plan is None else "what a script writes is not known")
     folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
@@ -372,12 +374,12 @@ def check_disk_space(c: Context, free: float | None = None) -> Result:
 
 
 def space_needed(plan: Plan) -> tuple[float, float, str]:
-    """Bytes that the run has yet to write, bytes of a merged model, and the former in words."""
+    """Return the bytes still to be written, the bytes of a merged model, and the former in words."""
     schedule, adapter, run = plan.schedule, plan.adapter, plan.loaded.run
     kept = schedule.checkpoints_kept
-    if kept is None:  # the number of rows is not known: the limit, or at least one
+    if kept is None:  # unknown number of rows: use the limit, or at least one
         kept = run.train.save_total_limit or 1
-    # One more than is kept: the newest is complete before the oldest goes.
+    # One more than is kept: the newest is complete before the oldest is deleted.
     checkpoints = (kept + 1 if kept else 0) * schedule.checkpoint_bytes
     final = adapter.trainable * adapter.dtype_bytes
     tokens = (schedule.steps_per_epoch or 0) * schedule.tokens_per_step * TOKEN_BYTES
@@ -387,14 +389,14 @@ def space_needed(plan: Plan) -> tuple[float, float, str]:
         used = 0
         for path in Path(run.train.output_dir, folder).rglob("*"):
             with suppress(OSError):  # a checkpoint that is being removed
-                used += path.lstat().st_blocks * 512  # man inode: in such units
+                used += path.lstat().st_blocks * 512  # man inode: units of 512 bytes
         there += min(most, used)
     words += f", of which {size(there)} are there" if there else ""
     return checkpoints + final + tokens - there, plan.total * BYTES[run.model.torch_dtype], words
 
 
 def check_caches(c: Context) -> list[Result]:
-    """HOME, temporary files and the caches that libraries write during a run."""
+    """Check HOME, the temporary folder and the caches that libraries write during a run."""
     home, temporary, results = c.environ.get("HOME", ""), tempfile.gettempdir(), []
     for name, default in {
         "HOME": "",

@@ -42,9 +42,9 @@ COUNT, PORTS, CLOCKS, VOLUME = "number of nodes", "ports", "clocks", "shared vol
 # A collective would hang on any of these.
 NEEDED_TO_MEASURE = {NODES, PORTS, *(f"interface {variable}" for variable in EXACT)}
 CONNECT_SECONDS = 5.0
-SKEW_WARN_SECONDS = 1.0  # logs of two nodes no longer tell what came first
-SKEW_FAIL_SECONDS = 60.0  # locks, caches and certificates go by times of change
-END_BYTES = 64 << 10  # of each file, this much from its beginning and its end: it is compared, not proven
+SKEW_WARN_SECONDS = 1.0  # the order of events in two nodes' logs becomes unclear
+SKEW_FAIL_SECONDS = 60.0  # locks, caches and certificates depend on timestamps
+END_BYTES = 64 << 10  # read from each file's beginning and end: a comparison, not a proof
 SEEN_SECONDS = 10.0  # NFS clients may show a folder as it was for some seconds
 # What must be the same on every node, and what to do if it isn't.
 SAME = {
@@ -61,8 +61,8 @@ SAME = {
 def check_nodes(
     c: Context, mine: Sequence[Result], seconds: float, say: Callable[[str], None]
 ) -> tuple[list[Result], bool]:
-    """What all nodes found, the same on each of them, and whether this one prints it. `mine`: what this node found by
-    itself; it joins whatever that was."""
+    """Return all nodes' results, the same on each node, and whether this node prints them. `mine`: this node's own
+    results; it joins whatever they are."""
     try:
         node = this_node(c.environ)
     except UserError as error:
@@ -91,7 +91,7 @@ def check_nodes(
 def compare_nodes(
     rendezvous: Rendezvous, c: Context, mine: Sequence[Result], name: str, seconds: float
 ) -> list[Result]:
-    """The rounds, in an order in which each explains the failures of those after it."""
+    """Run the rounds of checks, in an order in which each explains failures of later ones."""
     # The others reach this node on the interface configured for the libraries, else where it joined.
     chosen = (address for choice in choices(c.environ, 1, c.root) for _, address in choice.addresses)
     folder, where = Path(c.loaded.run.folder), c.loaded.where(c.loaded.run.folder_key)
@@ -120,7 +120,7 @@ def compare_nodes(
         results.append(failed(NODES, seen, hint))
     else:
         results.append(passed(NODES, f"{len(names)} joined: {', '.join(names)}"))
-    # That nobody reaches a node that is gone is no fault of the network's.
+    # That nobody reaches a node that left is not a network fault.
     reports = [row and {to: answer for to, answer in row.items() if names[int(to)] not in left} for row in reports]
     results += [check_ports(reports, names), check_clocks(reports, names)]
     if wrong := "; ".join(f"{name}: {row}" for name, row in zip(names, volumes, strict=True) if row):
@@ -133,7 +133,7 @@ def compare_nodes(
 
 
 def merge(by_rank: Sequence[Sequence[dict[str, Any]] | None], names: Sequence[str]) -> list[Result]:
-    """Each node's own results, under its name; once if all nodes report the very same."""
+    """Merge the nodes' own results under their names; a result that all share appears once."""
     rows: dict[Result, list[str]] = {}
     for results, name in zip(by_rank, names, strict=True):
         for result in results or ():
@@ -147,7 +147,7 @@ def merge(by_rank: Sequence[Sequence[dict[str, Any]] | None], names: Sequence[st
 
 @contextmanager
 def serve_time(clock: Callable[[], float] = time.time) -> Iterator[int]:
-    """A port of this node that tells everyone who connects the time."""
+    """Serve this node's time on a port to everyone who connects."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=64)
@@ -167,7 +167,7 @@ def serve_time(clock: Callable[[], float] = time.time) -> Iterator[int]:
 
 
 def read_time(address: str, port: int) -> tuple[str, float | None]:
-    """Why a node can't be reached (empty if it can), and how far its clock is ahead of this one's."""
+    """Return why a node can't be reached (empty if it can), and how far its clock is ahead of this one's."""
     began = time.time()
     try:
         with socket.create_connection((address, port), timeout=CONNECT_SECONDS) as end, end.makefile("rb") as lines:
@@ -180,7 +180,7 @@ def read_time(address: str, port: int) -> tuple[str, float | None]:
 
 
 def check_ports(reports: Sequence[Mapping[str, Any] | None], names: Sequence[str]) -> Result:
-    """From each node to each other. A node that nobody reaches is named before pairs are."""
+    """Check connections from each node to each other. A node that nobody reaches is named before pairs are."""
     if not any(reports):
         return skipped(PORTS, "no node reports whom it reaches")
     seen = []
@@ -199,7 +199,7 @@ def check_ports(reports: Sequence[Mapping[str, Any] | None], names: Sequence[str
 
 
 def check_clocks(reports: Sequence[Mapping[str, Any] | None], names: Sequence[str]) -> Result:
-    """Each node's clock against node 0's."""
+    """Compare each node's clock with node 0's."""
     rows = {name: row.get("0", ("", None))[1] for name, row in zip(names, reports, strict=True) if row}
     behind = {name: offset for name, offset in rows.items() if offset is not None}
     if not behind:
@@ -212,7 +212,7 @@ def check_clocks(reports: Sequence[Mapping[str, Any] | None], names: Sequence[st
 
 
 def facts(c: Context) -> dict[str, Any]:
-    """By the keys of SAME, texts to compare, or several by name; None for what can't be read."""
+    """Return by the keys of SAME a text to compare, or several by name; None for what can't be read."""
     model = data = None
     if c.plan is not None and not isinstance(c.plan, ScriptPlan) and c.plan.base.path:
         model = file_digest([*sorted(c.plan.base.path.glob("*.safetensors")), c.plan.base.path / "config.json"])
@@ -236,7 +236,7 @@ def facts(c: Context) -> dict[str, Any]:
 
 
 def file_digest(paths: Iterable[Path]) -> str | None:
-    """Of names, sizes and ends of files; a folder stands for the files in it. None if one can't be read."""
+    """Hash names, sizes and ends of files; a folder stands for the files in it. None if one can't be read."""
     found = hashlib.blake2b(digest_size=12)
     try:
         for path in dict.fromkeys(paths):
@@ -252,7 +252,8 @@ def file_digest(paths: Iterable[Path]) -> str | None:
 
 
 def compare(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
-    """One result for each fact. The nodes in the minority are named; of equal numbers, the first node's side counts."""
+    """Return one result for each fact. Nodes in the minority are named; in a tie, the first node's side counts as
+    usual."""
     results = []
     for key, hint in SAME.items():
         title, found = f"same {key}", {name: each[key] for name, each in by_node.items()}
@@ -265,7 +266,7 @@ def compare(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
         items = sorted({item for value in several.values() for item in value})
         for item in () if blind else items:
             texts = {name: value.get(item, "none") for name, value in several.items()}
-            usual = max(texts.values(), key=list(texts.values()).count)  # of equally common ones the first
+            usual = max(texts.values(), key=list(texts.values()).count)  # in a tie the first
             odd += [f"{name} has {item and f'{item}='}{text}" for name, text in texts.items() if text != usual]
         seen = "; ".join(odd[:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else "")
         if odd:  # nodes of two kinds may need different variables, so these only warn
@@ -278,7 +279,7 @@ def compare(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
 
 
 def share_volume(rendezvous: Rendezvous, folder: Path) -> str:
-    """A file that node 0 writes and renames, as every node sees it. Returns what went wrong here."""
+    """Check that every node sees a file that node 0 writes and renames. Return what went wrong here."""
     place, token, wrong = existing(folder), secrets.token_hex(8), ""
     path = place / f".windlass-{token}"
     if rendezvous.node.rank == 0:
@@ -293,14 +294,14 @@ def share_volume(rendezvous: Rendezvous, folder: Path) -> str:
         with suppress(OSError):
             seen = Path(name).read_text() == token
         time.sleep(0.0 if seen else 0.2)
-    rendezvous.gather(None)  # all have looked
+    rendezvous.gather(None)  # all have checked
     if rendezvous.node.rank == 0 and not wrong:
         path.unlink(missing_ok=True)
     return wrong or ("" if seen else f"what node 0 wrote in {place} does not show here")
 
 
 def measure_speed(rendezvous: Rendezvous, c: Context, hanging: Sequence[str], names: Sequence[str]) -> list[Result]:
-    """Only if it can work everywhere: a collective with a node missing hangs."""
+    """Measure only if it can work everywhere: a collective with a node missing hangs."""
     wrong = "torch is not installed" if "torch" not in c.have else NO_PLAN if c.plan is None else ""
     able = rendezvous.gather(wrong)
     lacking = [f"{names[rank]}: {'gone' if word is None else word}" for rank, word in enumerate(able) if word != ""]
@@ -312,7 +313,7 @@ def measure_speed(rendezvous: Rendezvous, c: Context, hanging: Sequence[str], na
     gpus = speed.check_gpu_speed(c.plan, speeds, names)
     measured = bandwidth.measure(rendezvous, int(local_rank) if local_rank.isdigit() else 0)
     transports = rendezvous.gather([asdict(bandwidth.check_transport(c.plan, measured.log))])
-    # What was measured with a node gone shows that alone.
+    # If a node has left, the measurements show only that.
     if gone := [names[rank] for rank, row in enumerate(transports) if row is None]:
         return [failed(NODES, f"{', '.join(gone)} left while speed was measured", "see its log and events")]
     return [gpus, *bandwidth.check_speed(c.plan, measured, names), *merge(transports, names)]

@@ -1,4 +1,4 @@
-"""What checks read, what one of them found, what all of them come to, and the table that shows it."""
+"""The input of checks, the result of one, the report of all, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 PASS, WARN, FAIL, SKIPPED = "pass", "warn", "fail", "skipped"
 STYLES = {SKIPPED: "dim", PASS: "green", WARN: "yellow", FAIL: "bold red"}  # from the mildest to the gravest
-NODES = "nodes"  # whether all nodes came and stayed: the one check that a retry may pass
+NODES = "nodes"  # whether all nodes joined and stayed: the only check that a retry may pass
 ALONE, HERE, IN_POD = "alone", "here", "in-pod"
 NO_PLAN = "there is no plan"
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What checks read: the run, and this machine."""
+    """The input of checks: the run and this machine."""
 
     loaded: Loaded | LoadedScript
     plan: AnyPlan | None
@@ -40,7 +40,8 @@ class Context:
 
     @property
     def elsewhere(self) -> bool:
-        """A run for another platform finds its libraries and volumes there, not on the machine that plans it."""
+        """Return whether libraries and volumes are on another machine: a run for another platform is only planned
+        here."""
         return self.alone and self.loaded.run.cluster.platform != "local"
 
 
@@ -50,8 +51,8 @@ class Result:
     verdict: str
     seen: str  # what was found, with figures if there are any; why it was skipped
     hint: str = ""
-    where: str = ""  # the place in the run file that asks for it
-    node: str = ""  # which node, when several were checked
+    where: str = ""  # the place in the run file that requires it
+    node: str = ""  # the node, if several were checked
     elsewhere: bool = False  # skipped because only the machines of the run can tell
 
     @property
@@ -81,13 +82,13 @@ def not_here(name: str, what: str) -> Result:
 
 
 def refused(name: str, problems: Iterable[Problem]) -> list[Result]:
-    """What another part of windlass refuses, as failed checks."""
+    """Convert errors from other parts of windlass to failed checks."""
     return [failed(name, problem.problem, problem.hint, problem.where) for problem in problems]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All results; the same on every node if nodes met."""
+    """All results; the same on every node if the nodes connected."""
 
     depth: str
     results: tuple[Result, ...]
@@ -96,7 +97,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The gravest. Skipped checks don't make a pass: if nothing was checked, it is `skipped`."""
+        """Return the worst result. Skipped checks don't count as passed: if nothing was checked, it is `skipped`."""
         return max((result.verdict for result in self.results), key=list(STYLES).index, default=SKIPPED)
 
     @property
@@ -116,7 +117,7 @@ class Report:
         return {**head, "seconds": seconds, "results": results}
 
     def write(self, folder: Path) -> Path | None:
-        """check.json into the run folder if that exists; a folder that refuses it was reported by a check."""
+        """Write check.json to the run folder if that exists; a check has reported a folder that can't be written."""
         with suppress(OSError):
             if folder.is_dir():
                 write_json(folder / "check.json", self.as_dict())
@@ -125,7 +126,7 @@ class Report:
 
 
 def leave_error(report: Report, environ: Mapping[str, str]) -> None:
-    """For the process next to this one that tells the other nodes why this one ends: as ranks leave theirs."""
+    """Leave the error where ranks leave theirs, for the process next to this one that sends it to the other nodes."""
     status_dir = environ.get("WINDLASS_STATUS_DIR")
     if status_dir and (seen := "; ".join(f"{result.title}: {result.seen}" for result in report.failures)):
         text = json.dumps({"problems": [{"where": "windlass check", "problem": seen}], "time": time.monotonic()})
@@ -134,7 +135,7 @@ def leave_error(report: Report, environ: Mapping[str, str]) -> None:
 
 
 def show(report: Report) -> None:
-    """Each check with what was seen, below it how to go on; the verdict last. Long words such as paths are not cut."""
+    """Print each check with its finding and a hint, then the verdict. Long words such as paths are not cut."""
     from rich.console import Console
     from rich.text import Text
 

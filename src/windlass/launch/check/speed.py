@@ -1,4 +1,4 @@
-"""How fast each GPU of a node is, against its kind and the other nodes': the short form of `windlass calibrate`."""
+"""The speed of each GPU of a node, compared with its kind and the other nodes': a short `windlass calibrate`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from windlass.launch.check.results import Context, Result, passed, skipped, warn
 if TYPE_CHECKING:
     from windlass.plan.script import AnyPlan
 
-Speeds = Mapping[str, Mapping[str, float]]  # by GPU of a node: what to its rate
-SLOW_SHARE = 0.75  # of its kind or of the other GPUs: lowered clocks, a bad slot, another process on it
+Speeds = Mapping[str, Mapping[str, float]]  # GPU of a node -> measurement -> rate
+SLOW_SHARE = 0.75  # of its kind's or the other GPUs' rate: lowered clocks, a bad slot, another process
 SIDE, ELEMENTS, COPIED = 4096, 1 << 27, 256 << 20  # of the product, the addition and the copy
 UNITS = {"products": "TFLOP/s", "memory": "GB/s", "host link": "GB/s"}
 TITLE = "GPU speed"
 
 
 def measure_gpus(local_rank: str | None = None) -> Speeds:
-    """About a second each. `local_rank`: that one alone, if each rank checks for itself."""
+    """Measure the GPUs, about a second each. `local_rank`: only that one, if each rank checks for itself."""
     import torch
 
     from windlass import measure
@@ -39,14 +39,14 @@ def measure_gpus(local_rank: str | None = None) -> Speeds:
 
 
 def check_here(c: Context) -> list[Result]:
-    """The only node's, if they can be measured."""
+    """Measure the only node's GPUs if possible."""
     if c.plan is None or "torch" not in c.have or c.plan.machine.gpu.name == "cpu":
         return []
     return [check_gpu_speed(c.plan, [measure_gpus(c.environ.get("LOCAL_RANK"))], [""])]
 
 
 def check_gpu_speed(plan: AnyPlan, by_node: Sequence[Speeds | None], names: Sequence[str]) -> Result:
-    """Each rate of each GPU against the plan's figure for such a GPU, and against the median of all."""
+    """Compare each rate of each GPU with the plan's figure for such a GPU and the median of all."""
     rates, basis = plan.machine.rates, plan.machine.rates.basis
     kind = {
         "products": interpolate(rates.products["bfloat16"], SIDE, SIDE),
