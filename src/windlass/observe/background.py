@@ -1,4 +1,4 @@
-"""Writes a run's report while it trains, in a process of its own that reads the run folder's files."""
+"""Write a run's report while it trains, in a separate process that reads the run folder's files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from windlass import run_folder
 
-FINISH_SECONDS: Final = 120  # that the end of a run waits for its report
-LEAST_SECONDS: Final = 15  # from one report to the next: tiny runs save several times a second
+FINISH_SECONDS: Final = 120  # how long the end of a run waits for its report
+LEAST_SECONDS: Final = 15  # between reports: tiny runs save several times a second
 STREAMS: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
 
 
 class BackgroundReport:
-    """at_exit: also write it when an exception ends the program."""
+    """Writes reports in a process. at_exit: also when an exception ends the program."""
 
     def __init__(self, folder: Path, *, at_exit: bool = False) -> None:
         self.folder = folder
@@ -29,7 +29,7 @@ class BackgroundReport:
             atexit.register(self.finish)
 
     def start(self) -> None:
-        """At a save: without waiting, and not while the last one is still being written, or was just started."""
+        """Start a report at a save, without waiting, unless the last one is unfinished or was just started."""
         writing = self.process is not None and self.process.poll() is None
         if not writing and time.monotonic() - self.started >= LEAST_SECONDS:
             self.started = time.monotonic()
@@ -39,7 +39,7 @@ class BackgroundReport:
                 print(f"the report can't be written: {error}", file=sys.stderr)
 
     def finish(self) -> None:
-        """At the end of the run, however it ended. A run without a step has no report."""
+        """Write the report at the end of the run, however it ended. A run without a step has no report."""
         atexit.unregister(self.finish)
         if not run_folder.step_files(self.folder):
             return

@@ -1,4 +1,4 @@
-"""What speaks against a run though nothing failed, for the report and for the live view."""
+"""Find concerns about a run in which nothing failed, for the report and for the live view."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from windlass.observe.reader import NAN, median
 
-MIN_STEPS: Final = 20  # before clipping and step times are judged
+MIN_STEPS: Final = 20  # before clipping and step times are checked
 CLIPPED_SHARE: Final = 0.9  # of the steps
 DRIFT: Final = 2.0  # times the share that a layer's busiest expert had at the start
 SLOWER: Final = 1.5  # times the planned seconds per step
@@ -23,7 +23,7 @@ def find_concerns(
     step_seconds: tuple[float, float],
     peak_gib: tuple[float, float],
 ) -> list[str]:
-    """One sentence each. Pairs: planned and measured, NaN if unknown.
+    """Return one sentence per concern. Pairs: planned and measured, NaN if unknown.
 
     busiest: for each sampled step, of each layer, the busiest expert's share x experts."""
     found = []
@@ -42,7 +42,8 @@ def find_concerns(
 
 
 def _expert_drift(busiest: Sequence[Sequence[float]]) -> tuple[int, float, float]:
-    """The layer whose busiest expert gained most, with medians of the first and the last quarter of the samples."""
+    """Return the layer whose busiest expert gained most, with medians of the first and the last quarter of the
+    samples."""
     quarter = len(busiest) // 4
     if not quarter:
         return 0, NAN, NAN

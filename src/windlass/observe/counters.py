@@ -21,7 +21,7 @@ PCIE_SECONDS: Final = 10.0  # between two PCIe readings, which block the host fo
 
 
 class Counters:
-    """One rank's. Totals become differences between two samples. `unmeasured`: what this machine lacks, and why."""
+    """One rank's counters. Totals become differences between two samples. `unmeasured`: missing counters, and why."""
 
     def __init__(self, device: torch.device, infiniband: Path = INFINIBAND) -> None:
         self.device = device
@@ -40,7 +40,7 @@ class Counters:
         self.pcie_at = -PCIE_SECONDS
 
     def sample(self) -> dict[str, Any]:
-        """The fields of one sample; what can't be measured is left out."""
+        """Return the fields of one sample, without those that can't be measured."""
         now, load = self._read()
         change = {name: now[name] - self.before[name] for name in now}
         self.before = now
@@ -71,7 +71,7 @@ class Counters:
         return gpu
 
     def _read(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """What only grows, and the GPU's load. Totals are named as the fields that their differences become."""
+        """Read the totals, and the GPU's load. Totals are named like the fields that their differences become."""
         usage, now = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
         totals = {"seconds": now, "cpu_seconds": usage.ru_utime + usage.ru_stime, "page_faults": usage.ru_majflt}
         for way, name in (("sent", "port_xmit_data"), ("received", "port_rcv_data")) if self.ports else ():
@@ -91,7 +91,7 @@ class Counters:
 
 
 def nvml_gpu_stats() -> list[dict[str, Any]]:
-    """One dict per GPU of this machine, with the field names of the step files; no GPU or no NVML: an empty list."""
+    """Return one dict per GPU of this machine, with the step files' field names; empty without a GPU or NVML."""
     nvml, gpus, found = Nvml(), read_gpus(health=False).gpus, []
     for gpu, handle in zip(gpus, nvml.handles() if gpus else (), strict=True):
         memory = {"memory_total_gib": gpu.memory_gib, "memory_used_gib": gpu.memory_gib - gpu.free_gib}
@@ -100,7 +100,7 @@ def nvml_gpu_stats() -> list[dict[str, Any]]:
 
 
 def rss_gib() -> float:
-    """Resident memory of this process; where there is no /proc, its peak."""
+    """Return the resident memory of this process; without /proc, its peak."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
     except OSError:
@@ -108,7 +108,7 @@ def rss_gib() -> float:
 
 
 def infiniband_ports(root: Path = INFINIBAND) -> list[Path]:
-    """Counter folders of the ports that are up."""
+    """Return the counter folders of the ports that are up."""
     return [
         port / "counters"
         for port in sorted(root.glob("*/ports/*"))
@@ -124,7 +124,7 @@ def _read(path: Path) -> str:
 
 
 def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
-    """What the report shows under "Hardware"."""
+    """Return the facts that the report shows under "Hardware"."""
     here, found = this_machine(), read_gpus(health=False)
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
@@ -147,7 +147,7 @@ def machine_facts(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def print_hw_summary() -> None:
-    """One line per fact about this machine; no GPU is a fact too."""
+    """Print one line per fact about this machine, including that it has no GPU."""
     facts = machine_facts()
     gpus = "; ".join(f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB" for gpu in facts["gpus"])
     rows = {

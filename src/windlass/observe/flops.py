@@ -1,4 +1,4 @@
-"""Arithmetic of one token, counted on the live model, and the rates that follow: tokens/s, TFLOP/s, MFU."""
+"""FLOPs of one token, counted on the live model, and the rates computed from them: tokens/s, TFLOP/s, MFU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.errors import UserError
 
 
 def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Every module that chooses experts, in the order of the layers, with the number of experts.
+    """Return every module that chooses experts, in the order of the layers, with the number of experts.
 
     transformers' routers all return (logits, weights, indices) and have `num_experts` and `top_k`.
     """
@@ -28,7 +28,7 @@ def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Forward and backward of one token; recomputation is separate. What attention adds grows with the sequence."""
+    """Forward and backward FLOPs of one token; recomputation is separate. Attention adds more for longer sequences."""
 
     weights: float
     attention: float = 0.0
@@ -44,7 +44,7 @@ class Flops:
 
 
 def count(model: nn.Module, *, recomputes: bool) -> Flops:
-    """2 per weight in forward, 2 for the gradient of the input, 2 more only for trainable weights.
+    """Count 2 per weight in forward, 2 for the gradient of the input, 2 more only for trainable weights.
 
     A token passes through top_k of its layer's experts; an embedding lookup multiplies nothing; causal attention
     reads half the sequence on average. Shapes are the unsharded model's, also where a rank stores a shard.
@@ -75,7 +75,7 @@ def count(model: nn.Module, *, recomputes: bool) -> Flops:
 
 
 def _share_of_a_token(name: str, parameter: Tensor, chosen: list[tuple[int, int]]) -> float:
-    """Share of a weight that one token uses: all of it, unless it stacks experts.
+    """Return the share of a weight that one token uses: all of it, unless it stacks experts.
 
     Experts are stacked in the first dimension (of which a rank may store a part), their adapters in the rows.
     """
@@ -89,7 +89,7 @@ def _share_of_a_token(name: str, parameter: Tensor, chosen: list[tuple[int, int]
 
 
 class Rates:
-    """A step's tokens and seconds -> its rates. FLOPs are counted on `model` unless given by the plan."""
+    """Converts a step's tokens and seconds to rates. FLOPs are counted on `model` unless given by the plan."""
 
     def __init__(
         self,

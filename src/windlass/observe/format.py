@@ -1,4 +1,4 @@
-"""Numbers for reading. A dash for what is unknown, whatever it is."""
+"""Format numbers for display, with a dash for anything unknown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _is_number(value: Any) -> bool:
 
 
 def figure(value: Any, unit: str = "", digits: int = 3) -> str:
-    """12,345 or 1.23 or 4.2e-05."""
+    """Format as 12,345 or 1.23 or 4.2e-05."""
     if not _is_number(value):
         return NONE
     size = abs(value)
@@ -33,7 +33,7 @@ def percent(share: Any, digits: int = 0) -> str:
 
 
 def count(value: Any) -> str:
-    """Millions and more short: 27.5 M."""
+    """Shorten millions and more: 27.5 M."""
     if not _is_number(value):
         return NONE
     for scale, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):

@@ -1,4 +1,4 @@
-"""The recorder for users' own scripts: `StepProfiler` for any PyTorch loop, `LLMStepProfiler` for a Trainer."""
+"""Step profilers for users' own scripts: `StepProfiler` for any PyTorch loop, `LLMStepProfiler` for a Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 class _Profiler:
-    """What both have: settings, the recorder while a training runs, and the report."""
+    """The base of both profilers: settings, the recorder during a training run, and the report."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class _Profiler:
         self.background: BackgroundReport | None = None
 
     def _record(self, folder: Path, rank: int, ranks: int, device: torch.device | str, **options: Any) -> Recorder:
-        """Not started yet."""
+        """Create the recorder, not started yet."""
         if self.report and rank == 0:
             self.background = BackgroundReport(folder, at_exit=True)
         options |= {"sample_every": self.debug_freq, "about": self.about}
@@ -137,11 +137,11 @@ class StepProfiler(_Profiler):
 
     @property
     def latest(self) -> dict[str, Any]:
-        """The last record that was written."""
+        """Return the last record that was written."""
         return self.recorder.latest if self.recorder is not None else {}
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches. What comes between two rounds over a loader (setting up, evaluating) is a pause."""
+        """Yield the loader's batches. Time between two passes over a loader (setup, evaluation) is a pause."""
         if self._running().between_steps:
             self.mark(PAUSE)
         for batch in loader:
@@ -149,7 +149,7 @@ class StepProfiler(_Profiler):
             yield batch
 
     def mark(self, phase: str) -> None:
-        """The time since the last mark was spent on `phase`, one of steps.PHASES."""
+        """Count the time since the last mark as `phase`, one of steps.PHASES."""
         self._running().mark(phase)
 
     def step(
@@ -161,14 +161,14 @@ class StepProfiler(_Profiler):
         learning_rate: float | None = None,
         epoch: float | None = None,
     ) -> None:
-        """The optimizer step is over: its line is written as soon as its times are known."""
+        """End the optimizer step: its line is written as soon as its times are known."""
         self.made += 1
         values: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "epoch": epoch}
         values[self.unit] = int(items)
         self._running().end_step(self.made, **values)
 
     def event(self, kind: str, **numbers: float) -> None:
-        """An evaluation (`eval`, best with `eval_loss`), a `save`, or another event of the script's."""
+        """Log an evaluation (`eval`, best with `eval_loss`), a `save`, or another event of the script's."""
         self._running().event(kind, self.made, **numbers)
         if kind == "save" and self.background is not None:
             self.background.start()
@@ -190,7 +190,7 @@ class LLMStepProfiler(_Profiler):
     report: write report.html at every save and at the end, also if an exception ends the script.
     """
 
-    # Events of the Trainer that end a phase, and nothing else.
+    # Events of the Trainer that only end a phase.
     ENDS: Final = {"on_step_begin": "data", "on_substep_end": "backward", "on_optimizer_step": "optimizer"}
 
     def __init__(
@@ -209,7 +209,7 @@ class LLMStepProfiler(_Profiler):
         self.seq_len = seq_len
         self.flops = {"flops_per_token": flops_per_token, "recompute_flops_per_token": recompute_flops_per_token}
         self.hooks: list[RemovableHandle] = []
-        self.idle = 0.0  # since when the Trainer has been doing something else than training
+        self.idle = 0.0  # when the Trainer stopped training for something else
         self.logged = 0
         self._new_step()
 
@@ -220,11 +220,12 @@ class LLMStepProfiler(_Profiler):
         self.summed = False  # the losses are shares of the step's loss, not means of their own
 
     def note(self, **values: Any) -> None:
-        """What a training loop knows better than hooks do of the running step: loss, grad_norm …"""
+        """Note values of the running step that a training loop knows better than hooks do: loss, grad_norm …"""
         self.values.update(values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """The Trainer calls every event of TrainerCallback; those not written below end a phase, or need nothing."""
+        """Handle events that have no method below: the Trainer calls all of TrainerCallback's. They end a phase or do
+        nothing."""
         if not name.startswith("on_"):
             raise AttributeError(name)
         phase = self.ENDS.get(name)

@@ -1,4 +1,4 @@
-"""Reads a run folder's JSON lines while they grow or afterwards; damaged and half-written ones are passed over."""
+"""Read a run folder's JSON lines while they grow or afterwards; damaged and incomplete ones are skipped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.observe import steps
 
 NAN: Final = math.nan
 CHUNK: Final = 2048  # lines that are parsed together
-HEAD, SAMPLE = 8 * 1024, 2 * 1024  # bytes that are read at the start of a long file, and at each of its other places
+HEAD, SAMPLE = 8 * 1024, 2 * 1024  # bytes read at the start of a long file, and at each of its other places
 MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
 OBJECTS: Final = ("experts", "gpu_throttle", "skipped", "non_finite", "source_loss")  # fields that are not numbers
 
@@ -27,7 +27,7 @@ Record = dict[str, Any]  # a line
 
 
 class Tail:
-    """The complete lines that were added to a file since the last reading. A file that became shorter is read anew."""
+    """Reads the complete lines added to a file since the last reading. A file that became shorter is read anew."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.at, self.line, self.table = path, 0, 0, Table()
@@ -38,7 +38,7 @@ class Tail:
             self.at = self.path.stat().st_size
 
     def lines(self) -> Iterator[list[bytes]]:
-        """In chunks."""
+        """Yield the new lines in chunks."""
         with suppress(OSError), self.path.open("rb") as file:
             if file.seek(0, 2) < self.at:
                 self.at = self.line = 0
@@ -52,18 +52,18 @@ class Tail:
                     return
 
     def sampled(self, places: int) -> list[bytes]:
-        """Some whole lines at each of so many places, from the first to the last line of the file."""
+        """Return some complete lines at each of `places` places, from the first to the last line of the file."""
         lines: list[bytes] = []
         with suppress(OSError), self.path.open("rb") as file:
             end = file.seek(0, 2)
             for place in range(places):
                 size = SAMPLE if place else HEAD
                 file.seek(max(0, min(end * place // (places - 1), end - size)))
-                lines += file.read(size).split(b"\n")[1 if place else 0 : -1]  # the first and the last are cut
+                lines += file.read(size).split(b"\n")[1 if place else 0 : -1]  # the first and the last are incomplete
         return lines
 
     def chunks(self, lines_of: Iterable[list[bytes]] | None = None) -> Iterator[list[Record]]:
-        """The objects of all new lines, or of these."""
+        """Yield the objects of all new lines, or of `lines_of`."""
         for lines in self.lines() if lines_of is None else lines_of:
             try:
                 records = [*map(self.table.decode, _decode(b"[%b]" % b",".join(lines)))]
@@ -76,7 +76,7 @@ class Tail:
                         if (value := self.table.decode(_decode(line))) is not None:
                             records.append(value)
                             continue
-                    if lines_of is None:  # else the header may be at a place that is not read
+                    if lines_of is None:  # a sampled file's header may not have been read
                         self.damaged.append(number_)
             yield [record for record in records if record]
 
@@ -89,7 +89,7 @@ def _decode(text: bytes) -> Any:
 
 
 class JoinedSteps:
-    """Steps whose line every rank has written."""
+    """The steps that every rank has written."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.tails = {rank: Tail(folder / run_folder.STEPS.format(rank=rank)) for rank in range(ranks)}
@@ -121,7 +121,7 @@ class Columns:
         return self.fields.get(name, ())
 
     def add(self, records: list[Record]) -> None:
-        """More lines. A step that is there already was trained again: it replaces what came from it on."""
+        """Add records. A step that is already present was trained again: it replaces that step and all later ones."""
         numbered = [record for record in records if number(record.get("step")) >= 0]
         if not self.length and numbered:
             self.unit = steps.unit(numbered[0])
@@ -157,11 +157,11 @@ class Columns:
         self.length += len(records)
 
 
-# --- values that may be anything ---
+# --- values of any type ---
 
 
 def ask(value: Any, *path: str) -> Any:
-    """value[a][b]…, or None as soon as there is nothing to go into."""
+    """Return value[a][b]…, or None if a key is missing."""
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -172,7 +172,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def number(value: Any) -> float:
-    """A float, or NaN for whatever is not a finite number."""
+    """Return a float; NaN for anything but a finite number."""
     if type(value) is float and value - value == 0:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

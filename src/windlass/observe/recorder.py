@@ -1,4 +1,4 @@
-"""Measures each optimizer step of one rank and appends it to the rank's step file."""
+"""Measure each optimizer step of one rank and append it to the rank's step file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from windlass.observe.flops import Rates, routers
 from windlass.observe.watch.heartbeat import Position
 
 BUDGET: Final = 0.005  # share of the run's time that sampling counters may take
-MAX_PENDING: Final = 64  # steps whose GPU times may be under way before the recorder waits for them
+MAX_PENDING: Final = 64  # steps whose GPU times may be pending before the recorder waits for them
 PAUSE: Final = "pause"  # evaluating, saving, logging: not part of a step
-DIGITS: Final = {  # of measured floats; times have five of the step's
+DIGITS: Final = {  # of measured floats; times have five digits of the step's
     **dict.fromkeys(("epoch", "loss", "router_aux_loss", "grad_norm", "learning_rate"), 7),
     **dict.fromkeys(("model_tflops", "mfu", "hfu"), 4),
     "meter_seconds": 2,
@@ -36,12 +36,12 @@ TOKEN_COUNTS: Final = ("tokens", "padded_tokens", "supervised_tokens")
 # The phase after the one that was marked last.
 NEXT: Final = {"start": "data", "data": "forward", "forward": "backward", "backward": "optimizer", PAUSE: "data"}
 
-Time = Any  # of one mark: seconds on the CPU; on a GPU an event in the stream, whose time is known once it has passed
+Time = Any  # of a mark: seconds on the CPU; on a GPU an event in the stream, timed once it has passed
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A step that is over for the host; on a GPU its times and `late` values may still be under way."""
+    """A step that is over for the host; on a GPU its times and `late` values may still be pending."""
 
     record: dict[str, Any]
     marks: list[tuple[str, Time]]
@@ -85,7 +85,7 @@ class Recorder:
         self.sample_every = sample_every
         self.unwritten = Unwritten(lambda text: print(f"rank {rank}: {text}", file=sys.stderr, flush=True))
         self.latest: dict[str, Any] = {}  # the last record written
-        self.sampled = False  # whether the running step is
+        self.sampled = False  # whether the running step is sampled
         self.step = 0  # steps done
         self.progress = 0  # grows with every call
         self._file: TextIO | None = None
@@ -115,7 +115,7 @@ class Recorder:
     # --- what a loop calls ---
 
     def start(self, step: int = 0) -> None:
-        """From here on time counts."""
+        """Start measuring time."""
         with self.unwritten(meter := self.folder / run_folder.METER.format(rank=self.rank)):
             write_json(meter, self.about)
         self._file = self.unwritten.open(self.folder / run_folder.STEPS.format(rank=self.rank), "a")
@@ -135,7 +135,7 @@ class Recorder:
         return event
 
     def mark(self, phase: str) -> None:
-        """The time since the last mark was spent on `phase`: one of steps.PHASES, or "pause"."""
+        """Count the time since the last mark as `phase`: one of steps.PHASES, or "pause"."""
         began = time.perf_counter()
         self._require_running()
         if phase not in steps.PHASES and phase != PAUSE:
@@ -147,7 +147,7 @@ class Recorder:
         self._cost += time.perf_counter() - began
 
     def count_tokens(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Add one micro-batch to the step's counts. Returns its tokens, padding and supervised tokens."""
+        """Add one micro-batch to the step's counts. Return its tokens, padding and supervised tokens."""
         began = time.perf_counter()
         counted = batch["counts"] if "counts" in batch else token_counts(batch)
         if counted is not None:
@@ -159,7 +159,7 @@ class Recorder:
         return counted
 
     def end_step(self, step: int, *, hold: bool = False, **values: Any) -> None:
-        """The optimizer step is over. `hold`: its line waits for `add_values`."""
+        """End the optimizer step. `hold`: its line waits for `add_values`."""
         began = time.perf_counter()
         self._require_running()
         self._marks.append(("other", self.now()))
@@ -180,7 +180,7 @@ class Recorder:
         if stacked is not None and stacked.device.type == "cuda":
             host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             stacked = host.copy_(stacked, non_blocking=True)
-            self._marks.append(("other", self.now()))  # has passed only when the copy has arrived
+            self._marks.append(("other", self.now()))  # passes only when the copy has arrived
         self._pending.append(_Pending(record, self._marks, stacked, tuple(late), hold))
         self._marks, self._counts, self._sequences, self._longest = [("start", self.now())], [], 0, 0
         self._write_arrived(wait=self.sampled or len(self._pending) > MAX_PENDING)
@@ -188,14 +188,14 @@ class Recorder:
         self._cost += time.perf_counter() - began
 
     def add_values(self, **values: Any) -> None:
-        """More values for the step that was ended with `hold`."""
+        """Add values to the step that was ended with `hold`."""
         if self._pending and self._pending[-1].hold:
             last = self._pending[-1]
             last.hold, last.record = False, {**values, **last.record}
             self._write_arrived()
 
     def event(self, kind: str, step: int, **numbers: Any) -> None:
-        """Rank 0 logs an evaluation, a save or another event; the time since the last mark was a pause."""
+        """Log an evaluation, a save or another event on rank 0; the time since the last mark was a pause."""
         self._require_running()
         if self.rank == 0:
             with self.unwritten(self.folder / run_folder.EVENTS):
@@ -204,12 +204,12 @@ class Recorder:
 
     @property
     def between_steps(self) -> bool:
-        """Nothing of the next step has been marked yet."""
+        """Return whether nothing of the next step has been marked yet."""
         self._require_running()
         return self._marks[-1][0] == "start"
 
     def position(self) -> Position:
-        """For the heartbeat, from its own thread."""
+        """Return the position for the heartbeat, which calls this from its own thread."""
         last = self._marks[-1][0] if self._marks else ""
         return Position(self.step + 1, NEXT.get(last, "the end of it") if last else "the beginning", self.progress)
 
@@ -224,7 +224,7 @@ class Recorder:
         finally:
             if self._balance is not None:
                 self._balance.stop()
-            with suppress(OSError):  # of a full disk, which the write has reported
+            with suppress(OSError):  # a full disk, which the write has reported
                 self._file.close()
             self._file = None
 
@@ -240,7 +240,7 @@ class Recorder:
             self._balance.start()
 
     def _sample(self) -> dict[str, Any]:
-        """Counters: always in a sampled step, otherwise as often as the budget allows."""
+        """Sample counters: always in a sampled step, otherwise as often as the budget allows."""
         began = time.perf_counter()
         if not self.sampled and self._sampling_cost > BUDGET * (began - self._began):
             return {}
@@ -281,8 +281,8 @@ class Recorder:
         if non_finite:  # JSON has no NaN
             self.latest |= {"non_finite": non_finite, **dict.fromkeys(non_finite)}
         assert self._file is not None
-        # What a full disk did not take stays in the file's buffer, up to 8 KiB in whole lines, and is written first
-        # once there is room again. A header may be lost, so it is written again.
+        # Data that a full disk didn't accept stays in the file's buffer, up to 8 KiB in whole lines, and is written
+        # first once there is room again. A header may be lost, so it is written again.
         written = 0
         with self.unwritten(Path(self._file.name)):
             written = self._file.write(self._table.encode(self.latest))
@@ -291,7 +291,7 @@ class Recorder:
 
 
 class ExpertBalance:
-    """Between `start` and `stop`, counts on the device how often each expert of each layer is chosen."""
+    """Counts on the device, between `start` and `stop`, how often each expert of each layer is chosen."""
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers(model)
@@ -315,7 +315,7 @@ class ExpertBalance:
             self.hooks.append(router.register_forward_hook(count, prepend=True))
 
     def stop(self) -> dict[str, Any] | None:
-        """The balance, or None if no router ran. 1.0 is an even share; `busiest` 2.0 is twice an even share."""
+        """Return the balance, or None if no router ran. 1.0 is an even share; `busiest` 2.0 is twice an even share."""
         while self.hooks:
             self.hooks.pop().remove()
         counts = [self.counts[layer].tolist() for layer in sorted(self.counts)]
@@ -332,7 +332,7 @@ class ExpertBalance:
 
 
 def token_counts(batch: Mapping[str, Any]) -> Tensor | None:
-    """Tokens, padding and supervised tokens of one micro-batch, on its device; None if it has no token ids."""
+    """Count tokens, padding and supervised tokens of a micro-batch, on its device; None if it has no token ids."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor):
         return None
@@ -342,7 +342,7 @@ def token_counts(batch: Mapping[str, Any]) -> Tensor | None:
     else:  # packed rows come without a mask: every position is a token
         tokens = torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)
         if isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) > 1:
-            # Except what fills a shorter row up to the longest: positions at its end, each a document of its own.
+            # Except padding of shorter rows: positions at the row's end, each a document of its own.
             tokens = tokens - positions.flip(-1).cumsum(-1).eq(0).count_nonzero()
     # The prediction at position i is scored with the label of i + 1: the first label of a row is never used.
     supervised = (labels[..., 1:] != steps.IGNORED).count_nonzero().double() if isinstance(labels, Tensor) else tokens
@@ -350,7 +350,8 @@ def token_counts(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def mean_loss(losses: Sequence[Tensor], counts: Sequence[Tensor], *, summed: bool) -> Tensor | None:
-    """A step's loss from its micro-batches': `summed` ones are shares of it, others means over supervised tokens."""
+    """Return a step's loss from its micro-batches': `summed` ones are shares of it, others means over supervised
+    tokens."""
     if not losses:
         return None
     each = torch.stack(list(losses))
@@ -363,7 +364,7 @@ def mean_loss(losses: Sequence[Tensor], counts: Sequence[Tensor], *, summed: boo
 
 
 def shorten(name: str, value: Any, places: int) -> Any:
-    """Floats without the digits that are noise: they would be half of the file. Dates need theirs."""
+    """Drop digits of floats that are noise: they would be half of the file. Dates need theirs."""
     if not isinstance(value, float) or abs(value) >= 1e6:
         return value
     by_step = name.endswith("_seconds") and name != "meter_seconds"

@@ -1,4 +1,4 @@
-"""What a line of the step files holds: its fields (steps.toml) and phases."""
+"""The format of the step files' lines: fields (steps.toml) and phases."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 IGNORED: Final = -100  # label of a token on which no loss is computed
-TOKENS, RATE = "tokens", "_per_second"  # what a language model's steps count, and what its rate is called
+TOKENS, RATE = "tokens", "_per_second"  # the counted unit of a language model's steps, and the suffix of its rate
 
-# Where an optimizer step's wall time goes. Together they are step_seconds.
+# The phases of an optimizer step's wall time. They add up to step_seconds.
 PHASES: Final = ("data", "forward", "backward", "optimizer", "communication", "other")
 
 # name -> unit and meaning
@@ -18,12 +18,12 @@ FIELDS: Final[dict[str, list[str]]] = tomllib.loads(Path(__file__).with_suffix("
 
 
 def counted(unit: str) -> tuple[str, str]:
-    """The fields that a loop over something else than tokens has in their place: images, images_per_second."""
+    """Return the fields that replace those for tokens if a loop counts another unit: images, images_per_second."""
     return unit, f"{unit}{RATE}"
 
 
 def derived(unit: str) -> dict[str, tuple[str, ...]]:
-    """The fields that the step files leave out, and what they are computed from."""
+    """Return the fields that the step files omit, and the fields they are computed from."""
     return {
         "step_seconds": ("+", *(f"{phase}_seconds" for phase in PHASES)),
         "masked_tokens": ("-", TOKENS, "supervised_tokens"),
@@ -32,13 +32,13 @@ def derived(unit: str) -> dict[str, tuple[str, ...]]:
 
 
 def unit(names: Iterable[str]) -> str:
-    """What a line with these fields counts."""
+    """Return the unit that a line with these fields counts."""
     found = set(names)
     return next((name.removesuffix(RATE) for name in found if name.removesuffix(RATE) in found - {name}), TOKENS)
 
 
 def clock(seconds: float) -> str:
-    """How long, as it is shown next to a step."""
+    """Format a duration for display next to a step."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,6 +1,6 @@
-"""Run folders -> report.json and report.html. Reads files alone: no torch, from any machine that sees the folder.
+"""Write report.json and report.html from run folders. Reads only files: needs no torch, works from any machine.
 
-The page is one file with nothing to fetch, readable without scripts; scripts only draw the curves.
+The page is one file that fetches nothing and is readable without scripts; scripts only draw the curves.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from windlass.observe.watch.detectors import hint_for
 if TYPE_CHECKING:
     from jinja2 import Template
 
-SCHEMA: Final = 1  # raised when a key changes its meaning or goes; new keys may come at any time
+SCHEMA: Final = 1  # increased when a key changes its meaning or goes; new keys may come at any time
 ASSETS: Final = importlib.resources.files("windlass.observe.report") / "assets"
 MAX_MARKS: Final = 200  # alarms that are drawn on the time axis
-# Control characters, and those that turn the direction of writing.
+# Control characters, and those that change the direction of writing.
 HIDDEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
@@ -62,13 +62,13 @@ class Report:
     html: Path
 
     def as_dict(self) -> dict[str, Any]:
-        """What report.json holds."""
+        """Return the content of report.json."""
         made = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         return {"schema": SCHEMA, "windlass": __version__, "made": made, "runs": self.runs}
 
 
 def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
-    """Write the report of one run into its folder, of several into `out` or the current directory."""
+    """Write the report of one run to its folder, of several to `out` or the current directory."""
     made: list[Facts] = []
     for folder in run_dirs:
         run = read(Path(folder), points(len(run_dirs)))
@@ -89,7 +89,7 @@ def make(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
 
 
 def plain(value: Any) -> Any:
-    """What strict JSON can hold: NaN and infinity become null, lone surrogates become visible."""
+    """Convert to strict JSON: NaN and infinity become null, lone surrogates become visible."""
     if isinstance(value, dict):
         return {plain(str(key)): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -100,7 +100,7 @@ def plain(value: Any) -> Any:
 
 
 def _visible(value: Any) -> Any:
-    """No control characters, which hide or reorder what is read; nothing for None."""
+    """Replace control characters, which hide or reorder text; None becomes empty."""
     if isinstance(value, Markup):
         return value
     return "" if value is None else HIDDEN.sub("\N{REPLACEMENT CHARACTER}", str(value))
@@ -116,7 +116,7 @@ def _template() -> Template:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        undefined=ChainableUndefined,  # files may lack anything
+        undefined=ChainableUndefined,  # any value may be missing
         finalize=_visible,
     )
     environment.filters |= FILTERS
@@ -124,7 +124,7 @@ def _template() -> Template:
 
 
 def page(runs: Sequence[Facts]) -> str:
-    """The document for one run, or for several with a comparison on top."""
+    """Render the page for one run, or for several with a comparison on top."""
     overlays = compared(runs) if len(runs) > 1 else []
     data: dict[str, Any] = {"charts": {f"all-{chart['id']}": chart for chart in overlays}, "marks": {}, "axes": {}}
     for i, run in enumerate(runs):
@@ -133,7 +133,7 @@ def page(runs: Sequence[Facts]) -> str:
         # Only whole steps: the page computes with them.
         alarms = [alarm for alarm in run["alarms"] if isinstance(alarm.get("step"), int)][:MAX_MARKS]
         data["marks"][f"r{i}-"] = [{"step": each["step"], "kind": str(each.get("kind", ""))[:80]} for each in alarms]
-    # JSON that can stand inside <script>: no tag can begin in it, and nothing hides in it.
+    # JSON that is safe inside <script>: no tag can begin in it, and nothing hides in it.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     island = IN_SCRIPT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     scripts = [_asset("uplot.min.js"), _asset("page.js")]
@@ -165,7 +165,7 @@ STYLES = {"good": "green", "warn": "yellow", "bad": "bold red"}
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Figures to stdout, one column per run."""
+    """Print the figures, one column per run."""
     console = console or Console(highlight=False)
     table = Table(box=None, pad_edge=False, show_header=len(report.runs) > 1)
     table.add_column("")

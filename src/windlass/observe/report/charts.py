@@ -1,4 +1,4 @@
-"""The curves of one run, few points each: what the page draws and report.json keeps under `charts`."""
+"""The curves of a run, reduced to few points: drawn on the page and stored in report.json under `charts`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from windlass.observe.reader import NAN, ask, listed, number
 from windlass.observe.report.facts import Facts, peak_gib
 from windlass.observe.report.read import Run, Series, every, short, thin
 
-POINTS: Final = 480  # of one curve: every second pixel of a wide chart; the rest is in the band around it
-BUDGET: Final = 60_000  # points of all curves of a page together, to keep it under a megabyte
-CURVES: Final = 33  # of one run, with their bands, about
+POINTS: Final = 480  # of one curve: every second pixel of a wide chart; a band shows the rest
+BUDGET: Final = 60_000  # points of all curves on a page, to keep it under a megabyte
+CURVES: Final = 33  # approximate number per run, with bands
 PHASES: Final = {phase: "waiting for ranks" if phase == "communication" else phase for phase in steps.PHASES}
 COMPARED: Final = ("loss", "grad_norm", "rate", "slowest", "memory", "learning_rate")
 
@@ -26,7 +26,7 @@ Curve = dict[str, Any]
 
 
 def points(runs: int) -> int:
-    """Of each curve, if that many runs share a page."""
+    """Return the points of each curve if that many runs share a page."""
     return max(100, min(POINTS, BUDGET // max(1, runs * CURVES)))
 
 
@@ -41,7 +41,7 @@ def charts(run: Run) -> list[Chart]:
         return _curve(label, thin(values, run.cuts), band=band) if len(values) else []
 
     def across(name: str, label: str, scale: float = 1) -> list[Curve]:
-        """The mean over the ranks, and around it the least and the most of them."""
+        """Return the mean over the ranks with a band from their minimum to their maximum."""
         series = [rank.curves[name] for rank in run.ranks.values() if name in rank.curves]
 
         def combined(part: int, way: Callable[[list[float]], float]) -> list[float | None]:
@@ -83,7 +83,7 @@ def charts(run: Run) -> list[Chart]:
 
 
 def axes(run: Run) -> dict[str, list[Any]]:
-    """What the points of the curves can be drawn over, as far as it is known: steps, what is counted, hours."""
+    """Return the available x axes of the curves: steps, counted items, hours."""
     first, ends = run.first, [end - 1 for end in run.cuts[1:] if run.first.length]
     counted = list(accumulate(each if each == each else 0.0 for each in run.items))
     times = list(accumulate(first["time"], max))
@@ -102,7 +102,7 @@ def _curve(label: str, series: Series, *, band: bool = True) -> list[Curve]:
 
 
 def _planned_rate(run: Run, length: int) -> list[Curve]:
-    """The plan's range behind the measured curve."""
+    """Return the plan's range, drawn behind the measured curve."""
     names = ("tokens_per_second", "tokens_per_second_low", "tokens_per_second_high")
     found = [number(run.ask(run_folder.PLAN, "estimate", name)) for name in names]
     if run.first.unit != steps.TOKENS or len(every(found)) < len(names):
@@ -112,7 +112,7 @@ def _planned_rate(run: Run, length: int) -> list[Curve]:
 
 
 def _evaluations(run: Run, x: list[int]) -> list[Curve]:
-    """All rows that are evaluated on, and each named set."""
+    """Return curves for all evaluated rows and for each named set."""
     curves: dict[str, list[float | None]] = {"evaluation": [None] * len(x)}
     for event in run.events if x else ():
         step = number(event.get("step"))
@@ -138,7 +138,7 @@ def _by(run: Run, source: str) -> Sequence[float]:
 
 
 def _experts(run: Run, which: str) -> Sequence[float]:
-    """The busiest or the idlest expert of all layers, where there is a sample."""
+    """Return the load of the busiest or the idlest expert of all layers, in the steps that were sampled."""
     column = array("d", [NAN]) * (run.first.length if run.first.objects["experts"] else 0)
     for row, balance in run.first.objects["experts"].items():
         if found := every(listed(ask(balance, which))):
@@ -150,7 +150,7 @@ def _experts(run: Run, which: str) -> Sequence[float]:
 
 
 def compared(runs: Sequence[Facts]) -> list[Chart]:
-    """Each main chart, and each evaluation set, with one curve per run on the steps of all of them."""
+    """Return each main chart and each evaluation set, with one curve per run on the steps of all runs."""
     drawn = [(i, chart) for i, facts in enumerate(runs) for chart in facts["charts"]]
     made = []
     for name in COMPARED:
@@ -177,7 +177,7 @@ def _together(runs: Sequence[Facts], found: Sequence[tuple[int, Chart, Curve]]) 
 
 
 def comparison(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
-    """The same figures of every run, for the page and for the terminal."""
+    """Return the same figures of every run, for the page and for the terminal."""
     heads = [facts["headline"] for facts in runs]
     rows = [
         ("state", [facts["state"] for facts in runs]),
@@ -201,7 +201,7 @@ def comparison(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
 
 
 def differences(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
-    """Keys of the run file that differ between the runs, each with its value in every run."""
+    """Return the keys of the run file that differ between the runs, each with its value in every run."""
     flat = [dict(_leaves(facts["run"] or {})) for facts in runs]
     keys = sorted({key for each in flat for key in each})
     rows = [(key, [str(each.get(key, NONE))[:80] for each in flat]) for key in keys]

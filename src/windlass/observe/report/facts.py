@@ -1,4 +1,4 @@
-"""What a run did, as the numbers of report.json: everything here is read or computed, nothing drawn.
+"""Compute the numbers of report.json; nothing is drawn here.
 
 An unknown number is NaN until `make` writes it as null, so that what is computed from it is unknown as well.
 """
@@ -21,17 +21,17 @@ from windlass.observe.report.read import Run, every
 Facts = dict[str, Any]
 PLAN: Final = run_folder.PLAN
 MANIFEST: Final = run_folder.MANIFEST
-SILENT_SECONDS: Final = 120  # without a heartbeat of any rank: the run is dead, whatever its manifest says
+SILENT_SECONDS: Final = 120  # without a heartbeat of any rank the run is dead, whatever its manifest says
 STOPPED_BY_ALARM, KILLED = "stopped by an alarm", "killed"
 BAD_STATES: Final = (run_folder.FAILED, KILLED, STOPPED_BY_ALARM)
-DATA_SHARE: Final = 0.25  # of the step time, from which waiting for data is reported
+DATA_SHARE: Final = 0.25  # share of the step time from which waiting for data is reported
 CERTIFICATE: Final = ("checkpoint", "base_digest", "layout", "parameters", "loaded", "unread", "checked")
 MAX_PROMPTS, MAX_TEXTS, MAX_LETTERS = 16, 6, 1200
 MAX_LISTED: Final = 200  # alarms and targets; the counts say how many there are
 
 
 def facts(run: Run) -> Facts:
-    """One run's entry in report.json."""
+    """Return one run's entry in report.json."""
     meter = run.meters[min(run.meters)] if run.meters else {}
     events = {kind: [e for e in run.events if e.get("kind") == kind] for kind in ("start", "eval", "save")}
     times = run.first["time"]
@@ -67,7 +67,7 @@ def facts(run: Run) -> Facts:
         "alarms": run.alarms[:MAX_LISTED],
         "alarm_count": len(run.alarms),
         "watched": run.watched,
-        "saves": {  # logged when each has ended
+        "saves": {  # each is logged at its end
             "count": len(events["save"]),
             "failed": len(failed),
             "error": str(failed[-1].get("error", "")) if failed else "",
@@ -104,7 +104,7 @@ def facts(run: Run) -> Facts:
 
 
 def samples(run: Run) -> list[Facts]:
-    """What the model made of each prompt, at a few steps from the first to the last."""
+    """Return the model's output for each prompt, at a few steps from the first to the last."""
     by_prompt: dict[str, list[Facts]] = {}
     for line in run.samples:
         by_prompt.setdefault(str(line.get("prompt", "")), []).append(line)
@@ -119,7 +119,8 @@ def samples(run: Run) -> list[Facts]:
 
 
 def state(run: Run) -> str:
-    """As the manifest says; while that says running, the last event may know better: the report is part of the run."""
+    """Return the manifest's state. If that is `running`, the last event may be newer: the run itself writes the
+    report."""
     recorded = run.ask(MANIFEST, "state")
     if isinstance(recorded, str) and recorded not in ("", run_folder.RUNNING):
         return recorded
@@ -136,7 +137,7 @@ def state(run: Run) -> str:
 
 def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
     first, of_tokens = run.first, run.first.unit == steps.TOKENS
-    few = max(1, first.length // 20)  # a twentieth of the run: one step's loss is mostly noise
+    few = max(1, first.length // 20)  # a twentieth of the run: a single step's loss is mostly noise
     seconds = first["time"][-1] - began if len(first["time"]) else NAN
     recorded = every([ask(meter, "ranks") for meter in run.meters.values()] + [run.ask(MANIFEST, "ranks")])
     world, rate = int(max([len(run.ranks), *recorded])), median(run.job_rate)  # some ranks may have left no file
@@ -163,7 +164,7 @@ def headline(run: Run, began: float, evaluations: list[float]) -> Facts:
 
 
 def step_time(run: Run) -> Facts:
-    """Mean seconds per phase over all ranks and steps."""
+    """Return the mean seconds per phase over all ranks and steps."""
     seconds = {
         phase: run.stats(f"{phase}_seconds").mean for phase in steps.PHASES if run.stats(f"{phase}_seconds").count
     }
@@ -182,7 +183,7 @@ def step_time(run: Run) -> Facts:
 
 
 def tokens(run: Run) -> Facts:
-    """Sums over the ranks whose files are here."""
+    """Return sums over the ranks whose files are here."""
     useful, padded, supervised = (run.stats(name).total for name in ("tokens", "padded_tokens", "supervised_tokens"))
     return {
         "useful": int(useful),
@@ -197,7 +198,7 @@ def tokens(run: Run) -> Facts:
 def memory(run: Run) -> Facts:
     on_gpu = run.stats("gpu_peak_gib").count > 0
     device, host = number(run.ask(PLAN, "memory", "gpu_gib")), number(run.ask(PLAN, "memory", "host_gib"))
-    # Without a GPU a rank's device is the host: its share of what the plan puts there.
+    # Without a GPU a rank's device is the host: use its share of the plan's host memory.
     share = host / (number(run.ask(PLAN, "layout", "gpus_per_node")) or NAN)
     field = "gpu_peak_gib" if on_gpu else "rss_gib"
     return {
@@ -209,7 +210,7 @@ def memory(run: Run) -> Facts:
 
 
 def experts(run: Run) -> Facts | None:
-    """The last expert balance."""
+    """Return the last expert balance."""
     balances = {row: each for row, each in run.first.objects["experts"].items() if isinstance(each, dict)}
     last = max(balances, default=-1)
     lists = {name: listed(ask(balances.get(last), name)) for name in ("busiest", "idlest", "unused")}
@@ -245,7 +246,7 @@ def ranks(run: Run) -> list[Facts]:
 
 
 def planned(run: Run, made: Facts) -> list[Facts]:
-    """Each figure of the plan that was also measured."""
+    """Return each figure of the plan that was also measured."""
     head = made["headline"]
 
     def estimate(name: str) -> float:
@@ -270,12 +271,12 @@ def planned(run: Run, made: Facts) -> list[Facts]:
 
 
 def peak_gib(made: Facts) -> float:
-    """Of the rank with the highest peak."""
+    """Return the peak of the rank with the highest one."""
     return max(every(row["peak_gib"] for row in made["memory"]["per_rank"]), default=NAN)
 
 
 def verdict(run: Run, made: Facts) -> Facts:
-    """good, warn or bad; a sentence; and what speaks against the run."""
+    """Return good, warn or bad, a sentence, and the concerns about the run."""
     head, saved, throttled = made["headline"], made["saves"], made["gpu"]["throttled_samples"]
     first, last = head["first_loss"], head["final_loss"]
     least, final = head["least_eval_loss"], head["final_eval_loss"]
@@ -287,7 +288,7 @@ def verdict(run: Run, made: Facts) -> Facts:
     stopped = any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
     silence = f"no sign of life from any rank for {duration(run.silent_seconds)}, and no end recorded"
     lost = head["ranks"] - len(run.ranks)
-    # A comparison with an unknown number is false.
+    # Comparisons with an unknown number (NaN) are false.
     other_base = run.ask(MANIFEST, "other_base")
     against = [
         (made["state"] == KILLED, silence),
@@ -303,7 +304,7 @@ def verdict(run: Run, made: Facts) -> Facts:
         (lost > 0, f"{lost} of {head['ranks']} ranks left no step file"),
     ]
     balances = [each for each in run.first.objects["experts"].values() if isinstance(each, dict)]
-    on_gpu = made["memory"]["place"] == "gpu"  # of a CPU the plan's figures are rough
+    on_gpu = made["memory"]["place"] == "gpu"  # on a CPU the plan's figures are rough
     odd_figures = find_concerns(
         head["steps"],
         head["clipped_share"],
@@ -334,5 +335,5 @@ def _whole(value: Any) -> int | None:
 
 
 def _last_part(value: Any) -> str | None:
-    """A model or data set by its last name: /data/models/Mistral-7B -> Mistral-7B."""
+    """Return the last part of the path of a model or data set: /data/models/Mistral-7B -> Mistral-7B."""
     return Path(value).name or value if isinstance(value, str) and value else None

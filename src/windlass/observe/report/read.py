@@ -1,4 +1,4 @@
-"""A run folder's files as they are, also half written or damaged: what is there is used, what is missing is named.
+"""Read a run folder's files, even partial or damaged ones: use what is there, name what is missing.
 
 Step files can be hundreds of megabytes. Each is read once; of all ranks but the first only sums, medians and thinned
 curves are kept.
@@ -26,21 +26,21 @@ from windlass.observe.watch.heartbeat import read_beats
 OPTIONAL: Final = (run_folder.MANIFEST, run_folder.PLAN, run_folder.LOAD, run_folder.DATA)
 NOT_OF_SCRIPTS: Final = (run_folder.LOAD, run_folder.DATA)
 ALL: Final = tuple(name for name in steps.FIELDS if name not in (*OBJECTS, "rows"))
-# What is kept of every rank; of the first one, all fields.
+# Fields kept of every rank; all fields are kept of the first one.
 CURVES: Final = (
     *("step_seconds", "mfu", "gpu_utilization", "gpu_power_watts", "gpu_peak_gib", "gpu_reserved_gib", "rss_gib"),
 )
 PHASE_FIELDS: Final = tuple(f"{phase}_seconds" for phase in steps.PHASES)
 SUMS: Final = (*PHASE_FIELDS, *CURVES, "tokens", "padded_tokens", "supervised_tokens", "gpu_temperature_celsius")
 
-LONG: Final = 16 * 2**20  # bytes of a step file from which, but for the first rank's, it is sampled
+LONG: Final = 16 * 2**20  # bytes from which a step file is sampled, unless it is the first rank's
 
-Series = tuple[list[float | None], list[float | None], list[float | None]]  # mean, least and most of each stretch
+Series = tuple[list[float | None], list[float | None], list[float | None]]  # mean, minimum and maximum of each stretch
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Of the steps in which a field was measured."""
+    """Statistics over the steps in which a field was measured."""
 
     count: int
     total: float
@@ -53,7 +53,7 @@ class Stats:
 
 @dataclass
 class Rank:
-    """What is kept of one rank."""
+    """The data kept of one rank."""
 
     length: int
     stats: dict[str, Stats]
@@ -67,32 +67,32 @@ class Rank:
 class Run:
     folder: Path
     name: str
-    first: Columns  # of the lowest rank
+    first: Columns  # the lowest rank's
     ranks: dict[int, Rank]
     cuts: list[int]  # rows of the first rank's steps where the points of a curve begin and end
-    items: list[float]  # tokens, or what else is counted, of all ranks, step by step
+    items: list[float]  # tokens, or other counted items, of all ranks, step by step
     job_rate: list[float]  # the same per second
     meters: dict[int, dict[str, Any]]
     events: list[dict[str, Any]]
     alarms: list[dict[str, Any]]
     samples: list[dict[str, Any]]
-    files: dict[str, dict[str, Any]]  # plan.json and the others, as far as they are there
+    files: dict[str, dict[str, Any]]  # plan.json and the others, if present
     absent: list[str]  # what is missing, and why
-    watched: bool  # then no alarm means that there was none
+    watched: bool  # if true, no logged alarm means that there was none
     silent_seconds: float  # since the last heartbeat of any rank
 
     def ask(self, file: str, *path: str) -> Any:
         return ask(self.files.get(file), *path)
 
     def stats(self, name: str) -> Stats:
-        """Over all ranks."""
+        """Return a field's statistics over all ranks."""
         found = [rank.stats[name] for rank in self.ranks.values()]
         most = max(known(each.most for each in found), default=NAN)
         return Stats(sum(each.count for each in found), math.fsum(each.total for each in found), most)
 
 
 def read(folder: Path, points: int = 480) -> Run:
-    """Everything the report needs, with curves of at most `points`. A folder without any step file is refused."""
+    """Read everything the report needs, with curves of at most `points`. Refuse a folder without any step file."""
     paths = run_folder.step_files(folder) if folder.is_dir() else {}
     if not paths:
         problem = "holds no steps-rank*.jsonl" if folder.is_dir() else "is not a folder"
@@ -110,7 +110,7 @@ def read(folder: Path, points: int = 480) -> Run:
         sparse = lead is not None and path.stat().st_size > LONG
         for records in tail.chunks([tail.sampled(points)] if sparse else None):
             columns.add(records)
-        # What a sampled rank counts is scaled to the steps that its last line says it made.
+        # Scale a sampled rank's counts to the number of steps in its last line.
         scale = columns["step"][-1] / columns.length if sparse and columns.length else 1.0
         sampled.extend([rank] * sparse)
         if tail.damaged:
@@ -175,7 +175,7 @@ def read(folder: Path, points: int = 480) -> Run:
 
 
 def aligned(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]:
-    """A rank's field at the first rank's steps: a killed rank may have fewer."""
+    """Return a rank's field at the first rank's steps: a killed rank may have fewer."""
     values, own = columns[name], columns["step"]
     if not len(values):
         return [NAN] * len(by)
@@ -186,13 +186,13 @@ def aligned(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]
 
 
 def edges(length: int, points: int) -> list[int]:
-    """Where the stretches of a thinned curve begin; the last entry is the end."""
+    """Return where the stretches of a thinned curve begin; the last entry is the end."""
     count = min(length, points)
     return [length * i // count for i in range(count)] + [length] if count else [0]
 
 
 def thin(values: Sequence[float], cuts: Sequence[int]) -> Series:
-    """Few points that still show every spike: each is a stretch's mean, with its least and most."""
+    """Reduce a curve to few points that still show every spike: each stretch's mean, minimum and maximum."""
     stretches = [known(values[start:end]) for start, end in itertools.pairwise(cuts)]
     ways: tuple[Any, ...] = (fmean, min, max)
     middle, least, most = ([short(way(stretch)) if stretch else None for stretch in stretches] for way in ways)
@@ -200,7 +200,7 @@ def thin(values: Sequence[float], cuts: Sequence[int]) -> Series:
 
 
 def short(value: float) -> float | None:
-    """Five digits: more than a screen shows."""
+    """Round to five digits: more than a screen shows."""
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.5g}")
@@ -208,5 +208,5 @@ def short(value: float) -> float | None:
 
 
 def every(values: Iterable[Any]) -> list[float]:
-    """The finite numbers among values that may be anything."""
+    """Return the finite numbers among arbitrary values."""
     return known(map(number, values))

@@ -1,1 +1,1 @@
-"""What goes wrong while a run trains: detected in the run folder's files, logged, and acted on."""
+"""Detect problems in a training run from its run folder's files, log them and act on them."""

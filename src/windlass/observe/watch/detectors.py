@@ -1,4 +1,4 @@
-"""What the watch looks for: one list of detectors, each a rule over the last steps. Medians ignore noise.
+"""The watch's detectors: a list of rules over the last steps. Medians ignore noise.
 
 A rule yields the message of an alarm and the rank it is about; None is the whole run.
 """
@@ -21,29 +21,29 @@ from windlass.observe import steps
 if TYPE_CHECKING:
     from windlass.runfile import Watch
 
-Records = Mapping[int, Mapping[str, Any]]  # a step's lines, by rank
+Records = Mapping[int, Mapping[str, Any]]  # a step's records by rank
 Points = Sequence[tuple[int, float]]  # step and value
 Findings = Iterator[tuple[str, int | None]]
 
 WINDOW: Final = 50  # steps to look back on
-MIN_STEPS: Final = 20  # before anything is judged
-RECENT: Final = 5  # steps whose median is the present: one odd batch is no trend
-RECENT_TIMES: Final = 10  # the same for times, which scatter more
-WARM_UP: Final = 5  # first steps, slow for reasons of their own
+MIN_STEPS: Final = 20  # before any rule applies
+RECENT: Final = 5  # steps whose median is the current value: one odd batch is no trend
+RECENT_TIMES: Final = 10  # the same for times, which vary more
+WARM_UP: Final = 5  # first steps, which are slow anyway
 SIGMA: Final = 1.4826  # median absolute deviation -> standard deviation of a normal distribution
 SAMPLES: Final = 64  # of memory, in a trace
 MIN_GROWTH: Final = 0.05  # share of the memory that has to be gained within a trace
 MIN_IMBALANCE: Final = 0.05  # share of the memory by which a rank has to exceed the others
-MIN_DELAY: Final = 0.02  # seconds: what a rank loses to its operating system is no fault of the rank
-MIN_CHOICES: Final = 64  # per expert at an even share: with fewer, texts on one subject leave some experts out
+MIN_DELAY: Final = 0.02  # seconds: shorter delays may come from the operating system
+MIN_CHOICES: Final = 64  # per expert at an even share: fewer let texts on one subject miss experts
 BALANCES: Final = 3  # expert balances in a row
-NO_GRADIENT: Final = 5  # steps in a row: the first steps' own proof has shown that gradients reach the adapter
-NO_CHANGE: Final = 10  # steps in a row with the same loss, or that of guessing, or with next to no gradient
-FIRST: Final = 3  # steps whose median gradient norm is that of a living adapter: far too high a rate kills within a few
-COLLAPSED: Final = 0.01  # share of it below which next to nothing is left; a run that converges lowers the loss too
+NO_GRADIENT: Final = 5  # steps in a row: the first steps have proven that gradients reach the adapter
+NO_CHANGE: Final = 10  # steps in a row with the same loss, a guess's loss, or almost no gradient
+FIRST: Final = 3  # steps whose median gradient norm is the reference: far too high a rate kills an adapter soon
+COLLAPSED: Final = 0.01  # share of that norm that is almost nothing; converging runs also have a lower loss
 NOT_FALLEN: Final = 0.9  # share of the first loss above which it has not fallen
-GUESSING: Final = 0.01  # share of ln(vocabulary) within which a loss is that of guessing
-CLEARLY_BELOW: Final = 0.8  # share of ln(vocabulary) below which a loss is clearly not
+GUESSING: Final = 0.01  # share of ln(vocabulary) within which a loss equals guessing
+CLEARLY_BELOW: Final = 0.8  # share of ln(vocabulary) below which a loss is clearly better than guessing
 ROWS_SHOWN: Final = 64
 # A power cap is how a busy GPU of these wattages normally runs; the others are faults of cooling or supply.
 HARMLESS_THROTTLING: Final = ("software power cap", "sync boost")
@@ -54,7 +54,7 @@ class Alarm:
     kind: str
     step: int
     message: str
-    rank: int | None = None  # None: of the whole run
+    rank: int | None = None  # None: the whole run
     level: str = "warn"  # the action it led to; `stop` makes the report's verdict bad
     time: float = field(default_factory=lambda: round(time.time(), 3))
 
@@ -64,7 +64,7 @@ class Alarm:
 
 
 class AlarmError(RunError):
-    """An alarm ends the run. `logged`: it is in alarms.jsonl already."""
+    """An alarm that ends the run. `logged`: it is in alarms.jsonl already."""
 
     def __init__(self, kind: str, problem: str, where: str, hint: str, *, logged: bool = False) -> None:
         super().__init__(problem, where, hint)
@@ -73,7 +73,8 @@ class AlarmError(RunError):
 
 @dataclass
 class Memory:
-    """One rank's, of its GPU or, without one, of its process: the last samples, and the whole run in constant space."""
+    """Memory of a rank's GPU, or of its process without a GPU: the last samples, and the whole run in constant
+    space."""
 
     capacity_gib: float
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -92,24 +93,24 @@ class Memory:
 
 @dataclass
 class History:
-    """What the rules read. Constant space, however long the run is."""
+    """The data that the rules read, in constant space however long the run is."""
 
     limits: Watch
     max_steps: int | None = None
-    vocabulary: int | None = None  # of the model whose adapter trains; None: a script's run, or not known
+    vocabulary: int | None = None  # of the model whose adapter is trained; None: a script's run, or unknown
     joined: deque[Records] = field(default_factory=lambda: deque(maxlen=WINDOW + RECENT))
     memory: dict[int, Memory] = field(default_factory=dict)
     balances: deque[Records] = field(default_factory=lambda: deque(maxlen=BALANCES))
     least_loss: float = math.inf  # of a single step
     first_loss: float = math.inf
     first_norms: list[float] = field(default_factory=list)
-    lowest_loss: tuple[float, float] | None = None  # median and deviation where the median was lowest
+    lowest_loss: tuple[float, float] | None = None  # the lowest median, with its deviation
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     seen: int = 0
 
     def add(self, step: int, records: Records) -> None:
-        """The next step, with the lines of all ranks."""
+        """Add a step with the records of all ranks."""
         self.joined.append(records)
         self.seen += 1
         for rank, record in records.items():
@@ -131,31 +132,31 @@ class History:
             self.step_seconds.append(seconds)
 
     def values(self, name: str, last: int) -> list[float]:
-        """Of the first rank that has it: loss and gradient norm are the same on all."""
+        """Return a field's last values from the first rank that has it: loss and gradient norm are the same on all."""
         lines = ([record.get(name) for record in records.values()] for records in list(self.joined)[-last:])
         found = (next((value for value in values if value is not None), None) for values in lines)
         return [value for value in found if value is not None]
 
 
 def center(numbers: Sequence[float]) -> tuple[float, float]:
-    """Median, and the standard deviation estimated from the median absolute deviation."""
+    """Return the median, and the standard deviation estimated from the median absolute deviation."""
     middle = median(numbers)
     return middle, SIGMA * median(abs(number - middle) for number in numbers)
 
 
 def slowest(records: Records) -> float:
-    """A step takes as long as its slowest rank."""
+    """Return the step time of the slowest rank, which all others wait for."""
     return max((record.get("step_seconds") or 0.0 for record in records.values()), default=0.0)
 
 
 def worst_rank(by_rank: Mapping[int, float]) -> tuple[int, float, float]:
-    """The rank with the largest value, that value, and the median of the others."""
+    """Return the rank with the largest value, that value, and the median of the others."""
     worst = max(by_rank, key=lambda rank: by_rank[rank])
     return worst, by_rank[worst], median(value for rank, value in by_rank.items() if rank != worst)
 
 
 def dataset_rows(records: Records) -> str:
-    """The step's rows of the data set, rank by rank."""
+    """Return the step's rows of the data set, rank by rank."""
     listed = []
     for rank, record in sorted(records.items()):
         rows = record.get("rows") or []
@@ -199,7 +200,7 @@ def non_finite(history: History) -> Findings:
 
 
 def dead_adapter(history: History) -> Findings:
-    """Nothing that the adapter does reaches the loss any more, or nothing changes it."""
+    """Find an adapter that no longer affects the loss, or that nothing changes any more."""
     for record in history.joined[-1].values():
         if text := record.get("unchanged"):
             cure = "they are rounded away: set lora.dtype: float32, or a higher train.learning_rate"
@@ -228,7 +229,7 @@ def dead_adapter(history: History) -> Findings:
 
 
 def straggler(history: History) -> Findings:
-    """The first phase in which one rank takes longer: that the others are late after it is no fault of theirs."""
+    """Find the first phase in which one rank takes longer; the others are late in later phases because of it."""
     recent = list(history.joined)[-MIN_STEPS:]
     ranks = sorted(recent[-1])
     if len(recent) < MIN_STEPS or len(ranks) < 2:
@@ -265,7 +266,7 @@ def memory_growth(history: History) -> Findings:
 
 
 def steady_growth(points: Points, at_least: float) -> float | None:
-    """GiB per step, if it grew by `at_least` and no slower at its end: caches level off, leaks don't."""
+    """Return GiB per step if memory grew by `at_least` and no slower at the end: caches level off, leaks don't."""
     if len(points) < SAMPLES // 2:
         return None
     size = len(points) // 4
@@ -313,7 +314,7 @@ def throttling(history: History) -> Findings:
 def dead_experts(history: History) -> Findings:
     if len(history.balances) < BALANCES or history.balances[-1] is not history.joined[-1]:
         return
-    unused: list[int] = []  # per layer, the fewest that were unused in any balance of any rank
+    unused: list[int] = []  # per layer, the fewest unused experts in any balance of any rank
     for records in history.balances:
         for record in records.values():
             balance = record.get("experts")
@@ -346,9 +347,9 @@ class Detector(NamedTuple):
 
     kind: str
     hint: str
-    rule: Callable[[History], Findings] | None = None  # None: raised where it is seen
+    rule: Callable[[History], Findings] | None = None  # None: raised elsewhere
     reads: str = STEPS
-    every_time: bool = False  # each occurrence is logged; others once in a while
+    every_time: bool = False  # log each occurrence; others are logged once in a while
 
 
 DETECTORS: Final = (
@@ -386,7 +387,7 @@ BY_KIND: Final = {detector.kind: detector for detector in DETECTORS}
 
 
 def hint_for(kind: str, folder: Path) -> str:
-    """What to do about an alarm, with commands that name this run."""
+    """Return a hint for an alarm, with commands that name this run."""
     hint = BY_KIND[kind].hint if kind in BY_KIND else ""
     run = folder / "run.yaml"  # `windlass submit` puts it there
     return pasteable(hint, RUN_DIR=str(folder), **({"RUN": str(run)} if run.exists() else {}))

@@ -1,4 +1,4 @@
-"""A thread in every rank that shows signs of life and, when the rank makes no progress, writes down why.
+"""Heartbeat: a thread in every rank that shows signs of life and writes down why the rank makes no progress.
 
 A rank that waits in a collective holds no GIL, so the thread runs. If something holds the GIL for good, the timer of
 faulthandler, which the thread has set and which needs no GIL, writes the stacks all the same. The other ranks see that
@@ -24,14 +24,14 @@ from windlass.observe.watch.detectors import Alarm
 
 BEAT: Final = "heartbeat-rank{rank}.json"
 STACKS: Final = "stacks-rank{rank}.txt"
-LATEST_TIME: Final = 1e11  # seconds since 1970 that a clock may show
+LATEST_TIME: Final = 1e11  # latest valid time, in seconds since 1970
 SLOWEST_BEAT: Final = 5.0  # seconds
-RECENT_CALLS: Final = 8  # collectives of a group that are kept
+RECENT_CALLS: Final = 8  # collectives kept per group
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is. `progress` changes whenever it gets on."""
+    """A rank's position in its work. `progress` changes whenever it gets on."""
 
     step: int
     phase: str
@@ -39,7 +39,7 @@ class Position:
 
 
 class Heartbeat(threading.Thread):
-    """`stalled` is called on one rank alone, the lowest that lives, once all have had time to write where they are.
+    """`stalled` is called on one rank only, the lowest live one, once all have had time to write their positions.
 
     leave: called on every rank after that; ends it. flight_recorder: this rank's last collectives.
     """
@@ -83,7 +83,7 @@ class Heartbeat(threading.Thread):
                     self.stacks.flush()
                 faulthandler.dump_traceback(self.stacks, all_threads=True)
                 self._beat(now, quiet, self.flight_recorder())
-                self.over.wait(2 * self.period)  # for the others to notice and to write
+                self.over.wait(2 * self.period)  # lets the others notice and write
                 self._report(now, quiet)
             elif not self.stalled_since:
                 self._beat(now, quiet, {})
@@ -108,7 +108,8 @@ class Heartbeat(threading.Thread):
             write_atomic(path, json.dumps(beat))
 
     def _report(self, now: Position, quiet: float) -> None:
-        """One rank reports; with action `stop` every rank then ends itself, before the process group's timeout does."""
+        """Report on one rank; with action `stop` every rank then ends itself before the process group's timeout
+        does."""
         beats = read_beats(self.folder)
         alive = [rank for rank, beat in beats.items() if time.time() - beat["time"] < 4 * self.period]
         silent = [rank for rank in range(self.ranks) if rank not in alive]
@@ -139,7 +140,7 @@ def _stacks(folder: Path, rank: int) -> str:
 
 
 def gil_holder(folder: Path, rank: int) -> str:
-    """Where a rank is whose stacks only faulthandler's timer could write; empty for every other rank."""
+    """Return where a rank is if only faulthandler's timer could write its stacks; empty for every other rank."""
     text = _stacks(folder, rank)
     lines = text.splitlines()
     threads = [at for at, line in enumerate(lines) if line.startswith("Thread ")]  # the main thread comes last
@@ -148,7 +149,7 @@ def gil_holder(folder: Path, rank: int) -> str:
 
 
 def read_beats(folder: Path) -> dict[int, dict[str, Any]]:
-    """Every rank's last sign of life."""
+    """Return every rank's last sign of life."""
     beats = {}
     for path in sorted(folder.glob(BEAT.format(rank="*"))):
         with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
@@ -165,7 +166,7 @@ Calls = Mapping[str, Mapping[str, Any]]
 
 
 def recent_calls(trace: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The last collectives that this rank called, by process group, from the dump of torch's flight recorder."""
+    """Return this rank's last collectives by process group, from the dump of torch's flight recorder."""
     groups: dict[str, dict[str, Any]] = {}
     for entry in trace.get("entries") or ():
         if entry.get("is_p2p"):
@@ -181,7 +182,7 @@ def recent_calls(trace: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def absent_ranks(by_rank: Mapping[int, Calls]) -> list[str]:
-    """For each group, the ranks that lack the call for which others wait. A rank without any record lacks all."""
+    """Name for each group the ranks that lack the call for which others wait. A rank without any record lacks all."""
     found = []
     for name in sorted({name for groups in by_rank.values() for name in groups}):
         last = {rank: int(groups[name]["last"]) for rank, groups in sorted(by_rank.items()) if name in groups}

@@ -1,4 +1,4 @@
-"""`windlass watch`: a run folder in the terminal, from its files alone, while they grow or afterwards."""
+"""`windlass watch`: show a run folder in the terminal, during the run or afterwards, from its files alone."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MAX_ALARMS: Final = 8  # the newest
 MAX_RANKS: Final = 16  # the slowest
 MAX_BALANCES: Final = 256
 MAX_POINTS: Final = 64 * WIDTH
-HUGE: Final = 1e300  # of smaller numbers sums and differences stay finite
-PIPE_WIDTH: Final = 80  # columns that a page in a pipe gets at least
+HUGE: Final = 1e300  # sums and differences of smaller numbers stay finite
+PIPE_WIDTH: Final = 80  # minimum width of output to a pipe
 
 
 class View:
-    """What is known of one run folder so far; `round` reads what is new."""
+    """The state of one run folder as read so far; `round` reads what is new."""
 
     def __init__(self, folder: Path) -> None:
         found = run_folder.step_files(folder) if folder.is_dir() else {}
@@ -60,7 +60,7 @@ class View:
         self.state = ""
 
     def round(self) -> None:
-        if not self.joined.latest:  # the first rank writes how many there are; no job has more than a machine room
+        if not self.joined.latest:  # the first rank logs the number of ranks; no job has more than a machine room
             ranks = read_json(self.folder / run_folder.METER.format(rank=0)).get("ranks")
             if not isinstance(ranks, int) or not 0 < ranks <= 1 << 20:
                 ranks = len(run_folder.step_files(self.folder))
@@ -96,7 +96,7 @@ class View:
         return self.state != run_folder.RUNNING
 
     def draw(self, now: float) -> Group:
-        """State and time left, curves, a row per rank, alarms."""
+        """Draw state and time left, curves, a row per rank, alarms."""
         latest = self.joined.latest
         first = latest.get(0, {})
         plan = read_json(self.folder / run_folder.PLAN)
@@ -142,7 +142,7 @@ class View:
             table.add_row(*map(Text, cells))
         lines.append(table)
 
-        on_gpu = self.peak_gib == self.peak_gib  # of a CPU the plan's figures are rough
+        on_gpu = self.peak_gib == self.peak_gib  # on a CPU the plan's figures are rough
         concerns = find_concerns(
             step,
             self.clipped / self.norms if self.norms else NAN,
@@ -166,7 +166,7 @@ class View:
 
 
 def watch(folder: Path, *, once: bool, console: Console, every_seconds: float = 1.0) -> None:
-    """Until the run is over, or once. Ctrl-C stops watching, not the run."""
+    """Show the run until it is over, or once. Ctrl-C stops watching, not the run."""
     view = View(folder)
     view.round()
     if once or view.over or not console.is_terminal:
@@ -189,13 +189,13 @@ def follow(view: View, show: Callable[[], None], every_seconds: float) -> None:
 
 
 def value(record: Any, name: str) -> float:
-    """A number, whatever else is in the line; 0 if there is none."""
+    """Return a field as a number; 0 if it has none."""
     found = number(ask(record, name))
     return found if abs(found) < HUGE else 0.0  # false for NaN
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in one line: each character is the mean of its part."""
+    """Draw a curve in one line: each character is the mean of its part."""
     parts = min(WIDTH, len(values))
     edges = [i * len(values) // parts for i in range(parts + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

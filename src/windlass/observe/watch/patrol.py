@@ -1,4 +1,4 @@
-"""All detectors over one run folder, from its files alone, once or in a thread of the run."""
+"""Run all detectors over one run folder, from its files alone, once or in a thread of the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from windlass.observe.reader import JoinedSteps, Tail
 from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory, hint_for
 from windlass.runfile import RunFile, ScriptRun, Watch
 
-# Of the whole job: the first rank's value is everybody's.
+# Fields of the whole job: all ranks have the first rank's value.
 OF_THE_JOB: Final = ("step", "epoch", "loss", "grad_norm", "learning_rate", "job_tokens")
 ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def exposition(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mapping[str, int]) -> str:
-    """`windlass_FIELD{run,rank}` for every field of the step files that is a number, and `windlass_alarms_total`."""
+    """Format `windlass_FIELD{run,rank}` for every numeric field of the step files, and `windlass_alarms_total`."""
     counted = {name for record in latest.values() for name in steps.counted(steps.unit(record))}
     own = {name: ["", "as the script's meter counts"] for name in sorted(counted - steps.FIELDS.keys())}
     named = f'run="{run.translate(ESCAPES)}"'
@@ -46,7 +46,7 @@ def exposition(run: str, latest: Mapping[int, Mapping[str, Any]], alarms: Mappin
 
 
 class Page:
-    """Serves `/metrics` from a thread of its own."""
+    """Serves `/metrics` from its own thread."""
 
     def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -60,7 +60,7 @@ class Page:
                 self.wfile.write(body)
 
             def log_message(self, *_: Any) -> None:
-                """Scrapes are not logged."""
+                """Log nothing for scrapes."""
 
         try:
             self.server = ThreadingHTTPServer((address, port), Handler)
@@ -86,7 +86,8 @@ CHANNEL: Final = re.compile(rb"via NET/([A-Za-z]+)/\d+")
 
 
 def environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Path) -> dict[str, str]:
-    """What torch and NCCL record for the watch, unless the user set it otherwise; read when the ranks connect."""
+    """Return variables that make torch and NCCL record data for the watch, unless the user set them. They are read when
+    ranks connect."""
     wanted = {}
     if job.watch.stall != OFF and not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys():
         wanted["TORCH_FR_BUFFER_SIZE"] = "2000"
@@ -99,7 +100,7 @@ def environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Pa
 
 
 class Patrol:
-    """`round` reads what is new and passes each alarm to `raised`, once until it has been quiet a while.
+    """Runs the detectors: `round` reads new records and passes each alarm to `raised`, once until it was quiet a while.
 
     Rank 0 also has it as a thread, from `start` to `close`, with the page for Prometheus.
     """
@@ -115,7 +116,7 @@ class Patrol:
         self.nccl_logs: dict[Path, Tail] = {}
         self.channels: Counter[str] = Counter()  # between nodes, by transport: IB, Socket, or a plugin's name
         self.last: dict[tuple[str, int | None], int] = {}  # the step at which an alarm was raised
-        self.from_step = 0  # steps up to here were judged before the run was resumed
+        self.from_step = 0  # steps up to here were checked before the run was resumed
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
         self.over = threading.Event()
@@ -123,7 +124,7 @@ class Patrol:
         self.page: Page | None = None
 
     def serve(self, name: str) -> None:
-        """The page for Prometheus, if one is configured."""
+        """Serve the page for Prometheus if one is configured."""
 
         def metrics() -> str:
             with self.lock:
@@ -140,7 +141,7 @@ class Patrol:
             self.round()
 
     def close(self) -> None:
-        """Stop, with a last round over what has been written since."""
+        """Stop after a last round over what has been written since."""
         self.over.set()
         if self.thread.is_alive():
             self.thread.join(10)
@@ -167,7 +168,7 @@ class Patrol:
                 self._read_nccl_logs()
 
     def tell(self, alarm: Alarm) -> None:
-        """Raise it with the action of its kind, unless that is off or it was raised a short while ago."""
+        """Raise an alarm with the action of its kind, unless that is off or it was raised a short while ago."""
         action = alarm.level if alarm.kind in ("non_finite", "failed") else getattr(self.limits, alarm.kind)
         before = self.last.get((alarm.kind, alarm.rank))
         repeated = before is not None and alarm.step < before + QUIET_STEPS and not BY_KIND[alarm.kind].every_time
@@ -194,7 +195,7 @@ class Patrol:
 
 
 def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
-    """What each rank may use: its GPU's memory, or its share of its host's."""
+    """Return the memory that each rank may use: its GPU's, or its share of its host's."""
     about = {rank: read_json(folder / run_folder.METER.format(rank=rank)).get("hardware", {}) for rank in ranks}
     hosts = [facts.get("host") for facts in about.values()]
     found = {}
@@ -207,7 +208,7 @@ def memory_of(folder: Path, ranks: list[int]) -> dict[int, Memory]:
 
 
 def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None:
-    """Log and print it."""
+    """Log and print an alarm."""
     hint, unwritten = hint_for(alarm.kind, folder), ""
     try:
         append_json_line(folder / run_folder.ALARMS, dataclasses.asdict(alarm))
@@ -217,7 +218,7 @@ def report_alarm(folder: Path, alarm: Alarm, say: Callable[[str], None]) -> None
 
 
 class ScriptWatch:
-    """The watch over a script's ranks, from the process that started them: `with ScriptWatch(...)`.
+    """Watches a script's ranks from the process that started them: `with ScriptWatch(...)`.
 
     Create it before the ranks start: what is in the folder then is left from an interrupted run, and was judged then.
     stop: ends the ranks. `why`: the alarm that caused it, if one did.

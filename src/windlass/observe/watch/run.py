@@ -1,4 +1,4 @@
-"""The watch inside the ranks: of windlass's own training run, and of a script that uses StepProfiler."""
+"""The watch inside the ranks of a windlass training run, and of a script that uses StepProfiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCRIPT_STALL_SECONDS: Final = 300.0  # for a script that sets none: half of torc
 
 
 class RunWatch:
-    """Around the training loop: `with RunWatch(...) as watch`. Alarms are logged, printed, and acted on by all ranks.
+    """Watches a training loop: `with RunWatch(...) as watch`. Alarms are logged, printed, and acted on by all ranks.
 
         watch.start(done, max_steps)
         for ...:
@@ -43,7 +43,7 @@ class RunWatch:
         rank: int,
         ranks: int,
         limits: Watch,
-        recorder: Any,  # whose position() is where the rank is
+        recorder: Any,  # its position() is the rank's
         *,
         name: str,
         network: str = "",
@@ -56,7 +56,7 @@ class RunWatch:
     ) -> None:
         self.folder, self.rank, self.ranks, self.limits, self.recorder = folder, rank, ranks, limits, recorder
         self.name, self.say, self.on_stall, self.report = name, say, on_stall, report
-        self.request = 0  # what rank 0 asks of all; 0 on the others
+        self.request = 0  # rank 0's request to all ranks; 0 on the others
         self.stopped_by = ""
         self.patrol = Patrol(folder, limits, ranks, network=network, raised=self._raised)
         self.patrol.history.vocabulary = vocabulary
@@ -74,14 +74,14 @@ class RunWatch:
         return self
 
     def start(self, step: int, max_steps: int) -> None:
-        """The loop begins after `step`."""
+        """Start watching a loop that begins after `step`."""
         self.patrol.from_step, self.patrol.history.max_steps = step, max_steps
         self.heartbeat.start()
         if self.rank == 0:
             self.patrol.start()
 
     def act(self, total: float) -> bool:
-        """After the step's all-reduce of `request`: whether to save a checkpoint. Raises AlarmError to stop."""
+        """Act on the all-reduced `request`; return whether to save a checkpoint. Raise AlarmError to stop."""
         if total >= REQUESTS[STOP]:
             why = [self.stopped_by]
             if self.ranks > 1:
@@ -93,7 +93,7 @@ class RunWatch:
         return total > 0
 
     def finish(self) -> None:
-        """After the last step, on all ranks: a last look. Raises AlarmError if the run must not end as finished."""
+        """Check once more after the last step, on all ranks. Raise AlarmError if the run failed at its end."""
         if self.ranks > 1:
             dist.barrier()  # all have written their last step
         if self.rank == 0:
@@ -113,26 +113,26 @@ class RunWatch:
             self.report()
 
     def _raised(self, alarm: Alarm) -> None:
-        """On rank 0, from the patrol's thread or the heartbeat's."""
+        """Handle an alarm on rank 0, in the patrol's thread or the heartbeat's."""
         report_alarm(self.folder, alarm, self.say)
         if alarm.kind not in ("stall", "non_finite", "failed") and alarm.level in REQUESTS:
             self.stopped_by = self.stopped_by if self.request >= REQUESTS[STOP] else str(alarm)
             self.request = max(self.request, REQUESTS[alarm.level])
 
     def _unwritten(self, message: str) -> None:
-        """On the rank that it is about, whose console may be quiet."""
+        """Report a failed write on its own rank, whose console may be quiet."""
         alarm = Alarm("disk", self.recorder.position().step, message, self.rank)
         self.patrol.counts[alarm.kind] += 1
         report_alarm(self.folder, alarm, self.say if self.rank == 0 else _print)
 
     def _stalled(self, alarm: Alarm) -> None:
-        """On the lowest rank that lives, which need not be rank 0."""
+        """Report a stall on the lowest live rank, which need not be rank 0."""
         self.patrol.tell(alarm)
         if self.limits.stall == STOP:
             self.report()
 
     def _leave(self, message: str) -> None:
-        """In a stall no rank can be asked to stop: each ends itself."""
+        """End this rank: in a stall ranks can't be asked to stop."""
         hint = f"the stacks of all ranks are in {self.folder}; continue with --resume"
         self.on_stall(Problem(message, "watch.stall", hint))
         os._exit(1)
@@ -143,7 +143,7 @@ def _print(text: str) -> None:
 
 
 def script_heartbeat(folder: Path, rank: int, ranks: int, position: Callable[[], Position]) -> Heartbeat | None:
-    """The heartbeat of a script's rank, as set by the run file that started it; None if none did."""
+    """Return a script rank's heartbeat as configured by the run file that started it; None if none did."""
     try:
         limits = ScriptRun.model_validate(read_json(folder / run_folder.MANIFEST)["run"]).watch
     except (ValueError, KeyError):
@@ -164,10 +164,10 @@ def script_heartbeat(folder: Path, rank: int, ranks: int, position: Callable[[],
 
 
 def flight_recorder() -> dict[str, Any]:
-    """This rank's last collectives. NCCL has a recorder of its own, which numbers its calls separately."""
+    """Return this rank's last collectives. NCCL has its own recorder, which numbers its calls separately."""
     found: dict[str, Any] = {}
     for prefix, dump in (("", "_dump_fr_trace_json"), ("NCCL ", "_dump_nccl_trace_json")):
-        with suppress(AttributeError, ValueError, RuntimeError):  # this torch has none
+        with suppress(AttributeError, ValueError, RuntimeError):  # this torch has no recorder
             calls = recent_calls(json.loads(getattr(c10d, dump)()))
             found |= {f"{prefix}{group}": about for group, about in calls.items()}
     return found
