@@ -183,7 +183,7 @@ def read_text(path: Path) -> str:
 
 
 def quote(word: str) -> str:
-    """Quote one word of a shell command. A comma needs no quotes, but in an array it looks like a mistake."""
+    """Quote one word of a shell command; a comma needs no quotes, but in an array it looks like a mistake."""
     quoted = shlex.quote(word)
     return f"'{word}'" if quoted == word and "," in word else quoted
 
@@ -193,7 +193,7 @@ def words(items: Sequence[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape text for a comment: after a line break it would be a command, and YAML allows no control characters."""
+    """Make text safe for a comment: after a line break it would be a command, and YAML allows no control characters."""
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
@@ -202,7 +202,7 @@ class Record:
     """The record of a submitted job."""
 
     facts: dict[str, Any]
-    path: Path  # the folder with the record
+    path: Path  # of the record file
     run: Path  # the run folder
     say: Callable[[str], None]
 

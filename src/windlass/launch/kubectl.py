@@ -52,15 +52,14 @@ EVENTS = {  # kind of object -> pattern of the run's names: its pods, its Kueue 
 
 
 def find() -> str | None:
-    """Return the path of kubectl, or of OpenShift's oc, which takes the same commands."""
+    """Return the client's command, kubectl or OpenShift's oc, which takes the same commands; None without either."""
     return next((name for name in ("kubectl", "oc") if shutil.which(name)), None)
 
 
 def run(
     *words: str, namespace: str | None = None, feed: str | None = None, check: bool = True, show: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run kubectl and capture its output, or show it on this terminal. `check`: raise with kubectl's own message if it
-    fails."""
+    """Run kubectl and capture its output, or show it here. `check`: raise with kubectl's own message if it fails."""
     command = [find() or "kubectl", *(["--namespace", namespace] if namespace else []), *words]
     try:
         if show:
@@ -80,9 +79,7 @@ def run(
 def installed_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
     """Return the first engine that is installed, that the user may use here, and that resumes a stopped run. Any
     logged-in user may query what is installed and what they may do."""
-    done = run(
-        "api-resources", "--output", "name", check=False
-    )  # fails if one API group doesn't answer, and lists the rest
+    done = run("api-resources", "--output", "name", check=False)  # also fails if only one API group doesn't answer
     kinds = set((done.stdout or run("api-resources", "--output", "name").stdout).split())
     for engine, resource in RESOURCES.items():
         if resource in kinds:
@@ -100,8 +97,7 @@ def installed_engine(cluster: Cluster, say: Callable[[str], None]) -> str:
 
 
 def runtime_problem(name: str) -> str:
-    """Return why a TrainJob would end, not resume, after its nodes were stopped with exit code 75; empty if it would
-    resume."""
+    """Return why a TrainJob would end after its nodes stopped with exit code 75; empty if it would resume."""
     done = run("get", RUNTIME, name, "--output", "json", check=False)
     if done.returncode:
         return f"its runtime can't be read: {done.stderr.strip()}"
@@ -178,7 +174,7 @@ class KubernetesJob:
             say(f"{self.name} has ended ({before}): it is replaced, and the run resumes from its last checkpoint")
             self.run("delete", RESOURCES[self.engine], self.name, "--wait=false")
         self._wait_until_gone(job.grace_seconds + OVER_GRACE_SECONDS, say)
-        # The previous job's objects are deleted with it at some point; the new ones have other names.
+        # The previous job's objects are deleted with it at some point: delete them now, so that the new ones aren't.
         others = manifest.rpartition("\n---\n")[0]
         self.run("delete", "--filename", "-", "--ignore-not-found", "--wait=false", feed=others)
         done = self.run(*words, feed=manifest)
@@ -217,8 +213,7 @@ class KubernetesJob:
         say(f"note: whether its pods would be admitted is not known: {text}")
 
     def _wait_until_gone(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Wait until the previous job and its pods are gone: they may still be saving where the new ones would
-        write."""
+        """Wait until the previous job and its pods are gone: they may be saving where the new ones would write."""
         deadline, reported = time.monotonic() + seconds, False
         while True:
             done = self.pods(PHASES, check=False)
@@ -257,8 +252,7 @@ class KubernetesJob:
         return self.run("logs", "--selector", self.selector, "--prefix", "--tail=-1", *more, show=True).returncode
 
     def follow(self, nodes: int, say: Callable[[str], None]) -> int:
-        """Follow the logs of all nodes until the job has ended, across restarts. Return an exit code for how it
-        ended."""
+        """Follow the logs of all nodes until the job has ended, across restarts. Its end decides the exit code."""
         since, last = list[str](), list[str]()
         while True:
             how, phases = self.state(), self.pods(PHASES).stdout.split()
@@ -281,8 +275,7 @@ class KubernetesJob:
 
 
 def node_notes(job: Job) -> Iterator[str]:
-    """Yield a note for each resource that no node has. These are not errors: an autoscaler may add nodes for waiting
-    pods."""
+    """Yield notes if nodes lack what the pods request. These are no errors: nodes may join when pods wait."""
     done = run("get", "nodes", "--output", "json", check=False)
     if done.returncode:
         yield f"whether nodes have the GPUs could not be looked up: {done.stderr.strip()}"

@@ -71,9 +71,7 @@ def marks(job: Job, of: str, engine: str = "") -> dict[str, dict[str, str]]:
         annotations["k8s.v1.cni.cncf.io/networks"] = ",".join(cluster.networks)
     if of == "pod" and queue and cluster.topology_key:
         annotations[f"{KUEUE}/podset-{cluster.topology}-topology"] = cluster.topology_key
-        if (
-            engine == "pytorchjob" and job.nodes > 1
-        ):  # one domain for master and workers: else Kueue chooses one for each
+        if engine == "pytorchjob" and job.nodes > 1:  # one domain for master and workers; Kueue would use two
             annotations[f"{KUEUE}/podset-group-name"] = "nodes"
     found = {"labels": labels, "annotations": annotations}
     if of == "pod" and (group := gang(cluster)):
@@ -107,8 +105,7 @@ def volume_mount(volume: Volume, name: str) -> dict[str, Any]:
 
 
 def affinity(job: Job) -> dict[str, Any]:
-    """Return the configured affinity, and a term for one topology domain if that is configured and no queue handles
-    it."""
+    """Return the configured affinity; adds one topology domain if that is configured and no queue handles it."""
     cluster = job.cluster
     if not cluster.topology_key or kueue(cluster):
         return dict(cluster.affinity)

@@ -42,8 +42,7 @@ def find_concerns(
 
 
 def _expert_drift(busiest: Sequence[Sequence[float]]) -> tuple[int, float, float]:
-    """Return the layer whose busiest expert gained most, with medians of the first and the last quarter of the
-    samples."""
+    """Return the layer whose busiest expert gained most, and the medians of the first and last quarter of samples."""
     quarter = len(busiest) // 4
     if not quarter:
         return 0, NAN, NAN

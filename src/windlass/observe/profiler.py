@@ -224,8 +224,7 @@ class LLMStepProfiler(_Profiler):
         self.values.update(values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Handle events that have no method below: the Trainer calls all of TrainerCallback's. They end a phase or do
-        nothing."""
+        """Handle the Trainer's other events: it calls all of TrainerCallback's. They end a phase or do nothing."""
         if not name.startswith("on_"):
             raise AttributeError(name)
         phase = self.ENDS.get(name)

@@ -350,8 +350,7 @@ def token_counts(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def mean_loss(losses: Sequence[Tensor], counts: Sequence[Tensor], *, summed: bool) -> Tensor | None:
-    """Return a step's loss from its micro-batches': `summed` ones are shares of it, others means over supervised
-    tokens."""
+    """Return a step's loss: `summed` losses of micro-batches are shares of it, others means over supervised tokens."""
     if not losses:
         return None
     each = torch.stack(list(losses))

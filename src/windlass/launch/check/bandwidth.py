@@ -72,8 +72,7 @@ def measure(rendezvous: Rendezvous, local_rank: int = 0) -> Measured:
         return Measured(backend, error=f"nodes have different backends: {', '.join(map(str, backends))}")
 
     def speed(ranks: list[int]) -> float | None:
-        """Return the GB/s per direction of an all-reduce: 2 (n - 1) / n of the bytes leave each rank. None: wrong
-        sum."""
+        """Return GB/s per direction of an all-reduce: 2 (n - 1) / n of the bytes leave each rank. None: wrong sum."""
         tensor, wait = torch.ones(BYTES[backend] // 4, device=device), getattr(torch, device).synchronize
         best = float("inf")
         with contextlib.suppress(Exception):  # each backend raises something else for a lost peer

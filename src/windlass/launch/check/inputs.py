@@ -186,7 +186,7 @@ def check_script(c: Context, loaded: LoadedScript) -> Result:
 
 
 def installed() -> dict[str, str]:
-    """Return every distribution that Python would import from, by its normalised name; the first on the path counts."""
+    """Return every distribution that Python would import, by its normalised name; the first on the path counts."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         if name := distribution.metadata["Name"]:
@@ -195,8 +195,7 @@ def installed() -> dict[str, str]:
 
 
 def release(version: str) -> Version | None:
-    """Parse a version for comparison: prereleases and local builds count as their release; None if it isn't a
-    version."""
+    """Parse a version for comparison: prereleases and local builds count as their release; None if invalid."""
     from packaging.version import InvalidVersion, Version  # installed with torch; a login node may lack both
 
     try:
@@ -299,9 +298,7 @@ def check_attention(c: Context, loaded: Loaded, model: Any) -> Result:
     """Check that the configured implementation is installed and the model class supports it."""
     family = None if c.plan is None or isinstance(c.plan, ScriptPlan) else c.plan.base.family
     name = loaded.run.model.attn_implementation or (family.usual_attention if family else "sdpa")
-    needs, flag = ATTENTION.get(
-        name, (("kernels", "kernels"), "")
-    )  # else a hub kernel: the run file allows nothing else
+    needs, flag = ATTENTION.get(name, (("kernels", "kernels"), ""))  # else a hub kernel: the only other choice
     problem = hint = ""
     if needs and needs[1] not in c.have:
         problem, hint = f"{name} needs {needs[1]}, which is not installed", f"pip install {needs[1]}, or set sdpa"

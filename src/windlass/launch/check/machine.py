@@ -322,8 +322,7 @@ def existing(path: Path) -> Path:
 
 
 def try_folder(folder: Path) -> str:
-    """Return why files can't be written, locked and renamed in a folder (or where it would be created); empty if they
-    can."""
+    """Return why files can't be written, locked and renamed in a folder (or where it would be); empty if they can."""
     place = existing(folder)
     if not place.is_dir():
         return f"{place} is a file"

@@ -252,8 +252,7 @@ def file_digest(paths: Iterable[Path]) -> str | None:
 
 
 def compare(by_node: Mapping[str, Mapping[str, Any]]) -> list[Result]:
-    """Return one result for each fact. Nodes in the minority are named; in a tie, the first node's side counts as
-    usual."""
+    """Return one result for each fact. Nodes in the minority are named; in a tie, the first node's side is usual."""
     results = []
     for key, hint in SAME.items():
         title, found = f"same {key}", {name: each[key] for name, each in by_node.items()}

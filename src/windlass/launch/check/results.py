@@ -117,7 +117,7 @@ class Report:
         return {**head, "seconds": seconds, "results": results}
 
     def write(self, folder: Path) -> Path | None:
-        """Write check.json to the run folder if that exists; a check has reported a folder that can't be written."""
+        """Write check.json to the run folder if that exists; a check reports a folder that can't be written."""
         with suppress(OSError):
             if folder.is_dir():
                 write_json(folder / "check.json", self.as_dict())
@@ -126,7 +126,7 @@ class Report:
 
 
 def leave_error(report: Report, environ: Mapping[str, str]) -> None:
-    """Leave the error where ranks leave theirs, for the process next to this one that sends it to the other nodes."""
+    """Leave the error, as ranks do, for the process next to this one that sends it to the other nodes."""
     status_dir = environ.get("WINDLASS_STATUS_DIR")
     if status_dir and (seen := "; ".join(f"{result.title}: {result.seen}" for result in report.failures)):
         text = json.dumps({"problems": [{"where": "windlass check", "problem": seen}], "time": time.monotonic()})

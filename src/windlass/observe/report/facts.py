@@ -119,8 +119,7 @@ def samples(run: Run) -> list[Facts]:
 
 
 def state(run: Run) -> str:
-    """Return the manifest's state. If that is `running`, the last event may be newer: the run itself writes the
-    report."""
+    """Return the manifest's state; while that is `running`, the last event may be newer: the run writes the report."""
     recorded = run.ask(MANIFEST, "state")
     if isinstance(recorded, str) and recorded not in ("", run_folder.RUNNING):
         return recorded

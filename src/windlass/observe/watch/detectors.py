@@ -35,12 +35,12 @@ SAMPLES: Final = 64  # of memory, in a trace
 MIN_GROWTH: Final = 0.05  # share of the memory that has to be gained within a trace
 MIN_IMBALANCE: Final = 0.05  # share of the memory by which a rank has to exceed the others
 MIN_DELAY: Final = 0.02  # seconds: shorter delays may come from the operating system
-MIN_CHOICES: Final = 64  # per expert at an even share: fewer let texts on one subject miss experts
+MIN_CHOICES: Final = 64  # per expert at an even share; with fewer, texts on one subject leave some experts unused
 BALANCES: Final = 3  # expert balances in a row
 NO_GRADIENT: Final = 5  # steps in a row: the first steps have proven that gradients reach the adapter
-NO_CHANGE: Final = 10  # steps in a row with the same loss, a guess's loss, or almost no gradient
-FIRST: Final = 3  # steps whose median gradient norm is the reference: far too high a rate kills an adapter soon
-COLLAPSED: Final = 0.01  # share of that norm that is almost nothing; converging runs also have a lower loss
+NO_CHANGE: Final = 10  # steps in a row with the same loss, the loss of guessing, or almost no gradient
+FIRST: Final = 3  # steps whose median gradient norm is the reference: far too high a rate kills within a few
+COLLAPSED: Final = 0.01  # share of it below which almost nothing is left; a run that converges lowers the loss too
 NOT_FALLEN: Final = 0.9  # share of the first loss above which it has not fallen
 GUESSING: Final = 0.01  # share of ln(vocabulary) within which a loss equals guessing
 CLEARLY_BELOW: Final = 0.8  # share of ln(vocabulary) below which a loss is clearly better than guessing
@@ -73,8 +73,7 @@ class AlarmError(RunError):
 
 @dataclass
 class Memory:
-    """Memory of a rank's GPU, or of its process without a GPU: the last samples, and the whole run in constant
-    space."""
+    """Memory of a rank's GPU, or else of its process: the last samples, and the whole run in constant space."""
 
     capacity_gib: float
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))

@@ -108,8 +108,7 @@ class Heartbeat(threading.Thread):
             write_atomic(path, json.dumps(beat))
 
     def _report(self, now: Position, quiet: float) -> None:
-        """Report on one rank; with action `stop` every rank then ends itself before the process group's timeout
-        does."""
+        """Report on one rank; with action `stop` every rank then ends before the process group's timeout."""
         beats = read_beats(self.folder)
         alive = [rank for rank, beat in beats.items() if time.time() - beat["time"] < 4 * self.period]
         silent = [rank for rank in range(self.ranks) if rank not in alive]

@@ -86,8 +86,7 @@ CHANNEL: Final = re.compile(rb"via NET/([A-Za-z]+)/\d+")
 
 
 def environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folder: Path) -> dict[str, str]:
-    """Return variables that make torch and NCCL record data for the watch, unless the user set them. They are read when
-    ranks connect."""
+    """Return variables that make torch and NCCL record for the watch, unless set by the user; read at connection."""
     wanted = {}
     if job.watch.stall != OFF and not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & environ.keys():
         wanted["TORCH_FR_BUFFER_SIZE"] = "2000"
