@@ -25,8 +25,7 @@ class Choice:
 
 
 def matching(pattern: str, names: Sequence[str], *, exact: bool) -> list[str]:
-    """Return the names that match a pattern by NCCL's rules: prefixes; `=` for exact names; `^` to exclude names.
-    gloo's names are always exact."""
+    """Match names by NCCL's rules: prefixes; `=` for exact names; `^` to exclude. gloo's names are always exact."""
     exclude, exact = pattern.startswith("^"), exact or "=" in pattern[:2]
     wanted = [name for name in pattern.lstrip("^=").split(",") if name]
     return [n for n in names if any(n == w or (not exact and n.startswith(w)) for w in wanted) != exclude]

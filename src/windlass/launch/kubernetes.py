@@ -119,8 +119,7 @@ def to_block(value: Any) -> str:
 
 
 def indent(text: str, columns: int) -> str:
-    """Indent all lines but the first. Only "\\n" separates lines here: Unicode's other line breaks belong to the
-    values."""
+    """Indent all lines but the first. Only "\\n" separates lines: Unicode's other line breaks belong to the values."""
     first, *rest = text.split("\n")
     return "\n".join((first, *(" " * columns + line if line else "" for line in rest)))
 
@@ -219,8 +218,7 @@ def logs(record: Record, *, follow: bool) -> int:
 
 
 def stop(record: Record) -> int:
-    """Delete the job, then its ConfigMap and Service. Pods get their time to save; submitting again resumes from
-    there."""
+    """Delete the job, then its files. Pods get their time to save; submitting again resumes from there."""
     job, words = _target(record), ("--ignore-not-found", "--wait=false")
     done = [job.run("delete", kubectl.RESOURCES[job.engine], job.name, *words)]
     done += [job.run("delete", kind, "--selector", job.selector, *words) for kind in ("service", "configmap")]

@@ -89,7 +89,7 @@ def is_running(facts: Mapping[str, Any]) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process was started, in the kernel's ticks; None if it is gone or the kernel doesn't report it."""
+    """Return when a process started, in the kernel's ticks; None if it is gone or the kernel doesn't report it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

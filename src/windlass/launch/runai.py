@@ -248,8 +248,7 @@ def submit_sh(job: Job) -> str:
 
 
 def payload(job: Job) -> dict[str, Any]:
-    """Return the body of POST /api/v1/workloads/distributed (or …/trainings for one node), with placeholders for the
-    IDs."""
+    """Return the body of POST /api/v1/workloads/distributed (…/trainings for one node), with placeholders for IDs."""
     program, script = inner(job)
     spec: dict[str, Any] = {"command": program, "args": quote(script)}
     for *_, body in options(job):

@@ -48,8 +48,7 @@ torchrun \\
 
 
 def launch_sh(job: Job, *, exports: bool) -> str:
-    """Render launch.sh. `exports`: set the environment in it too; Run:ai and Kubernetes set it on the pod, where it can
-    be seen."""
+    """Render launch.sh. `exports`: set the environment too; Run:ai and Kubernetes set it visibly on the pod."""
     head = HEAD.format(
         title=job.title,
         version=__version__,

@@ -132,8 +132,7 @@ def submitted(
 
 
 def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, Record]:
-    """Open a submission record and return its platform with it. `folder`: where the record is; `run`: the run
-    folder."""
+    """Return the platform of a submission and its record. `folder`: where the record is; `run`: the run folder."""
     path = folder / RECORD
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

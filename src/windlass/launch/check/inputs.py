@@ -56,7 +56,7 @@ INSTALL = "pip install 'windlass[train]', or use the image that the Containerfil
 def check_plan(
     loaded: Loaded | LoadedScript, accelerate: Callable[[], AccelerateFile | None]
 ) -> tuple[AnyPlan | None, list[Result]]:
-    """Make the plan, which checks targets, layout, classes and batch, and check whether it fits in memory."""
+    """Make the plan, which checks targets, layout, classes and batch, and check its estimate of memory."""
     try:
         plan = make_any(loaded, accelerate())
     except UserError as error:

@@ -127,8 +127,8 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
 
 
 def check_account(c: Context, uid: int) -> Result:
-    """Check that the user has a name: OpenShift gives a number without an account, but Python's getpass, which torch
-    calls, needs a name."""
+    """Check that the user's number has a name: OpenShift gives one without an account, but torch calls Python's
+    getpass, which needs a name."""
     if name := re.search(rf"^([^:\n]*):[^:\n]*:{uid}:", read_text(c.root / "etc/passwd"), re.MULTILINE):
         return passed("account", f"{name[1]} ({uid})")
     given = next((key for key in ("LOGNAME", "USER", "LNAME", "USERNAME") if c.environ.get(key)), None)

@@ -40,8 +40,7 @@ class Context:
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether libraries and volumes are on another machine: a run for another platform is only planned
-        here."""
+        """Return whether libraries and volumes are elsewhere: a run for another platform is only planned here."""
         return self.alone and self.loaded.run.cluster.platform != "local"
 
 
