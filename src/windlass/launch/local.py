@@ -1,4 +1,4 @@
-"""A run on this machine without a platform: it replaces this process, is observed by its run folder and stopped by a
+"""A run on this machine without a platform: it replaces this process and is observed by its folder, stopped by a
 signal.
 """
 
@@ -89,7 +89,7 @@ def is_running(facts: Mapping[str, Any]) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; None if it is gone or the kernel doesn't report it."""
+    """Return a process's start time in the kernel's ticks; None if it is gone or the kernel doesn't report it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -127,8 +127,8 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
 
 
 def check_account(c: Context, uid: int) -> Result:
-    """Check that the user's number has a name: OpenShift gives one without an account, but torch calls Python's
-    getpass, which needs a name."""
+    """Check for the user's name: OpenShift gives a number without an account, and torch calls getpass, which needs
+    one."""
     if name := re.search(rf"^([^:\n]*):[^:\n]*:{uid}:", read_text(c.root / "etc/passwd"), re.MULTILINE):
         return passed("account", f"{name[1]} ({uid})")
     given = next((key for key in ("LOGNAME", "USER", "LNAME", "USERNAME") if c.environ.get(key)), None)
@@ -273,7 +273,7 @@ def check_gpu_kind(c: Context, plan: AnyPlan, gpus: tuple[GpuReading, ...]) -> R
 
 
 def describe_gpu(plan: AnyPlan, gpu: GpuReading) -> dict[str, tuple[str | None, bool]]:
-    """Return for each check the reading (None: the driver doesn't report it) and whether it is wrong."""
+    """Return each check's reading (None: the driver doesn't report it) and whether it is wrong."""
     processes, throttle, width, widest = gpu.processes, gpu.throttle, gpu.pcie_width, gpu.pcie_width_max
     unknown = gpu.ecc_uncorrected is None and gpu.remap_pending is None
     errors = f"{gpu.ecc_uncorrected or 0} uncorrected" + ", rows wait to be remapped" * bool(gpu.remap_pending)
