@@ -1,6 +1,5 @@
-"""A run on this machine without a platform: it replaces this process and is observed by its folder, stopped by a
-signal.
-"""
+"""A run on this machine without a platform: it replaces this process, is observed by its run folder, and is
+stopped by a signal."""
 
 from __future__ import annotations
 

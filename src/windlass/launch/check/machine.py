@@ -105,7 +105,7 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
             seen["/dev/shm"] = f"{free / GIB:.2f} GiB free; the run needs {shared / GIB:.2f}"
         hint = "cluster.large_shm: true mounts a larger one; or let the ranks load their data without workers"
         rows["/dev/shm"] = (free, shared, hint, failed)
-        if not isinstance(plan, ScriptPlan):  # what a script needs is not known
+        if not isinstance(plan, ScriptPlan):  # a script's needs are unknown
             limit = f", limited to {here.memory_limit_gib:.1f} by the control group" if here.memory_limit_gib else ""
             seen["host memory"] = f"{here.memory_gib:.1f} GiB{limit}; the run needs {plan.cost.host_gib:.1f}"
             hint = "raise cluster.memory_limit, or choose a layout that loads less per node"
@@ -127,8 +127,7 @@ def check_limits(c: Context, here: LocalMachine) -> list[Result]:
 
 
 def check_account(c: Context, uid: int) -> Result:
-    """Check for the user's name: OpenShift gives a number without an account, and torch calls getpass, which needs
-    one."""
+    """Check that the user has a name: OpenShift gives only a number, and torch calls getpass, which needs one."""
     if name := re.search(rf"^([^:\n]*):[^:\n]*:{uid}:", read_text(c.root / "etc/passwd"), re.MULTILINE):
         return passed("account", f"{name[1]} ({uid})")
     given = next((key for key in ("LOGNAME", "USER", "LNAME", "USERNAME") if c.environ.get(key)), None)
@@ -285,7 +284,7 @@ def describe_gpu(plan: AnyPlan, gpu: GpuReading) -> dict[str, tuple[str | None, 
         "GPU clocks": (clocks, bool(hardware.THROTTLE_FAULTS & set(throttle or ()))),
         "PCIe width": (lanes, bool(width and widest and width < widest)),
     }
-    if not isinstance(plan, ScriptPlan):  # what a script needs is not known
+    if not isinstance(plan, ScriptPlan):  # a script's needs are unknown
         free = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free, the run needs {plan.cost.gpu_gib:.1f}"
         facts["GPU memory"] = (free, gpu.free_gib < plan.cost.gpu_gib)
     if plan.layout.gpus_per_node > 1 and plan.machine.link.name.startswith("nvlink"):
