@@ -1,4 +1,4 @@
-"""Optimizers and schedules by transformers' names, with the settings that its trainer gives them."""
+"""Optimizers and schedules by transformers' names, with the settings that its Trainer gives them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ UNDECAYED: Final = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_nor
 
 
 def create_optimizer(train: Train, named: Iterable[tuple[str, nn.Parameter]], steps: int) -> torch.optim.Optimizer:
-    """Over the trainable parameters, in two groups: with weight decay and without; those of the base in two more.
+    """Create an optimizer over the trainable parameters, in groups with and without weight decay; the base's own are
+    separate.
 
-    An optimizer updates a group in one call if all of it is sharded, or nothing.
+    An optimizer updates a group in one call only if all of it is sharded or none of it is.
     """
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     adapter = [each for each in trainable if "lora_" in each[0]]
@@ -65,5 +66,5 @@ def create_scheduler(train: Train, optimizer: torch.optim.Optimizer, steps: int)
 
 
 def follows_evaluation(train: Train) -> bool:
-    """Whether this schedule goes by the evaluation loss, not by steps."""
+    """Return whether this schedule follows the evaluation loss instead of steps."""
     return train.lr_scheduler_type in EVALUATED_SCHEDULES

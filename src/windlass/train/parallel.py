@@ -1,8 +1,8 @@
 """Apply a Layout to a model through transformers: FSDP2, hybrid sharding, expert parallelism.
 
-transformers says that this machinery still moves; windlass pins its version and keeps all such calls in this file.
-The model is built without storage (on the meta device) and sharded, then given storage for this rank's part alone:
-the order in which `from_pretrained(distributed_config=...)` does it, without the reading of weights.
+transformers says that this machinery may still change; windlass pins its version and keeps all such calls in this file.
+The model is built on the meta device, sharded, and then given storage for this rank's part only: the order in which
+`from_pretrained(distributed_config=...)` works, without reading weights.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FIRST_LAYER: Final = re.compile(r"\blayers\.0(\.|$)")
 
 
 def is_sharded(layout: Layout) -> bool:
-    """Whether ranks store parts. A resident base and a single rank store everything in plain tensors."""
+    """Return whether ranks store parts. With a resident base or a single rank, all tensors are plain."""
     return layout.name != "resident" and layout.ranks > 1
 
 
 def device_of_this_rank() -> torch.device:
-    """Where parameters are when they compute."""
+    """Return the device on which parameters compute."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -49,10 +49,10 @@ def build(
     attn_implementation: str = "sdpa",
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> transformers.PreTrainedModel:
-    """The causal language model with `layout` applied: DTensors of the planned placements, without storage yet."""
-    # torch's first choice on Hopper makes a plan for every new shape of a micro-batch, about a second each, and its
-    # gradients can be NaN under a mask (pytorch#196678). Remove when that is fixed in every torch that we allow, and
-    # benchmarks/one_gpu.py's `layers` finds cuDNN's attention the faster one.
+    """Return the causal LM with `layout` applied: DTensors with the planned placements, without storage yet."""
+    # On Hopper torch prefers cuDNN's attention, which makes a plan for every new micro-batch shape, about a second
+    # each, and whose gradients can be NaN under a mask (pytorch#196678). Remove when every torch that we allow has the
+    # fix and `layers` of benchmarks/one_gpu.py finds cuDNN's attention faster.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if layout.ranks != group.world():
         raise UserError(
@@ -61,18 +61,18 @@ def build(
             "layout",
             "start one process per rank, or change cluster.nodes and cluster.gpus_per_node",
         )
-    # Tried: 2.12 gives every parameter that it shards a gradient for a moment, which bytes can't have; 2.13 does not.
+    # Tried: 2.12 briefly gives every sharded parameter a gradient, which bytes can't have; 2.13 does not.
     if is_sharded(layout) and layout.base_dtype != "bf16" and torch.__version__ < "2.13":
         what = f"torch {torch.__version__} can't shard a base that is stored in {layout.base_dtype.upper()}: 2.13 can"
         raise UserError(what, quantised.WHERE, f"{quantised.HINT}, set layout.name: resident, or install a newer torch")
-    # The text model's config, unquantised: what is stored in FP8 is loaded as `dtype`, or converted by us.
+    # The text model's config without quantization: FP8 weights are loaded as `dtype` or converted by windlass.
     described = {key: value for key, value in base.config.items() if key not in ("quantization_config", "torch_dtype")}
-    tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may rule
+    tied = all(parameter.name != "lm_head.weight" for parameter in base.parameters)  # a wrapper's config may decide it
     described |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": False, "tie_word_embeddings": tied}
     config_class = transformers.CONFIG_MAPPING[base.family.model_type]
     config = config_class.from_dict(described, attn_implementation=attn_implementation)
     config._experts_implementation = experts.NAME
-    config.name_or_path = str(base.path or base.name)  # a saved adapter names its base by it
+    config.name_or_path = str(base.path or base.name)  # saved adapters name their base by it
 
     model_class = getattr(transformers, base.family.causal_lm)
     distributed = DistributedConfig(
@@ -81,7 +81,7 @@ def build(
         ep_size=layout.expert_parallel,
         ep_implementation=exchange.NAME,
         fsdp_cpu_offload=layout.offload,
-        # Gather in BF16 what is stored in FP32 only if compute runs in BF16: the policy's dtype is fixed upstream.
+        # Gather FP32 parameters in BF16 only if compute is in BF16: upstream fixes the policy's dtype.
         fsdp_mixed_precision=layout.precision == "bf16" and dtype == torch.float32,
     )
     distributed, _, mesh = model_class.prepare_distribute_model(distributed if is_sharded(layout) else None)
@@ -97,24 +97,24 @@ def build(
     if layout.base_dtype != "bf16":
         quantised.convert(model, base, layout.base_dtype, dtype)
     model = model_class.maybe_distribute_model(model, distributed, mesh)
-    # FSDP2 gathers ahead of the backward what the forward used before: for the first layer the embedding, which is
-    # then never used. A module that is to be gathered ahead of itself is gathered already.
+    # In the backward, FSDP2 prefetches the module that the forward used before: for the first layer that is the
+    # embedding, which the backward never uses. A module set to prefetch itself prefetches nothing.
     first = [
         layer for name, layer in model.named_modules() if FIRST_LAYER.search(name) and isinstance(layer, FSDPModule)
     ]
-    for module in first[-1:]:  # its experts, if they are a group of their own
+    for module in first[-1:]:  # the layer's experts, if they are a separate group
         module.set_modules_to_backward_prefetch([module])
     if not layout.reshard_after_forward:
-        # After the plan, not in it: with every layer kept by the plan, upstream no longer puts the final norm and the
-        # head in one group, and a head that is a group of its own is gathered anew for each fused loss.
+        # Set after the plan instead of in it: if the plan keeps every layer gathered, upstream no longer groups the
+        # final norm with the head, and a head in its own group is gathered again for each fused loss.
         for module in fsdp_modules(model):
             module.set_reshard_after_forward(False, recurse=False)
     return model
 
 
 def separate_experts(mesh: Any) -> None:
-    """Give the tokens' exchange a communicator of its own: one is serial, and transformers has experts that are split
-    over all ranks share theirs with FSDP's gathers."""
+    """Give the tokens' exchange its own communicator: a communicator is serial, and transformers lets experts that
+    are split over all ranks share FSDP's."""
     experts_mesh, backend = mesh._expert_mesh, dist.distributed_c10d.get_backend_config()
     if experts_mesh["ep"].size() == dist.get_world_size():
         shape, names = tuple(experts_mesh.shape), experts_mesh.mesh_dim_names
@@ -125,7 +125,7 @@ def separate_experts(mesh: Any) -> None:
 
 
 def keep_in_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> None:
-    """What transformers keeps in float32 in a model of a narrower dtype, such as a router's correction."""
+    """Keep in float32 what transformers keeps in float32 in narrower models, such as a router's correction."""
     if kept := model._get_dtype_plan(dtype):
         pattern = re.compile("|".join(each.replace("*", ".*") for each in kept))
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -134,36 +134,36 @@ def keep_in_float32(model: transformers.PreTrainedModel, dtype: torch.dtype) -> 
 
 
 def allocate(model: transformers.PreTrainedModel, layout: Layout) -> None:
-    """Storage for this rank's part of every parameter, and buffers with their computed values.
+    """Allocate this rank's part of every parameter, and compute buffers.
 
-    Parameters hold whatever was in that memory: the caller fills every one of them.
+    Parameters then hold uninitialised memory: the caller fills every one of them.
     """
     offloaded = is_sharded(layout) and layout.offload
     model.to_empty(device=torch.device("cpu") if offloaded else device_of_this_rank())
     model.tie_weights(recompute_mapping=False)
     for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # what the checkpoint holds; the rest, rotary frequencies, is computed now
+        tensor._is_hf_initialized = True  # marks what the checkpoint has; the rest (rotary frequencies) is computed now
     model.initialize_weights()
     if offloaded:
-        for name, buffer in list(model.named_buffers()):  # buffers take part in compute where compute runs
+        for name, buffer in list(model.named_buffers()):  # buffers are needed on the compute device
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, buffer.to(device_of_this_rank()))
     model.eval()
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
-    """The modules that FSDP2 gathers one by one; none where nothing is sharded."""
+    """Return the modules that FSDP2 gathers one by one; none if nothing is sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Every parameter is this rank's shard again: after a forward without a backward the head is still gathered."""
+    """Reshard every parameter: after a forward without a backward the head is still gathered."""
     for module in fsdp_modules(model):
         module.reshard()
 
 
 def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's shards of those that belong to a sharded parameter, by their names; all others as they are."""
+    """Return this rank's shards of tensors that belong to sharded parameters, by name; all others unchanged."""
     parameters, found = dict(model.named_parameters()), dict(tensors)
     for name, tensor in tensors.items():
         if isinstance(own := parameters.get(name), DTensor) and tensor.ndim:
@@ -172,13 +172,13 @@ def shard_like(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
 
 
 def keep_gathered(modules: Iterable[FSDPModule], keep: bool) -> None:
-    """Keep what a backward gathered for the next micro-batch, or free it as usual (on the last one of a step)."""
+    """Keep the weights gathered after a backward for the next micro-batch, or free them (on the last one of a step)."""
     for module in modules:
         module.set_reshard_after_backward(not keep, recurse=False)
 
 
 def assert_sharded(model: torch.nn.Module, layout: Layout) -> None:
-    """Stop unless every parameter is sharded as planned. Call before the first forward: that leaves some gathered."""
+    """Stop unless every parameter is sharded as planned. Call before the first forward, which leaves some gathered."""
     if not is_sharded(layout):
         return
     wrong = []

@@ -1,15 +1,17 @@
-"""Weights kept in 8 or 4 bits: dequantised just before each use, freed right after.
+"""Weights stored in 8 or 4 bits: dequantized just before each use and freed right after.
 
 Such a parameter is bytes: whatever casts a model's floating-point parameters (PEFT, FSDP2's mixed precision,
-`.to(dtype)`) leaves bytes alone, and every backend gathers them. Its true value is code x scale in float32, rounded
-once. Only codes are kept for backward.
-FP8, as published: codes alone, a byte each; scales are a small float32 buffer of the same module, unsharded on every
-rank. Values, products and gradients are bit for bit what the loader makes of the same file in 16 or 32 bits.
-4 bits, made at load or as published (four_bits.py): rows of codes, each row with its scales behind it, so that whoever
-has a row has all of it. How ranks share the rows changes no bit.
+`.to(dtype)`) leaves bytes alone, and every backend can gather them. The true value is code x scale in float32, rounded
+once. Only codes are kept for the backward.
 
-Not done with float8 products: the published scales of activations are static, transformers' grouped FP8 path refuses
-those, and 8-bit activations would make the gradients those of another model.
+FP8, as published: one byte per code; scales are a small float32 buffer of the same module, unsharded on every rank.
+Values, products and gradients are bit for bit those of the same file loaded in 16 or 32 bits.
+
+4 bits, quantized at load or as published (four_bits.py): rows of codes with their scales behind them, so a rank that
+has a row has all of it. The sharding of rows changes no bit.
+
+float8 products are not used: published activation scales are static, which transformers' grouped FP8 path refuses, and
+8-bit activations would change the gradients.
 """
 
 from __future__ import annotations
@@ -36,58 +38,60 @@ from windlass.plan.work import narrow, published
 from windlass.train import four_bits, kept
 from windlass.train.reading import DTYPES, NEEDS_SCALE, decode, scale_block
 
-# A CPU prepares each product in 16 bits for its number of rows, in half a millisecond, and keeps 1,024 of them.
+# On a CPU, oneDNN prepares each 16-bit product for its number of rows, which takes half a millisecond, and caches 1,024
+# of them.
 ALIGN = 16
 WHERE, HINT = "layout.base_dtype", "set layout.base_dtype: bf16"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What the bytes of one parameter mean."""
+    """The meaning of one parameter's bytes."""
 
-    codes: torch.dtype  # torch.float8_e4m3fn or torch.float8_e5m2; torch.uint8: two of 4 bits each
-    block: tuple[int, int]  # rows and columns that share a scale; the last block of each may be smaller
-    dtype: torch.dtype  # what the parameter would be in, were it not quantised
+    codes: torch.dtype  # float8_e4m3fn, float8_e5m2, or uint8 for two 4-bit codes each
+    block: tuple[int, int]  # rows and columns that share a scale; the last blocks may be smaller
+    dtype: torch.dtype  # the parameter's dtype without quantization
     kind: str = ""  # a name of plan.layout.FOUR_BITS
-    columns: int = 0  # in 4 bits, of the rows that are stored: the parameter's own are bytes
+    columns: int = 0  # 4 bits: columns of values; the stored rows are bytes
     scales: torch.dtype = torch.bfloat16  # in 4 bits
-    transposed: bool = False  # in 4 bits: rows are stored of what the parameter has as columns
+    transposed: bool = False  # 4 bits: the parameter's columns are stored as rows
 
     @property
     def per_byte(self) -> int:
         return 2 if self.kind else 1
 
     def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """The true weight's, of a parameter that is stored in this shape."""
+        """Return the shape of the values of a parameter stored in this shape."""
         *outer, rows, columns = *stored[:-1], self.columns or stored[-1]
         return (*outer, columns, rows) if self.transposed else (*outer, rows, columns)
 
     def parts(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a parameter."""
+        """Return codes and scales of a parameter."""
         return four_bits.split(weight, self.columns, self.scales) if self.kind else (weight, scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A quantised parameter as this rank has it."""
+    """A quantized parameter as this rank has it."""
 
-    scale: Tensor  # empty in 4 bits: there they are in the parameter's own rows
+    scale: Tensor  # empty for 4 bits, whose scales are in the parameter's own rows
     format: Format
-    first: int  # the first expert that `scale` is for: under expert parallelism a rank has only its own experts'
+    first: int  # first expert in `scale`: with expert parallelism a rank has its own experts' scales
 
 
-# --- codes into numbers ---
+# --- dequantization
 
 
 def dequantise(
     codes: Tensor, scale: Tensor, coding: Format, dtype: torch.dtype, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """True values of codes [..., rows, columns], the part of a parameter that begins at row and column `origin`."""
+    """Return the true values of codes [..., rows, columns], the part of a parameter that begins at row and column
+    `origin`."""
     values: Tensor = _DEQUANTISE(codes, scale, coding.codes, coding.kind, *coding.block, dtype, *origin)
     return values
 
 
-# What follows takes what the operator takes: codes and scales; dtype of FP8 codes, or a kind of 4 bits; rows and
+# The next functions take the operator's arguments: codes and scales; dtype of FP8 codes, or a kind of 4 bits; rows and
 # columns of a block; dtype of the values; first row, first column.
 
 
@@ -99,7 +103,7 @@ def on_gpu(codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, *given: A
 def by_kernel(
     codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, down: int, across: int, dtype: torch.dtype, *origin: int
 ) -> Tensor:
-    """One pass over memory."""
+    """Dequantize in one pass over memory."""
     from windlass.train import dequantise_kernel  # needs Triton
 
     if kind:
@@ -112,9 +116,9 @@ def by_kernel(
 def kernel_is_exact(
     device: torch.device, read: torch.dtype, dtype: torch.dtype, kind: str = "", scales: torch.dtype = torch.float32
 ) -> bool:
-    """Once a process, before the kernel is used: whether all codes are the same bits as by torch. Warns if not.
+    """Return whether the kernel gives the same bits as torch for all codes; warn if not. Runs once per process.
 
-    A part of a stack with a scale for each expert, and with one for each block. Draws no random numbers.
+    It covers part of a stack, with one scale per expert and with one per block. Draws no random numbers.
     """
     experts, rows, columns = 3, 40, 2048
     per_byte = 2 if kind else 1
@@ -128,7 +132,7 @@ def kernel_is_exact(
             one, other = (way(*given).nan_to_num().view(bits) for way in (by_kernel, by_torch))
             if not torch.equal(one, other):
                 raise ArithmeticError(f"{int((one != other).sum())} of {one.numel()} values differ from torch's")
-    except Exception as error:  # no Triton, no C compiler for it, a GPU that it has no float8 for, a fault of ours
+    except Exception as error:  # no Triton, no C compiler, a GPU without float8 in Triton, a bug of ours
         why = f"{type(error).__name__}: {error}".strip()[-300:]
         warnings.warn(f"weights in {kind.upper() or 'FP8'} take two passes to read instead of one: {why}", stacklevel=2)
         return False
@@ -138,16 +142,16 @@ def kernel_is_exact(
 def by_torch(
     codes: Tensor, scale: Tensor, read: torch.dtype, kind: str, down: int, across: int, dtype: torch.dtype, *origin: int
 ) -> Tensor:
-    """Two passes over memory, on any device; of 4 bits a few more.
+    """Dequantize in two passes over memory, a few more for 4 bits; on any device.
 
-    FP8 codes are exact in every dtype, so multiplying in place (torch takes a product with float32 in float32) rounds
-    once.
+    FP8 codes are exact in every dtype, so multiplying in place (torch computes a product with float32 in float32)
+    rounds once.
     """
     if kind:
         return four_bits.decode(codes, scale, across, kind, origin).to(dtype)
     top, left = origin
     eight = codes.view(read)
-    # A CPU multiplies 16 bits by way of float32 copies anyway.
+    # A CPU multiplies 16-bit values through float32 copies anyway.
     values = decode(eight) if codes.device.type == "cpu" else eight.to(dtype, memory_format=torch.contiguous_format)
     rows = codes.shape[-2]
     columns = torch.arange(left, left + codes.shape[-1], device=codes.device) // across
@@ -157,13 +161,13 @@ def by_torch(
 
 
 def without_values(codes: Tensor, *given: Any) -> Tensor:
-    """For tensors without values, and compilers."""
+    """Return an empty result, for fake tensors and compilers."""
     _, _, kind, _, _, dtype, *_ = given
     return codes.new_empty((*codes.shape[:-1], codes.shape[-1] * (2 if kind else 1)), dtype=dtype)
 
 
-# One operator on every device, which a compiler need not trace. Not by torch.library.custom_op: its calls take the host
-# four times as long.
+# One operator for all devices, which compilers need not trace. Calls of torch.library.custom_op take the host four
+# times as long.
 _LIBRARY: Final[Any] = torch.library.Library("windlass", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "dequantise(Tensor codes, Tensor scale, ScalarType read, str kind, int down, int across, ScalarType dtype, "
@@ -180,7 +184,7 @@ _DEQUANTISE: Final[Any] = torch.ops.windlass.dequantise.default
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer over codes. Frozen: there is no gradient of the weight, only of the input (and the bias)."""
+    """A linear layer over codes. The weight is frozen: only the input (and the bias) get gradients."""
 
     weight_scale: Tensor
     formats: dict[str, Format]
@@ -189,11 +193,11 @@ class QuantisedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         to_quantised_param(self, "weight", linear.weight, coding)
-        # PEFT 0.21 gives an adapter this dtype before its own: with the weight's, A would be rounded to bytes.
+        # PEFT 0.21 first gives an adapter this dtype; with the weight's, A would be rounded to bytes.
         self.compute_dtype = coding.dtype
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The matrix, anew for every product."""
+        """Dequantize the matrix, for each product anew."""
         coding = self.formats["weight"]
         return dequantise(*coding.parts(self.weight, self.weight_scale), coding, dtype)
 
@@ -208,7 +212,7 @@ class QuantisedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b and dy W, of one matrix or (with `offsets`) of each expert's own, dequantised for each product."""
+    """x W^T + b and dy W for one matrix or (with `offsets`) each expert's own, dequantized for each product."""
 
     @staticmethod
     def forward(
@@ -242,7 +246,7 @@ class _Product(torch.autograd.Function):
 
 
 def to_quantised_param(module: nn.Module, name: str, weight: Tensor, coding: Format) -> None:
-    """Make `module.name` codes of that weight, and FP8's scales a buffer. The loader fills both."""
+    """Replace `module.name` by codes of that weight, and FP8 scales by a buffer. The loader fills both."""
     rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape[-2:], coding.block, strict=True))
     shape, scales = tuple(weight.shape), (*weight.shape[:-2], rows, columns)
     if coding.kind:
@@ -252,18 +256,19 @@ def to_quantised_param(module: nn.Module, name: str, weight: Tensor, coding: For
     codes = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(scales, dtype=torch.float32, device=weight.device)
     setattr(module, name, nn.Parameter(codes, requires_grad=False))
-    module.register_buffer(f"{name}_scale", scale, persistent=False)  # no name of the model's own state
+    module.register_buffer(f"{name}_scale", scale, persistent=False)  # not part of the model's state
     module.__dict__.setdefault("formats", {})[name] = coding
 
 
 def formats_of(module: nn.Module) -> dict[str, Format]:
-    """The module's own parameters that are quantised."""
+    """Return the module's own quantized parameters."""
     found: dict[str, Format] = getattr(module, "formats", {})
     return found
 
 
 def convert(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -> None:
-    """Make codes of what the checkpoint stores in codes, or of what is made 4 bits, in a model on the meta device."""
+    """Convert a model on the meta device: parameters that are stored in codes, or are to be quantized to 4 bits,
+    become codes."""
     problems = []
     kept = base_dtype == published(base)
     names = narrow(base) if kept or base_dtype not in PUBLISHED else frozenset()
@@ -305,7 +310,7 @@ def convert(model: nn.Module, base: Base, base_dtype: str, dtype: torch.dtype) -
 
 
 def quantised_weights(model: nn.Module) -> dict[str, Quantised]:
-    """The model's quantised parameters, by name; FP8's scales cut to this rank's experts. Not filled yet."""
+    """Return the model's quantized parameters by name, with FP8 scales cut to this rank's experts. Not filled yet."""
     found: dict[str, Quantised] = {}
     for prefix, module in model.named_modules():
         for leaf, coding in formats_of(module).items():
@@ -319,7 +324,7 @@ def quantised_weights(model: nn.Module) -> dict[str, Quantised]:
 
 
 def part_of(parameter: Tensor) -> ExpertShard | None:
-    """Which experts of a stack this rank has under expert parallelism; None where a layer's experts are not split."""
+    """Return the experts of a stack that this rank has under expert parallelism; None if they are not split."""
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     if mesh is None or "ep" not in (mesh.mesh_dim_names or ()):
         return None
@@ -331,10 +336,10 @@ def part_of(parameter: Tensor) -> ExpertShard | None:
 
 
 def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) -> Tensor:
-    """Each expert's rows of x times its own matrix: x [tokens, in] sorted by expert, `offsets` where each one ends.
+    """Multiply each expert's rows of x [tokens, in] (sorted by expert, `offsets` are their ends) by its own matrix.
 
     `name` is the parameter [experts, out, in]: gate_up_proj or down_proj. Rows after the last offset belong to no
-    expert; what comes out for them is not defined.
+    expert; their results are undefined.
     """
     weight: Tensor = getattr(experts, name)
     coding = formats_of(experts).get(name)
@@ -350,7 +355,7 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
             raise UserError(what.replace("torch.", ""), "train.gradient_checkpointing", hint)
         product = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
         return product
-    # As transformers does it: the products' dtype is the weight's, and under mixed precision that is the input's.
+    # As in transformers: products have the weight's dtype, or the input's under mixed precision.
     dtype = x.dtype if x.element_size() < coding.dtype.itemsize else coding.dtype
     scale = getattr(experts, f"{name}_scale")
     product = _Product.apply(x.to(dtype), weight, scale, None, offsets, coding)  # type: ignore[no-untyped-call]
@@ -358,11 +363,11 @@ def grouped_linear(x: Tensor, experts: nn.Module, name: str, offsets: Tensor) ->
 
 
 def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool) -> Tensor:
-    """x_e W_e^T (transposed) or x_e W_e for all experts.
+    """Return x_e W_e^T (transposed) or x_e W_e for all experts.
 
-    One expert after the other where fewer rows than experts leave most of them without any, as in generating, and
-    where torch itself takes the offsets to the host: its grouped kernels are for Hopper and later (pytorch's
-    Blas.cpp: elsewhere a loop over experts, here one for every chunk).
+    One expert at a time if there are fewer rows than experts, as in generation, or if torch itself would copy the
+    offsets to the host: its grouped kernels need Hopper or later (pytorch's Blas.cpp loops over experts otherwise, here
+    once per chunk).
     """
     few = x.shape[0] < codes.shape[0]
     at_once = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
@@ -371,7 +376,7 @@ def products(x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: F
 
 
 class _Frozen(torch.autograd.Function):
-    """Each expert's own product with a frozen matrix."""
+    """Each expert's product with its own frozen matrix."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
@@ -387,7 +392,7 @@ class _Frozen(torch.autograd.Function):
 
 
 def frozen_product(x: Tensor, weight: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
-    """x_e W_e^T (transposed) or x_e W_e for all experts; on a CPU in 16 bits one after the other."""
+    """Return x_e W_e^T (transposed) or x_e W_e for all experts; on a CPU in 16 bits, one expert at a time."""
     if x.device.type == "cpu" and x.element_size() == 2 and ALIGN > 1:
         return one_by_one(x, weight, None, offsets, None, transposed=transposed)
     found: Tensor = _grouped_linear(x, weight, offsets, is_transposed=not transposed)
@@ -397,10 +402,10 @@ def frozen_product(x: Tensor, weight: Tensor, offsets: Tensor, *, transposed: bo
 def one_by_one(
     x: Tensor, codes: Tensor, scale: Tensor | None, offsets: Tensor, coding: Format | None, *, transposed: bool
 ) -> Tensor:
-    """One expert after the other, those without tokens not at all. Needs the offsets on the host.
+    """Multiply one expert at a time, skipping those without tokens. Needs the offsets on the host.
 
-    On a CPU in 16 bits a product takes some rows of other experts along, to be one of few shapes. The next expert's
-    are then replaced by its own product.
+    On a CPU in 16 bits, a product includes some rows of the next experts, so that only few shapes occur; those rows are
+    overwritten by their own expert's product.
     """
     columns = codes.shape[1] if transposed else codes.shape[2] * (coding.per_byte if coding else 1)
     product = x.new_zeros(x.shape[0], columns)
@@ -414,7 +419,7 @@ def one_by_one(
             weight, along = weight.T if transposed else weight, start + math.ceil((stop - start) / align) * align
             if along <= len(x):
                 torch.mm(x[start:along], weight, out=product[start:along])
-            else:  # of the last ones rows before them
+            else:  # at the end, include preceding rows instead
                 first = max(stop - (along - start), 0)
                 product[start:stop] = (x[first:stop] @ weight)[start - first :]
             del weight  # or it would live on while the next one is made
@@ -425,16 +430,16 @@ def one_by_one(
 def all_at_once(
     x: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, coding: Format, *, transposed: bool
 ) -> Tensor:
-    """All experts, some columns of the product at a time.
+    """Multiply all experts together, some columns of the product at a time.
 
-    Nothing waits for the host, nothing is summed over chunks (each column is one product), and weights exist in no
-    more bytes at once than the plan says (`memory.dequantised_bytes`). Experts without tokens are dequantised in
-    vain: with thousands of tokens a micro-batch there are none.
+    Nothing waits for the host, nothing is summed over chunks (each column is one product), and weights never exist in
+    more bytes than planned (`memory.dequantised_bytes`). Experts without tokens are dequantized in vain, but with
+    thousands of tokens per micro-batch there are none.
     """
     experts, rows, columns = codes.shape[0], codes.shape[1], codes.shape[2] * coding.per_byte
     width, other = (rows, columns) if transposed else (columns, rows)
     in_chunk = memory.DEQUANTISED // (experts * other * x.element_size())
-    step = max(memory.COLUMNS, in_chunk // memory.COLUMNS * memory.COLUMNS)  # whole tiles, and 16-byte strides
+    step = max(memory.COLUMNS, in_chunk // memory.COLUMNS * memory.COLUMNS)  # full tiles, and 16-byte strides
     product = x.new_empty(x.shape[0], width)
     for first in range(0, width, step):
         per = 1 if transposed else coding.per_byte  # a chunk begins with a byte: 128 columns at least
