@@ -23,9 +23,10 @@ from windlass.errors import RANK_USER_INPUT, SAVED, RunError, UserError
 from windlass.files import FULL, unwritable, write_atomic
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-STATUS_DIR: Final = "WINDLASS_STATUS_DIR"  # on this machine; ranks write their phase, error and exit code there
-SAME_ERROR_SECONDS: Final = 10.0  # within which the same error of ranks that started together is one
-SUPERVISED: Final = "WINDLASS_SUPERVISED"  # set: `windlass train` reads those files, so ranks print no errors
+# Directory on this machine where ranks write their phase, error and exit code.
+STATUS_DIR: Final = "WINDLASS_STATUS_DIR"
+SAME_ERROR_SECONDS: Final = 10.0  # equal errors of ranks that started together within this time are one
+SUPERVISED: Final = "WINDLASS_SUPERVISED"  # if set, `windlass train` reads those files and ranks print no errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +38,24 @@ class Rank:
     supervised: bool = False
 
     def report(self, name: str, text: str) -> None:
-        """Write NAME-RANK to the status directory, if there is one."""
+        """Write `name`-RANK to the status directory, if there is one."""
         if self.status_dir is not None:
             with contextlib.suppress(OSError):  # reporting a failure must not become one
                 write_atomic(self.status_dir / f"{name}-{self.rank}", text)
 
     def phase(self, name: str) -> None:
-        """What this rank is doing, for the message should it be killed."""
+        """Record what this rank is doing, for the message if it is killed."""
         self.report("phase", name)
 
 
 def read_rank(environ: Mapping[str, str]) -> Rank | None:
-    """As torchrun, `accelerate launch`, a job's operator or `ranks.start` set it; None: nobody has started ranks."""
+    """Read this rank from the variables that torchrun, `accelerate launch`, a job's operator or `ranks.start` set;
+    None if no launcher started ranks."""
     if "RANK" not in environ:
         return None
     local, per_node = environ.get("LOCAL_RANK"), environ.get("PET_NPROC_PER_NODE", "1")
     if local is None and per_node.isdigit() and int(per_node) > 1:
-        return None  # an operator's pod: RANK is the pod's number, its ranks are still to be started
+        return None  # in an operator's pod, RANK is the pod's number and its ranks are still to be started
     numbers = {name: _number(environ.get(name, "")) for name in ("RANK", "WORLD_SIZE")}
     rank, world = numbers.values()
     own, here = _number(local or environ.get("SLURM_LOCALID", "0")), environ.get("LOCAL_WORLD_SIZE")
@@ -73,8 +75,9 @@ def _number(text: str) -> int:
 
 
 def read_node(environ: Mapping[str, str]) -> tuple[int, int, str]:
-    """Which of how many nodes this is, and where the first one is, as an operator's pod has it; else the only one."""
-    nodes = _number(environ.get("PET_NNODES", "1").rpartition(":")[2])  # of an elastic job's range the upper end
+    """Return this node's number, the number of nodes and the first node's address, as an operator's pod has them; by
+    default a single node."""
+    nodes = _number(environ.get("PET_NNODES", "1").rpartition(":")[2])  # the upper end of an elastic job's range
     node = _number(environ.get("PET_NODE_RANK", environ.get("RANK", "0")))
     first = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR") or ""
     if not 0 <= node < nodes or (nodes > 1 and not first):
@@ -89,9 +92,9 @@ def read_node(environ: Mapping[str, str]) -> tuple[int, int, str]:
 
 
 def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """What srun says of this process, in others' names: several tasks on a node are ranks, one a node starts them."""
+    """Translate srun's variables: several tasks per node are ranks, one task per node starts its node's ranks."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks == "1" or "RANK" in environ or "PET_NNODES" in environ:  # or another launcher says it
+    if tasks == "1" or "RANK" in environ or "PET_NNODES" in environ:  # or another launcher has set them
         return {}
     spread, nodes = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_STEP_NUM_NODES", "1")
     per_node, hint = (
@@ -104,7 +107,8 @@ def launched_by_srun(environ: Mapping[str, str]) -> dict[str, str]:
     if not first:
         hint = 'before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         raise UserError(f"{tasks} tasks on {nodes} nodes, and MASTER_ADDR is not set", "srun", hint)
-    port = environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 5000 * 2)  # of this job's own
+    # A port of this job's own.
+    port = environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 5000 * 2)
     if per_node[1] == "1":
         node = environ["SLURM_NODEID"]
         return {"PET_NNODES": nodes, "PET_NODE_RANK": node, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": port}
@@ -118,7 +122,8 @@ def read_status(status_dir: Path, name: str) -> str:
 
 
 class StopSignal:
-    """SIGTERM and SIGUSR1. Once `training`, the loop asks for it in every step; until then there is nothing to save."""
+    """Receives SIGTERM and SIGUSR1. While `training`, the loop checks it in every step; before, there is nothing to
+    save."""
 
     def __init__(self) -> None:
         self.received = self.training = False
@@ -126,8 +131,8 @@ class StopSignal:
             signal.signal(number, self._receive)
 
     def _receive(self, _number: int, _frame: FrameType | None) -> None:
-        # Only the first counts. torchrun sends all ranks another as soon as one has saved and ended, however long
-        # the others still have to write; whoever means it sends SIGKILL, as `windlass train` does.
+        # Only the first counts. torchrun sends all ranks another as soon as one has saved and ended, however long the
+        # others still need to write. To end a rank at once, send SIGKILL, as `windlass train` does.
         if not self.received:
             self.received = True
             if not self.training:
@@ -135,11 +140,11 @@ class StopSignal:
 
 
 def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[UserError], None]) -> int:
-    """Run one rank's work. Its end becomes an exit code, and is reported to the supervisor or printed.
+    """Run one rank's work. Its end becomes an exit code and is reported to the supervisor or printed.
 
-    The code is also written to the status directory: torchrun and `accelerate launch` turn every one of them into 1.
+    The code is also written to the status directory: torchrun and `accelerate launch` turn every code into 1.
     """
-    here.report("pid", str(os.getpid()))  # for signals: a launcher's own processes do not pass all of them on
+    here.report("pid", str(os.getpid()))  # for signals: launchers' own processes do not forward all of them
     if here.supervised:
         end_with_parent()
     printed = ""
@@ -160,9 +165,9 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
         if not here.supervised and (here.local_rank == 0 or code == 1):
             if is_first(here, str(error)):
                 print_error(error)
-        else:  # most often what local rank 0 prints in full; if it is this rank's alone, here it is
+        else:  # usually local rank 0 prints the same in full; if not, one line is enough
             printed = f"rank {here.rank}: {error.problems[0].where}: {error.problems[0].problem}"
-    except SystemExit as leaving:  # a signal while there was nothing to save
+    except SystemExit as leaving:  # a signal arrived when there was nothing to save
         code = leaving.code if isinstance(leaving.code, int) else 1
         if code == SAVED:
             phase = read_status(here.status_dir, f"phase-{here.rank}") if here.status_dir else ""
@@ -181,17 +186,18 @@ def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[User
 
 
 def is_first(here: Rank, text: str) -> bool:
-    """Whether no other rank of this machine that the same launcher started has printed the same: once is enough."""
+    """Return whether no other rank of this machine from the same launcher has printed this text: once is enough."""
     if here.world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == "1":
         return True
     start = [os.getuid(), os.getppid(), *map(os.environ.get, ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))]
-    with contextlib.suppress(OSError, IndexError):  # when the launcher began: a pod's next one may have its number
+    # The launcher's start time: a pod's next launcher may have the same PID.
+    with contextlib.suppress(OSError, IndexError):
         start.append(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
     name = hashlib.blake2b(f"{start} {text}".encode(), digest_size=8).hexdigest()
     path = Path(tempfile.gettempdir()) / f"windlass-printed-{name}"
     try:
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime < time.time() - SAME_ERROR_SECONDS:  # by another launcher that had this number
+            if path.stat().st_mtime < time.time() - SAME_ERROR_SECONDS:  # from an earlier launcher with the same PID
                 path.unlink()
         path.open("x").close()
     except FileExistsError:
@@ -202,14 +208,14 @@ def is_first(here: Rank, text: str) -> bool:
 
 
 def wait_for_peers(here: Rank, local_ranks: int, seconds: float) -> None:
-    """Until the other ranks of this machine have ended too, if this one saved first.
+    """Wait until the other ranks of this machine have ended too, if this one saved first.
 
-    A launcher takes every end but 0 for a failure: it signals the other ranks, and kills them 30 s later. (torch's
-    elastic/multiprocessing/api.py closes them with its default, whatever PET_SHUTDOWN_TIMEOUT says.)
+    Launchers treat every exit code but 0 as a failure: they signal the other ranks and kill them 30 s later. (torch's
+    elastic/multiprocessing/api.py uses its default, whatever PET_SHUTDOWN_TIMEOUT says.)
     """
     if here.status_dir is None:
         return
-    for number in SIGNALS:  # what they ask for is done
+    for number in SIGNALS:  # everything is saved already
         signal.signal(number, signal.SIG_IGN)
     first, until = here.rank - here.local_rank, time.monotonic() + seconds
     peers = set(range(first, first + local_ranks))
@@ -227,7 +233,7 @@ def wait_for_peers(here: Rank, local_ranks: int, seconds: float) -> None:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Get this signal when the process that started this one is killed: save and end, rather than go on unwatched."""
+    """Get this signal when the parent process is killed: save and end instead of running on unsupervised."""
     pr_set_pdeathsig = 1  # linux/prctl.h
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: only a convenience is lost
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux: only a convenience is lost
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

@@ -1,4 +1,4 @@
-"""The ranks of this machine as processes: started, signalled, waited for, and why they failed. No torch."""
+"""Start this machine's ranks as processes, signal them, wait for them, and explain why they failed. No torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from windlass.runfile.machines import GRACE_SECONDS
 from windlass.train.rank import SIGNALS, STATUS_DIR, SUPERVISED, end_with_parent, read_node, read_rank, read_status
 from windlass.variables import DEFAULTS
 
-PATIENCE_SECONDS: Final = 20.0  # for the other ranks to end, once one has failed
-SAME_SECONDS: Final = 1.0  # a signal sent to a process and to its group comes twice, and is one
+PATIENCE_SECONDS: Final = 20.0  # time for the other ranks to end once one has failed
+SAME_SECONDS: Final = 1.0  # a signal sent to a process and its group arrives twice and counts once
 
 
 def start(
@@ -35,12 +35,12 @@ def start(
     grace_seconds: float = GRACE_SECONDS,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> int:
-    """Run `command` once per rank, forward signals, wait, and report why it ended if it failed. Returns the exit code.
+    """Run `command` once per rank, forward signals, wait, and report the cause if a rank failed. Returns the exit code.
 
     grace_seconds: for ranks to save after a signal. patience_seconds: for the others once one has failed.
 
-    Plain processes rather than torchrun: it would turn every exit code into 1, kill the ranks 30 s after SIGTERM
-    whether they have saved or not, and leave them orphaned on SIGUSR1.
+    These are plain processes because torchrun would turn every exit code into 1, kill ranks 30 s after SIGTERM whether
+    they have saved or not, and orphan them on SIGUSR1.
     """
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder, reserved_port() as port:
         status_dir = Path(folder)
@@ -59,9 +59,9 @@ def start(
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port for the ranks to connect at, which the system gives to nobody else meanwhile.
+    """Reserve a port for the ranks' rendezvous, so that the system gives it to no other process.
 
-    Bound, but not listened at: with SO_REUSEADDR rank 0's store, which sets it too, may still take it.
+    It is bound but not listening: with SO_REUSEADDR, rank 0's store, which sets it too, can still take it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,11 +70,11 @@ def reserved_port() -> Iterator[int]:
 
 
 def environments(ranks: int, environ: Mapping[str, str], port: int, *, alone: bool = False) -> list[dict[str, str]]:
-    """One environment per rank. In an operator's pod the other nodes' ranks are counted in, unless it is `alone`."""
+    """Return one environment per rank. In an operator's pod, other nodes' ranks are counted, unless `alone`."""
     node, nodes, first = (0, 1, "localhost") if alone else read_node(environ)
     inherited = dict(environ)
     inherited.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # true would make forked workers wait for ever
+    inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # true makes forked workers deadlock
     shared = {
         "WORLD_SIZE": str(nodes * ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -88,7 +88,7 @@ def environments(ranks: int, environ: Mapping[str, str], port: int, *, alone: bo
 
 
 def clear_accelerate(environ: MutableMapping[str, str]) -> None:
-    """Remove the settings by which Accelerate would shard a model a second time; precision is the run file's."""
+    """Remove settings with which Accelerate would shard a model a second time; the run file sets the precision."""
     others = ("USE_FSDP", "MIXED_PRECISION", "DYNAMO_BACKEND", "GRADIENT_ACCUMULATION_STEPS")
     for key in list(environ):
         if key.startswith("FSDP_") or key in (f"ACCELERATE_{name}" for name in others):
@@ -96,9 +96,10 @@ def clear_accelerate(environ: MutableMapping[str, str]) -> None:
 
 
 def allocate_by_segments(environ: MutableMapping[str, str]) -> None:
-    """What submitted jobs get, also under torchrun: batches of unlike shapes leave memory in pieces otherwise.
+    """Set the allocator as in submitted jobs, also under torchrun: batches of different shapes fragment memory
+    otherwise.
 
-    Call before CUDA starts. A setting of the user's own, by either name, stays alone.
+    Call before CUDA starts. A setting of the user's, by either name, is left alone.
     """
     names = [name for name in DEFAULTS if name.endswith("ALLOC_CONF")]
     if not any(name in environ for name in names):
@@ -111,9 +112,9 @@ def start_process(
     output: Path | None = None,
     parent_death_signal: signal.Signals = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
-    """Without `output` a rank shares this terminal; what it writes to a file is read only if it fails.
+    """Start a rank. Without `output` it shares this terminal; output written to a file is shown only if the rank fails.
 
-    Each in a session of its own: a Ctrl-C reaches it once, through the signals forwarded below.
+    Each rank has a session of its own: Ctrl-C reaches it once, through the signals forwarded below.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(output.open("wb")) if output else None
@@ -129,7 +130,8 @@ def start_process(
 
 
 def _code(code: int) -> int:
-    """A rank that a signal ended without a message had not begun: `run_rank` answers them itself."""
+    """Return the exit code: a rank that a signal ended without a message had not begun, since `run_rank` handles
+    signals."""
     return SAVED if code in (-signal.SIGTERM, -signal.SIGUSR1) else code
 
 
@@ -142,12 +144,11 @@ def wait(
     second_kills: bool = True,
     stop: threading.Event | None = None,
 ) -> tuple[int | None, str]:
-    """Until all have ended; returns the first that failed, if any, and why ranks that were saving had to be ended.
+    """Wait until all have ended. Returns the first that failed, if any, and why ranks were ended before they had saved.
 
-    Ranks start in here, `processes` filled with them, so that no signal finds some started and nobody to pass it on.
-    One failed: the others get a bounded time. A signal: they save. A second signal kills them, if `second_kills`.
-    Below a launcher it is nobody's wish: that one signals all because one of them has ended.
-    stop: set by another thread, it is the same as a signal.
+    Ranks start in here and are added to `processes`, so that a signal always reaches those that run. If one fails, the
+    others get a bounded time. On a signal, they save. A second signal kills them, if `second_kills`: not below a
+    launcher, which signals all ranks because one of them has ended. stop: an event that acts like a signal.
     """
     signalled: float | None = None
     cut_short = ""
@@ -191,7 +192,7 @@ def wait(
 
 
 def _first(codes: Sequence[int | None]) -> int | None:
-    """The first rank that did not end well. One that saved, or that was killed, explains those that lost it."""
+    """Return the first rank that did not end well. One that saved or was killed explains those that lost it."""
     ended = [(code != SAVED, code > 0, rank) for rank, code in enumerate(codes) if code]
     return min(ended)[2] if ended else None
 
@@ -204,14 +205,14 @@ def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> Non
 
 
 def _explain_end(codes: Sequence[int], first: int | None, cut_short: str, status_dir: Path) -> int:
-    """The exit code; for a failure its root. Ranks that only lost their peer fail later than the one that it was."""
+    """Return the exit code, or raise the root cause of a failure: ranks that only lost their peer fail after it."""
     resume = "resume from the last checkpoint with --resume"
     if first is None:
         return 0
     if cut_short and not set(codes) <= {0, SAVED}:
         hint = f"{resume}; cluster.grace_seconds is the time that ranks get"
         raise RunError(cut_short, "windlass train", hint)
-    if codes[first] == SAVED:  # the others saved too, or only lost this one
+    if codes[first] == SAVED:  # the others have saved too, or lost this one
         if message := read_status(status_dir, f"stopped-{first}"):
             print(message, file=sys.stderr, flush=True)
         return SAVED
@@ -234,13 +235,14 @@ def _explain_end(codes: Sequence[int], first: int | None, cut_short: str, status
     return 1
 
 
-# --- how many nodes and GPUs there are to start ranks on ---
+# --- the number of nodes and GPUs to start ranks on
 
 
 def started_on(loaded: LoadedFile, environ: Mapping[str, str], gpus: int) -> list[str]:
-    """Overrides for what the run file leaves open: by the launcher that started this rank, else by this machine's GPUs.
+    """Return overrides for what the run file leaves open: from the launcher that started this rank, else this machine's
+    GPUs.
 
-    CUDA_VISIBLE_DEVICES says which of them a process started here may use.
+    CUDA_VISIBLE_DEVICES limits the GPUs that a process started here may use.
     """
     if loaded.given("cluster.nodes") or loaded.given("cluster.gpus_per_node") or loaded.given("layout.ranks"):
         return []
@@ -255,7 +257,8 @@ def started_on(loaded: LoadedFile, environ: Mapping[str, str], gpus: int) -> lis
 
 
 def require_all_nodes(planned: int, where: Callable[[str], str], environ: Mapping[str, str]) -> None:
-    """One machine of several would wait for the others, and one too few would train another run."""
+    """Refuse to start on another number of nodes than planned: one of several would wait for the others, and too few
+    would train another run."""
     nodes = read_node(environ)[1]
     if planned != nodes:
         problem = f"the run is planned for {planned} node{'s' * (planned != 1)}, and this is {nodes}"

@@ -1,7 +1,7 @@
-"""Read byte ranges of safetensors files into tensors: only what is asked for, converted in bounded chunks.
+"""Read byte ranges of safetensors files into tensors: only the parts that are needed, converted in bounded chunks.
 
-Reads are positioned reads into memory of our own. A memory map would be simpler, but every page it touches counts
-as resident memory of the process, and the point of reading by ranges is to use little.
+Files are read with positioned reads into our own memory. A memory map would be simpler, but every page it touches
+counts as the process's resident memory, which reading by ranges is meant to keep small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from windlass.train import four_bits
 from windlass.train.digest import MODULUS, digest_box
 
 Box = tuple[tuple[int, int], ...]  # start and stop per dimension
-Meaning = Callable[[Tensor, Box], Tensor]  # scales as stored, and where they are -> scales in float32
+Meaning = Callable[[Tensor, Box], Tensor]  # (stored scales, their place) -> scales in float32
 
 DTYPES: Final = {
     "F64": torch.float64,
@@ -37,20 +37,20 @@ DTYPES: Final = {
     "F8_E5M2": torch.float8_e5m2,
     "U8": torch.uint8,
 }
-NEEDS_SCALE: Final = ("F8_E4M3", "F8_E5M2")  # codes that mean nothing without their scale
-UNCONVERTED: Final = 2  # times as many elements are read at a time where nothing is converted: they stay in the cache
+NEEDS_SCALE: Final = ("F8_E4M3", "F8_E5M2")  # codes that need a scale
+UNCONVERTED: Final = 2  # larger chunks where nothing is converted: they still fit the cache
 
 
 class DamagedError(Exception):
-    """A stored tensor can't be what its publisher wrote."""
+    """A stored tensor that can't be what its publisher wrote."""
 
 
 class TruncatedError(DamagedError):
-    """A file ends before the tensor that its header promises."""
+    """A file that ends before a tensor its header promises."""
 
 
 class Files:
-    """Open files of one checkpoint, and the count of bytes read from them. Any thread may read."""
+    """Open files of one checkpoint, with a count of the bytes read. Thread-safe."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -66,7 +66,7 @@ class Files:
         self._descriptors.clear()
 
     def read(self, stored: Stored, skip: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of `stored` from its byte `skip` on."""
+        """Fill `into` with the bytes of `stored`, starting at its byte `skip`."""
         with self._lock:
             if stored.file not in self._descriptors:
                 self._descriptors[stored.file] = os.open(stored.file, os.O_RDONLY)
@@ -81,7 +81,7 @@ class Files:
 
 
 def read_box(stored: Stored, box: Box, values: Tensor, files: Files) -> None:
-    """The elements of `stored` inside `box` into the contiguous `values`, by the fewest reads."""
+    """Read the elements of `stored` inside `box` into the contiguous `values`, with as few reads as possible."""
     window = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy().data)
     done = 0
     for skip, length in runs(stored.shape, box, values.element_size()):
@@ -90,26 +90,26 @@ def read_box(stored: Stored, box: Box, values: Tensor, files: Files) -> None:
 
 
 def whole(stored: Stored, files: Files) -> Tensor:
-    """A stored tensor as it is: scales are small."""
+    """Read a full stored tensor; used for scales, which are small."""
     values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     read_box(stored, tuple((0, size) for size in stored.shape), values, files)
     return values
 
 
 def require_scale(scale: Tensor, key: str) -> None:
-    """One below zero would turn the weight over."""
+    """Refuse scales below zero, which would invert the weight's sign, and NaN."""
     if not bool((scale >= 0).all()):
         raise DamagedError(f"{key!r} is a scale below zero, or not a number")
 
 
 def require_no_erased(codes: Tensor, scale: Tensor, key: str) -> None:
-    """Zero is the scale of a block of zeros alone: any other would be erased."""
+    """Refuse zero scales of blocks that are not all zeros: they would erase weights."""
     if bool(((scale == 0) & (codes.view(torch.uint8) & 127 != 0)).any()):
         raise DamagedError(f"{key!r} holds FP8 weights that are not zero, and their scale is")
 
 
 def whole_scale(stored: Stored, files: Files) -> tuple[Tensor, int]:
-    """The scale of an FP8 weight in float32, and its digest."""
+    """Read the scale of an FP8 weight in float32, and its digest."""
     scale = whole(stored, files)
     require_scale(scale.float(), stored.key)
     return scale.float(), digest_whole(stored, scale, files)
@@ -120,7 +120,7 @@ def digest_whole(stored: Stored, values: Tensor, files: Files) -> int:
 
 
 def require_finite(values: Tensor, key: str) -> None:
-    """By the bits of values as stored, of positive and of negative ones: of a CPU's ways the quickest."""
+    """Refuse values that are not finite. Compares bits of stored values, which is the fastest way on a CPU."""
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     first = math.nan if values.dtype == torch.float8_e4m3fn else math.inf  # e4m3fn has no infinity
     limit, sign = int(torch.tensor(first).to(values.dtype).view(kind)), torch.iinfo(kind).max + 1
@@ -129,7 +129,7 @@ def require_finite(values: Tensor, key: str) -> None:
         raise DamagedError(f"{key!r} holds values that are not finite numbers")
 
 
-# --- parts of parameters from pieces ---
+# --- fill parts of parameters from pieces
 
 
 def fill(
@@ -144,16 +144,17 @@ def fill(
     shape: Sequence[int] = (),
     put: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[int, int]:
-    """Fill `target`, the part of a parameter that begins at `offset`, with what its pieces hold of it.
+    """Fill `target`, the part of a parameter that begins at `offset`, from the pieces that overlap it.
 
-    Values are scaled in float32 and rounded once to the target's dtype; `codes` are left as they are. `put` writes
-    float32 into rows of the target instead, which stand for values of this `shape`. Returns how many elements were
-    filled, and the digest of what was read: a piece's scale counts where the piece begins.
+    Values are scaled in float32 and rounded once to the target's dtype; `codes` are copied. `put` instead writes
+    float32 values into rows of the target that stand for values of this `shape`. Returns the number of elements filled
+    and the digest of what was read; a piece's scale is counted on the rank where the piece begins.
     """
     own = tuple((start, start + size) for start, size in zip(offset, shape or target.shape, strict=True))
 
     def fill_box(piece: Piece, box: Box, scale: Tensor | None, zeros: Tensor | None) -> int:
-        """One chunk; `box` is in the parameter's coordinates; `zeros`: its scale, if any are. Returns its digest."""
+        """Fill one chunk. `box` has the parameter's coordinates; `zeros` is its scale if that has zeros. Returns its
+        digest."""
         place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, own, strict=True))
         region = target[place if put is None else place[:-1]]
         there = stored_box(piece, box)
@@ -184,7 +185,7 @@ def fill(
         return digest
 
     def fill_packed(piece: Piece, box: Box, meaning: Meaning) -> int:
-        """One chunk of a piece in 4 bits, whole rows of its file; `box` is in the file's order. Returns its digest."""
+        """Fill one chunk of a 4-bit piece, full rows of its file. `box` is in the file's order. Returns its digest."""
         packed, scales = piece.packed, piece.scale
         assert packed is not None
         assert scales is not None
@@ -199,7 +200,7 @@ def fill(
         begin = [start for start, _ in own]
         begin = [*begin[:-2], begin[-1], begin[-2]] if packed.transposed else begin
         place = tuple(slice(a - first, b - first) for (a, b), first in zip(box[:-1], begin, strict=False))
-        if codes:  # the target has rows of bytes
+        if codes:  # the target's rows are bytes
             wide = torch.float32 if packed.kind == "nf4" else torch.bfloat16
             own_codes, own_scales = four_bits.split(target[place], 2 * halves.shape[-1], wide)
             own_codes.copy_(halves)
@@ -238,9 +239,10 @@ def fill(
 def fill_scale(
     target: Tensor, first: int, parameter: Parameter, files: Files, block: Sequence[int], every: Sequence[int]
 ) -> None:
-    """The scales of a parameter that stays in FP8, one for `every` block; of a stack, its experts from `first`.
+    """Fill the scales of a parameter that stays in FP8, one per `every` block; of a stack, those of experts from
+    `first`.
 
-    A piece's scale is repeated for as many of those blocks as it covers.
+    A piece's scale is repeated for each of these blocks that it covers.
     """
     stack = target if target.ndim == 3 else target[None]
     own = ((first, first + len(stack)), *((0, size) for size in parameter.shape[-2:]))[-len(parameter.shape) :]
@@ -256,7 +258,8 @@ def fill_scale(
 
 
 def read_meaning(piece: Piece, files: Files) -> tuple[Meaning, int]:
-    """What the scales of a piece in 4 bits are in float32, and the digest of the tensors that say it."""
+    """Return a function from stored scales of a 4-bit piece to float32 scales, and the digest of the tensors behind
+    it."""
     assert piece.packed is not None
     assert piece.scale is not None
     key, groups = piece.scale.key, piece.scale.shape[-1]
@@ -275,7 +278,8 @@ def read_meaning(piece: Piece, files: Files) -> tuple[Meaning, int]:
         raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight") from None
 
     def scale(codes: Tensor, box: Box) -> Tensor:
-        """As bitsandbytes has it: blocks of scales run through all rows; each has its own scale, all have a mean."""
+        """Decode as bitsandbytes does: blocks of scales run through all rows, each with its own scale, all with one
+        mean."""
         if not nested:
             return require_numbers(codes, key)
         first, (largest, numbers) = box[-2][0] * groups, nested
@@ -294,9 +298,10 @@ def require_numbers(scales: Tensor, key: str) -> Tensor:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """Stored values in float32. On the CPU torch converts FP8 one by one; a table of all 256 codes is 7 times as fast.
+    """Return stored values in float32. On a CPU, torch converts FP8 one by one; a table of all 256 codes is 7 times as
+    fast.
 
-    Measured on one core, torch 2.13: 8.6 ms a million by `float()`, 1.1 ms by table (benchmarks/load.py).
+    Measured on one core, torch 2.13: 8.6 ms per million with `float()`, 1.1 ms with the table (benchmarks/load.py).
     """
     if codes.element_size() != 1 or codes.device.type != "cpu":
         return codes.float()
@@ -304,20 +309,20 @@ def decode(codes: Tensor) -> Tensor:
     return table.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
 
 
-# --- scales: one for all, one a matrix, or one a block of the last two dimensions ---
+# --- scales: one for all, one per matrix, or one per block of the last two dimensions ---
 
 
 def block_side(axis: int, dimensions: int, block: Sequence[int]) -> int:
-    """Elements that share a scale along a dimension: blocks are of the last two."""
+    """Return how many elements share a scale along a dimension; only the last two have blocks."""
     return block[axis - dimensions] if axis >= dimensions - 2 else 1
 
 
 def spread(
     scale: Tensor, shape: Sequence[int], box: Box, block: Sequence[int], every: Sequence[int] = (1, 1)
 ) -> Tensor:
-    """The scale of every element inside `box` of a tensor of `shape`; broadcasts along dimensions that share one.
+    """Return the scale of every element inside `box` of a tensor of `shape`, broadcastable along shared dimensions.
 
-    With `every`, of every so many rows and columns.
+    With `every`, only for each so many rows and columns.
     """
     if scale.numel() == 1:
         return scale.reshape(())
@@ -330,9 +335,9 @@ def spread(
 
 
 def scale_block(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of the largest blocks of a parameter that have one scale each, wherever they are.
+    """Return the rows and columns of the largest blocks of a parameter that have a single scale everywhere.
 
-    The blocks of a stored tensor begin where it does: pieces of 160 rows in blocks of 128 make blocks of 32.
+    A stored tensor's blocks begin where it begins: pieces of 160 rows in blocks of 128 give blocks of 32.
     """
     found = []
     for axis in (-2, -1):
@@ -351,26 +356,27 @@ def scale_block(parameter: Parameter, block: Sequence[int]) -> tuple[int, int]:
 
 
 def piece_box(piece: Piece) -> Box:
-    """Where a piece is in its parameter. A stored tensor of fewer dimensions is one slice of the outer ones."""
+    """Return where a piece is in its parameter. A stored tensor with fewer dimensions is one slice of the outer
+    ones."""
     outer = len(piece.offset) - len(piece.stored.shape)
     shape = (*(1,) * outer, *piece.shape)
     return tuple((start, start + size) for start, size in zip(piece.offset, shape, strict=True))
 
 
 def stored_box(piece: Piece, box: Box) -> Box:
-    """A box of the parameter in the coordinates of the stored tensor that fills it there."""
+    """Convert a box of the parameter to coordinates of the stored tensor."""
     outer = len(piece.offset) - len(piece.stored.shape)
     return tuple((a - o, b - o) for (a, b), o in zip(box, piece.offset, strict=True))[outer:]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """The part that two boxes share, if any."""
+    """Return the overlap of two boxes, if any."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
 def chunks(box: Box, limit: int) -> Iterator[Box]:
-    """The box in parts of at most `limit` elements, cut along the outermost dimension that can be cut."""
+    """Split the box into parts of at most `limit` elements, cutting the outermost dimension that can be cut."""
     lengths = [stop - start for start, stop in box]
     if math.prod(lengths) <= limit or max(lengths) == 1:
         yield box
@@ -383,12 +389,12 @@ def chunks(box: Box, limit: int) -> Iterator[Box]:
 
 
 def runs(shape: Sequence[int], box: Box, item: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges (from where, how many) that hold the box of a row-major tensor, in order."""
+    """Yield the byte ranges (start, length) that hold the box of a row-major tensor, in order."""
     if not shape:
         yield 0, item
         return
     partial = [i for i, ((start, stop), size) in enumerate(zip(box, shape, strict=True)) if stop - start < size]
-    innermost = partial[-1] if partial else 0  # every dimension after it is taken whole: one run
+    innermost = partial[-1] if partial else 0  # all later dimensions are complete: one run
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     start, stop = box[innermost]
     length = (stop - start) * strides[innermost] * item
