@@ -1,4 +1,4 @@
-"""Claiming the run folder: for a new run, or for the checkpoint that an unfinished one continues from."""
+"""Claim the run folder, for a new run or for the checkpoint that an unfinished one continues from."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from windlass.plan import Plan
 
 LIBRARIES: Final = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
-# What a run can't change and stay the same run: whole sections, and of `train` what the update depends on. The
-# optimizer's and the schedule's settings come out of the checkpoint: a change would be silently without effect.
+# What must not change when a run is resumed: full sections, and the keys of `train` that an update depends on. Settings
+# of the optimizer and the schedule come from the checkpoint, so a change would silently have no effect.
 FIXED: Final[dict[str, set[str] | None]] = {
     "model": None,
     "lora": None,
@@ -47,7 +47,7 @@ FIXED: Final[dict[str, set[str] | None]] = {
         *("bf16", "fp16", "seed", "data_seed"),
     },
 }
-_lock: IO[str] | None = None  # for the life of rank 0's process: the system releases it when the process ends
+_lock: IO[str] | None = None  # held until rank 0's process ends, when the system releases it
 
 
 def claim(
@@ -74,7 +74,7 @@ def claim(
         raise UserError(what, where, hint)
     usable = newest_intact(checkpoints, where) if begun else None
     now = facts(plan, identity)
-    if begun:  # a run that failed before its first step left nothing to be equal to
+    if begun:  # a run that failed before its first step has nothing to compare with
         then = checkpoint.read_manifest(usable) if usable else before
         _require_same_run(then, now, plan, folder, allow_other_base=allow_other_base)
         for name, version in now["versions"].items():
@@ -89,7 +89,7 @@ def claim(
 
 
 def newest_intact(checkpoints: Path, where: str) -> Path | None:
-    """The newest checkpoint that is as it was written. Damaged ones are reported and renamed."""
+    """Return the newest undamaged checkpoint. Damaged ones are reported and renamed."""
     found = checkpoint.saved(checkpoints)[::-1]
     faults = {folder: checkpoint.damage(folder) for folder in found}
     intact = next((folder for folder in found if not faults[folder]), None)
@@ -100,7 +100,7 @@ def newest_intact(checkpoints: Path, where: str) -> Path | None:
             "remove the folder to train anew",
         )
     for folder in found[: found.index(intact)] if intact else ():
-        # Renamed, so that it is neither resumed from nor counted.
+        # Renamed, so that it is neither used nor counted.
         aside = folder.with_name(f"damaged-{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
@@ -111,7 +111,7 @@ def newest_intact(checkpoints: Path, where: str) -> Path | None:
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Drop what an interrupted run logged of the steps that will be run again."""
+    """Drop what an interrupted run logged about steps that will be run again."""
     events = folder / run_folder.EVENTS
     for path in (*run_folder.step_files(folder).values(), *([events] if events.exists() else [])):
         kept = (line.rstrip() + b"\n" for line, value in table_lines(path) if value.get("step", 0) <= step)
@@ -138,7 +138,7 @@ def _require_same_run(
         hint = f"set train.global_batch_size: {was}, which holds on any number of ranks"
         problems.append(Problem(what, plan.loaded.where("train.global_batch_size"), hint))
     kinds = [(of.get("layout") or {}).get("base_dtype", "bf16") for of in (before, now)]
-    if kinds[0] != kinds[1] and {*kinds} & {*FOUR_BITS}:  # bf16 and fp8 are the same weights
+    if kinds[0] != kinds[1] and {*kinds} & {*FOUR_BITS}:  # bf16 and fp8 hold the same weights
         what = f"the base was stored in {kinds[0]} when this run began, and would be in {kinds[1]} now: other weights"
         hint = f"set layout.base_dtype: {kinds[0]}, or train into another folder than {folder}"
         problems.append(Problem(what, plan.loaded.where("layout.base_dtype"), hint))
@@ -149,7 +149,7 @@ def _require_same_run(
 
 
 def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> None:
-    """Rows changed under the same name would be other rows at the same place."""
+    """Refuse changed data: other rows under the same name would take the same places."""
     if resumed is not None and checkpoint.read_manifest(resumed).get("data") != fingerprint:
         raise UserError(
             "the data are not those that this run began with, though the run file names the same",
@@ -161,7 +161,8 @@ def require_same_data(resumed: Path | None, fingerprint: str, plan: Plan) -> Non
 def require_base_of(
     resumed: Path | None, plan: Plan, digest: str, *, allow_other: bool, say: Callable[[str], None]
 ) -> str:
-    """Refuse another base than the adapter that is trained on had; returns what was accepted instead, if anything."""
+    """Refuse another base than the adapter was trained on; return a description of what was accepted instead, if
+    anything."""
     given, key = plan.loaded.run.lora.adapter, "model.model_name_or_path"
     adapter = resumed or (Path(given) if given else None)
     if adapter is None:
@@ -172,10 +173,11 @@ def require_base_of(
 
 
 def base_identity(base: Base) -> str:
-    """Of the base model's files: names, sizes, headers, samples of their weights, and code. The same on every rank.
+    """Return a fingerprint of the base model's files: names, sizes, headers, samples of weights, and code. Equal on
+    every rank.
 
-    What can be known before loading; all weights are compared after it, by their digest. A file that was compared with
-    its published SHA-256 when it was fetched must still be that file.
+    This is what can be known before loading; afterwards the digest covers all weights. A file whose SHA-256 was
+    compared with the published one when it was fetched must be unchanged.
     """
     digest, fetched = hashlib.blake2b(digest_size=16), read_json(base.path / PUBLISHED) if base.path else {}
     stored = (one for parameter in base.parameters for piece in parameter.pieces for one in piece.tensors)
@@ -190,7 +192,7 @@ def base_identity(base: Base) -> str:
 
 
 def facts(plan: Plan, identity: str) -> dict[str, Any]:
-    """What went into this run: enough to know later what it was."""
+    """Return the facts about this run that are recorded for later."""
     return {
         "run": resolved(plan),
         "base": identity,
@@ -198,13 +200,13 @@ def facts(plan: Plan, identity: str) -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": plan.layout.ranks,
         "layout": plan.as_dict()["layout"],
-        "sequences": plan.schedule.global_sequences,  # of an optimizer step
+        "sequences": plan.schedule.global_sequences,  # per optimizer step
         "git": run_folder.git_state(),
     }
 
 
 def resolved(plan: Plan) -> dict[str, Any]:
-    """The run file with the micro-batch and the accumulation that the plan chose or derived."""
+    """Return the run file with the micro-batch and accumulation that the plan chose or derived."""
     run = plan.loaded.run.model_dump(mode="json")
     batch = {
         "per_device_train_batch_size": plan.batch.micro,
@@ -215,7 +217,7 @@ def resolved(plan: Plan) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recorded_failure(folder: Path) -> Iterator[None]:
-    """The manifest of a run that an error ends would otherwise go on calling it running."""
+    """Record in the manifest that an error ended the run; otherwise it would still say `running`."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The training run, as every rank runs it: read `run` from top to bottom."""
+"""A training run as every rank executes it: read `run` from top to bottom."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ if TYPE_CHECKING:
     from windlass.plan import Plan
 
 
-# One node may have the weights in memory that another reads from slow storage.
+# Nodes differ: one may have the weights in its page cache, another read them from slow storage.
 LOADING_SECONDS = 2 * 3600
 
 
 def run(
     plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
 ) -> int:
-    """One rank's part of the run. Returns the exit code: 0, or 75 if a signal stopped it and everything is saved."""
+    """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
 
     # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
@@ -150,7 +150,7 @@ def run(
         if here.rank == 0:
             update_manifest(folder, state=STOPPED)
         console.print(f"stopped by a signal; step {loop.step} is saved; --resume continues from it")
-        group.barrier()  # launchers take the first rank's end for a failure, and soon kill those still writing
+        group.barrier()  # launchers take the first rank's exit for a failure and soon kill those still writing
         return SAVED
 
     # 8. The adapter and its tokenizer, in the format that PEFT, vLLM and others open.
@@ -166,7 +166,7 @@ def run(
 def save_final(
     plan: Plan, model: PeftModel, tokenizer: PreTrainedTokenizerBase, base: dict[str, Any], console: Console
 ) -> None:
-    """Into a folder that is there in full or not at all. A collective; rank 0 writes."""
+    """Save the final adapter into a folder that exists in full or not at all. A collective; rank 0 writes."""
     job, folder = plan.loaded.run, Path(plan.loaded.run.train.output_dir)
     wanted = job.train.load_best_model_at_end
     if wanted and (best := group.on_rank_0(lambda: checkpoint.intact_best(folder / CHECKPOINTS))):
@@ -180,7 +180,7 @@ def save_final(
         if group.rank() == 0:
             try:
                 tokenizer.save_pretrained(partial)
-            except Exception as error:  # of a full disk, the library's own
+            except Exception as error:  # a library error, such as tokenizers' own for a full disk
                 if number := re.search(r"os error (\d+)", str(error)):
                     raise OSError(int(number[1]), os.strerror(int(number[1])), str(final / "tokenizer.json")) from None
                 raise
@@ -196,7 +196,7 @@ def save_final(
 
 
 def require_device(plan: Plan) -> None:
-    """A run that was planned for GPUs would take weeks on the CPU, and say nothing."""
+    """Refuse to train on the CPU what was planned for GPUs: it would take weeks without a message."""
     if plan.machine.gpu.name != "cpu" and not torch.cuda.is_available():
         raise UserError(
             f"the run is planned for {plan.machine.gpu.name}, and torch {torch.__version__} finds no usable GPU "
@@ -207,7 +207,7 @@ def require_device(plan: Plan) -> None:
 
 
 def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = MappingProxyType({})) -> None:
-    """The process group: NCCL between GPUs, gloo between CPUs and for Python objects."""
+    """Create the process group: NCCL between GPUs, gloo between CPUs and for Python objects."""
     clear_accelerate(os.environ)
     os.environ |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank), "WORLD_SIZE": str(here.world)}
     os.environ |= recorders
@@ -215,7 +215,7 @@ def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = Mapp
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(index := gpu_of_rank(here.local_rank, torch.cuda.device_count()))
-        os.environ["LOCAL_RANK"] = str(index)  # transformers takes the GPU of this number when it shards
+        os.environ["LOCAL_RANK"] = str(index)  # transformers uses this GPU index when it shards
     here.phase("waiting for the other ranks")
     if not dist.is_initialized():
         if here.world > 1 and not os.environ.get("MASTER_ADDR"):
@@ -231,7 +231,7 @@ def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = Mapp
             except BaseException as error:
                 connected.set_exception(error)
 
-        # It waits in C++: in a thread, so that Python can answer a signal meanwhile.
+        # Connecting waits in C++: a thread lets Python handle signals meanwhile.
         threading.Thread(target=connect, name="windlass connect", daemon=True).start()
         connected.result()
     if gpu:
@@ -240,7 +240,7 @@ def join(here: Rank, timeout_seconds: float, recorders: Mapping[str, str] = Mapp
 
 
 def gpu_of_rank(local_rank: int, visible: int) -> int:
-    """A scheduler may show every rank its own GPU alone, as number 0; or every rank all of the node's."""
+    """Return this rank's GPU: schedulers show a rank either its own GPU, as number 0, or all of the node's."""
     if local_rank >= visible > 1:
         raise UserError(
             f"rank {local_rank} of this node has no GPU of its own: it sees {visible}",
@@ -251,9 +251,9 @@ def gpu_of_rank(local_rank: int, visible: int) -> int:
 
 
 def require_own_gpus(gpus: list[str]) -> None:
-    """Ranks that share a GPU would each take it for theirs, with half of its memory, and NCCL refuses them."""
+    """Refuse ranks that share a GPU: each would plan with all of its memory, and NCCL refuses them."""
     for rank, one in enumerate(gpus):
-        if one.strip("0-") and (first := gpus.index(one)) != rank:  # some drivers give zeros alone
+        if one.strip("0-") and (first := gpus.index(one)) != rank:  # some drivers report only zeros
             raise UserError(
                 f"rank {first} and rank {rank} see the same GPU, {one}",
                 "cluster.gpus_per_node",
@@ -262,10 +262,11 @@ def require_own_gpus(gpus: list[str]) -> None:
 
 
 def require_same_plan(plan: Plan, identity: str) -> None:
-    """Layout and batch follow from the run file and from the node; unlike nodes may come to different ones.
+    """Refuse ranks whose plans, run files, adapters or weights differ.
 
-    They decide which collectives a rank takes part in: ranks that differ would wait for ever. Ranks with other run
-    files, adapters or weights would train as one, and something that nobody asked for.
+    Layout and batch follow from the run file and from the node, so different nodes may get different ones. They decide
+    which collectives a rank takes part in: ranks that differ would wait for ever. With other differences, ranks would
+    train together on something that nobody requested.
     """
     run = plan.loaded.run.model_dump(mode="json")
     of_node = {
@@ -290,7 +291,7 @@ def require_same_plan(plan: Plan, identity: str) -> None:
 
 
 def find_differences(plans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What not all ranks have alike, and who has what: `32 on rank 1, 8 on the others`."""
+    """Return what differs between ranks, and who has what: `32 on rank 1, 8 on the others`."""
     differing = {}
     for name in dict.fromkeys(name for plan in plans for name in plan):
         ranks_of: dict[str, list[str]] = {}
@@ -318,7 +319,7 @@ def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
 
 
 def prepare_data(plan: Plan, tokenizer: PreTrainedTokenizerBase, console: Console, unwritten: Unwritten) -> Prepared:
-    """Tokenised once, audited, the audit written before it is judged; the same rows on every rank."""
+    """Tokenize once and write the audit before it is judged; check that all ranks have the same rows."""
     job = plan.loaded.run
 
     def write_audit(audit: dict[str, Any]) -> None:
@@ -365,7 +366,7 @@ def make_loop(
     run_facts: dict[str, Any],
     debug_freq: int | None,
 ) -> Loop:
-    """Everything that the plan and the run file decide, put together."""
+    """Assemble the loop from the plan and the run file."""
     job, train, folder = plan.loaded.run, plan.loaded.run.train, Path(plan.loaded.run.train.output_dir)
     replicas, device = Replicas(model), device_of_this_rank()
     if device.type == "cpu":
@@ -407,7 +408,7 @@ def make_loop(
     )
     options: dict[str, Any] = {"workers": train.dataloader_num_workers, "pin": train.dataloader_pin_memory}
     seed, sequences = train.order_seed, plan.schedule.global_sequences
-    # By seed and epoch alone: the same rows on any number of ranks. A stream has its own order.
+    # The order follows from seed and epoch alone: equal on any number of ranks. A stream has its own order.
     order = None if data.lengths is None else lambda epoch: data.order(seed=seed, epoch=epoch, global_batch=sequences)
     collator = data.collator(tokenizer.pad_token_id, on_cpu=device.type == "cpu")
     collate = Collate(

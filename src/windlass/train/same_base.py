@@ -1,4 +1,4 @@
-"""Whether an adapter is used with the base model that it was trained on: by the digest of the base's weights."""
+"""Check that an adapter is used with the base model that it was trained on, by the digest of the base's weights."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from windlass.train import checkpoint
 from windlass.train.digest import digest_box, digest_text
 from windlass.train.reading import DTYPES, UNCONVERTED, Box, DamagedError, Files, chunks, read_box
 
-RECORD: Final = "base_model.json"  # next to adapter_config.json: PEFT passes it over
+RECORD: Final = "base_model.json"  # next to adapter_config.json; PEFT ignores it
 FETCH_AGAIN: Final = "remove {folder}, then `windlass fetch RUN` again"
 FLAG: Final = "--allow-other-base"
 CONFIG, ADAPTER = "adapter_config.json", checkpoint.ADAPTER
-# Keys of an adapter's configuration that people may change.
+# Keys of an adapter's configuration that users may change.
 RENAMED: Final = ("base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version")
-# Keys of config.json that no forward depends on.
+# Keys of config.json that don't affect the forward.
 NO_FORWARD: Final = re.compile(
     r"_name_or_path|architectures|auto_map|(torch_)?dtype|transformers_version|use_cache|initializer_range|.*_token_id"
     r"|router_aux_loss_coef|output_.*|return_dict.*|id2label|label2id|quantization_config"
 )
-Part = tuple[tuple[int, ...], tuple[int, ...], int]  # of a parameter: where it begins, its shape, its digest
+Part = tuple[tuple[int, ...], tuple[int, ...], int]  # part of a parameter: offset, shape, digest
 
 
 def combine(by_rank: Sequence[Mapping[str, Part]]) -> tuple[str, list[str]]:
-    """The base's digest from the parts that the ranks have read, and what they have read differently.
+    """Return the base's digest from the parts that the ranks have read, and the parts that they read differently.
 
     A part that several ranks have counts once.
     """
@@ -56,7 +56,7 @@ def combine(by_rank: Sequence[Mapping[str, Part]]) -> tuple[str, list[str]]:
 
 
 def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) -> str:
-    """The same digest from the files alone, a few blocks of them in memory."""
+    """Return the same digest computed from the files, with a few blocks in memory at a time."""
 
     def jobs() -> Iterator[tuple[Stored, Box]]:
         for parameter in base.parameters:
@@ -84,34 +84,35 @@ def digest_files(base: Base, advance: Callable[[int], None] = lambda _: None) ->
 
 
 def unlike_fetched(base: Base, digest: str) -> list[str]:
-    """What is wrong if these are not the weights whose SHA-256 `windlass fetch` compared with the hub's."""
+    """Return what is wrong if these are not the weights whose SHA-256 `windlass fetch` compared with the hub's."""
     recorded = read_json(base.path / PUBLISHED).get(DIGEST, digest) if base.path else digest
     same = recorded == digest
     return [] if same else [f"its weights have changed since they were fetched: digest {recorded} then, {digest} now"]
 
 
 def digest_size(base: Base) -> int:
-    """Bytes that `digest_files` reads."""
+    """Return the number of bytes that `digest_files` reads."""
     pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
     return sum(one.end - one.start for piece in pieces for one in piece.tensors)
 
 
 def forward_config(base: Base) -> dict[str, Any]:
-    """What config.json says besides the weights: another rotary base or epsilon is another model too."""
+    """Return the keys of config.json that change the forward: another rotary base or epsilon is another model too."""
     return {key: value for key, value in base.config.items() if value is not None and not NO_FORWARD.fullmatch(key)}
 
 
 def describe_base(
     base: Base, digest: str, other_base: str = "", quantisation: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """For manifests; `other_base`: what the user accepted with --allow-other-base; `quantisation`: load.json's."""
+    """Return the base's facts for manifests. `other_base`: what the user accepted with --allow-other-base;
+    `quantisation`: load.json's."""
     found = {"base_name": base.name, "base_digest": digest, "base_config": forward_config(base)}
     more = {"other_base": other_base, "base_quantisation": quantisation}
     return found | {key: value for key, value in more.items() if value}
 
 
 def describe_quantisation(found: Mapping[str, Any]) -> str:
-    """load.json's, in a line; empty if the base was not quantised by windlass."""
+    """Summarise load.json's quantization in a line; empty if windlass did not quantize the base."""
     if not found:
         return ""
     own, worst = f"{found['format'].upper()} in blocks of {found['block']}", found["worst"]
@@ -120,21 +121,22 @@ def describe_quantisation(found: Mapping[str, Any]) -> str:
 
 
 def recorded_base(adapter: Path) -> dict[str, Any]:
-    """What is recorded next to an adapter of the base that it was trained on; nothing of those made elsewhere."""
+    """Return what is recorded next to an adapter about the base it was trained on; empty for adapters made
+    elsewhere."""
     found = read_json(adapter / RECORD) or read_json(adapter / MANIFEST)
     keys = ("base_name", "base_digest", "base_config", "other_base", "base_quantisation")
     return {key: found[key] for key in keys if found.get(key)}
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, str]]:
-    """The adapter's files by hash; of its configuration, what changes the forward."""
+    """Return hashes of the adapter's files; of its configuration, only what changes the forward."""
     config = {key: value for key, value in read_json(folder / CONFIG).items() if key not in RENAMED}
     contents = {CONFIG: json.dumps(config, sort_keys=True).encode(), ADAPTER: (folder / ADAPTER).read_bytes()}
     return {"files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}}
 
 
 def require_intact(adapter: Path) -> None:
-    """Refuse an adapter that is damaged or was changed since it was saved, or that holds no finite numbers."""
+    """Refuse an adapter that was damaged or changed since it was saved, or that has non-finite values."""
     damaged = checkpoint.damage(adapter) if (adapter / MANIFEST).is_file() else ""
     if recorded := read_json(adapter / RECORD).get("files"):
         now = describe_files(adapter)["files"]

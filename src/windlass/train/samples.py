@@ -1,7 +1,7 @@
-"""Continues fixed prompts at evaluations, with the model as it is being trained: sharded, in FP8, its experts split.
+"""Continue fixed prompts at evaluations, with the model as it is trained: sharded, in FP8, with split experts.
 
-Greedy and without a cache of keys and values: a right-padded batch goes through the same forward pass as training does,
-so nothing that training depends on changes, and it draws no random numbers.
+Generation is greedy and uses no KV cache: a right-padded batch goes through the same forward as in training, so nothing
+that training depends on changes, and no random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from windlass.train.batches import Batches
     from windlass.train.loop import Loop
 
-DUMMY: Final = [0, 0]  # of a rank without a prompt: it takes part in every gather
+DUMMY: Final = [0, 0]  # input of a rank without a prompt, which still takes part in every gather
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     text: str
     ids: list[int]
-    reference: str = ""  # what the data have there
+    reference: str = ""  # the text that follows in the data
 
 
 @dataclass(eq=False)
 class Samples:
-    """The prompts of a run."""
+    """A run's prompts."""
 
     prompts: Sequence[Prompt]
     settings: SampleSection
@@ -94,7 +94,8 @@ class Samples:
         loop.recorder.mark("pause")
 
     def _continue(self, loop: Loop, rows: list[list[int]], until: float) -> tuple[list[bool], bool]:
-        """Append tokens to the rows, as many times as any rank needs; which have come to their end; is time up?"""
+        """Append tokens to the rows as often as any rank needs. Returns which rows have ended, and whether time is
+        up."""
         device, ends = loop.device, _end_tokens(loop.causal_lm, self.tokenizer)
         finished = [False] * len(rows)
         for _ in range(self.settings.max_new_tokens):
@@ -131,7 +132,7 @@ def read_prompts(
     max_length: int,
     where: Callable[[str], str],
 ) -> list[Prompt]:
-    """The run file's prompts, those of a file, or the beginnings of validation rows."""
+    """Return the run file's prompts, those of a file, or the beginnings of validation rows."""
     if settings.from_eval is not None:
         return _of_rows(validation, settings.from_eval, tokenizer)
     texts, key = settings.prompts or [], "train.sample.prompts"
@@ -156,7 +157,7 @@ def read_prompts(
 
 
 def _text_of(line: str) -> str:
-    """A line of a prompt file: plain text, or JSON with a `prompt`."""
+    """Return the text of a prompt file's line: plain text, or JSON with a `prompt`."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -165,7 +166,7 @@ def _text_of(line: str) -> str:
 
 
 def _of_rows(validation: Batches, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The first documents of the validation rows: up to the first token that loss is computed on, or half."""
+    """Return prompts from the first validation documents: up to the first supervised token, or half of the document."""
     prompts: list[Prompt] = []
     blocks = validation.rows.to_batches(max_chunksize=16)
     for row in itertools.chain.from_iterable(block.to_pylist() for block in blocks):

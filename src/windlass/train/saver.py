@@ -1,4 +1,4 @@
-"""When a run saves: in the background as long as it trains, and waited for when it ends."""
+"""Save checkpoints: in the background while training, and waited for at the end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from windlass.train.checkpoint import Snapshot
     from windlass.train.loop import Loop
 
-PATIENCE_SECONDS: Final = 5.0  # training waits so long for the checkpoint before, and then says why it waits
+PATIENCE_SECONDS: Final = 5.0  # after waiting this long for the previous checkpoint, training reports it
 
 
 class Saver:
-    """One checkpoint at a time, written by a thread on rank 0. A full disk is reported, and harms neither training nor
+    """Writes one checkpoint at a time, in a thread on rank 0. A full disk is reported and harms neither training nor
     older checkpoints; any other failure ends the run."""
 
     def __init__(
@@ -43,10 +43,10 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "windlass save")
         self.writing: Future[str] | None = None
         self.step = 0  # of the latest checkpoint
-        self.failure = ""  # why it could not be written
+        self.failure = ""  # why the latest checkpoint could not be written
 
     def save(self, loop: Loop, *, wait: bool) -> None:
-        """Copy what is to be saved; training waits for the rest only if asked to. A collective."""
+        """Copy what is to be saved; wait for the write only if `wait`. A collective."""
         if differing := loop.replicas.differing():
             raise RunError(
                 f"{len(differing)} adapter tensors differ between ranks, the first is {differing[0]}",
@@ -64,7 +64,7 @@ class Saver:
                 "epoch": loop.epoch,
                 "max_steps": loop.total,
                 "num_input_tokens_seen": loop.tokens,
-                "log_history": list(loop.log_history),  # as it is now: it is written while training goes on
+                "log_history": list(loop.log_history),  # a copy: it is written while training goes on
             },
             manifest={
                 **self.facts,
@@ -85,7 +85,7 @@ class Saver:
             )
 
     def save_before(self, loop: Loop, error: RowError, began_at: int) -> UserError:
-        """Save what was trained before a row that can't be; the error with what to do about both. A collective."""
+        """Save what was trained before a faulty row; return the error with what to do about both. A collective."""
         problem, folder = error.problems[0], self.checkpoints / f"step-{loop.step}"
         if loop.step > began_at and self.step != loop.step:
             loop.schedule_free("eval")
@@ -97,12 +97,13 @@ class Saver:
         return UserError(f"{problem.problem} (met in step {loop.step + 1} of the stream)", problem.where, hint)
 
     def begin(self, taken: Snapshot, copying_seconds: float = 0.0) -> None:
-        """Start writing, once the one before is written."""
+        """Start writing, after the previous checkpoint is written."""
         self.close()
         self.step, self.writing = taken.step, self.thread.submit(self._write, taken, copying_seconds)
 
     def close(self) -> str:
-        """Wait until it is written, also when a failure ends the run; returns why it failed. No collective."""
+        """Wait until the checkpoint is written, also when a failure ends the run; return why it failed. Not a
+        collective."""
         began, writing = time.monotonic(), self.writing
         while writing is not None and wait([writing], PATIENCE_SECONDS).not_done:
             waited = f"the storage has been writing for {time.monotonic() - began:.0f} s"
@@ -132,7 +133,7 @@ class Saver:
             slow = f", in {seconds:.0f} s" if seconds > PATIENCE_SECONDS else ""
             self.say(f"step {taken.step:>5}  saved checkpoints/{folder.name}{slow}")
         try:
-            # A resubmitted job gets the time that saving took.
+            # A resubmitted job's grace period follows from the time that saving took.
             outcome = {"ok": not failure, **({"error": failure} if failure else {})}
             taken_seconds = round(copying_seconds + seconds, 3)
             log_event(self.folder, "save", taken.step, seconds=taken_seconds, bytes=size, **outcome)
@@ -140,6 +141,6 @@ class Saver:
             if not failure:
                 checkpoint.point_to_best(self.folder)
                 checkpoint.prune(self.checkpoints, self.limit)
-        except OSError as error:  # of a full disk: that costs a line, room or a pointer, and the checkpoint is there
+        except OSError as error:  # such as a full disk: a log line, space or a link is lost, not the checkpoint
             self.say(f"the run folder's events, its older checkpoints or its best pointer stay as they were: {error}")
         return failure

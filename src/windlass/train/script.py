@@ -1,8 +1,8 @@
-"""`windlass train` for a run of kind: script: its ranks are started as torchrun would, and watched.
+"""`windlass train` for a run of kind: script: start its ranks as torchrun would, and watch them.
 
-Plain processes, as for a language model's ranks and for the same reasons (see `ranks.start`), with the environment
-that torchrun gives. If torchrun or `accelerate launch` started this process, it is one rank: the script runs below it,
-so that its exit code is known and signals reach it.
+Ranks are plain processes, as for language models and for the same reasons (see `ranks.start`), in the environment that
+torchrun provides. If torchrun or `accelerate launch` started this process, it is one rank and runs the script as its
+child, so that the script's exit code is known and signals reach it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train(
         with ranks.reserved_port() as port:
             return run(plan, ranks.environments(plan.layout.gpus_per_node, environ, port), resume=resume)
 
-    # An operator's pod with one rank gives no more than its number.
+    # A pod with one rank has no other variables than its number.
     own = {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": "1", **environ}
     made: list[ScriptPlan] = []
 
@@ -63,17 +63,18 @@ def train(
 
 
 def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool) -> int:
-    """The script once for each environment, until all have ended. Rank 0's side has the run folder and the watch."""
+    """Run the script once per environment until all have ended. Rank 0's side has the run folder and the watch."""
     job, path = plan.loaded.run, plan.loaded.run.script.path
     if path is not None and not Path(path).is_file():
         hint = f"the path is relative to the folder that the run is started in, here {Path.cwd()}"
         raise UserError(f"there is no file {path}", plan.loaded.where("script.path"), hint)
     folder, command, grace = Path(job.folder), [sys.executable, *job.command], job.cluster.grace_seconds
     is_leader, launched = any(environ["RANK"] == "0" for environ in environs), SUPERVISED not in environs[0]
-    # Should this process be killed: below a launcher that means that the script's time to save is over.
+    # If this process is killed by a launcher, the script's time to save is over.
     parent_death = signal.SIGKILL if launched else signal.SIGTERM
-    run_folder.ensure_dir(folder, plan.loaded.where("script.output_dir"))  # below a launcher one may come before rank 0
-    # Where the recorder writes, and what is to be kept for the watch.
+    # Under a launcher another rank may come before rank 0.
+    run_folder.ensure_dir(folder, plan.loaded.where("script.output_dir"))
+    # Where the recorder writes, and what the watch needs.
     more = {run_folder.OUTPUT_DIR: str(folder.absolute()), **patrol.environment(environs[0], job, folder.absolute())}
     with contextlib.ExitStack() as stack:
         if is_leader:
@@ -86,7 +87,7 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
             for environ in environs:
                 own = environ if launched else as_torchrun(environ)
                 yield ranks.start_process(command, {**own, **more}, parent_death_signal=parent_death)
-            if watch:  # last, for it is a thread, and processes are better started without
+            if watch:  # last: the watch is a thread, and processes should be started before threads
                 stack.enter_context(watch)
 
         first, cut_short = ranks.wait(
@@ -107,7 +108,7 @@ def run(plan: ScriptPlan, environs: Sequence[Mapping[str, str]], *, resume: bool
 
 
 def as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun sets besides. Its own store and its error file are its launcher's, and not here."""
+    """Add the variables that torchrun sets, except its store's and its error file's, which belong to its launcher."""
     per_node, world = int(environ["LOCAL_WORLD_SIZE"]), environ["WORLD_SIZE"]
     return {
         **environ,
@@ -155,7 +156,7 @@ def _claimed(plan: ScriptPlan, folder: Path, *, resume: bool) -> Iterator[None]:
 def _explain_end(
     plan: ScriptPlan, codes: Sequence[int], first: int | None, names: Sequence[str], cut_short: str
 ) -> int:
-    """The exit code, or the error that says which rank ended how. `first` is the one that ended first."""
+    """Return the exit code, or raise the error that says which rank ended how. `first` ended first."""
     where = plan.loaded.where("script.path" if plan.loaded.run.script.path else "script.module")
     if cut_short and not set(codes) <= {0, SAVED}:
         hint = "cluster.grace_seconds is the time that a script gets to save in after SIGTERM"

@@ -15,19 +15,19 @@ from windlass.train.experts import peers
 from windlass.train.group import gather, world
 from windlass.train.parallel import fsdp_modules
 
-BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one
+BUCKET_BYTES = 256 * 2**20  # bounds the flat copy of the gradients; adapters without experts fit in one bucket
 Groups = Sequence[dist.ProcessGroup | None]
 EVERYONE: Groups = [None]
 
 
 class Replicas:
-    """The trainable parameters, by which ranks have the same.
+    """The trainable parameters, grouped by which ranks have the same ones.
 
-    `shared`: all ranks. `split`, experts' adapters under expert parallelism: the ranks with the same experts, and the
-    gradient comes from the tokens of every rank of their expert group. `sharded` by FSDP2 (a base's own biases): no
-    two ranks, and FSDP2 averages their gradients.
+    `shared`: all ranks. `split`, experts' adapters under expert parallelism: ranks with the same experts; the gradient
+    comes from the tokens of all ranks of their expert group. `sharded` by FSDP2 (the base's own biases): no two ranks,
+    and FSDP2 averages their gradients.
 
-    Nothing here but `differing` makes the host wait for the device.
+    Only `differing` makes the host wait for the device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,39 +39,39 @@ class Replicas:
         self.names = [*shared, *split]
         self.shared, self.split = list(shared.values()), list(split.values())
         self.sharded = [p for p in trained.values() if isinstance(p, DTensor)]
-        self.parameters = [*self.shared, *self.split]  # those of which this rank has the same as others
+        self.parameters = [*self.shared, *self.split]  # parameters that other ranks have too
         self.shared_buckets, self.split_buckets = list(_buckets(self.shared)) or [[]], list(_buckets(self.split))
         self.world = world()
-        # Groups that together span the ranks with the same experts; none where every rank has its own.
+        # Groups that together span the ranks with the same experts; none if every rank has its own.
         self.alike: Groups = peers(model)
-        self.holders: list[int] = []  # for each part of the experts the first rank that has it
+        self.holders: list[int] = []  # per part of the experts, the first rank that has it
         if split:
             firsts = gather(next(iter(parts.by_module.values())).first)
             self.holders = [firsts.index(first) for first in sorted(set(firsts))]
 
     def gradients(self) -> list[Tensor]:
-        """Of all trainable parameters, as far as this rank has them."""
+        """Return this rank's gradients of all trainable parameters."""
         return [local(p.grad) for p in (*self.parameters, *self.sharded) if p.grad is not None]
 
     @torch.no_grad()
     def average(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks and return `sums` (float32) added up over them.
 
-        Every rank makes the same calls whatever its batch was: a parameter without a gradient counts as zeros.
+        Every rank makes the same calls whatever its batch was: a missing gradient counts as zeros.
         """
         if self.world == 1:
             return sums
         buckets = [(bucket, EVERYONE) for bucket in self.shared_buckets]
         buckets += [(bucket, self.alike) for bucket in self.split_buckets]
         for number, (bucket, groups) in enumerate(buckets):
-            # In float32: a sum over many ranks in bfloat16 would drop the small ones.
+            # In float32: a sum over many ranks in bfloat16 would drop small values.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([*(each.flatten().float() for each in gradients), *([] if number else [sums])])
             for group in groups:
                 dist.all_reduce(flat, group=group)
             if not number:
                 flat, sums = torch.split(flat, [flat.numel() - sums.numel(), sums.numel()])
-            # Also of split ones over all ranks: their gradient holds the tokens of all, as any other does.
+            # Split ones are divided by all ranks too: their gradient comes from the tokens of all, as any other.
             averaged = torch.split(flat.div_(self.world), [p.numel() for p in bucket])
             for parameter, gradient in zip(bucket, averaged, strict=True):
                 parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
@@ -79,7 +79,7 @@ class Replicas:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Of the whole gradient, the same bits on every rank: each part of split experts' counts once."""
+        """Return the norm of the full gradient, bit-equal on all ranks; each part of split experts counts once."""
         device = self.parameters[0].device
         norms = [_norm(self.shared, device)]
         if self.split:
@@ -93,7 +93,7 @@ class Replicas:
 
     @torch.no_grad()
     def differing(self) -> list[str]:
-        """Names of the parameters that are not bit for bit the same where they should be. A collective."""
+        """Return the names of parameters that should be bit-equal between ranks and are not. A collective."""
         if self.world == 1 or not self.names:
             return []
         differ = []
@@ -109,7 +109,7 @@ class Replicas:
         return [name for name, one in zip(self.names, found, strict=True) if one]
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
-        """The largest of every rank's values where ranks have parts: what is true of a part is true of the whole."""
+        """Return the maximum over ranks if ranks have parts: what holds for a part holds for the full parameter."""
         if self.split or self.sharded:
             values = values.clone()
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -117,15 +117,15 @@ class Replicas:
 
 
 class Waits:
-    """How long this rank's forward waits for others: without that a slow rank looks like those it keeps waiting.
+    """Measures how long this rank's forward waits for others: otherwise a slow rank looks like those waiting for it.
 
-    Ranks wait where FSDP2 gathers weights, in its hook before a module's forward, and in the experts' forward where
-    experts are split, which sends tokens to and fro: that is taken as a whole. Measured while `on`.
+    Ranks wait where FSDP2 gathers weights, in its hook before a module's forward, and in the experts' forward if
+    experts are split, which exchanges tokens and is measured in full. Measured while `on`.
     """
 
     def __init__(self, model: nn.Module, now: Callable[[], Any], *, split_experts: bool) -> None:
         self.now, self.on, self.depth = now, False, 0
-        self.marks: list[Any] = []  # starts and ends, of which there is one in the other at most
+        self.marks: list[Any] = []  # starts and ends, nested at most once
         for module in fsdp_modules(model):
             module.register_forward_pre_hook(self._begin, prepend=True)  # type: ignore[attr-defined]
             module.register_forward_pre_hook(self._end)  # type: ignore[attr-defined]
@@ -145,26 +145,26 @@ class Waits:
             self.marks.append(self.now())
 
     def seconds(self) -> float | None:
-        """Of the latest measurement; on a GPU once the device has been waited for."""
+        """Return the latest measurement; on a GPU call it after a synchronization."""
         pairs, self.marks = zip(self.marks[::2], self.marks[1::2], strict=True), []
         took = [end - start if isinstance(end, float) else start.elapsed_time(end) / 1000 for start, end in pairs]
         return sum(took) if took else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _norm(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """On that device also where there is nothing: torch would put a norm of no gradients on the CPU."""
+    """Compute the norm on that device even without gradients: torch would put the norm of an empty list on the CPU."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
     return (total.full_tensor() if isinstance(total, DTensor) else total).float()
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters, cut where their gradients reach BUCKET_BYTES."""
+    """Yield runs of parameters, cut where their gradients reach BUCKET_BYTES."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         bucket.append(parameter)
@@ -177,9 +177,10 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 @torch.no_grad()
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """One 64-bit number per tensor that changes when any of its bits does, computed on the tensor's device.
+    """Return a 64-bit number per tensor that changes with any of its bits, computed on the tensor's device.
 
-    A sum of the values' bits, each times an odd number of its own, modulo 2^64: one pass, nothing copied to the host.
+    It is the sum of the values' bits, each times an odd number of its own, modulo 2^64: one pass, nothing copied to the
+    host.
     """
     found = [torch.zeros((), dtype=torch.int64, device=tensor.device) for tensor in tensors]
     for tensor, total in zip(tensors, found, strict=True):

@@ -1,4 +1,4 @@
-"""Metrics to the trackers that train.report_to names: TensorBoard, W&B, MLflow, trackio."""
+"""Send metrics to the trackers in train.report_to: TensorBoard, W&B, MLflow, trackio."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from windlass.observe.reader import Tail
 
 Values = Mapping[str, float]
 Log = Callable[[Values, int], None]
-AXES = ("step", "time", "epoch")  # of a line of the step file: what trackers have of their own
+AXES = ("step", "time", "epoch")  # fields of a step line that trackers have themselves
 
 
 def prefixed(values: Values) -> dict[str, float]:
-    """eval_loss -> eval/loss, everything else -> train/…"""
+    """Rename eval_loss -> eval/loss and everything else -> train/…."""
     return {f"eval/{n[5:]}" if n.startswith("eval_") else f"train/{n}": value for n, value in values.items()}
 
 
@@ -29,7 +29,7 @@ def tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) -> tupl
     named = folder / "runs" / f"{time.strftime('%b%d_%H-%M-%S')}_{os.uname().nodename}"
     where = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or named).expanduser()
     others = threading.excepthook
-    # What fails in its thread is raised again by the next call, and reported there.
+    # Errors in its thread are raised again by the next call, and reported there.
     threading.excepthook = lambda failed: (
         None if type(failed.thread).__name__ == "_AsyncWriterThread" else others(failed)
     )
@@ -58,16 +58,16 @@ def mlflow(_folder: Path, name: str | None, config: dict[str, Any]) -> tuple[Log
     import mlflow
 
     started = mlflow.active_run() is None
-    if started:  # where to, and under which experiment, is in MLflow's own variables
+    if started:  # the address and the experiment come from MLflow's own variables
         mlflow.start_run(run_name=name)
     sections = ((section, keys) for section, keys in config.items() if isinstance(keys, dict))
     params = [(f"{section}.{key}", value) for section, keys in sections for key, value in keys.items()]
-    params = [(key, value) for key, value in params if len(str(value)) <= 250]  # MLflow's limit
-    for start in range(0, len(params), 100):  # and of one call
+    params = [(key, value) for key, value in params if len(str(value)) <= 250]  # MLflow's limit per value
+    for start in range(0, len(params), 100):  # and per call
         mlflow.log_params(dict(params[start : start + 100]), synchronous=False)
 
     def log(values: Values, step: int) -> None:
-        # The step file's fields are of training here too; the other names go to MLflow as they are.
+        # Fields of the step file get the prefix train/ here too; other names stay as they are.
         named = {f"train/{n}" if n.startswith("step/") else n: value for n, value in values.items()}
         mlflow.log_metrics(metrics=named, step=step, synchronous=False)
 
@@ -89,7 +89,7 @@ def named(losses: dict[str, float] | None) -> dict[str, float]:
 
 
 class Trackers:
-    """Opened on rank 0. `log` sends what the loop logs; `log_steps` every line of rank 0's step file."""
+    """Open trackers, on rank 0. `log` sends what the loop logs; `log_steps` sends every line of rank 0's step file."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class Trackers:
             with self.unwritten(self.folder / name):
                 self.opened |= {name: OPEN[name](folder, run_name, config)} if name != "none" else {}
         self.lines = Tail(folder / run_folder.STEPS.format(rank=0))
-        self.lines.skip()  # of before a resume: they were sent then
+        self.lines.skip()  # lines from before a resume were sent then
 
     def log(self, values: Values, step: int) -> None:
         for name, (log, _) in list(self.opened.items()):
             try:
                 log(values, step)
-            except OSError as error:  # a full disk: this tracker has lost lines, and would lose others
+            except OSError as error:  # a full disk: this tracker has lost lines and would lose more
                 self.unwritten.report(self.folder / name, error)
                 del self.opened[name]
 

@@ -1,4 +1,4 @@
-"""Names in a saved adapter: of the language model alone, or of the multimodal model (the wrapper) around it."""
+"""Names in a saved adapter: those of the language model alone, or of the multimodal model (the wrapper) around it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, Final
 
 from windlass.model.files import read_header
 
-PREFIX: Final = "base_model.model."  # of every name in PEFT's files
+PREFIX: Final = "base_model.model."  # prefix of every name in PEFT's files
 KEY: Final = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 Rename = Callable[[str], str]
 
 
 def inner_name(name: str) -> str:
-    """A module's name, or a pattern for names, inside the wrapper -> in the language model alone."""
+    """Convert a module's name, or a pattern for names, from the wrapper's to the language model's."""
     return re.sub(r"(?<![^.^])language_model\\?\.", "", name, count=1)
 
 
 def outer_name(name: str, place: str = "model.language_model.") -> str:
-    """The way back, to what the wrapper calls the language model's `model.` (`Wrapper.place`)."""
+    """Convert a name back, to what the wrapper calls the language model's `model.` (`Wrapper.place`)."""
     head = place.removesuffix("model.") if place.endswith(".model.") else ""
     renamed = re.sub(r"^(\^?)model(?=\\?\.)", rf"\1{place.removesuffix('.')}", inner_name(name))
     return re.sub(r"^(\^?)(?=lm_head)", rf"\1{head}", renamed)
@@ -31,13 +31,14 @@ def rename_keys(tensors: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
 
 
 def rename_config(config: Mapping[str, Any], keys: Iterable[str], rename: Rename) -> dict[str, Any]:
-    """The fields of adapter_config.json that name modules, when the tensors (`keys`) are renamed.
+    """Rename modules in adapter_config.json when the tensors (`keys`) are renamed.
 
-    In full: the last part of a name alone would match modules of the vision tower too.
+    Names are given in full: the last part alone would match modules of the vision tower too.
     """
     pairs = [match["module"] for key in keys if (match := KEY.fullmatch(key.removeprefix(PREFIX)))]
-    names = dict.fromkeys(name.replace(".base_layer", "") for name in pairs)  # PEFT nests those of one module
-    wanted = [name.rpartition(".") for name in config.get("target_parameters") or ()]  # fused experts: no modules
+    names = dict.fromkeys(name.replace(".base_layer", "") for name in pairs)  # PEFT nests adapters of one module
+    # Fused experts, which are no modules.
+    wanted = [name.rpartition(".") for name in config.get("target_parameters") or ()]
     parameters = [f"{name}.{leaf}" for name in names for stem, _, leaf in wanted if f".{name}".endswith(f".{stem}")]
     modules = names.keys() - {name.rpartition(".")[0] for name in parameters}
     renamed: dict[str, Any] = {
@@ -50,7 +51,8 @@ def rename_config(config: Mapping[str, Any], keys: Iterable[str], rename: Rename
 
 
 def read_inner_config(folder: Path) -> tuple[Any, dict[str, str] | None]:
-    """PEFT's configuration of a saved adapter by the language model's own names, and its `key_mapping` to them."""
+    """Return PEFT's configuration of a saved adapter with the language model's own names, and the `key_mapping` to
+    them."""
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(str(folder))
