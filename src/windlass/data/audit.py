@@ -1,4 +1,5 @@
-"""Count what a data set is while it is tokenized, and judge it before a model is loaded. The keys of data.json."""
+"""Collect statistics of a data set while it is tokenized, and judge it before a model is loaded. The keys of
+data.json."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 
 Audit = dict[str, Any]
 Lengths = npt.NDArray[np.int64]
-# Ways to make batches of rows, as data.json names them.
+# Ways to batch rows, by their names in data.json.
 PACKED, PADDING_FREE, LENGTH_GROUPED = "packed", "padding-free", "padded in batches of like length"
-# They are compared on so many documents at most: the shares move by less than a per mille beyond.
+# Most documents that they are compared on: with more, the shares change by less than 0.1 %.
 BATCHED_DOCUMENTS = 200_000
-# Two documents are near duplicates if they share this much of all runs of so many tokens that either has.
+# Two documents are near duplicates if they share this fraction of all runs of this many tokens that either has.
 NEAR, RUN = 0.8, 5
-TEMPLATE_DOCUMENTS, TEMPLATE_SHARE = 8, 0.01  # a run in more validation documents than that is a template's
-COMPARED_TOKENS = 1 << 24  # of larger sets an eighth of the runs is compared
+TEMPLATE_DOCUMENTS, TEMPLATE_SHARE = 8, 0.01  # a run in more validation documents than this belongs to a template
+COMPARED_TOKENS = 1 << 24  # in larger sets an eighth of the runs is compared
 
 
 def audit_split(documents: Documents, eos: int | None) -> Audit:
-    """The figures of one split, all of them counted, none estimated."""
+    """Return the statistics of one split, all counted, none estimated."""
     lengths, counts, kept = documents.lengths, documents.counts, len(documents.lengths)
     ends = np.cumsum(lengths) - 1
     tokens = int(lengths.sum())
@@ -49,7 +50,7 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
         "lowest_id": int(documents.ids.min()) if tokens else None,
         "highest_id": int(documents.ids.max()) if tokens else None,
         "lengths": {},
-        "histogram": [],  # [from, to, documents]: every bin twice as wide as the one before
+        "histogram": [],  # [from, to, documents], each bin twice as wide as the one before
     }
     if kept:
         least, median, high, most = np.percentile(lengths, (0, 50, 95, 100)).tolist()
@@ -62,7 +63,7 @@ def audit_split(documents: Documents, eos: int | None) -> Audit:
 
 
 def overlap(train: Documents, validation: Documents) -> Audit:
-    """Validation documents that are also trained on: word for word, and nearly."""
+    """Count validation documents that are also trained on: exact duplicates and near duplicates."""
     same = np.isin(validation.hashes, train.hashes)
     near = int((near_duplicates(train, validation) & ~same).sum())
     shared = int(same.sum())
@@ -70,10 +71,10 @@ def overlap(train: Documents, validation: Documents) -> Audit:
 
 
 def near_duplicates(train: Documents, validation: Documents) -> npt.NDArray[np.bool_]:
-    """Validation documents that share most of their runs of tokens with one document that is trained on.
+    """Return which validation documents share most of their runs of tokens with one training document.
 
-    Runs that many validation documents have are a template's: they are left out. Of large sets a part of all runs is
-    compared, the same on both sides.
+    Runs that occur in many validation documents belong to a template and are skipped. In large sets a fraction of all
+    runs is compared, the same on both sides.
     """
     found = np.zeros(len(validation.lengths), np.bool_)
     one_of = 1 if len(train.ids) < COMPARED_TOKENS else 8
@@ -100,7 +101,8 @@ def near_duplicates(train: Documents, validation: Documents) -> npt.NDArray[np.b
 
 
 def token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, npt.NDArray[np.uint64]]]:
-    """Hashes of every RUN consecutive tokens of a document, each once, and the document; some documents at a time."""
+    """Yield hashes of each document's distinct runs of RUN tokens, with the document, a group of documents at a
+    time."""
     edges = [0, *np.flatnonzero(np.diff(documents.starts // (1 << 22))) + 1, len(documents.lengths)]
     for low, high in itertools.pairwise(edges):
         start = documents.starts[low] if high > low else 0
@@ -117,7 +119,8 @@ def token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, npt
 
 
 def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configured: str, seed: int) -> Audit:
-    """Which share of the positions computed would hold a token, batched in each way; the configured one named."""
+    """Return the fraction of computed positions that hold a token, for each way of batching, and name the configured
+    one."""
     if not len(lengths):
         return {}
     documents = len(lengths)
@@ -139,7 +142,7 @@ def compare_batching(lengths: Lengths, *, batch: int, max_length: int, configure
 
 
 def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
-    """Three documents decoded, first, middle and last, in stretches that are supervised (`trained`) or not."""
+    """Return the first, middle and last document decoded, in parts that are supervised (`trained`) or not."""
     count, spans, samples = len(documents.lengths), list(documents.spans()), []
     for document in sorted({0, count // 2, count - 1}) if count else ():
         ids, supervised = documents.ids[spans[document]], documents.supervised[spans[document]]
@@ -155,7 +158,7 @@ def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase, s
 def find_problems(
     audit: Mapping[str, Any], *, vocabulary: int | None, least_fraction: float, where: Callable[[str], str]
 ) -> list[Problem]:
-    """What makes these data no training set, each with the next step."""
+    """Return what makes these data unfit for training, each with the next step."""
     found = []
     sets = [
         (split, each, f"data.{'train' if split == 'train' else 'val'}_split") for split, each in audit["splits"].items()
@@ -188,7 +191,7 @@ def find_problems(
 
 
 def find_warnings(audit: Mapping[str, Any]) -> list[str]:
-    """What a reader should know that is no error."""
+    """Return what a user should know although it is no error."""
     train, shared = audit["splits"]["train"], audit.get("overlap", {"documents": 0, "share": 0})
     waste, all_tokens = audit["batching"].get("padding_waste", 0), max(1, train["tokens"] + train["tokens_cut"])
     remedy = "data.packing: true leaves next to none"

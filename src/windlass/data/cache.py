@@ -18,15 +18,16 @@ from windlass.files import commit_dir, discard_dir, lock_file, read_json, write_
 Say = Callable[[str], None]
 
 SEAL = "complete.json"
-# For so long a process trusts another's full check of a cache, as long as sizes and times of change are the same:
-# the eight ranks of a node start together and need not each read every byte.
+# How long a process trusts another's full check of a cache if sizes and modification times are unchanged: a node's
+# eight ranks start together and need not each read every byte.
 CHECKED_SECONDS = 600
 BLOCK_BYTES = 1 << 20
 SILENT_SECONDS = 2.0  # waiting for a lock is reported only after this
 
 
 def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
-    """The folder of this fingerprint: found and verified, or made now. A damaged one is made again, and reported."""
+    """Return the folder of this fingerprint: found and verified, or created. A damaged one is reported and created
+    again."""
     folder, ours = cache / fingerprint, f"{fingerprint}.part-{socket.gethostname()}-"
     partial = cache / f"{ours}{os.getpid()}"
     try:
@@ -40,14 +41,14 @@ def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], s
                 say(f"the tokens cached in {folder} are damaged ({damage}): made again")
                 discard_dir(folder)
             for left in cache.glob(f"{ours}*") if alone else ():
-                shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)  # left by a process that was killed
             partial.mkdir()
             try:
                 make(partial)
                 files = sorted(partial.iterdir())
                 sealed = {path.name: {"bytes": path.stat().st_size, "hash": hash_file(path)} for path in files}
                 write_json(partial / SEAL, {"files": sealed})
-                if find_damage(folder) is not None:  # without locks another process may have been first
+                if find_damage(folder) is not None:  # without locks, another process may have finished first
                     commit_dir(partial, folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -60,7 +61,7 @@ def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], s
 
 @contextmanager
 def one_at_a_time(path: Path, say: Say, waiting: str) -> Iterator[bool]:
-    """Hold a lock; `waiting` is reported where another process has it. False where the storage has no locks."""
+    """Hold a lock, reporting `waiting` if another process has it for long. Yields False if the storage has no locks."""
     silent_until, wait = time.monotonic() + SILENT_SECONDS, False
     while True:
         try:
@@ -77,7 +78,7 @@ def one_at_a_time(path: Path, say: Say, waiting: str) -> Iterator[bool]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a cached folder, or None."""
+    """Return what is wrong with a cached folder, or None."""
     files = read_json(folder / SEAL).get("files")
     if not files:
         return f"{SEAL} is missing, or can't be read"
@@ -98,7 +99,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def hash_file(path: Path, most: int | None = None) -> str:
-    """Of the whole file; of one larger than `most` bytes, of so many, in blocks evenly spaced from start to end."""
+    """Hash a file; of one larger than `most` bytes, that many in blocks evenly spaced from start to end."""
     with path.open("rb") as file:
         size = path.stat().st_size
         if most is None or size <= most:

@@ -1,4 +1,4 @@
-"""Render chats through a chat template and find which stretches of the text are the assistant's."""
+"""Render chats through a chat template and find which parts of the text are the assistant's."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Span = tuple[int, int]
 
 TEMPLATES = Path(__file__).parent / "templates"
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-# What transformers' render_jinja_template is made of; called one by one, chats take a tenth to a third less time.
+# The parts of transformers' render_jinja_template: calling them directly saves a tenth to a third of the time per chat.
 STEPS = ("_compile_jinja_template", "_render_with_assistant_indices")
-CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write what should be a token of its own
+CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write control tokens
 OWN_ROLES = ("system", "user", "assistant", "tool")
-ROLES = {  # what data sets call them
+ROLES = {  # their names in data sets
     name: "assistant" if role == "call" else role for role, names in NAMES_OF_ROLES.items() for name in names
 }
 CALLS = NAMES_OF_ROLES["call"]
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
-THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or inside its content
-FLAGS = ("weight", "train")  # whether loss is computed on a message, in OpenAI's files and in Axolotl's
+THOUGHT = re.compile(r"<think>(.*?)</think>\s*|\[THINK\](.*?)\[/THINK\]", re.DOTALL)  # or tags inside its content
+FLAGS = ("weight", "train")  # whether the loss is computed on a message, in OpenAI's and in Axolotl's format
 
 
 class Turn(NamedTuple):
-    """A message as templates take it, whether the data leave it out of the loss, and its reasoning."""
+    """A message in the form that templates take, whether the data exclude it from the loss, and its reasoning."""
 
     message: dict[str, Any]
     trained: bool | None
@@ -66,17 +66,17 @@ class ChatTemplate:
 
     @property
     def identity(self) -> list[Any]:
-        """All that rendering depends on besides the chat."""
+        """Return everything that rendering depends on besides the chat."""
         return [self.template, dict(self.kwargs), self.last, self.drop_reasoning, dict(self.names)]
 
     @cached_property
     def marks(self) -> bool:
-        """Whether the template itself marks the assistant's part."""
+        """Return whether the template itself marks the assistant's part."""
         return bool(GENERATION.search(self.template))
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """What a message may call its role, and what the template calls it: some know tools by another name."""
+        """Return role names in messages and the template's names for them: some templates rename `tool`."""
         own = {name: name for name, role in ROLES.items() if role in ("tool", "system") and self.knows(name)}
         return {**ROLES, **own}
 
@@ -85,12 +85,12 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> dict[str, Any]:
-        """What the template reads besides the chat: each costs time for every row."""
+        """Return the variables that the template reads besides the chat: each one costs time per row."""
         named = {**self.tokenizer.special_tokens_map, **self.kwargs}
         return {name: value for name, value in named.items() if name in self.template}
 
     def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> tuple[str, tuple[Span, ...]]:
-        """The text, and the assistant's stretches of it that loss is computed on, from message `first` on."""
+        """Return the text and the assistant's supervised spans, from message `first` on."""
         turns = [read_turn(message, self.names, self.roles, drop_reasoning=self.drop_reasoning) for message in messages]
         for role in {str(turn.message["role"]) for turn in turns}.difference(OWN_ROLES):
             if not self.knows(role):
@@ -118,8 +118,8 @@ class ChatTemplate:
             return text, tuple(spans)
         text, spans = self.apply(turns, tools)[0], list[Span]()
         for i in wanted:
-            # An answer begins behind the prompt that the template writes for it. Reasoning templates open a thought
-            # in that prompt which a finished answer may lack: then behind what both have.
+            # An answer begins after the prompt that the template writes for it. Reasoning templates open a thought in
+            # that prompt, which a finished answer may lack: then it begins after what both have in common.
             prompt = self.apply(turns[:i], tools, prompt=True)[0] if i else ""
             plain = prompt if text.startswith(prompt) else self.apply(turns[:i], tools)[0]
             until = self.apply(turns[: i + 1], tools)[0] if i + 1 < len(turns) else text
@@ -148,7 +148,7 @@ class ChatTemplate:
     def apply(
         self, turns: list[Turn], tools: Any, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
-        """The text, and what a template's own marks enclose."""
+        """Return the text, and the spans that the template's own marks enclose."""
         from jinja2 import TemplateError
         from transformers.utils import chat_template_utils as jinja
 
@@ -156,7 +156,7 @@ class ChatTemplate:
         options: dict[str, Any] = {"tools": tools, "chat_template": self.template, "add_generation_prompt": prompt}
         options |= {"return_assistant_tokens_mask": marks, **self.variables}
         try:
-            # All that the function below does to a chat of mere texts, which are most, is to take longer.
+            # For chats of plain text, which are most, the function below gives the same result more slowly.
             compiled, tracked = (getattr(jinja, step, None) for step in STEPS)
             plain = not tools and all(
                 {*map(type, m.values())} == {str} and m.keys().isdisjoint(REASONING) for m in chat
@@ -169,7 +169,7 @@ class ChatTemplate:
                 return compiled(self.template).render(messages=chat, **inputs), []
             try:
                 texts, marked = jinja.render_jinja_template([chat], **options)
-            except TypeError:  # a template that takes a call's arguments as text, as OpenAI's files have them
+            except TypeError:  # a template that takes a call's arguments as text, as in OpenAI's format
                 texts, marked = jinja.render_jinja_template([list(map(arguments_as_text, chat))], **options)
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(str(message["role"]) for message in chat)
@@ -179,7 +179,7 @@ class ChatTemplate:
 
 
 def common_length(one: str, other: str) -> int:
-    """Of the beginning that two texts share."""
+    """Return the length of the longest common prefix of two texts."""
     if one.startswith(other):
         return len(other)
     pairs = enumerate(zip(one, other, strict=False))
@@ -187,7 +187,7 @@ def common_length(one: str, other: str) -> int:
 
 
 def without_none(value: Any) -> Any:
-    """Columnar files fill with None what one row has and another lacks; templates test for presence."""
+    """Remove None values: columnar files fill in None for what other rows have, and templates test for presence."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
@@ -198,11 +198,11 @@ def without_none(value: Any) -> Any:
 def read_turn(
     message: Any, names: Mapping[str, str] = {}, roles: Mapping[str, str] = ROLES, *, drop_reasoning: bool = False
 ) -> Turn:
-    """One message as OpenAI, ShareGPT or their relatives write it, with `role` and `content`."""
+    """Read a message in the format of OpenAI, ShareGPT or similar, into `role` and `content`."""
     if not isinstance(message, dict):
         raise UserError(f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}')
     plain = not names and message.keys() == {"role", "content"} and type(message["content"]) is str
-    if plain and message["role"] in ("system", "user"):  # most are: nothing below changes them
+    if plain and message["role"] in ("system", "user"):  # most are: the code below would not change them
         return Turn(message, None, [])
     found = {names.get(key, key): without_none(value) for key, value in message.items() if value is not None}
     named = found.pop("from", None) or found.get("role")
@@ -219,7 +219,7 @@ def read_turn(
     if trained and role != "assistant":
         hint = "leave the flag out; data.completion_only_loss: false computes the loss on everything"
         raise UserError(f"a message of {role!r} is marked to be trained on", "data", hint)
-    if named in CALLS:  # LLaMA-Factory's and ms-swift's names of an answer that calls tools
+    if named in CALLS:  # LLaMA-Factory's and ms-swift's roles for an answer that calls tools
         calls = parsed(found.pop("content", ""))
         found["tool_calls"] = calls if isinstance(calls, list) else [calls]
     if calls := found.get("tool_calls"):
@@ -238,7 +238,7 @@ def read_turn(
 
 
 def read_content(content: Any) -> tuple[Any, list[str]]:
-    """Parts of text as one text; parts with reasoning are left as they are, and the reasoning is returned."""
+    """Join parts of text. With reasoning, parts are left as they are and the reasoning is returned."""
     if isinstance(content, str):
         return content, []
     if not isinstance(content, list):
@@ -250,12 +250,12 @@ def read_content(content: Any) -> tuple[Any, list[str]]:
         raise UserError(f"a message has a part of the type {min(other)!r}", "data", hint)
     if "thinking" not in kinds:
         return "".join(part["text"] for part in parts), []
-    thoughts = [part.get("thinking") or [] for part in parts if part["type"] == "thinking"]  # text, or parts of it
+    thoughts = [part.get("thinking") or [] for part in parts if part["type"] == "thinking"]  # text, or a list of parts
     return parts, ["".join(part["text"] if isinstance(part, dict) else str(part) for part in each) for each in thoughts]
 
 
 def read_call(call: Any) -> Any:
-    """Arguments of a tool call as the mapping that templates take, also where they are written as JSON."""
+    """Return a tool call with its arguments as a mapping, also if they are written as JSON."""
     if not isinstance(call, dict):
         hint = 'write {"function": {"name": …, "arguments": …}}'
         raise UserError(f"a tool call is a {type(call).__name__}: {str(call)[:80]}", "data", hint)
@@ -290,7 +290,7 @@ def arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 def chat_template(
     tokenizer: PreTrainedTokenizerBase, data: Data | None = None, where: Where = str, *, fallback: str = "mistral"
 ) -> ChatTemplate:
-    """The template that the run file sets, else the tokenizer's, or the fallback where it has none."""
+    """Return the template that the run file sets, else the tokenizer's, else the fallback."""
     asked, own = data.chat_template if data else None, getattr(tokenizer, "chat_template", None)
     notes, named = [], asked
     if asked is None and own:
@@ -319,7 +319,7 @@ def read_template(name: str) -> str:
 
 
 def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
-    """By a name, in the tokenizer or here; the template itself; or a file."""
+    """Find a template by name, in the tokenizer or here; or take the template itself, or a file."""
     names = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
     if isinstance(own, dict) and asked in own:
         return own[asked], f"the tokenizer's chat template {asked!r}"
@@ -339,7 +339,7 @@ def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
 
 
 def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) -> None:
-    """A variable that the template doesn't read would have no effect, and nobody would notice."""
+    """Refuse variables that the template doesn't read: they would silently have no effect."""
     from jinja2 import Environment, TemplateError, meta
 
     try:

@@ -1,4 +1,4 @@
-"""Make a batch of rows: padded, or packed rows one below the other, or everything end to end."""
+"""Collate rows into a batch: padded, packed rows stacked, or all rows laid end to end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import from_numpy
 from windlass.observe.steps import IGNORED
 
 Row = dict[str, Any]
-Array = np.ndarray[Any, Any]  # torch's functions cost some microseconds each, numpy's a tenth of that
+Array = np.ndarray[Any, Any]  # torch's functions take microseconds per call, numpy's a tenth of that
 Collator = Callable[[list[Row]], dict[str, Any]]
 
 
 class PaddedCollator:
-    """Each row by itself, padded to the longest or further; an attention mask says what is padding."""
+    """Pads each row to the longest or further; an attention mask marks padding."""
 
     def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
         self.pad_token_id, self.multiple = pad_token_id, multiple
@@ -30,11 +30,11 @@ class PaddedCollator:
 
 
 class PaddedPackingCollator(PaddedCollator):
-    """Packed rows one below the other, padded to the longest: attention masks are then length x length per row.
+    """Stacks packed rows, padded to the longest: attention masks are then length x length per row.
 
-    End to end, a mask would be one square over all rows, most of it computed in vain. Documents are separated by their
-    positions, which begin anew at 0; each position of padding is a document of its own that no loss is computed on.
-    (A router's balancing loss counts it as any other token.)
+    End to end, one mask would be a square over all rows, most of it computed in vain. Positions that restart at 0
+    separate documents; each padding position is a document of its own without loss. (A router's balancing loss counts
+    it as any other token.)
     """
 
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class PaddedPackingCollator(PaddedCollator):
 
 
 class PaddingFreeCollator:
-    """All rows end to end in one, for attention kernels that are given where documents begin.
+    """Lays all rows end to end, for attention kernels that are given the documents' boundaries.
 
     There is no attention mask: flash attention would take a mask of ones for one long document.
     """
@@ -54,8 +54,8 @@ class PaddingFreeCollator:
     def __call__(self, rows: list[Row]) -> dict[str, Any]:
         positions = np.concatenate([_positions(row) for row in rows])
         labels = np.concatenate([_labels(row) for row in rows]).astype(np.int64)
-        labels[positions == 0] = IGNORED  # a document's first token would be predicted from another document
-        # Computed here, on the CPU: every layer would derive them from the positions and wait for the GPU.
+        labels[positions == 0] = IGNORED  # a document's first token must not be predicted from another document
+        # Computed here on the CPU: otherwise every layer derives them from the positions and waits for the GPU.
         edges = np.append(np.flatnonzero(positions == 0), len(positions)).astype(np.int32)
         lengths = np.diff(edges)
         return {
@@ -73,7 +73,7 @@ def _labels(row: Row) -> Any:
 
 
 def _positions(row: Row) -> Array:
-    """Counted from 0 in every document of the row."""
+    """Return positions counted from 0 in every document of the row."""
     return np.concatenate([np.arange(length) for length in row.get("seq_lengths", [len(row["input_ids"])])])
 
 

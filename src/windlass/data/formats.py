@@ -1,4 +1,4 @@
-"""Turn a row into text and mark what the loss is computed on: text, a template, a completion, chats, tokens."""
+"""Turn a row into text and mark what the loss is computed on: plain text, templates, completions, chats, tokens."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Text of one row. `supervised` are the stretches of characters that the loss is computed on; None is all of it.
+    """Text of one row. `supervised` are the character spans that the loss is computed on; None means all.
 
-    `closed` text brings its own first and last tokens, as a chat template writes them. A row of tokens has `ids`
-    instead of a text, and its stretches are of these.
+    `closed` text has its own first and last tokens, as chat templates write them. A row of tokens has `ids` instead of
+    text, and spans of ids.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How rows become text. `identity` is all that this depends on besides the row and the tokenizer."""
+    """How rows become text. `identity` is everything that depends on besides the row and the tokenizer."""
 
     name: str
     description: str
@@ -58,7 +58,7 @@ class Format:
     """Columns of the other formats, by name, if the format was inferred."""
 
     def require_columns(self, row: Row) -> None:
-        """A row of another format is an error: left out, it would be missed by no one."""
+        """Refuse a row of another format: dropping it would go unnoticed."""
         absent = [name for name in self.needs if name not in row]
         lacks = absent[0] if absent and (self.every or len(absent) == len(self.needs)) else None
         if lacks is None and any(row.get(name) is not None for name in self.needs):
@@ -75,7 +75,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a format is made from: the data section, the columns there are, the tokenizer."""
+    """The inputs from which a format is made: data section, existing columns, tokenizer."""
 
     data: Data
     columns: Sequence[str]
@@ -94,13 +94,13 @@ class Request:
         raise UserError(f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint)
 
     def column(self, name: str, key: str = "") -> str:
-        """What these data call a column of the format, by data.columns or by a key of its own."""
+        """Return the data's name for a column of the format, set by data.columns or by a key of its own."""
         if name in self.data.columns:
             return self.require(self.data.columns[name], f"columns.{name}")
         return self.require((key and getattr(self.data, key)) or name, key or f"columns.{name}")
 
     def optional(self, name: str) -> str | None:
-        """The same, where a set may do without."""
+        """Do the same for a column that may be missing."""
         return self.column(name) if name in self.data.columns or name in self.columns else None
 
     def refuse_completion_only(self, what: str) -> None:
@@ -114,7 +114,7 @@ class Request:
 
 
 ANSWERS = ("output", "completion", "response", "answer", "solution", "target", "chosen")
-# Columns of formats, and what data sets call them; of a row of these the first that all are there for.
+# Columns of formats and their names in data sets; the first row whose columns all exist is used.
 USUAL: tuple[dict[str, tuple[str, ...]], ...] = (
     {"messages": ("conversation", "chat", "dialog", "dialogue", "turns")},
     {"instruction": ("instruction",), "output": ANSWERS, "input": ("context",)},
@@ -124,7 +124,7 @@ USUAL: tuple[dict[str, tuple[str, ...]], ...] = (
 
 
 def usual_columns(columns: Sequence[str]) -> dict[str, str]:
-    """`data.columns` for data with usual names; empty if there is none for them."""
+    """Return `data.columns` for data with usual names; empty if there is no match."""
     there = {column.lower(): column for column in columns}
     for names in USUAL:
         found = {name: there[one] for name, known in names.items() if (one := next(filter(there.get, known), None))}
@@ -134,7 +134,7 @@ def usual_columns(columns: Sequence[str]) -> dict[str, str]:
 
 
 def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: Where = str) -> Format:
-    """The format that the run file requests by its name or by a key, else the first one whose columns are there."""
+    """Return the format that the run file requests by name or by a key, else the first one whose columns exist."""
     asked = [key for key in ("prompt_template", "messages_field", "prompt_field") if getattr(data, key)]
     if len(asked) > 1:
         one, two = asked[:2]
@@ -165,7 +165,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
 
 
 def as_text(value: Any, column: str) -> str:
-    """A column's text; an absent value is empty, anything else is no text."""
+    """Return a column's text; empty if it is absent, an error if it is not text."""
     if value is None or isinstance(value, str):
         return value or ""
     hint = "name a column of text, or write data.prompt_template, which writes numbers and reaches inside: "
@@ -185,7 +185,7 @@ def text_format(request: Request) -> Format:
 
 
 def completion_format(request: Request) -> Format:
-    """A prompt and the completion that the loss is computed on; either may be a list of messages."""
+    """A prompt and a completion, on which the loss is computed; either may be a list of messages."""
     data, tools = request.data, request.optional("tools")
     prompt, completion = request.column("prompt", "prompt_field"), request.column("completion", "completion_field")
     everything = data.completion_only_loss is False
@@ -213,7 +213,7 @@ def completion_format(request: Request) -> Format:
 
 
 def chat_format(request: Request, column: str = "messages") -> Format:
-    """A list of messages, with the tools that they may call; a system prompt may have a column of its own."""
+    """A list of messages and the tools they may call; a system prompt may have its own column."""
     name = request.column(column, "messages_field")
     tools, system = request.optional("tools"), request.optional("system")
 
@@ -237,7 +237,7 @@ def chat_format(request: Request, column: str = "messages") -> Format:
 
 
 def alpaca_format(request: Request) -> Format:
-    """An instruction with an input or none, and the output; earlier turns and a system prompt may precede it."""
+    """An instruction, an optional input, and the output; earlier turns and a system prompt may precede it."""
     instruction, output = request.column("instruction"), request.column("output")
     more, system, history = (request.optional(name) for name in ("input", "system", "history"))
 
@@ -274,7 +274,7 @@ def through_template(
     name: str,
     needs: tuple[str, ...],
 ) -> Format:
-    """Rows that are chats, or become one."""
+    """Rows that are chats or are converted to chats."""
     everything = request.data.completion_only_loss is False
     if everything and template.last:
         hint = "remove one of them"
@@ -294,7 +294,7 @@ def through_template(
 
 
 def tokens_format(request: Request) -> Format:
-    """Tokens as they are: `labels` or a mask say which of them the loss is computed on."""
+    """Rows of tokens: `labels` or a mask say on which of them the loss is computed."""
     name, labels = request.column("input_ids"), request.optional("labels")
     mask = next(filter(None, map(request.optional, ("completion_mask", "assistant_masks"))), None)
     attended, everything = request.optional("attention_mask"), request.data.completion_only_loss is False
@@ -330,7 +330,7 @@ def tokens_format(request: Request) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a template: text as it stands, or a column formatted; supervised when it is inside [[ ]]."""
+    """Part of a template: literal text or a formatted column; supervised inside [[ ]]."""
 
     literal: str
     supervised: bool
@@ -355,7 +355,7 @@ class Piece:
 
 
 def parse_template(text: str, place: str) -> list[Piece]:
-    """A template's parts: `{column}` as in a format string, `[[…]]` around what is trained on, `\\[[` for a bracket."""
+    r"""Parse a template: `{column}` as in a format string, `[[…]]` around what is trained on, `\[[` for a bracket."""
     pieces, inside = [], False
     try:
         parsed = list(string.Formatter().parse(text))
@@ -378,7 +378,7 @@ def parse_template(text: str, place: str) -> list[Piece]:
 
 
 def template_format(request: Request) -> Format:
-    """`Question: {q}\\nAnswer: [[{a}]]`: loss on the part inside [[ ]], on all of it when nothing is marked."""
+    r"""`Question: {q}\nAnswer: [[{a}]]`: loss on the part inside [[ ]], or on everything if nothing is marked."""
     place, text = request.where("data.prompt_template"), request.data.prompt_template or ""
     pieces = parse_template(text, place)
     columns = dict.fromkeys(piece.column for piece in pieces if piece.field is not None)
@@ -397,7 +397,7 @@ def template_format(request: Request) -> Format:
     def render(row: Row) -> Rendered | None:
         parts = [piece.render(row, place) for piece in pieces]
         if any(needed) and not any(part.strip() for part, is_needed in zip(parts, needed, strict=True) if is_needed):
-            return None  # nothing from the row is in what would be trained on
+            return None  # the supervised part contains nothing from the row
         spans, at = [], 0
         for piece, part in zip(pieces, parts, strict=True):
             if piece.supervised and part:
@@ -410,7 +410,7 @@ def template_format(request: Request) -> Format:
 
 
 class FormatRow(NamedTuple):
-    """A format: keys of `data` that request it, the columns that identify it, others that it may have, its maker."""
+    """A format: keys of `data` that request it, columns that identify it, optional columns, and its constructor."""
 
     name: str
     keys: tuple[str, ...]
@@ -420,7 +420,7 @@ class FormatRow(NamedTuple):
 
 
 TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
-# The first that a key requests is taken, else the first whose columns are there.
+# The first one that a key requests is used, else the first whose columns exist.
 FORMATS = (
     FormatRow("template", ("prompt_template",), (), (), template_format),
     FormatRow(

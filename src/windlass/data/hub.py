@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from windlass.runfile import Data
 
 Say = Callable[[str], None]
-# One request shows whether the hub can be reached: a node without a network answers at once or not at all.
+# One request shows whether the hub can be reached: without a network it fails at once or hangs.
 REACH_SECONDS = 10
 
 
 def fetch_source(data: Data, where: Callable[[str], str], say: Say) -> Source:
-    """A set's files in the hub cache, as the local source that they are."""
+    """Return a set's files in the hub cache as a local source."""
     local = {"dataset_name_or_path": str(fetch_set(data, where, say)), "dataset_config_name": requested_config(data)}
     return resolve(data.model_copy(update=local), where)
 
 
 def fetch_set(data: Data, where: Callable[[str], str], say: Say) -> Path:
-    """The card first: it says which files belong to the config."""
+    """Fetch the card first: it says which files belong to the config."""
     name, place, config = data.dataset_name_or_path, where("data.dataset_name_or_path"), requested_config(data)
     card = read_card(fetch(name, "dataset", ["README.md"], place, say))
     patterns = [pattern for _, pattern in card_files(card, config)]
@@ -52,10 +52,11 @@ def fetch(
     *,
     headers: bool = False,
 ) -> Path:
-    """The folder with all of these files of a repository. `kind` is dataset or model; `headers`: those of its weights.
+    """Fetch files of a repository and return their folder. `kind` is dataset or model; `headers`: only those of its
+    weights.
 
-    The mark next to the cache is written when everything is there: the library itself takes a half-fetched folder
-    for a complete one once there is no network. What was fetched before an interruption is kept.
+    A mark next to the cache is written when everything is there: without a network, the library itself takes a partly
+    fetched folder for complete. What was fetched before an interruption is kept.
     """
     from huggingface_hub import constants
 
@@ -99,7 +100,7 @@ def download(
 
 
 def require_published(folder: Path, published: Mapping[str, str], say: Say) -> None:
-    """The files that were fetched are those that the hub has; next to them is what training knows them by."""
+    """Compare the fetched files with the hub's checksums, and record next to them how training recognises them."""
     if not published:
         return
     say(f"comparing {len(published)} files with their published SHA-256")
@@ -111,7 +112,7 @@ def require_published(folder: Path, published: Mapping[str, str], say: Say) -> N
     with ThreadPoolExecutor() as pool:
         found = dict(zip(published, pool.map(sha256, published), strict=True))
     for name in (name for name in published if found[name] != published[name]):
-        (folder / name).resolve().unlink()  # or it would be taken for fetched
+        (folder / name).resolve().unlink()  # otherwise it would count as fetched
         problem = f"has SHA-256 {found[name]}, the hub publishes {published[name]}: it was removed"
         raise UserError(problem, str(folder / name), "run it again: it is fetched anew")
     samples = {name: hashlib.blake2b(file_sample(folder / name)).hexdigest() for name in published}
@@ -119,7 +120,7 @@ def require_published(folder: Path, published: Mapping[str, str], say: Say) -> N
 
 
 def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, say: Say) -> None:
-    """Beside a model's config, the headers of its weight files: some kilobytes of each."""
+    """Fetch, besides a model's config, the headers of its weight files: some kilobytes each."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils._paths import filter_repo_objects
 
@@ -138,7 +139,7 @@ def fetch_headers(name: str, folder: Path, ignored: Sequence[str], place: str, s
 
 @contextmanager
 def explained(name: str, kind: str, place: str) -> Iterator[None]:
-    """What the hub's client says, as an error with its next step."""
+    """Turn errors of the hub's client into errors with a next step."""
     import httpx2
     from huggingface_hub import errors
 
@@ -162,7 +163,7 @@ def explained(name: str, kind: str, place: str) -> Iterator[None]:
 
 
 def require_room(needed: int, cache: Path, name: str, place: str) -> None:
-    """Checked before the first byte: half of a large model fills a volume for everybody on it."""
+    """Check free space before the first byte: half of a large model fills a volume for everybody on it."""
     free = shutil.disk_usage(cache).free
     if needed > free:
         problem = f"{name} takes {needed / 2**30:.1f} GiB, {cache} has {free / 2**30:.1f} GiB free"

@@ -1,4 +1,4 @@
-"""Several data sets trained on as one, and named evaluation sets: whose rows, how many of them in an epoch."""
+"""Several data sets trained on as one, and named evaluation sets: which rows, and how many of them per epoch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from windlass.runfile import Data
     from windlass.runfile.fields import EvalSet, MixedSet
 
-VALIDATION = "validation"  # the evaluation set of a run whose rows are of one data set
+VALIDATION = "validation"  # name of the evaluation set of a run with a single data set
 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """One data set: its name, the data section as it holds for it, where its keys are set, and its share of a mix."""
+    """One data set: its name, its data section, where its keys are set, and its share of a mix."""
 
     name: str
     data: Data
@@ -30,7 +30,7 @@ class RowSet:
 
 
 def training_sets(data: Data, where: Where) -> list[RowSet]:
-    """Those of the mix, or the one that there is."""
+    """Return the sets of the mix, or the only one."""
     return [
         RowSet(part.title, data.of(part), place_of(where, f"data.mix[{i}]", part), part)
         for i, part in enumerate(data.mix)
@@ -38,7 +38,7 @@ def training_sets(data: Data, where: Where) -> list[RowSet]:
 
 
 def evaluation_sets(data: Data, where: Where) -> list[RowSet]:
-    """Those with names, beside what validation splits have and what is held out."""
+    """Return the named evaluation sets, without validation splits and held-out rows."""
     return [RowSet(name, data.of(part), place_of(where, f"data.eval.{name}", part)) for name, part in data.eval.items()]
 
 
@@ -47,7 +47,7 @@ def all_sets(data: Data, where: Where) -> list[RowSet]:
 
 
 def place_of(where: Where, prefix: str, part: MixedSet | EvalSet) -> Where:
-    """Where a key of one set is set: there, or in the data section."""
+    """Return where a key of one set is set: there or in the data section."""
     own = {"data.dataset_name_or_path": "path", "data.train_split": "split"}
 
     def place(key: str) -> str:
@@ -58,7 +58,7 @@ def place_of(where: Where, prefix: str, part: MixedSet | EvalSet) -> Where:
 
 
 def epoch_counts(sets: Sequence[RowSet], rows: Sequence[int], sequences: Sequence[int]) -> list[int]:
-    """Of every set the sequences in an epoch, at least one. By weight: until the scarcest has been seen once."""
+    """Return each set's sequences per epoch, at least one. With weights: until the scarcest has been seen once."""
     parts = [each.part for each in sets]
     weighted = [(n, part.weight) for n, part in zip(sequences, parts, strict=True) if part and part.weight]
     scale = min((n / weight for n, weight in weighted), default=0.0)
@@ -74,7 +74,7 @@ def epoch_counts(sets: Sequence[RowSet], rows: Sequence[int], sequences: Sequenc
 
 
 def count_all(data: Data, where: Where = str) -> Rows:
-    """Rows of an epoch, if they can be counted without reading the sets."""
+    """Return the rows of an epoch, if they can be counted without reading the sets."""
     sets = training_sets(data, where)
     found = [count_rows(each.data, each.data.train_split, each.where) for each in sets]
     if unknown := next((rows for rows in found if rows.count is None), None):

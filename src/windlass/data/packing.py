@@ -14,28 +14,29 @@ import pyarrow as pa
 from windlass.data.tokenize import Documents
 
 Order = npt.NDArray[np.int64]
-# Global batches that are sorted by length together: more pads less, fewer shuffles better. Fifty is what
-# transformers' own length-grouped sampler uses.
+# Global batches that are sorted by length together: more of them pad less, fewer shuffle better. Transformers' own
+# length-grouped sampler uses fifty, too.
 WINDOW_BATCHES = 50
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Order:
-    """A permutation of the rows for this epoch."""
+    """Return a permutation of the rows for this epoch."""
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def of_epoch(count: int, wanted: int, seed: int, epoch: int) -> Order:
-    """Which of a set's rows an epoch has, if it has so many: all of them once before any comes again."""
+    """Return which of a set's rows an epoch has: no row repeats before all have been used."""
     first, stop = epoch * wanted, (epoch + 1) * wanted
     passes = [shuffled(count, seed, number) for number in range(first // count, -(-stop // count))]
     return np.concatenate(passes)[first % count :][:wanted] if wanted else np.zeros(0, np.int64)
 
 
 def length_grouped(lengths: npt.NDArray[np.int64], batch: int, seed: int, epoch: int) -> Order:
-    """A permutation whose global batches hold rows of like length; the batch with the longest row comes first.
+    """Return a permutation whose global batches have rows of similar length; the batch with the longest row comes
+    first.
 
-    Batches are cut by the global batch, which ranks and accumulation share between them, so the order does not
-    depend on how many ranks there are. The longest first: what would run out of memory does so at step one.
+    Batches are cut by the global batch, which ranks and accumulation divide, so the order does not depend on the number
+    of ranks. The longest comes first so that a run that will exceed its memory does so at step one.
     """
     order = shuffled(len(lengths), seed, epoch)
     window = max(1, batch * WINDOW_BATCHES)
@@ -57,11 +58,11 @@ ROWS_PER_BLOCK = 1000
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which documents share a row: best-fit decreasing, none cut. Deterministic; rows in the order of their first.
+    """Assign documents to rows: best-fit decreasing, none cut. Deterministic; rows are ordered by their first document.
 
-    Longest first, each into the fullest row that still takes it. The rows open at each remaining room are kept in
-    buckets, and the rooms that have one are the bits of a single integer: the tightest fit is its lowest bit at or
-    above the document's length.
+    Documents go, longest first, into the fullest row with enough room. Open rows are kept in buckets by remaining room,
+    and a single integer has a bit for each nonempty bucket: the tightest fit is its lowest bit at or above the
+    document's length.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows: list[list[int]] = []
@@ -92,38 +93,39 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def group_documents(documents: Documents, capacity: int | None) -> list[npt.NDArray[np.int64]]:
-    """The documents of each row: packs where there is a capacity, else one document."""
+    """Return the documents of each row: packed if there is a capacity, else one per row."""
     lengths = documents.lengths.tolist()
     groups = [[i] for i in range(len(lengths))] if capacity is None else pack(lengths, capacity)
     return [np.array(group, np.int64) for group in groups]
 
 
 def row_columns(*, partial: bool, packed: bool, mixed: bool = False) -> list[str]:
-    """Without `labels`, where everything is supervised, the collator takes the ids themselves."""
+    """Return the rows' columns. There are no `labels` if everything is supervised: the collator uses the ids."""
     wanted = {"input_ids": True, "labels": partial, "seq_lengths": packed, "source": mixed}
     return [name for name, there in wanted.items() if there]
 
 
 def to_arrow(numbers: npt.NDArray[Any]) -> pa.Array:
-    """`pa.array` would import pandas, half a second of a run's start; so would `to_numpy` below."""
+    """Convert without `pa.array`, which imports pandas and takes half a second of start-up; `to_numpy` does the
+    same."""
     assert not len(numbers) or numbers.max() < 2**31
     buffer = pa.py_buffer(np.ascontiguousarray(numbers, np.int32))
     return pa.Array.from_buffers(pa.int32(), len(numbers), [None, buffer])
 
 
 def to_numpy(array: pa.Array) -> npt.NDArray[np.int32]:
-    """A view of Arrow's memory."""
+    """Return a view of Arrow's memory."""
     return np.frombuffer(array.buffers()[1], np.int32)[array.offset :][: len(array)]
 
 
 def open_rows(path: Path) -> pa.Table:
-    """What `write_rows` wrote, mapped into memory. `datasets` would take a second to import."""
+    """Map what `write_rows` wrote into memory. Importing `datasets` would take a second."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_stream(file).read_all()
 
 
 def write_rows(sets: Sequence[Documents], path: Path, *, capacity: int | None) -> list[npt.NDArray[np.int64]]:
-    """Write an Arrow file of rows, one set after another; `source` is a row's set. Returns the tokens of each row."""
+    """Write an Arrow file of rows, set after set; `source` is a row's set. Returns the tokens of each row."""
     partial = not all(documents.supervised.all() for documents in sets)
     names = row_columns(partial=partial, packed=capacity is not None, mixed=len(sets) > 1)
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])

@@ -1,4 +1,5 @@
-"""From a run file's `data` section to the sets that are trained on, and the audit that describes them."""
+"""Turn a run file's `data` section into the sets that are trained and evaluated on, and the audit that describes
+them."""
 
 from __future__ import annotations
 
@@ -36,16 +37,17 @@ if TYPE_CHECKING:
     from windlass.runfile import Data, Loaded, RunFile
 
 CACHE_VERSION = 7  # raise it when what is written into the cached folder changes
-# Rows whose keys together make the columns: JSON lines need not all have the same.
+# Rows whose keys together form the columns: JSON lines need not all have the same keys.
 HEAD_ROWS = 100
-# Larger files are known by a sample of their content: the same on every node, whatever their copies' times of change.
+# Larger files are identified by a sample of their content, which is equal on every node whatever the modification
+# times.
 HASHED_BYTES = 1 << 30
-STREAM_AUDIT_ROWS = 10_000  # of a stream, so many rows are audited beforehand
+STREAM_AUDIT_ROWS = 10_000  # rows of a stream that are audited before training
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The sets that are trained and evaluated on, and how to make batches of them."""
+    """The sets that are trained and evaluated on, and how to batch them."""
 
     train: pa.Table | IterableDataset
     validation: pa.Table | None
@@ -64,9 +66,9 @@ class Prepared:
     """Of every set of a mix its rows, and how many of them are in an epoch."""
 
     def collator(self, pad_token_id: int, *, on_cpu: bool = False) -> Collator:
-        """What makes a batch of rows of `train` or `validation`.
+        """Return the collator for rows of `train` or `validation`.
 
-        On a CPU it has few lengths: oneDNN prepares every product anew for each, and keeps a thousand of them.
+        On a CPU it pads to few lengths: oneDNN prepares every product for each new length, and caches a thousand.
         """
         from windlass.data import collate  # imports torch
 
@@ -77,7 +79,7 @@ class Prepared:
         return collate.PaddingFreeCollator()
 
     def order(self, *, seed: int, epoch: int, global_batch: int) -> Order:
-        """The rows of `train` in the order of this epoch, the same for any number of ranks."""
+        """Return the order of `train`'s rows in this epoch, equal for any number of ranks."""
         if self.lengths is None:
             raise ValueError("a streamed set has its own order")
         rows = np.arange(len(self.lengths))
@@ -122,11 +124,10 @@ def prepare(
     say: Say = lambda _: None,
     audited: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Prepared:
-    """Tokenize, or take from the cache; audit; raise a UserError for data that can't be trained on.
+    """Tokenize or read from the cache; audit; raise a UserError for data that can't be trained on.
 
-    Every rank calls this. In a cache that ranks share, one of them tokenizes and the others wait. `vocabulary` is the
-    number of rows of the model's embedding; `batch` the rows of a micro-batch where the plan chose them; `audited` is
-    given the audit before it is judged.
+    Every rank calls this. In a shared cache one rank tokenizes and the others wait. `vocabulary`: rows of the model's
+    embedding; `batch`: rows of a micro-batch, if the plan chose them; `audited` receives the audit before it is judged.
     """
     data, max_length, seed = run.data, run.data.max_length, run.train.order_seed
     capacity = max_length if data.packing else None
@@ -144,7 +145,7 @@ def prepare(
 
     # 3. The audit, and what it finds wrong.
     batch = batch or run.train.least_batch
-    # Rows may be laid end to end unpacked where attention is computed per document, not over a square mask.
+    # Unpacked rows may be laid end to end if attention is computed per document, not over a square mask.
     flat = "flash" in (run.model.attn_implementation or "") and batch > 1
     batching = auditing.PACKED if data.packing else auditing.PADDING_FREE if flat else auditing.LENGTH_GROUPED
     lengths, kind, selection = np.load(folder / "train.lengths.npy"), kinds[0], selections[0]
@@ -165,7 +166,7 @@ def prepare(
     if data.mix:
         named = ", ".join(each.of.name for each in trained)
         audit["source"] = {"name": f"a mix of {named}", "config": None, "how": f"{len(trained)} sets"}
-    for (each, kind), source in zip(chosen, sources, strict=True):  # where there are several
+    for (each, kind), source in zip(chosen, sources, strict=True):  # if there are several
         if figures := audit["sources"].get(each.of.name) or audit["evaluated"].get(each.of.name):
             figures |= {"source": source, "description": kind.description}
     shares: tuple[tuple[int, int], ...] = ()
@@ -183,7 +184,7 @@ def prepare(
     least = run.watch.min_supervised_fraction
     raise_all(auditing.find_problems(audit, vocabulary=vocabulary, least_fraction=least, where=where))
 
-    # 4. The sets themselves, mapped into memory rather than read.
+    # 4. The sets themselves, mapped into memory instead of read.
     train, validation, per_row = None, None, None
     if "validation" in audit["splits"]:
         validation = open_rows(folder / "validation.arrow")
@@ -198,13 +199,13 @@ def prepare(
 
 
 def select_all(data: Data, where: Where, say: Say) -> list[Selection]:
-    """The sets that are trained on, then the named evaluation sets."""
+    """Return the training sets, then the named evaluation sets."""
     train = [select_rows(each, say) for each in training_sets(data, where)]
     return [*train, *(replace(select_rows(each, say), evaluated=True) for each in evaluation_sets(data, where))]
 
 
 def select_rows(of: RowSet, say: Say) -> Selection:
-    """The source with its splits settled, and its columns."""
+    """Determine the source's splits and columns."""
     data, where = of.data, of.where
     source = resolve(data, where)
     if source.format == "hub":
@@ -230,7 +231,8 @@ def select_rows(of: RowSet, say: Say) -> Selection:
 
 
 def check_selection(run: RunFile, selections: Sequence[Selection], where: Where) -> list[Problem]:
-    """What the run wants of its rows and can't have: epochs of a stream, evaluation without validation rows."""
+    """Return what the run requires of its rows and can't have: epochs of a stream, evaluation without validation
+    rows."""
     problems, train = [], run.train
     if run.data.streaming and (train.max_steps or 0) < 1:
         problem = "a streamed set has no length, so epochs can't be counted"
@@ -239,7 +241,7 @@ def check_selection(run: RunFile, selections: Sequence[Selection], where: Where)
         problem = "rows are held out of a set that is read in full, not of a stream"
         hint = "give a validation split, or a slice: val_split: train[:1%] and train_split: train[1%:]"
         problems.append(Problem(problem, where("data.val_fraction"), hint))
-    # Evaluation that is on by default is switched off where there is nothing to evaluate on.
+    # Evaluation that is only on by default is switched off if there are no validation rows.
     keys = ("eval_strategy", "eval_steps", "load_best_model_at_end")
     asked = [f"train.{key}" for key in keys if key in train.model_fields_set]
     asked += ["train.lr_scheduler_type"] * (train.lr_scheduler_type in EVALUATED_SCHEDULES)
@@ -254,7 +256,7 @@ def check_selection(run: RunFile, selections: Sequence[Selection], where: Where)
 def write_tokens(
     into: Path, data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Everything of one fingerprint into a folder: what is trained and evaluated on, their lengths, and the audit."""
+    """Write a fingerprint's folder: training and evaluation rows, their lengths, and the audit."""
     train: dict[str, Documents] = {}
     validation: dict[str, Documents] = {}
 
@@ -294,13 +296,13 @@ def write_tokens(
 
 
 def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """Training and validation. Chosen by the rows' own hashes: no seed, and a row and its duplicates stay together."""
+    """Split into training and validation rows by hashes of the rows: no seed, and duplicates stay together."""
     count = len(documents.hashes)
     wanted = min(max(1, round(fraction * count)), count - 1) if count > 1 else 0
     chosen = documents.hashes <= np.sort(documents.hashes)[wanted - 1] if wanted else np.zeros(count, np.bool_)
     train, validation = documents.take(np.flatnonzero(~chosen)), documents.take(np.flatnonzero(chosen))
     kept = len(validation.lengths)
-    # What was dropped was dropped before the split.
+    # Rows were dropped before the split.
     train.counts = {**documents.counts, "rows": documents.counts["rows"] - kept}
     train.left_out = documents.left_out
     validation.counts = {**dict.fromkeys(documents.counts, 0), "rows": kept}
@@ -308,7 +310,7 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
 
 
 def fingerprint(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: Any) -> str:
-    """All that the tokens depend on: the files, the tokenizer, the rendering, the lengths, and the cache's version."""
+    """Return a hash of everything that the tokens depend on: files, tokenizer, rendering, lengths, cache version."""
     import tokenizers
 
     if tokenizer.is_fast:
@@ -347,7 +349,7 @@ def fingerprint(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenize
 def token_rows(
     loaded: Loaded, *, say: Say, sample: int | None, row: int | None, source: str | None
 ) -> list[dict[str, Any]]:
-    """Rows as they become tokens: one by its number in its split, counted from 0, or some of every set, by the seed."""
+    """Return tokenized rows: one by its number in its split, from 0, or a seeded sample of every set."""
     run, (tokenizer, _), found = loaded.run, tokenizer_of(loaded), list[dict[str, Any]]()
     selections = select_all(run.data, loaded.where, say)
     names = [each.of.name for each in selections]
@@ -383,7 +385,7 @@ def token_rows(
 
 
 def tokenizer_of(loaded: Loaded) -> tuple[Any, int]:
-    """The model's tokenizer, and the rows of its embedding."""
+    """Return the model's tokenizer and the number of rows of its embedding."""
     from windlass.model import find_base
 
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
@@ -391,7 +393,7 @@ def tokenizer_of(loaded: Loaded) -> tuple[Any, int]:
 
 
 def open_tokenizer(base: Base, loaded: Loaded) -> Any:
-    """The tokenizer in the model's folder."""
+    """Open the tokenizer in the model's folder."""
     from transformers import AutoTokenizer
 
     model, place = loaded.run.model, loaded.where("model.model_name_or_path")
@@ -400,7 +402,7 @@ def open_tokenizer(base: Base, loaded: Loaded) -> Any:
         raise UserError(f"no tokenizer at {model.model_name_or_path}", place, hint)
     try:
         return AutoTokenizer.from_pretrained(base.path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # the library raises whatever a damaged file makes it stumble on
+    except Exception as error:  # a damaged file makes the library raise any kind of error
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         problem, hint = (
             f"{base.path} holds no tokenizer that opens: {why}",
@@ -410,7 +412,8 @@ def open_tokenizer(base: Base, loaded: Loaded) -> Any:
 
 
 def audit_data(loaded: Loaded, *, say: Say, audited: Callable[[dict[str, Any]], None]) -> None:
-    """`windlass data`: prepare the data as training would. `audited` is given the audit even if it is then refused."""
+    """Run `windlass data`: prepare the data as training would. `audited` receives the audit even if it is then
+    refused."""
     from windlass.files import write_json
     from windlass.run_folder import DATA
 

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-SHOWN_CHARACTERS = 300  # at each end of a sample's part
+SHOWN_CHARACTERS = 300  # characters shown at each end of a sample's part
 FIGURES = {
     "rows": ("rows", ","),
     "empty": ("empty, dropped", ","),
@@ -71,7 +71,7 @@ def show(audit: Mapping[str, Any], console: Console | None = None) -> None:
 
 
 def _set_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """One set of a mix, or of those evaluated."""
+    """Return the row of one set of a mix or of the evaluation sets."""
     last = f"{figures['in_epoch']:,} ({figures['epochs']:.2g}x)" if "in_epoch" in figures else ""
     if overlap := figures.get("overlap"):
         last = f"{overlap['documents']:,} + {overlap['near']:,} nearly"
@@ -80,7 +80,7 @@ def _set_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def show_rows(rows: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Rows token by token."""
+    """Print rows token by token."""
     console = console or Console(highlight=False)
     for row in rows:
         console.print(Text(f"{row['source']}, row {row['row']:,}: {row['description']}", "bold"))

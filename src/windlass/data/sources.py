@@ -1,4 +1,4 @@
-"""Find a data set's files, format, splits and number of rows, and read the rows one after another. Imports no torch."""
+"""Find a data set's files, format, splits and number of rows, and read its rows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_file(path: Path, kind: str) -> Iterator[Row]:
 
 
 def count_file(path: Path, kind: str) -> tuple[int, int]:
-    """Rows, and how many of them are blank lines of text."""
+    """Return the number of rows, and how many of them are blank lines of text."""
     if kind == "parquet":
         import pyarrow.parquet as pq
 
@@ -69,14 +69,14 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 def read_text(path: Path) -> Iterator[Row]:
-    """A row for every line, as `datasets` reads text; only a newline ends a line, not U+2028 and its like."""
+    """Yield a row per line, as `datasets` reads text: only a newline ends a line, not U+2028 and the like."""
     with open_file(path) as file:
         for line in file:
             yield {"text": line.decode().rstrip("\r\n")}
 
 
 def read_json_rows(path: Path, *, lines: bool = False) -> Iterator[Row]:
-    """An object on every line or, as often as not in a file that is called .json, one list of objects."""
+    """Yield the object on every line or, as often in files named .json, of a single list."""
     with open_file(path) as file:
         is_list = not lines and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
         file.seek(0)
@@ -105,7 +105,7 @@ def read_table(path: Path, delimiter: str) -> Iterator[Row]:
         for row in reader:
             if None in row:
                 raise UserError("more fields than the header names", f"{path}:{reader.line_num}", "quote the field")
-            yield {name: value for name, value in row.items() if value is not None}  # of a short row
+            yield {name: value for name, value in row.items() if value is not None}  # missing values of a short row
 
 
 def read_batches(path: Path) -> Iterator[Row]:
@@ -114,7 +114,7 @@ def read_batches(path: Path) -> Iterator[Row]:
 
 
 def arrow_batches(path: Path) -> Iterator[Any]:
-    """Record batches of a Parquet file, or of an Arrow file as `datasets` caches and saves it."""
+    """Yield record batches of a Parquet file, or of an Arrow file cached or saved by `datasets`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -126,7 +126,7 @@ def arrow_batches(path: Path) -> Iterator[Any]:
             yield from stream
 
 
-# Suffixes and reader of each. If a folder has the same rows in several formats, the first of these is read.
+# Suffixes and reader of each format. If a folder has the same rows in several formats, the first is read.
 FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Row]]]] = {
     "parquet": ((".parquet",), read_batches),
     "arrow": ((".arrow",), read_batches),
@@ -149,28 +149,28 @@ Where = Callable[[str], str]
 
 SIDE_FILES = {"dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json", "requirements.txt"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# How published folders name one and the same split.
+# Names of each split in published folders.
 ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 ALIASES |= {"testing": "test", "eval": "test"}
 SLICE = re.compile(r"(?P<name>[^\[\]+]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
-# Larger files are not read just to be counted: some seconds by lines, and as much for what has to be parsed.
+# Larger files are not read only to count rows: counting lines takes seconds, parsing as long or longer.
 LINES_BYTES, PARSED_BYTES = 4 << 30, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A number of rows, or None; `how` says where the number comes from, or why there is none."""
+    """A number of rows, or None; `how` says where the number comes from, or why it is unknown."""
 
     count: int | None
     how: str
-    text_bytes: int | None = None  # of the rows' text, if known: about four bytes make a token of English
-    blank: int = 0  # how many of them are known to be empty: training leaves those out
+    text_bytes: int | None = None  # size of the rows' text, if known: about four bytes per token of English
+    blank: int = 0  # number of rows known to be empty, which training skips
     blank_how: str = ""  # where that number comes from, if it isn't counted
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where rows are. `format` is `hub` for a set that still has to be fetched by its name."""
+    """Where rows are. `format` is `hub` for a set that must still be fetched."""
 
     name: str
     config: str | None
@@ -182,7 +182,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A source's split, or a slice of it. Bounds are rows, or per cent where `%` was written."""
+    """A source's split, or a slice of it. Bounds are rows, or per cent if written with `%`."""
 
     source: Source
     split: str
@@ -194,7 +194,7 @@ class Part:
         return self.source.splits[self.split]
 
     def bounds(self, rows: int) -> tuple[int, int]:
-        """The requested rows out of so many: as a Python slice, per cents rounded to the nearest row."""
+        """Return the requested range of rows: like a Python slice, per cents rounded to the nearest row."""
 
         def edge(text: str, absent: int) -> int:
             number = round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text or absent)
@@ -205,7 +205,8 @@ class Part:
 
 
 def parse_split(spec: str, source: Source, where: str) -> tuple[Part, ...]:
-    """Every part of a split's specification, in the order written: `train[:5%]+extra`. `dev` finds `validation`."""
+    """Return each part of a split's specification, in the order written: `train[:5%]+extra`. `dev` finds
+    `validation`."""
     parts, splits = [], list(source.splits or source.published)
     for piece in spec.split("+"):
         match = SLICE.fullmatch(piece.strip())
@@ -226,18 +227,18 @@ def canonical(split: str) -> str:
 
 
 def split_in_name(name: str) -> str | None:
-    """The split in a file's or folder's name: `train-00000-of-00002`, `wiki.valid`, `dev`."""
+    """Return the split in the name of a file or folder: `train-00000-of-00002`, `wiki.valid`, `dev`."""
     named = {canonical(word) for word in re.split(r"[^A-Za-z]+", name)} & {"train", "validation", "test"}
     return named.pop() if len(named) == 1 else None
 
 
 def read_rows(parts: Iterable[Part]) -> Iterator[Row]:
-    """Every row of the parts, in the order of the files."""
+    """Yield every row of the parts, in the order of the files."""
     return (row for _, _, row in placed_rows(parts))
 
 
 def row_place(parts: Iterable[Part], *numbers: int) -> str:
-    """The files that have these rows of the parts, counted from 0, and which of their rows they are, from 1."""
+    """Return the file that has a row of the parts (counted from 0), and the row's number in it, from 1."""
     found: dict[Path, list[str]] = {}
     for number, (path, own, _) in enumerate(islice(placed_rows(parts), max(numbers) + 1)):
         if number in numbers:
@@ -263,7 +264,7 @@ def placed_rows(parts: Iterable[Part]) -> Iterator[tuple[Path, int, Row]]:
 
 
 def resolve(data: Data, where: Where = str) -> Source:
-    """The files behind `data.dataset_name_or_path`, or a hub name; UserError when it is neither."""
+    """Return the files behind `data.dataset_name_or_path`, or a hub name; raise a UserError if it is neither."""
     name, config = data.dataset_name_or_path, requested_config(data)
     place, path = where("data.dataset_name_or_path"), Path(name).expanduser()
     if path.is_dir():
@@ -280,7 +281,7 @@ def resolve(data: Data, where: Where = str) -> Source:
         if config is not None:
             hint = "leave data.dataset_config_name out"
             raise UserError(f"{name} is a file and has no config {config!r}", where("data.dataset_config_name"), hint)
-        # One file alone is the training set, whatever it is called.
+        # A single file is the training set, whatever its name.
         splits = [split_in_name(file.name) or split_in_name(file.parent.name) for file in files]
         return _source(name, None, "", list(zip(splits if len(files) > 1 else ["train"], files, strict=True)))
     is_name = path.suffix not in SUFFIXES if path.parent == Path() else not path.parent.is_dir()
@@ -299,14 +300,14 @@ def resolve(data: Data, where: Where = str) -> Source:
 
 
 def requested_config(data: Data) -> str | None:
-    """The config that the run file names. The default config belongs to the default set, not to others."""
+    """Return the config that the run file names. The default config belongs to the default set only."""
     asked = data.model_fields_set
     by_default = "dataset_name_or_path" in asked and "dataset_config_name" not in asked
     return None if by_default else data.dataset_config_name
 
 
 def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) -> Source:
-    """A folder: with a card that names configs, with a folder for each config, or plain."""
+    """Resolve a folder: with a card that lists configs, with a folder per config, or plain."""
     name, default = data.dataset_name_or_path, data.dataset_config_name
     main = path / "refs" / "main"  # a hub cache folder stands for the revision that refs/main names
     if main.is_file() and (path / "snapshots" / main.read_text().strip()).is_dir():
@@ -326,7 +327,7 @@ def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) ->
         problem = f"{name}: none of the files that its README lists for {config!r} is here"
         raise UserError(problem, where("data.dataset_name_or_path"), hint)
     if config or not configs:
-        # The config's own folder, also where that very folder was named; without a config the folder itself.
+        # The config's own folder, also if the path is that folder already; without a config, the folder itself.
         for folder in (path / (config or ""), *([path] if path.name == config else [])):
             if files := _data_files(folder):
                 return _source(name, config, f" in {folder}", files, card)
@@ -342,7 +343,7 @@ def _resolve_folder(path: Path, data: Data, config: str | None, where: Where) ->
 def _source(
     name: str, config: str | None, how: str, files: Sequence[tuple[str | None, Path]], card: Mapping[str, Any] = {}
 ) -> Source:
-    """The files of the preferred format, by the split that is given or in the file's name."""
+    """Return the files of the preferred format, by their given split or the split in their name."""
     kinds = [file_format(file) for _, file in files]
     kind = next(kind for kind in FORMATS if kind in kinds)
     splits: dict[str, tuple[Path, ...]] = {}
@@ -356,7 +357,8 @@ def _source(
 
 
 def _data_files(path: Path) -> list[tuple[str | None, Path]]:
-    """What save_to_disk wrote; else data in the folder, in its `data` folder, or in folders named after splits."""
+    """Return what save_to_disk wrote; else data in the folder, in its `data` folder, or in folders named after
+    splits."""
     if not path.is_dir():
         return []
     below = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
@@ -378,7 +380,7 @@ def _data_files(path: Path) -> list[tuple[str | None, Path]]:
 
 
 def read_card(path: Path) -> dict[str, Any]:
-    """The YAML between the first two `---` lines of a README, if there is one."""
+    """Return the YAML between the first two `---` lines of a README, if any."""
     readme = path / "README.md"
     if not readme.is_file():
         return {}
@@ -386,12 +388,12 @@ def read_card(path: Path) -> dict[str, Any]:
     try:
         card = yaml.safe_load(head[1]) if head else {}
     except yaml.YAMLError:
-        return {}  # a README is prose: what can't be read there is found by the files' names
+        return {}  # a README is prose; if its YAML can't be read, file names decide
     return card if isinstance(card, dict) else {}
 
 
 def card_files(card: Mapping[str, Any], config: str | None) -> list[tuple[str | None, str]]:
-    """Splits and patterns of a config's files, which a card gives as a pattern, a list, or an entry for each split."""
+    """Return splits and patterns of a config's files; a card gives a pattern, a list, or an entry per split."""
     entry = next((e for e in card.get("configs") or [] if config and str(e.get("config_name")) == config), None)
     if entry is None:
         return []
@@ -405,7 +407,7 @@ def card_files(card: Mapping[str, Any], config: str | None) -> list[tuple[str | 
 
 
 def published_rows(card: Mapping[str, Any], config: str | None) -> dict[str, Rows]:
-    """What a published set's card says about its splits."""
+    """Return the numbers of rows per split from a published set's card."""
     infos, how = card.get("dataset_info") or [], card.get("how", "as its README says")
     for info in [infos] if isinstance(infos, dict) else infos:
         if isinstance(info, dict) and (config is None or info.get("config_name", "default") == config):
@@ -419,7 +421,7 @@ def published_rows(card: Mapping[str, Any], config: str | None) -> dict[str, Row
 
 
 def count_rows(data: Data, split: str, where: Where = str, key: str = "data.train_split") -> Rows:
-    """Rows of a split, or of slices, if they can be counted without reading the set; else None and why."""
+    """Count the rows of a split or of slices, if that is possible without reading the set; else None and why."""
     name = data.dataset_name_or_path
     try:
         source = resolve(data, where)
@@ -446,7 +448,7 @@ def count_rows(data: Data, split: str, where: Where = str, key: str = "data.trai
 
 
 def count_files(kind: str, paths: Sequence[Path]) -> Rows:
-    """The rows of these files together."""
+    """Count the rows of these files together."""
     size, tables = sum(path.stat().st_size for path in paths), kind in ("parquet", "arrow")
     if not tables and size > (LINES_BYTES if kind in ("text", "jsonl") else PARSED_BYTES):
         return Rows(None, f"{size / 2**30:.1f} GiB of {kind} are not read to be counted", size)

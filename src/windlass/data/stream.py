@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from windlass.data.prepare import Selection
 
-# Rows that are shuffled and packed together: best-fit packing is full to the last per mille from a few hundred on.
+# Rows that are shuffled and packed together: from a few hundred on, best-fit packing fills all but a per mille.
 WINDOW_ROWS = 4096
 
 
@@ -29,10 +29,10 @@ def stream_rows(
     capacity: int | None,
     seed: int,
 ) -> IterableDataset:
-    """The sets over and over, in one order that depends on nothing but the files and the seed.
+    """Repeat the sets endlessly, in an order that depends only on the files and the seed.
 
-    Every rank iterates all of it and keeps its own batches, so no row goes to two ranks, the global batches are the
-    same for any number of them, and a resumed run skips to its place.
+    Every rank iterates over all of it and keeps its own batches: no row goes to two ranks, global batches are equal for
+    any number of ranks, and a resumed run skips to its place.
     """
     from datasets import Features, IterableDataset, List, Value
     from torch.utils.data import get_worker_info
@@ -40,7 +40,7 @@ def stream_rows(
     names = row_columns(partial=True, packed=capacity is not None)
 
     def rows_of(selection: Selection, kind: Format) -> Iterator[dict[str, Any]]:
-        threads = get_worker_info() is None  # a loader's worker is forked: only its one thread
+        threads = get_worker_info() is None  # a data loader's worker is forked and has one thread only
         for epoch in itertools.count():
             rows = 0
             for number, window in enumerate(batches(read_rows(selection.train), WINDOW_ROWS)):
@@ -63,7 +63,7 @@ def stream_rows(
             yield from streams[0]
         weights = [(selection.of.part and selection.of.part.weight) or 1 for selection, _ in sets]
         taken = [0] * len(sets)
-        while True:  # the set that is furthest behind its share: every stretch of the mix has the weights
+        while True:  # next, the set furthest behind its share: every stretch of the mix follows the weights
             source = min(range(len(sets)), key=lambda i: ((taken[i] + 1) / weights[i], i))
             taken[source] += 1
             yield {**next(streams[source]), "source": [source]}

@@ -1,4 +1,5 @@
-"""Turn rendered rows into token ids and mark the supervised ones: batched, on Rust's threads, not in forked workers."""
+"""Turn rendered rows into token ids and mark the supervised ones: in batches, on Rust's threads, not in forked
+workers."""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ if TYPE_CHECKING:
 
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
-# Token ids; which of them are supervised, None for all; whether a token spans the edge of a supervised part.
+# Token ids; supervised flags, None for all; whether a token crosses the edge of a supervised part.
 Encoded = tuple[list[int] | npt.NDArray[np.int64], Flags | None, bool]
 
-# A process with another id was forked from the one that imported this, perhaps after its threads had started.
+# A process with another id was forked from the one that imported this module, perhaps after threads had started.
 IMPORTED_BY = os.getpid()
-FIRST = 3  # rows that are named when more are left out
+FIRST = 3  # rows named in a message if more are left out
 
 
 @dataclass
 class Documents:
-    """Tokenized rows, one after another in flat arrays: a thousand million tokens take 5 GB, no object for each."""
+    """Tokenized rows in flat arrays: a billion tokens take 5 GB, without an object per token."""
 
     ids: npt.NDArray[np.int32]
     supervised: Flags
@@ -52,22 +53,22 @@ class Documents:
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def take(self, which: Indices) -> Documents:
-        """These documents, in this order."""
+        """Return these documents, in this order."""
         starts, lengths = self.starts[which], self.lengths[which]
-        # Runs laid end to end: starts 5, 0 and lengths 2, 3 give 5 6 0 1 2.
+        # Index ranges end to end: starts 5, 0 and lengths 2, 3 give 5 6 0 1 2.
         index = np.arange(int(lengths.sum()), dtype=np.int64)
         index += np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
         return Documents(self.ids[index], self.supervised[index], lengths, self.hashes[which])
 
     def column(self, name: str) -> npt.NDArray[np.int32]:
-        """What a row that is trained on has under this name."""
+        """Return a column of the rows that are trained on, by name."""
         if name == "labels":
             return np.where(self.supervised, self.ids, np.int32(IGNORED))
         return self.ids if name == "input_ids" else self.lengths.astype(np.int32)
 
     @classmethod
     def joined(cls, parts: Sequence[Documents]) -> Documents:
-        """One after another, their counts added up."""
+        """Concatenate documents and add up their counts."""
         names = ("ids", "supervised", "lengths", "hashes")
         counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
         left_out = tuple(itertools.chain(*(part.left_out for part in parts)))
@@ -75,7 +76,7 @@ class Documents:
         return cls(**arrays, counts=counts, left_out=left_out)
 
     def spans(self) -> Iterator[slice]:
-        """Where each document is in the flat arrays."""
+        """Yield each document's slice of the flat arrays."""
         for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
             yield slice(start, start + length)
 
@@ -89,7 +90,8 @@ def tokenize(
     threads: bool = True,
     place: Callable[..., str] = lambda *numbers: f"row {numbers[0] + 1}",
 ) -> Documents:
-    """All rows that have a supervised token. `counts` says what became of every row; `place`: where rows are."""
+    """Tokenize all rows that have a supervised token. `counts` records what became of each row; `place`: where rows
+    are."""
     counts = dict.fromkeys(("rows", "empty", "unsupervised", "truncated", "tokens_cut", "straddling"), 0)
     chunks: list[Documents] = []
     left_out: dict[str, list[int]] = {}
@@ -111,11 +113,11 @@ def tokenize(
 
     with rust_threads(threads), ThreadPoolExecutor(1) as other:
         pending: tuple[list[Rendered], Future[list[Encoded]]] | None = None
-        for batch in itertools.chain(batches(iter(rows)), [[]]):  # the empty one collects the last
+        for batch in itertools.chain(batches(iter(rows)), [[]]):  # the empty batch collects the last one
             rendered = [*render(batch)]
             counts["rows"] += len(batch)
             counts["empty"] += len(batch) - len(rendered)
-            # Rust encodes without holding Python's lock: meanwhile this thread reads, renders and collects.
+            # Rust encodes without Python's lock: meanwhile this thread reads, renders and collects.
             coming = (rendered, other.submit(encode, rendered, tokenizer))
             if pending is not None:
                 chunks.append(collect(pending[0], pending[1].result(), tokenizer.eos_token_id, max_length, counts))
@@ -133,7 +135,8 @@ def tokenize(
 def collect(
     rendered: Sequence[Rendered], encoded: Sequence[Encoded], eos: int | None, max_length: int, counts: dict[str, int]
 ) -> Documents:
-    """A batch's documents with their end of sequence, cut to length; those with nothing supervised only counted."""
+    """Return a batch's documents with their end of sequence, cut to length; documents without supervision are only
+    counted."""
     flat = array("i")
     supervised = bytearray()
     lengths: list[int] = []
@@ -141,7 +144,7 @@ def collect(
     for one, (ids, flags, straddles) in zip(rendered, encoded, strict=True):
         counts["straddling"] += straddles
         if not one.closed and eos is not None:
-            # The end of sequence, unless it is there, is supervised when what comes before it is.
+            # An appended end of sequence is supervised if the token before it is.
             present = len(ids) > 0 and ids[-1] == eos
             ids = ids if present else [*ids, eos]
             if flags is not None:
@@ -152,7 +155,7 @@ def collect(
             counts["tokens_cut"] += len(ids) - max_length
             ids = ids[:max_length]
         row = b"\1" * len(ids) if flags is None else flags[: len(ids)].tobytes()
-        # The first token of a document is never predicted: nothing comes before it.
+        # A document's first token is never predicted: nothing precedes it.
         if 1 not in row[1:]:
             counts["unsupervised"] += 1
             continue
@@ -189,7 +192,7 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
             for i, one in enumerate(rendered)
             if one.ids is None and (one.closed, one.supervised is not None) == (closed, partial)
         ]
-        # Offsets cost time: only where a part is supervised.
+        # Offsets take time: requested only if parts are supervised.
         call = backend.encode_batch if partial else backend.encode_batch_fast
         for i, done in zip(
             chosen, call([rendered[i].text for i in chosen], add_special_tokens=not closed), strict=True
@@ -200,7 +203,7 @@ def encode(rendered: Sequence[Rendered], tokenizer: Any) -> list[Encoded]:
 
 
 def as_encoded(one: Rendered, ids: npt.NDArray[np.int64]) -> Encoded:
-    """A row that came as tokens."""
+    """Wrap a row that consists of tokens already."""
     flags = None
     if one.supervised is not None:
         flags = np.zeros(len(ids), np.bool_)
@@ -210,15 +213,15 @@ def as_encoded(one: Rendered, ids: npt.NDArray[np.int64]) -> Encoded:
 
 
 def flag_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> tuple[Flags, bool]:
-    """A token is supervised when any of its characters is; and whether one also has characters that are not."""
+    """Return which tokens have a supervised character, and whether one of them also has unsupervised characters."""
     flags = np.zeros(len(done), np.bool_)
     straddles = False
     for start, end in supervised:
         first, last = done.char_to_token(start), done.char_to_token(end - 1)
-        if first is None or last is None:  # no token has the character: asking for all offsets takes far longer
+        if first is None or last is None:  # no token has the character; fetching all offsets takes far longer
             edges = np.array(done.offsets, np.int64).reshape(-1, 2)
             inside = np.flatnonzero((edges[:, 1] > start) & (edges[:, 0] < end))
-        else:  # one character may be several tokens
+        else:  # a character may span several tokens
             while last + 1 < len(done) and start < (edge := done.token_to_chars(last + 1))[1] and edge[0] < end:
                 last += 1
             inside = np.arange(first, last + 1)
@@ -228,7 +231,7 @@ def flag_tokens(done: Any, supervised: Sequence[tuple[int, int]]) -> tuple[Flags
 
 
 def encode_slowly(one: Rendered, tokenizer: Any) -> Encoded:
-    """With a tokenizer that gives no offsets: each part by itself, which keeps the edges exact."""
+    """Encode with a tokenizer that gives no offsets: each part separately, which keeps edges exact."""
     spans = ((0, len(one.text)),) if one.supervised is None else one.supervised
     bare = [] if one.closed else tokenizer.build_inputs_with_special_tokens([])
     ids = [token for token in bare if token == tokenizer.bos_token_id]
@@ -242,10 +245,10 @@ def encode_slowly(one: Rendered, tokenizer: Any) -> Encoded:
 
 @contextmanager
 def rust_threads(wanted: bool) -> Iterator[None]:
-    """Rust's threads while this process tokenizes, none afterwards.
+    """Enable Rust's threads while this process tokenizes, and disable them afterwards.
 
-    A worker forked later inherits the thread pool's locks but not its threads: were parallelism still on there,
-    whatever the environment says, its first batch would wait for ever.
+    A worker forked later inherits the thread pool's locks but not its threads: with parallelism still enabled, whatever
+    the environment says, its first batch would hang.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if wanted and os.getpid() == IMPORTED_BY else "false"
     try:
