@@ -174,7 +174,7 @@ def result(process: Any) -> tuple[dict[str, Path], str]:
 
 
 def test_several_processes_fetch_once_and_only_what_the_run_reads(hub: Hub, tmp_path: Path) -> None:
-    hub.delay = 1.5  # a wait is reported after two seconds
+    hub.delay = 0.5
     processes = [fetch(hub, tmp_path) for _ in range(2)]
     found = [result(process) for process in processes]
     assert all(folders for folders, _ in found), found[0][1]

@@ -22,7 +22,7 @@ SEAL = "complete.json"
 # eight ranks start together and need not each read every byte.
 CHECKED_SECONDS = 600
 BLOCK_BYTES = 1 << 20
-SILENT_SECONDS = 2.0  # waiting for a lock is reported only after this
+SILENT_SECONDS = 2.0  # waiting for the ranks of one node is reported only after this
 
 
 def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], say: Say) -> Path:
@@ -33,7 +33,7 @@ def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], s
     try:
         cache.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that is tokenizing into {folder}"
-        with one_at_a_time(cache / f"{fingerprint}.lock", say, waiting) as alone:
+        with one_at_a_time(cache / f"{fingerprint}.lock", say, waiting, SILENT_SECONDS) as alone:
             if folder.exists():
                 damage = find_damage(folder)
                 if damage is None:
@@ -60,9 +60,9 @@ def cached_folder(cache: Path, fingerprint: str, make: Callable[[Path], None], s
 
 
 @contextmanager
-def one_at_a_time(path: Path, say: Say, waiting: str) -> Iterator[bool]:
-    """Hold a lock, reporting `waiting` if another process has it for long. Yields False if the storage has no locks."""
-    silent_until, wait = time.monotonic() + SILENT_SECONDS, False
+def one_at_a_time(path: Path, say: Say, waiting: str, silent_seconds: float = 0.0) -> Iterator[bool]:
+    """Hold a lock; report `waiting` after `silent_seconds`. Yields False if the storage has no locks."""
+    silent_until, wait = time.monotonic() + silent_seconds, False
     while True:
         try:
             lock = lock_file(path, wait=wait)
