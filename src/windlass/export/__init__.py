@@ -1,4 +1,4 @@
-"""Export a run's best adapter as PEFT opens it, or merged into its base in the published layout; proven either way."""
+"""Export a run's best adapter in PEFT's format, or merged into its base in the published layout; proven either way."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ __all__ = ["Exported", "export", "push"]
 
 ADAPTER, MERGED, RECORD = "adapter", "merged", "export.json"
 DTYPES: Final = {BF16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Of the adapter's folder: what makes it usable. Optimizer, scheduler and random state are the run's own.
+# The adapter's files that are needed to use it. Optimizer, scheduler and random state belong to the run.
 COMPANIONS: Final = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model")
-LOST: Final = 0.9  # below this share of the adapter it is reported
-RESERVE: Final = 2**26  # bytes of disk left for tokenizer, config, card
+LOST: Final = 0.9  # below this share of the adapter a warning is printed
+RESERVE: Final = 2**26  # bytes of disk reserved for tokenizer, config, card
 SHOWN: Final = 8
 Say = Callable[[str], None]
-Progress = Callable[[str, int], Any]  # a stage and its bytes -> context manager that gives `advance`
+Progress = Callable[[str, int], Any]  # (stage, bytes) -> context manager that yields `advance`
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
     kind: str  # adapter or merged
@@ -76,10 +76,10 @@ def export(
     say: Say = print,
     progress: Progress = screen.progress,
 ) -> Exported:
-    """Write and prove. `base`: the folder that holds it, `called`: its name; without them the adapter gives both.
-    `model_class`: on which an adapter for a multimodal model is to be opened.
+    """Write and prove. `base`: the base's folder, `called`: its name; by default the adapter gives both. `model_class`:
+    the class on which an adapter for a multimodal model is to be opened.
 
-    A deviation raises after everything is written: nothing is deleted.
+    A deviation is raised after everything is written: nothing is deleted.
     """
     source = choose_adapter(path)
     say(f"adapter   {source.folder}: {source.why}")
@@ -117,7 +117,7 @@ def export(
 
 
 def claim_folder(source: Source, base: Path | None, to: Path, kind: str, size: int = 0) -> None:
-    """A new or empty folder, an earlier export of an adapter, or a merge that was interrupted: that begins anew."""
+    """Claim a new or empty folder, an earlier export of an adapter, or an interrupted merge, which then starts over."""
     for taken, what in ((base, "the base model's folder"), (source.folder, "the adapter's folder")):
         if taken is not None and to.resolve() == taken.resolve():
             raise UserError(f"it is {what}", f"--to {to}", "name a new folder")
@@ -138,8 +138,8 @@ def claim_folder(source: Source, base: Path | None, to: Path, kind: str, size: i
 def _export_adapter(
     source: Source, base: str | None, to: Path, name: str, dtype: str | None, model_class: str | None, say: Say
 ) -> dict[str, Any]:
-    """The adapter alone in PEFT's format: as it was saved, or in 16 bits, with its base's name instead of a path."""
-    # 1. If the base is at hand, the adapter must fit it.
+    """Write the adapter alone in PEFT's format: as saved or in 16 bits, with its base's name instead of a path."""
+    # 1. If the base is available, the adapter must fit it.
     found = base_of(source, base) if base else local_base(source)
     if found is None:
         say("base      not on this machine: the adapter's names and shapes are not checked against it")
@@ -159,7 +159,7 @@ def _export_adapter(
         rename = inner_name if openers[0] == found.family.causal_lm else outer
         config, expected = {**config, **rename_config(config, saved, rename)}, rename_keys(saved, rename)
         say(f"named     for {openers[0]}; for {openers[1]}: --for {openers[1]}")
-    # PEFT writes this list as a set, in another order each time: sorted, two exports can be compared.
+    # PEFT writes this list as a set, in varying order: sorted, two exports can be compared.
     if isinstance(config.get("target_modules"), list):
         config["target_modules"] = sorted(config["target_modules"])
     write_json(to / CONFIG, config)
@@ -199,7 +199,7 @@ def _export_adapter(
 
 
 def order_classes(base: Base | None, wanted: str | None) -> list[str]:
-    """The classes of transformers that open the adapter: as it is named, and the other one of a wrapper's two."""
+    """Return the classes of transformers that open the adapter: the one it is named for, and a wrapper's other one."""
     if base is None:
         if wanted:
             problem = "the names of its modules follow from the base model, which is not on this machine"
@@ -285,7 +285,7 @@ def _merge(
 
 
 def _losses_on_bases(source: Source, base: Base) -> str:
-    """Held-out losses on the base as it was trained on, and as it is published."""
+    """Return held-out losses on the base as it was trained on, and as it is published."""
     run, kinds = source.run_folder, published(base) or "bf16"
     found = read_json(run / BASES) if run else {}
     if not found:

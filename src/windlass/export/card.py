@@ -1,4 +1,4 @@
-"""The model card: what was trained on what and how."""
+"""The model card: what was trained, on what, and how."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def write_card(
     openers: Sequence[str] = (),
     place: str = "",
 ) -> None:
-    """`openers`: the class that opens the adapter as it is named, and the other one of a wrapper's two, which calls
-    the language model's `model.` `place`."""
+    """Write the card. `openers`: the class that opens the adapter as it is named, and a wrapper's other class, which
+    names the language model's `model.` `place`."""
     events = source.run_folder / EVENTS if source.run_folder else None
     lines = list(read_json_lines(events)) if events and events.is_file() else []
     evaluations = {line["step"]: line["eval_loss"] for line in lines if isinstance(line.get("eval_loss"), float)}
     run: dict[str, Any] = source.manifest.get("run", {})
     data = public((run.get("data") or {}).get("dataset_name_or_path"))
-    # An adapter that some other tool made has its own config only.
+    # An adapter from another tool has only its own config.
     settings = {f"{s}.{key}": (run.get(s) or {}).get(key) for s, keys in SETTINGS.items() for key in keys}
     settings = settings if run else {key: source.config.get(key) for key in ("r", "lora_alpha", "target_modules")}
     settings["versions"] = [f"{name} {version}" for name, version in (source.manifest.get("versions") or {}).items()]
@@ -70,6 +70,6 @@ def _cell(key: str, value: Any) -> str:
 
 
 def public(path: str | None) -> str:
-    """A data set's or model's name; of a local path, its last part."""
+    """Return the name of a data set or model; of a local path, its last part."""
     text = path or ""
     return Path(text).name if Path(text).is_absolute() or text.startswith(("~", ".")) else text

@@ -1,7 +1,8 @@
-"""What an adapter does to the base's parameters, read from PEFT's format and checked against the model's shapes.
+"""Read an adapter's changes to the base's parameters from PEFT's format, and check them against the model's shapes.
 
-LoRA: W + s BA. DoRA: its rows, rescaled to a trained length. A parameter that was trained in full (a bias, a module of
-`modules_to_save`) is replaced. Anything else is refused: a merge must not leave a part of the adapter out silently.
+LoRA: W + s BA. DoRA: the same with its rows rescaled to a trained length. A parameter that was trained in full (a bias,
+a module of `modules_to_save`) is replaced. Anything else is refused: a merge must not silently leave out a part of the
+adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from windlass.model.files import read_header, some
 from windlass.train.reading import DTYPES, Files, whole
 from windlass.train.wrapped import KEY, PREFIX, inner_name, rename_config, rename_keys
 
-# Fields of PEFT's LoraConfig that change what the weights mean, and the values under which they don't.
+# Fields of PEFT's LoraConfig that change the meaning of the weights, and their neutral values.
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "fan_in_fan_out": (False,),
     "lora_bias": (False,),
@@ -38,14 +39,14 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "velora_config": (None,),
     "monteclora_config": (None,),
 }
-# Initialisations that leave the base as it was. The others (pissa, olora, corda, loftq, lora_ga) move a part of the
-# base into the adapter: what PEFT saves belongs to a base that is on no disk, unless it was converted when saved.
+# Initialisations that leave the base unchanged. The others (pissa, olora, corda, loftq, lora_ga) move a part of the
+# base into the adapter: unless it was converted when saved, it belongs to a base that is stored nowhere.
 KEEPS_BASE: Final = (True, False, "gaussian", "eva", "orthogonal", "default")
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One parameter's change: names and places of the factors, not their values."""
+    """One parameter's change: names and places of the factors, without values."""
 
     parameter: Parameter
     scale: float = 1.0  # alpha / r, or alpha / sqrt(r)
@@ -61,7 +62,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A delta's values in float32: A is [r, in] and B [out, r]; of stacked experts [E, r, in] and [E, out, r]."""
+    """A delta's values in float32: A is [r, in] and B [out, r]; for stacked experts [E, r, in] and [E, out, r]."""
 
     delta: Delta
     a: Tensor
@@ -69,18 +70,18 @@ class Factors:
     magnitude: Tensor | None = None
 
     def rows(self, expert: int, start: int, stop: int) -> Tensor:
-        """s BA of some rows of one matrix."""
+        """Return s BA for some rows of one matrix."""
         a, b = (self.a[expert], self.b[expert]) if self.delta.experts else (self.a, self.b)
         return (b[start:stop] @ a) * self.delta.scale
 
 
 class Deltas:
-    """All changes by parameter name. Values are read when needed, and a few are kept."""
+    """All changes by parameter name. Values are read on demand, and a few are cached."""
 
     def __init__(self, by_name: Mapping[str, Delta]) -> None:
         self.by_name = by_name
         self.files = Files()
-        self.factors = lru_cache(maxsize=4)(self._factors)  # experts stored one by one ask again and again
+        self.factors = lru_cache(maxsize=4)(self._factors)  # experts stored one by one read it repeatedly
 
     def _factors(self, name: str) -> Factors:
         delta = self.by_name[name]
@@ -115,13 +116,13 @@ def require_supported(config: Mapping[str, Any], where: str) -> None:
 
 
 def read_deltas(source: Source, base: Base) -> Deltas:
-    """Every tensor of the adapter assigned to its parameter, or one error that says what does not fit."""
+    """Assign every tensor of the adapter to its parameter, or raise one error that lists what does not fit."""
     require_supported(source.config, str(source.folder / CONFIG))
     saved, config, rename = read_header(source.weights), source.config, inner_name if base.wrapper else str
     stored = rename_keys(saved, rename)
     config = config | (rename_config(config, saved, rename) if base.wrapper else {})
     parameters = {parameter.name: parameter for parameter in base.parameters}
-    pairs: dict[str, dict[str, Stored]] = {}  # module as PEFT nests it -> kind -> tensor
+    pairs: dict[str, dict[str, Stored]] = {}  # module by PEFT's nested name -> kind -> tensor
     deltas: dict[str, Delta] = {}
     misfits = ["it has names of the language model and of the wrapper for the same"] if len(stored) < len(saved) else []
     for key, tensor in stored.items():
@@ -154,14 +155,14 @@ def read_deltas(source: Source, base: Base) -> Deltas:
 def _delta(
     module: str, kinds: Mapping[str, Stored], parameters: Mapping[str, Parameter], config: Mapping[str, Any]
 ) -> Delta | str:
-    """The change that one LoRA pair makes, or why it makes none."""
+    """Return the change that one LoRA pair makes, or why it makes none."""
     from peft.utils.other import get_pattern_key
 
     a, b, magnitude = (kinds.get(kind) for kind in ("lora_A", "lora_B", "lora_magnitude_vector"))
     if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
         return f"{module} has {', '.join(sorted(kinds))}, not a pair of matrices lora_A and lora_B"
-    module = module.replace(".base_layer", "")  # PEFT nests the adapters of two parameters of one module
-    # PEFT's names don't tell which fused parameter of a module of experts it is; the sizes do.
+    module = module.replace(".base_layer", "")  # PEFT nests adapters of two parameters of one module
+    # PEFT's names don't say which fused parameter of an experts module it is; the sizes do.
     candidates = [parameters.get(f"{module}.{leaf}") for leaf in ("weight", *dict.fromkeys(FUSED.values()))]
     sides = {True: (a.shape[1], b.shape[0]), False: (b.shape[0], a.shape[1])}  # of a transposed one; of any other
     parameter = candidates[0] or next((p for p in candidates if p and p.shape[-2:] == sides[p.transposed]), None)

@@ -39,7 +39,7 @@ def generate(
     say: Callable[[str], None] = print,
     write: Callable[[str], None] | None = None,
 ) -> str:
-    """The continuation of `prompt`; `write` gets it piece by piece as it comes."""
+    """Return the continuation of `prompt`; `write` receives it piece by piece."""
     source: Source | None = None
     if (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG).is_file():
         model_base = read_base(folder)
@@ -47,7 +47,7 @@ def generate(
         source = choose_adapter(folder)
         model_base = base_of(source, base)
         require_intact(source.folder)
-        read_deltas(source, model_base)  # an adapter of another model is refused here, by name
+        read_deltas(source, model_base)  # refuses an adapter of another model, by name
     folders = [one for one in (folder, source and source.folder, model_base.path) if one]
     named = [one for one in folders if any((one / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))]
     if not named:
@@ -94,7 +94,7 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
 
 
 def choose_base_dtype(base: Base, folder: Path, trained_in: str = "") -> str:
-    """layout.base_dtype: the 4 bits that windlass made for training; else 16 bits if that fits, which is the fastest;
+    """Choose layout.base_dtype: the 4 bits that windlass trained on; else 16 bits if they fit, which is fastest;
     else as published, if that fits."""
     free = free_memory()
     stored = sum(piece.stored.end - piece.stored.start for each in base.parameters for piece in each.pieces)
@@ -131,5 +131,5 @@ def load_model(
     digest = certificate["base_digest"]
     require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
     adapted = open_adapter(model, source.folder)
-    experts.patch_experts(adapted)  # PEFT's own way adds to the experts' weights, which FP8 has none of
+    experts.patch_experts(adapted)  # PEFT adds to the experts' weights, which is impossible in FP8
     return adapted

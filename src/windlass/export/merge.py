@@ -1,6 +1,7 @@
-"""Merge an adapter into its base's files: planned from headers alone, then written several at a time in small blocks.
+"""Merge an adapter into its base's files: planned from headers alone, then written in small blocks, several files at a
+time.
 
-config.json is written last, so an interrupted merge is no model; the same command begins it anew.
+config.json is written last, so an interrupted merge does not open as a model; the same command starts it over.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from windlass.train.reading import DTYPES, NEEDS_SCALE, DamagedError, Files
 
 OWN, BF16, FP8 = "own", "bf16", "fp8"
 COPIED, MERGED, CONVERTED, SCALE = "copied", "merged", "converted", "rescaled"
-ALIGNMENT: Final = 8  # of a header, as safetensors writes it
+ALIGNMENT: Final = 8  # alignment of a header, as safetensors writes it
 AT_ONCE: Final = 2**22  # bytes copied at a time
-# Left behind: weights in any other form, which the adapter is not merged into, and what points servers to them.
+# Not copied: weights in any other form, into which the adapter is not merged, and what points servers to them.
 LEFT_OUT: Final = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.index.json"),
     *("params.json", "README.md", ".*"),
@@ -48,7 +49,7 @@ class Entry:
     """One tensor of the merged model."""
 
     out: Stored
-    source: Stored  # in the base
+    source: Stored  # its tensor in the base
     how: str
     parameter: str = ""
     piece: Piece | None = None
@@ -56,15 +57,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class MergePlan:
-    """All files to write, and what becomes of the rest of the base's folder."""
+    """All files to write, and what happens to the rest of the base's folder."""
 
     dtype: str
-    headers: dict[Path, bytes]  # of the files to write, with their eight bytes of length
+    headers: dict[Path, bytes]  # headers of the files to write, with their eight bytes of length
     entries: tuple[Entry, ...]
-    dropped: tuple[str, ...]  # tensors of the base that have no meaning in the new dtype
+    dropped: tuple[str, ...]  # tensors of the base that the new dtype does not need
     config: bytes
     index: bytes | None
-    others: tuple[Path, ...]  # copied as they are
+    others: tuple[Path, ...]  # files that are copied unchanged
     left_out: tuple[str, ...]
 
     @property
@@ -73,7 +74,7 @@ class MergePlan:
 
 
 def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
-    """What is written, or why the base can't be written in that dtype. Files keep their names."""
+    """Plan what is written, or raise if the base can't be written in that dtype. Files keep their names."""
     assert base.path is not None
     sources = sorted({s.key: s for s in base.stored()}.values(), key=lambda s: (s.file.name, s.start, s.key))
     raise_all(list(_unsupported(base, sources, dtype)))
@@ -95,7 +96,7 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
         else:
             entries.append(Entry(stored, stored, COPIED))
 
-    # Byte for byte the base's, unless a tensor's dtype changes.
+    # Byte-equal to the base's, unless a tensor's dtype changes.
     config = (base.path / CONFIG).read_bytes()
     index = None if (base.path / SINGLE).is_file() else (base.path / INDEX).read_bytes()
     converted = bool(dropped) or any(entry.out.dtype != entry.source.dtype for entry in entries)
@@ -150,7 +151,7 @@ def _unsupported(base: Base, sources: Sequence[Stored], dtype: str) -> Iterator[
 
 
 def _lay_out(outs: Sequence[Stored]) -> tuple[bytes, list[Stored]]:
-    """A file's header, and where its tensors are then."""
+    """Return a file's header, and its tensors' places in the file."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for out in outs:
@@ -168,10 +169,10 @@ def write_merge(
     plan: MergePlan, base: Base, deltas: Deltas, to: Path, advance: Advance, workers: int | None = None
 ) -> None:
     files, stop = Files(), Event()
-    scales: dict[str, Tensor] = {}  # new ones, of FP8 weights: a scale may be in another file than its weight
+    scales: dict[str, Tensor] = {}  # new scales of FP8 weights: a scale may be in another file than its weight
 
     def data(entry: Entry) -> Iterator[memoryview]:
-        """A tensor's bytes in order."""
+        """Yield a tensor's bytes in order."""
         if entry.how == COPIED:
             size = entry.source.end - entry.source.start
             for skip in range(0, size, AT_ONCE):
@@ -195,7 +196,7 @@ def write_merge(
             yield _bytes(round_to(values, DTYPES[entry.out.dtype], entry.out.key, box))
 
     def write_file(path: Path) -> None:
-        """Its tensors follow one another, as the format demands."""
+        """Write tensors one after another, without gaps, as the format requires."""
         with path.open("wb") as opened:
             opened.write(plan.headers[path])
             for entry in plan.entries:
@@ -205,7 +206,7 @@ def write_merge(
                     opened.write(block)
                     advance(len(block))
 
-    # More than a few files at a time only make the disk seek.
+    # Writing more than a few files at a time only makes the disk seek.
     workers = workers or max(1, min(len(plan.headers), usable_cpus(), 4))
     with files, deltas.files, ThreadPoolExecutor(workers) as pool:
         try:

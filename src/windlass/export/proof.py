@@ -1,9 +1,11 @@
-"""Proof that a merged model is base + adapter: opened again and compared by another way than the one that wrote it.
+"""Proof that a merged model is base + adapter: open it again and compare it by a different route than the merge took.
 
-1. Every tensor there, its shape, dtype and place as planned; those that the adapter leaves alone, byte for byte.
-2. Of tensors that it changes, sampled rows, read through safetensors' own reader, against W + s BA computed again in
-   float64 and in PEFT's terms; of FP8 weights also the share of the adapter that is in them.
-3. Logits of base + adapter (PEFT's own forward) against merged, if the model fits into memory in float32.
+1. Every tensor exists with the planned shape, dtype and place; untouched ones are byte-equal.
+
+2. For touched tensors, sampled rows, read with safetensors' own reader, are compared with W + s BA recomputed in
+float64 and in PEFT's terms; for FP8 weights also the share of the adapter that they contain.
+
+3. Logits of base + adapter (PEFT's own forward) against the merged model, if it fits into memory in float32.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from windlass.train.reading import DTYPES, Box, Files, intersection, piece_box, 
 
 GIB: Final = 2**30
 AT_ONCE: Final = 2**23  # bytes compared at a time
-SLACK: Final = 1e-5  # of the sizes that were added: float32 sums in another order
-# How far a value may be from the exact one: half the distance to its neighbour, as a share of it.
+SLACK: Final = 1e-5  # relative to the terms: float32 sums in another order
+# Allowed relative distance from the exact value: half the distance to its neighbour.
 NEAREST: Final = {torch.float64: 2.0**-24, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SHARE_OF_MEMORY: Final = 0.6  # of what is free, for the weights in float32
-# What is allowed of KL (mean, nats a token) and of the difference of a token's logits: so much, or so much of what the
+SHARE_OF_MEMORY: Final = 0.6  # share of free memory that float32 weights may take
+# Bounds of KL (mean, nats per token) and of the difference of a token's logits: absolute, or relative to what the
 # adapter itself changes, whichever is larger. From the finest dtype to the coarsest. Set from trained adapters on wide
-# and narrow tiny models: about ten times what a right merge shows there.
+# and narrow tiny models: about ten times what a correct merge shows there.
 BOUNDS: Final = {
     "F64": ((1e-6, 1e-4), (0.01, 0.01)),
     "F32": ((1e-6, 1e-4), (0.01, 0.01)),
@@ -52,15 +54,15 @@ BOUNDS: Final = {
 
 @dataclass
 class Proof:
-    """What was compared and what came out."""
+    """What was compared, and the result."""
 
     tensors: int = 0
     untouched: int = 0
     untouched_bytes: int = 0
     touched: int = 0
-    elements: int = 0  # of touched tensors, computed again
-    kept: float | None = None  # share of the adapter that the merged weights hold; 1: all of it
-    least_kept: tuple[str, float] | None = None  # the parameter that holds the least of it
+    elements: int = 0  # elements of touched tensors that were recomputed
+    kept: float | None = None  # share of the adapter that the merged weights contain; 1: all of it
+    least_kept: tuple[str, float] | None = None  # the parameter with the smallest share
     deviations: list[str] = field(default_factory=list)
     logits: dict[str, Any] | None = None
 
@@ -110,7 +112,7 @@ def _same_bytes(one: Stored, other: Stored, files: Files) -> bool:
 
 
 def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapter: Path) -> None:
-    """Sampled rows of every tensor that was rounded anew, whether the adapter changed it or only the dtype."""
+    """Compare sampled rows of every tensor that was rounded anew, because of the adapter or of a new dtype."""
     others = {parameter.name: parameter for parameter in merged.parameters}
     places = [{stored.key: stored.file for stored in each.stored()} for each in (base, merged)]
     all_wanted = all_found = 0.0
@@ -120,13 +122,14 @@ def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapt
             continue
         proof.touched += 1
         disk, disk_merged = Disk(places[0], base.block), Disk(places[1], base.block)
-        # Of delta squared, of (merged - base) x delta, and the variance that dithered rounding may add to that.
+        # Sums of delta squared, of (merged - base) x delta, and of the variance that dithered rounding may add to the
+        # latter.
         wanted = found = noise = 0.0
         over, worst = 0, 0.0
         with safe_open(adapter, framework="pt") as opened:
             expected = Expected(delta, opened)
         for sample in sampled(parameter.shape, name):
-            row = (*sample[:-1], (0, parameter.shape[-1])) if sample else sample  # full: DoRA needs its length
+            row = (*sample[:-1], (0, parameter.shape[-1])) if sample else sample  # full rows: DoRA needs their length
             for piece, new in zip(parameter.pieces, other.pieces, strict=True):
                 shared = intersection(row, piece_box(piece))
                 if shared is None:
@@ -150,7 +153,7 @@ def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapt
             proof.deviations.append(f"{name} is not W + s BA: {over} sampled values, {worst:.3g} x allowed")
         if not wanted:
             continue
-        # FP8 steps are larger than what an adapter adds: only the sum over many values shows whether it is there.
+        # FP8 steps are larger than an adapter's changes: only sums over many values show whether it is there.
         kept, explained = found / wanted, 6 * math.sqrt(noise) / wanted
         if proof.least_kept is None or kept < proof.least_kept[1]:
             proof.least_kept = (name, kept)
@@ -163,7 +166,7 @@ def _prove_touched(proof: Proof, base: Base, deltas: Deltas, merged: Base, adapt
 
 
 class Expected:
-    """W + s BA computed a second time, from safetensors' reader, by the indices that PEFT's einsum names."""
+    """W + s BA recomputed from safetensors' reader, with the indices of PEFT's einsum."""
 
     def __init__(self, delta: Delta | None, opened: Any) -> None:
         self.delta = delta
@@ -171,7 +174,7 @@ class Expected:
         self.factors = {name: opened.get_tensor(each.key).double() for name, each in stored.items() if each is not None}
 
     def values(self, base: Tensor, box: Box) -> tuple[Tensor, Tensor]:
-        """The merged values of full rows before rounding, and the size of what was added up."""
+        """Return the merged values of full rows before rounding, and the size of the terms."""
         if self.delta is None:
             return base, base.abs()
         if "replaced" in self.factors:
@@ -196,7 +199,7 @@ class Expected:
 
 
 def spacing(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Tensor:
-    """How far rounding may go: half a step to the nearest of a float, a whole step between FP8 codes."""
+    """Return the allowed rounding error: half a step for floats, a full step between FP8 codes."""
     kind = DTYPES[dtype]
     if kind not in FORMATS:
         return exact.abs() * NEAREST[kind] + torch.finfo(kind).tiny
@@ -208,7 +211,7 @@ def spacing(exact: Tensor, dtype: str, disk: Disk, piece: Piece, box: Box) -> Te
 
 
 def free_memory() -> int:
-    """Free bytes where a model is loaded: on the GPU, if there is one."""
+    """Return the free bytes where a model is loaded: on the GPU, if there is one."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
     import psutil  # type: ignore[import-untyped]
@@ -217,10 +220,10 @@ def free_memory() -> int:
 
 
 def compare_logits(base: Base, source: Source, to: Path) -> dict[str, Any]:
-    """Step 3 as a record; `skipped` says why there is none, `deviation` what is out of bounds.
+    """Return step 3 as a record; `skipped` says why it was not done, `deviation` what exceeds its bound.
 
-    All run in float32 from exactly the stored values, so the difference is the merge's alone. Rounding is harmless
-    while it is small against what the adapter itself changes.
+    Everything runs in float32 on exactly the stored values, so the difference is the merge's alone. Rounding is
+    harmless while it is small compared with what the adapter itself changes.
     """
     needed, free = 4 * base.total, free_memory()
     if needed > SHARE_OF_MEMORY * free:
@@ -231,12 +234,12 @@ def compare_logits(base: Base, source: Source, to: Path) -> dict[str, Any]:
     merged_base = read_base(to)
     merged = compute_logits(load_float32(merged_base), rows)
     record: dict[str, Any] = {"same_top_token": float((adapted.argmax(-1) == merged.argmax(-1)).float().mean())}
-    for prefix, other in (("", merged), ("adapter_", plain)):  # what the adapter itself changes, for scale
+    for prefix, other in (("", merged), ("adapter_", plain)):  # the adapter's own change, for comparison
         worst = (adapted - other).abs().amax(-1)
         record[f"{prefix}kl"] = kl_divergence(adapted, other)
         record |= {f"{prefix}max_difference": float(worst.max()), f"{prefix}median_difference": float(worst.median())}
-    # A token at a tie between two experts goes to the other one by the last bit of a weight, and its logits jump:
-    # with experts the median token is judged, not the worst.
+    # At a tie between two experts the last bit of a weight decides where a token goes, and its logits jump: with
+    # experts the median token is judged, not the worst.
     judged, name = ("median_difference", "median token") if "experts" in base.dims else ("max_difference", "largest")
     dtype = max({p.stored.dtype for each in merged_base.parameters for p in each.pieces}, key=list(BOUNDS).index)
     over = []

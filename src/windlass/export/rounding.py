@@ -37,7 +37,7 @@ ROW, COLUMN = 0.7548776662466927, 0.5698402909980532
 
 
 def row_blocks(shape: Sequence[int], side: int) -> Iterator[Box]:
-    """A stored tensor in blocks of full rows of one matrix; their height is a multiple of a scale's block."""
+    """Yield blocks of full rows of one matrix; their height is a multiple of a scale's block."""
     if len(shape) < 2:
         yield tuple((0, size) for size in shape)
         return
@@ -60,9 +60,9 @@ class MergedTensor:
         return row_blocks(shape, shape[-2] if packed and packed.transposed else self.block[0])  # whole rows of its file
 
     def values(self, box: Box, unit: Tensor | None = None) -> Tensor:
-        """A block's values in float32; divided by `unit`, a scale, if it is given."""
+        """Return a block's values in float32, divided by `unit`, a scale, if given."""
         stored, factors = self.piece.stored, self.factors
-        outer = len(self.piece.offset) - len(box)  # one expert's matrix is a slice of the fused parameter
+        outer = len(self.piece.offset) - len(box)  # an expert's matrix is a slice of the fused parameter
         inside = (*((0, 1),) * outer, *box)
         place = tuple((start + at, stop + at) for (start, stop), at in zip(inside, self.piece.offset, strict=True))
         if self.piece.packed:
@@ -88,13 +88,13 @@ class MergedTensor:
             return in_units(factors.a[tuple(slice(*extent) for extent in place)].reshape(values.shape))
         expert, rows = (place[0][0] if len(place) == 3 else 0), place[-2]
         values += in_units(factors.rows(expert, *rows).view(values.shape))
-        if factors.magnitude is not None:  # the ratio of two lengths: the length is taken in true units
+        if factors.magnitude is not None:  # a ratio of two lengths, taken in true units
             length = torch.linalg.norm(values if per is None else values * per, dim=-1, keepdim=True)
             values *= factors.magnitude[slice(*rows)].unsqueeze(-1) / length
         return values
 
     def new_scale(self) -> Tensor:
-        """The base's scale, doubled as often as the peak of what it covers needs."""
+        """Return the base's scale, doubled as often as the peak of its block needs."""
         assert self.piece.scale is not None
         assert self.scale is not None
         largest = FORMATS[DTYPES[self.piece.stored.dtype]][2]
@@ -108,7 +108,7 @@ class MergedTensor:
         return torch.where(self.scale == 0, small, grown).to(DTYPES[self.piece.scale.dtype])
 
     def _raise_peaks(self, peaks: Tensor, values: Tensor, box: Box) -> None:
-        """The largest value under each scale so far, in place."""
+        """Update the largest value under each scale, in place."""
         if peaks.numel() == 1:
             peaks.copy_(torch.maximum(peaks, values.max().reshape(peaks.shape)))
             return
@@ -126,14 +126,14 @@ class MergedTensor:
 
 
 def round_to(values: Tensor, dtype: torch.dtype, key: str, box: Box) -> Tensor:
-    """Rounded once, to the nearest; FP8 codes with dither."""
+    """Round once, to the nearest value; FP8 codes with dither."""
     return encode(values, dtype, dither(key, box)) if dtype in FORMATS else values.to(dtype)
 
 
 def encode(units: Tensor, dtype: torch.dtype, dice: Tensor) -> Tensor:
-    """Codes of values given in units of their scale; a value that is a code stays it."""
+    """Return codes of values in units of their scale; a value that equals a code keeps it."""
     mantissa, least, largest = FORMATS[dtype]
-    # The exponent's bits alone are the power of two at or below the value: 6 times as fast as frexp and exp2.
+    # The exponent's bits alone give the power of two at or below the value: 6 times as fast as frexp and exp2.
     power = (units.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=2.0**least)
     step = power.mul_(2.0**-mantissa)
     codes = (units / step).add_(dice).floor_().mul_(step)
@@ -141,7 +141,7 @@ def encode(units: Tensor, dtype: torch.dtype, dice: Tensor) -> Tensor:
 
 
 def dither(key: str, box: Box) -> Tensor:
-    """Numbers in [0, 1) that depend on the tensor's name and the element's place alone."""
+    """Return numbers in [0, 1) that depend only on the tensor's name and the element's place."""
     outer = box[0][0] if len(box) == 3 else 0
     digest = hashlib.sha256(f"{key}:{outer}".encode()).digest()
     start = int.from_bytes(digest[:6], "big") / 2**48

@@ -22,7 +22,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress(stage: str, size: int) -> Iterator[Advance]:
-    """A bar in bytes with speed and time left; in a log, a line now and then."""
+    """Show a bar in bytes with speed and time left; in a log, a line every LOG_SECONDS."""
     if sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:

@@ -1,4 +1,4 @@
-"""What is exported: a run folder's best adapter, or the adapter folder itself; and its base model."""
+"""Find what to export: a run folder's best adapter, or the adapter folder itself; and its base model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG, WEIGHTS = "adapter_config.json", checkpoints.ADAPTER
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One adapter, why this one, and what is known of the run that made it."""
+    """One adapter, why it was chosen, and what is known about its run."""
 
     folder: Path
     why: str
@@ -32,7 +32,7 @@ class Source:
 
 
 def choose_adapter(path: Path) -> Source:
-    """The adapter of a run folder, of one of its checkpoints, of `final`, or any that PEFT saved."""
+    """Find the adapter of a run folder, of one of its checkpoints, of `final`, or one that PEFT saved."""
     if not path.is_dir():
         raise UserError("no such folder", str(path), "name a run folder, or a folder that holds an adapter")
     run_folder: Path | None = None
@@ -56,7 +56,7 @@ def choose_adapter(path: Path) -> Source:
 
 
 def _best(run: Path) -> tuple[Path, str]:
-    """The undamaged checkpoint with the lowest evaluation loss; without evaluations the run's final adapter."""
+    """Return the undamaged checkpoint with the lowest evaluation loss; without evaluations the run's final adapter."""
     state = {folder: checkpoints.damage(folder) for folder in checkpoints.saved(run / CHECKPOINTS)}
     intact = [folder for folder, damage in state.items() if not damage]
     skipped = "".join(f"; skipped {folder.name}: {damage}" for folder, damage in state.items() if damage)
@@ -72,7 +72,8 @@ def _best(run: Path) -> tuple[Path, str]:
 
 
 def local_base(source: Source, base: str | None = None) -> Base | None:
-    """The model that the adapter was trained on, if its weights are on this machine. `base` names another folder."""
+    """Return the model that the adapter was trained on, if its weights are on this machine. `base` names another
+    folder."""
     name = base or source.config.get("base_model_name_or_path")
     if not name or not (base or Path(name).exists()):  # an export names its base, not a folder
         return None
@@ -81,7 +82,7 @@ def local_base(source: Source, base: str | None = None) -> Base | None:
 
 
 def base_of(source: Source, base: str | None = None) -> Base:
-    """The same, or an error."""
+    """Return the same, or raise an error."""
     found = local_base(source, base)
     if found is None:
         name = base or source.config.get("base_model_name_or_path")
@@ -92,7 +93,7 @@ def base_of(source: Source, base: str | None = None) -> Base:
 
 
 def base_name(source: Source, base: str | None, given: str | None) -> str:
-    """A name of the base model that means something on another machine: never a local path."""
+    """Return the base model's name for use on other machines: never a local path."""
     if given:
         return given
     path = Path(base or str(source.config.get("base_model_name_or_path") or "unknown"))

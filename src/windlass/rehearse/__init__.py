@@ -18,7 +18,7 @@ from windlass.runfile import kind, read_any
 
 __all__ = ["Record", "rehearse", "show"]
 
-# All that a rehearsal leaves in its folder.
+# Everything that a rehearsal leaves in its folder.
 OURS = {"logs", "submit", "model", "data", "run", "adapter", "merged", "request.json", "rehearsal.yaml", RECORD}
 
 
@@ -41,7 +41,7 @@ def rehearse(
             exit_on_sigterm(),
             tempfile.TemporaryDirectory(prefix="windlass-") as scratch,  # short: sockets have short names
             contextlib.ExitStack() as processes,
-            contextlib.suppress(Failed),  # it is in the record
+            contextlib.suppress(Failed),  # the failure is in the record
         ):
             (folder / "logs").mkdir()
             environment = make_environment(environ, Path(scratch))
@@ -63,8 +63,8 @@ def rehearse(
         if record.failure:
             record.failure["log"] = None
     places = [folder] if record.folder else []
-    # The user's run folder, where it exists already: plan.json and check.json are written there too. A fault takes an
-    # older record's place; what a finished run left is not touched.
+    # The user's run folder, if it exists: plan.json and check.json are written there too. A fault replaces an older
+    # record; a finished run's folder is not touched.
     with contextlib.suppress(UserError):
         places.append(Path(read_any(run, overrides).run.folder))
     for place in places:
@@ -75,7 +75,7 @@ def rehearse(
 
 
 def empty_folder(keep: Path) -> Path:
-    """The folder to keep everything in; what an earlier rehearsal left there is removed."""
+    """Return the folder to keep everything in, after removing what an earlier rehearsal left there."""
     try:
         keep.mkdir(parents=True, exist_ok=True)
         ours = OURS if (keep / "logs" / "plan.log").is_file() else set()
@@ -89,7 +89,7 @@ def empty_folder(keep: Path) -> Path:
 
 
 def unproved(rehearsal: Rehearsal) -> list[dict[str, str]]:
-    """What no CPU can show, with what the plan estimates of it."""
+    """Return what no CPU can show, with the plan's estimates of it."""
     plan, run = rehearsal.plan, rehearsal.load().run
     memory, estimate, nodes = plan["memory"], plan["estimate"], plan["layout"]["nodes"]
     gpu_gib, host_gib, speed = memory["gpu_gib"], memory["host_gib"], estimate["tokens_per_second"]

@@ -31,15 +31,15 @@ from windlass.model import Base, find_base, read_base
 from windlass.rehearse.scale import STAND_IN_VOCAB, scale_config
 from windlass.runfile import Data, Loaded, read
 
-MOST_ROWS, MOST_BYTES = 2000, 8 << 20  # that are read
+MOST_ROWS, MOST_BYTES = 2000, 8 << 20  # most rows and bytes that are read
 LEAST_ROWS, VALIDATION_ROWS = 32, 16
 LENGTH, LENGTH_OF_MANY, MANY = 512, 256, 32768  # tokens; shorter where each has the logits of a large vocabulary
-LEAST_SUPERVISED = 16  # rows that must have a supervised token within the rehearsal's length
+LEAST_SUPERVISED = 16  # number of rows that must have a supervised token within the rehearsal's length
 TAIL = 3  # supervised tokens at a row's end among which the end token is: templates write a line break behind it
-ENOUGH = 0.5  # share of the rows, of those that were not cut, that must end so
+ENOUGH = 0.5  # share of the uncut rows that must end so
 COMPARED = ("layers", "hidden", "heads", "kv_heads", "experts", "top_k", "vocab")
 
-TOKENIZER = (  # every file that a tokenizer may be made of, and what says where answers end
+TOKENIZER = (  # every file that may belong to a tokenizer, and those that say where answers end
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("chat_template.json", "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
 )
@@ -54,7 +54,7 @@ def main(request: Path) -> None:
     print(json.dumps({"part": "data", **rows}), flush=True)
     config = scale_config(base, experts_over=asked["experts_over"], vocab=base.dims["vocab"] if base.path else None)
     replica = read_base(tiny.write_like(base, config, folder / "model"))
-    # What code depends on is as it was.
+    # Properties that code depends on are unchanged.
     kept = (replica.family.causal_lm, replica.wrapper, bool(replica.quantization))
     assert kept == (base.family.causal_lm, base.wrapper, bool(base.quantization)), kept
     facts = {
@@ -69,7 +69,7 @@ def main(request: Path) -> None:
 
 
 def copy_tokenizer(base: Base, loaded: Loaded, model: Path) -> Any:
-    """The model's own, copied next to the replica; a stand-in where there is none on this machine."""
+    """Copy the model's tokenizer next to the replica; use a stand-in if there is none on this machine."""
     from transformers import AutoTokenizer
 
     model.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     """Judge the first rows of the user's data as training will, and write those that the rehearsal trains on."""
     run, data, where, stand_ins = loaded.run, loaded.run.data, loaded.where, list[str]()
     vocab, trained, sets = base.dims["vocab"] if base.path else None, training_sets(data, where), list[RowSet]()
-    taken: list[dict[str, list[Row]]] = []  # of each set, by split
-    places: list[dict[str, Any]] = []  # where the rows are, likewise
+    taken: list[dict[str, list[Row]]] = []  # per set, by split
+    places: list[dict[str, Any]] = []  # places of the rows, likewise
     columns, selections = list[tuple[str, ...]](), []
     for of in (*trained, *evaluation_sets(data, where)):
         sets.append(of)
@@ -136,7 +136,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     while length < data.max_length and sum(place < length for place in firsts) < min(LEAST_SUPERVISED, len(firsts)):
         length = min(2 * length, data.max_length)
 
-    # As many rows as make an epoch of `sequences`: empty ones make none, and packed several are one sequence.
+    # As many rows as an epoch of `sequences` needs: empty rows count as none, several packed ones as one sequence.
     counts = {}
     for name, part in tokens.items():
         per_document = part.counts["rows"] / max(1, len(part.lengths))
@@ -164,7 +164,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
 
 
 def why_unreachable(data: Data, where: Where) -> str:
-    """Why the rows can't be read on this machine; empty where they can. A path that should be here is an error."""
+    """Return why the rows can't be read on this machine, or nothing. A missing local path is an error."""
     name = data.dataset_name_or_path
     try:
         source = resolve(data, where)
@@ -184,7 +184,7 @@ def why_unreachable(data: Data, where: Where) -> str:
 
 
 def requested_columns(data: Data) -> dict[str, Any]:
-    """The columns that the data section names, each with a value's form; `{}` stands for the text."""
+    """Return the columns that the data section names, each with the form of a value; `{}` stands for the text."""
     if data.prompt_template:
         forms: dict[str, Any] = {}
         for piece in parse_template(data.prompt_template, "data.prompt_template"):
@@ -211,7 +211,7 @@ def requested_columns(data: Data) -> dict[str, Any]:
 
 
 def made_up_rows(forms: dict[str, Any], count: int) -> list[Row]:
-    """Rows of the text that every Python carries, in these forms."""
+    """Return rows in these forms, made of the text that every Python has."""
     from pydoc_data.topics import topics
 
     def fill(form: Any, text: str) -> Any:
@@ -226,7 +226,7 @@ def made_up_rows(forms: dict[str, Any], count: int) -> list[Row]:
 
 
 def check_ends(documents: Documents, tokenizer: Any, base: Base, longest: int, where: Where) -> str:
-    """Whether the model will learn to stop: rows must end with a supervised token that generation stops at."""
+    """Check that the model will learn to stop: rows must end with a supervised token that generation stops at."""
     sources: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
     if base.path is not None:
         generation = read_json(base.path / "generation_config.json").get("eos_token_id")

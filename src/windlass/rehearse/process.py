@@ -1,4 +1,4 @@
-"""Start one command of the rehearsal: output in files, a time limit, and nothing left running afterwards."""
+"""Run one command of the rehearsal, with output in files and a time limit, and leave nothing running afterwards."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from windlass.errors import RANK_USER_INPUT, SAVED, USER_INPUT
 from windlass.rehearse.record import Failed
 
-LIMIT_SECONDS = 600.0  # of one command: an hour's rehearsal would be none
-GRACE_SECONDS = 20.0  # to end in when the rehearsal itself is stopped
+LIMIT_SECONDS = 600.0  # limit of one command: nobody waits an hour for a rehearsal
+GRACE_SECONDS = 20.0  # time to end when the rehearsal itself is stopped
 POLL_SECONDS = 0.1
-ERROR = "error: "  # how a command begins to say what is wrong
-LAST_LINES = 40  # of a log, where a command that failed printed nothing shorter
-# Variables by which a platform tells a process its place among others, and what only GPUs need.
+ERROR = "error: "  # prefix of a command's error message
+LAST_LINES = 40  # of a log, if a failed command printed no error
+# Variables that give a process its place among others, and those that only GPUs need.
 PLACES = ("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "JOB_COMPLETION_INDEX", "WINDLASS_", "NCCL_")
 
 
 class Command:
-    """A command as it runs, once for each node that this machine plays (`nodes`: variables of each).
+    """A running command, one process per node that this machine plays (`nodes`: variables of each).
 
     Writes NAME.out and NAME.log.
     """
@@ -57,11 +57,11 @@ class Command:
 
     @property
     def has_ended(self) -> bool:
-        return None not in [process.poll() for process in self.processes]  # each of them is asked
+        return None not in [process.poll() for process in self.processes]  # poll every one of them
 
     @property
     def code(self) -> int:
-        """Of all nodes: wrong input is the cause where one reports it, else any failure."""
+        """Return the exit code over all nodes: wrong input if any reports it, else any failure."""
         inputs, fine = (USER_INPUT, RANK_USER_INPUT), (0, SAVED)
         codes = [process.returncode for process in self.processes]
         return min(codes, key=lambda code: (code not in inputs, code in fine, code == 0))
@@ -72,7 +72,7 @@ class Command:
 
     @property
     def log(self) -> Path:
-        """Of the node that says why, where several have ended."""
+        """Return the log of the node that explains the failure, if several have ended."""
         logs = {
             path.with_suffix(".log"): process.poll() for path, process in zip(self.files, self.processes, strict=True)
         }
@@ -81,7 +81,7 @@ class Command:
         return (explained or failed or list(logs))[0]
 
     def wait_until(self, done: Callable[[], bool]) -> bool:
-        """Wait until something is there; False when the command ended before it came."""
+        """Wait for a condition; return False if the command ended before."""
         while not done():
             if self.has_ended:
                 return done()
@@ -92,10 +92,10 @@ class Command:
         return True
 
     def finish(self, *codes: int) -> Command:
-        """Wait for all nodes. An exit code that is none of these (0) is `Failed`, with the command's own words."""
+        """Wait for all nodes. Any other exit code than these (0) raises `Failed`, with the command's own words."""
         self.wait_until(lambda: self.has_ended)
         if self.code not in (codes or (0,)):
-            # From its first `error:` on, else its last lines.
+            # From the first `error:` on, else the last lines.
             lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             first = next((i for i, line in enumerate(lines) if line.startswith(ERROR)), -LAST_LINES)
             reason = "\n".join(lines[first:]) or f"it ended with {self.code} and printed nothing"
@@ -103,7 +103,7 @@ class Command:
         return self
 
     def stop(self) -> None:
-        """End what still runs. Ranks have sessions of their own: whoever started them is asked first, and forwards."""
+        """End what still runs. Ranks have their own sessions, so their parents are signalled first and forward it."""
         running = [process for process in self.processes if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)
@@ -118,12 +118,12 @@ class Command:
 
 
 def node_variables(nodes: int) -> list[dict[str, str]]:
-    """What a platform tells each of so many nodes, all of them played by this machine."""
+    """Return the variables that a platform sets on each node; this machine plays all of them."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("localhost", 0))
             port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):  # the port above it is where nodes meet
+            with contextlib.suppress(OSError, OverflowError):  # nodes rendezvous on the port above it
                 second.bind(("localhost", port + 1))
                 break
     shared = {"PET_NNODES": str(nodes), "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)}
@@ -132,7 +132,7 @@ def node_variables(nodes: int) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """A job that is cancelled ends what it started, as with Ctrl-C."""
+    """On SIGTERM, end what was started, as with Ctrl-C: a cancelled job leaves nothing running."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
@@ -141,7 +141,7 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def make_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """This machine's CPU, no network, and nothing that says where this process stands among others."""
+    """Return an environment for this machine's CPU, without network and without a launcher's variables."""
     return {
         **{key: value for key, value in environ.items() if not key.startswith(PLACES)},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}",

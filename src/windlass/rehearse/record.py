@@ -42,7 +42,7 @@ class Phase:
 
 @dataclass
 class Record:
-    """All of it."""
+    """The result of a rehearsal."""
 
     run: str
     ranks: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Record:
 
 
 def show(record: Record) -> None:
-    """What was found, on stdout; what failed in its own words."""
+    """Print the findings on stdout; failures in their own words."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -23,7 +23,7 @@ from windlass.train.logits import compute_logits, kl_divergence, logits_without_
 from windlass.train.reading import DTYPES
 
 ROWS, LENGTH = 4, 64
-EQUAL = 1e-3  # of logits in float32: the same arithmetic, perhaps in another order
+EQUAL = 1e-3  # bound for logits in float32: the same arithmetic, perhaps in another order
 UNSHARDED = Layout("resident", "compared", 1, 1, shard=1)
 
 
@@ -32,7 +32,7 @@ class Differs(Exception):  # noqa: N818  (a finding, not an error of this proces
 
 
 def main(folder: Path) -> list[str]:
-    """What is proven, in sentences."""
+    """Return what is proven, in sentences."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("peft").setLevel(logging.ERROR)
@@ -75,9 +75,9 @@ def main(folder: Path) -> list[str]:
         if what.endswith("_keys") and keys:
             seen = f"{len(keys)} {what.replace('_', ' ')}: {keys}"
             raise Differs(f"plain transformers opens the merged model with {seen}")
-    # It is what PEFT merges, rounded as the files are. Rounding alone may lose much of what few steps have changed.
+    # It must equal PEFT's merge, rounded as the files are. Rounding alone may lose much of what few steps have changed.
     logits, rounded = compute_logits(merged, rows), compute_logits(merge(ours, read_base(folder / "merged")), rows)
-    # The median token's: a last bit sends some to other experts.
+    # The median token counts: a last bit sends some tokens to other experts.
     far = float((logits - rounded).abs().amax(-1).median())
     if not far <= EQUAL:
         raise Differs(
@@ -95,7 +95,7 @@ def main(folder: Path) -> list[str]:
 
 @torch.no_grad()
 def merge(adapted: Any, stored: Base) -> Any:
-    """The adapter merged by PEFT into a model in memory, each weight rounded to the dtype it is stored in."""
+    """Merge the adapter with PEFT into a model in memory, rounding each weight to its stored dtype."""
     model = adapted.merge_and_unload()
     for parameter in stored.parameters:
         weight = model.get_parameter(parameter.name)

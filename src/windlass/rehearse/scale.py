@@ -18,20 +18,21 @@ from windlass.model.shrink import shrink
 from windlass.runfile import LayoutSection, RunFile, Secret
 from windlass.runfile.fields import EvalSet, MixedSet
 
-STEPS = 20  # optimizer steps of the rehearsal: enough that a fast machine is still at it when it is stopped
+STEPS = 20  # optimizer steps of the rehearsal: enough that a fast machine is still training when it is stopped
 EVERY = 4  # steps between two evaluations or saves, and steps of an epoch
 STOP_AT = EVERY + 1  # SIGTERM comes after the first evaluation and save
-MOST_ROWS, MOST_MICRO_BATCHES = 2, 2  # of a micro-batch, of an optimizer step: what is summed once is summed always
-PATIENCE_SECONDS = 120  # of a collective: between processes of one machine
-FEW_RANKS = 4  # so many processes share even two cores in bearable time
+MOST_ROWS, MOST_MICRO_BATCHES = 2, 2  # rows of a micro-batch, micro-batches of a step: more would test nothing new
+PATIENCE_SECONDS = 120  # timeout of a collective between processes of one machine
+FEW_RANKS = 4  # this many processes run in acceptable time even on two cores
 RANK_GIB = 1.5  # of host memory: Python, torch, transformers; the replica is next to nothing
 OTHER_NETWORK = ("NCCL_", "GLOO_", "MASTER_", "UCX_")  # variables that name another machine's interfaces
 
 # Ids of the stand-in tokenizer, which has Mistral's order: tiny.SPECIAL.
 STAND_IN_IDS = {"pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2}
 STAND_IN_VOCAB = 1024
-WIDTH_OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}  # FP8, a scale a block
-USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' own, where config.json says none; and for what width
+# FP8 with a scale per block.
+WIDTH_OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+USUAL_DEVIATION, USUAL_HIDDEN = 0.02, 4096  # transformers' default, if config.json has none; and the width it fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class Spread:
 
 
 def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, int, str]:
-    """The run's own ranks where this machine can hold them, else as many of their kind as it can; on how many nodes,
-    all of them played by this machine; and why."""
+    """Return the run's own ranks if this machine can run them, else as many of the same kind as it can; the nodes,
+    all played by this machine; and the reason."""
     own = Spread(layout["shard"], layout["replicate"], layout["expert_parallel"])
     most = max(1, min(max(FEW_RANKS, here.cpus), int(here.memory_gib / RANK_GIB)))
     if own.ranks <= most:
@@ -58,7 +59,7 @@ def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, 
     parallel = min(own.expert_parallel, 2)
     shard = 1 if own.shard == 1 else 2 if own.expert_parallel in (1, own.shard) else 2 * parallel
     replicate = min(own.replicate, 2)
-    # What is left of the machine goes where the run has more.
+    # The remaining capacity goes to dimensions in which the run is larger.
     rest = max(1, most // (shard * replicate))
     if own.shard > shard:
         shard = min(own.shard, shard * rest)
@@ -70,26 +71,26 @@ def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Spread, 
 
 
 def _nodes(layout: Mapping[str, Any], spread: Spread) -> int:
-    """As many as the run has, or fewer, so that each has as many ranks."""
+    """Return as many nodes as the run has, or fewer, so that all have equally many ranks."""
     return next(n for n in range(min(layout["nodes"], spread.ranks), 0, -1) if spread.ranks % n == 0)
 
 
 def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[str, Any]:
-    """The text config of the replica: what code depends on keeps its kind, everything else shrinks.
+    """Return the replica's text config: what code depends on keeps its kind, everything else shrinks.
 
-    experts_over: ranks that must divide the experts. vocab: rows of the embedding, which are the model's own where its
-    tokenizer is used; None: those of the stand-in.
+    experts_over: ranks that must divide the experts. vocab: rows of the embedding, the model's own if its tokenizer is
+    used; None: the stand-in's.
     """
     own = base.config
     unit = math.lcm(experts_over, 4 if own.get("n_group") else 1)
-    # The usual families have one kind of layer, or two; others keep every kind that four can have.
+    # Usual families have one or two kinds of layers; for others, every kind that fits in four layers is kept.
     layers = min(2 if base.family.model_type in FAMILIES else 4, base.dims["layers"])
     config = shrink(own, layers=layers, experts=unit * math.ceil(8 / unit), vocab=vocab or STAND_IN_VOCAB)
     if (base.quantization or {}).get("weight_block_size"):  # two blocks in each direction
         config |= {key: min(width, own[key]) for key, width in WIDTH_OF_BLOCKS.items() if key in own}
     hidden = int(config.get("hidden_size") or config["n_embd"])
-    # Products of narrower matrices have a smaller spread: without this every answer would be the same. Much above it,
-    # 16-bit rounding decides which expert a token visits, and a merged model answers otherwise than it should.
+    # Products of narrower matrices have a smaller spread: without this, every answer would be the same. With much more,
+    # 16-bit rounding would decide which expert a token visits, and a merged model would answer differently.
     deviation = float(config.get("initializer_range") or USUAL_DEVIATION) * math.sqrt(base.dims["hidden"] / hidden)
     config["initializer_range"] = min(deviation, USUAL_DEVIATION * math.sqrt(USUAL_HIDDEN / hidden))
     dropped = {"architectures", "quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
@@ -111,7 +112,7 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key that is not as the user has it."""
+    """One key that differs from the user's run file."""
 
     key: str
     yours: Any
@@ -120,14 +121,14 @@ class Change:
 
 
 def micro_batches(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows of a micro-batch and micro-batches of an optimizer step, of those that the plan has."""
+    """Return rows per micro-batch and micro-batches per optimizer step, limited to the plan's."""
     return min(MOST_ROWS, batch["micro"]), min(MOST_MICRO_BATCHES, batch["accumulation"])
 
 
 def scale_run(
     run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path, nodes: int = 1
 ) -> tuple[str, list[Change]]:
-    """The run file of the rehearsal, and its differences. `plan` says what `auto` and an Accelerate file came to."""
+    """Return the rehearsal's run file, and its differences. `plan` resolves `auto` and an Accelerate file."""
     tree: dict[str, Any] = run.model_dump(mode="json", exclude_unset=True)
     changes: list[Change] = []
     for key, value, why in _scaled_keys(run, plan, spread, material, folder):
@@ -146,15 +147,15 @@ def scale_run(
             layout[key] = own[key]
     here: dict[str, Any] = {"nodes": nodes, "gpus_per_node": spread.ranks // nodes, "gpu": "cpu", "platform": "script"}
     if nodes > 1:
-        here["network"] = "ethernet-25"  # what a machine has to itself is faster
+        here["network"] = "ethernet-25"  # links inside a machine are faster
     here |= {key: getattr(cluster, key) for key in ("grace_seconds", "max_restarts") if key in cluster.model_fields_set}
-    # Variables that mean something on this machine: no secret, no device, no folder that is elsewhere.
+    # Variables that are valid on this machine: no secret, no device, no folder of another machine.
     for name, value in cluster.env.items():
         if isinstance(value, Secret) or name.startswith(OTHER_NETWORK):
             continue
         if not value.startswith("/") or Path(value).exists():
             here.setdefault("env", {})[name] = value
-    # The engine refuses to offload where ranks compute in the host's memory, so that is left out.
+    # Offload is left out: the engine refuses it if ranks compute in host memory.
     but = "; a CPU has nowhere to offload from" if own["offload"] else ""
     for section, ours, why in (
         ("layout", layout, f"as the plan lays it out on your machines{but}"),
@@ -171,7 +172,7 @@ def scale_run(
 def _scaled_keys(
     run: RunFile, plan: Mapping[str, Any], spread: Spread, material: Material, folder: Path
 ) -> list[tuple[str, Any, str]]:
-    """Key, value here, and why. A value that the user has as well is no change."""
+    """Yield key, value here, and reason. A value that equals the user's is no change."""
     model, lora, data, train = run.model, run.lora, run.data, run.train
     attention, layers = model.attn_implementation or "", material.layers
     half, less, rows = "CPUs have no arithmetic in float16", "a few show what many do", "the first rows, written out"
@@ -232,7 +233,7 @@ def _scaled_keys(
 
 
 def _scaled_targets(patterns: str | list[str], targets: list[Mapping[str, Any]], layers: int) -> str | list[str]:
-    """Names of layers that the replica does not have are left out: the same modules are adapted in all that it has."""
+    """Drop names of layers that the replica lacks: the same modules are adapted in all that it has."""
 
     def present(module: str) -> bool:
         found = re.search(r"\.layers\.(\d+)\.", module)

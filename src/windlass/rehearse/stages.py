@@ -33,7 +33,7 @@ SLOW_SECONDS = 10.0  # between lines of one stage
 
 @dataclass
 class Rehearsal:
-    """One rehearsal as it goes on: its folder, its record, and the commands that it starts."""
+    """A running rehearsal: its folder, its record, and the commands that it starts."""
 
     run: Path
     options: list[str]  # --override and --accelerate, as they were given
@@ -42,17 +42,17 @@ class Rehearsal:
     record: Record
     say: Callable[[str], None]
     processes: contextlib.ExitStack
-    name: str = ""  # of the stage
+    name: str = ""  # name of the current stage
     doing: str = ""
     began: float = 0.0
     reported: float = 0.0  # what it does
     plan: dict[str, Any] = field(default_factory=dict)
     spread: Spread = field(default_factory=lambda: Spread(1, 1, 1))
-    job: Command | None = None  # that several stages watch: the material's, then the launch script
+    job: Command | None = None  # a job that several stages watch: the material's, then the launch script's
 
     @property
     def run_folder(self) -> Path:
-        """Of the run scaled down."""
+        """Return the folder of the scaled-down run."""
         return self.folder / "run"
 
     @property
@@ -63,7 +63,7 @@ class Rehearsal:
         return read_any(self.run, self.overrides)
 
     def stage(self, name: str, doing: str, prove: Callable[[Rehearsal], Iterator[str]]) -> None:
-        """Timed, shown, recorded; a fault ends the rehearsal."""
+        """Run a stage: timed, shown, recorded; a fault ends the rehearsal."""
         phase, self.name, self.doing, self.began = Phase(name), name, doing, time.monotonic()
         self.record.phases.append(phase)
         self.reported = self.began
@@ -80,7 +80,7 @@ class Rehearsal:
             self.say(f"{name:8} {phase.seconds:5.1f} s  {'passed' if phase.passed else 'failed'}")
 
     def tick(self) -> None:
-        """While a command goes on: what it does, once in a while."""
+        """Print now and then what a running command does."""
         now = time.monotonic()
         if now - self.reported > SLOW_SECONDS:
             self.reported = now
@@ -96,17 +96,17 @@ class Rehearsal:
         return started
 
     def launch(self, name: str, **more: str) -> Command:
-        """The launch script of the run scaled down, on every node that this machine plays."""
+        """Start the scaled-down run's launch script on every node that this machine plays."""
         nodes = [{**variables, **more} for variables in node_variables(self.record.ranks["nodes"])]
         self.job = self.start(name, ["bash", str(self.run_folder / "launch.sh")], nodes, self.record.ranks["here"])
         return self.job
 
     def windlass(self, name: str, *arguments: str) -> Any:
-        """One of windlass's commands with --json: what it printed."""
+        """Run one of windlass's commands with --json, and return what it printed."""
         return json.loads(self.start(name, windlass(*arguments, "--json")).finish().out)
 
     def wait_for(self, done: Callable[[], bool]) -> Command:
-        """Wait for something that the job writes; a job that ends before it has failed."""
+        """Wait for something that the job writes; a job that ends before has failed."""
         assert self.job is not None
         if not self.job.wait_until(done):
             if self.job.code and (text := failed_checks(read_json(self.run_folder / "check.json").get("results", []))):
@@ -125,12 +125,12 @@ class Rehearsal:
 
 
 def windlass(*arguments: str) -> list[str]:
-    """A command as a user would type it, with this Python."""
+    """Return a command as a user would type it, with this Python."""
     return [sys.executable, "-m", "windlass", *arguments]
 
 
 def failed_checks(results: Sequence[Mapping[str, Any]]) -> str:
-    """Failed checks as errors: what `windlass check` shows as a table."""
+    """Return failed checks as errors, instead of `windlass check`'s table."""
     return errors(
         Problem(each["seen"], each["where"] or each["name"], each["hint"])
         for each in results
@@ -148,7 +148,7 @@ def errors(problems: Iterator[Problem] | Sequence[Problem]) -> str:
 def plan(r: Rehearsal) -> Iterator[str]:
     made = r.plan = r.windlass("plan", "plan", str(r.run), *r.options)
     layout, memory = made["layout"], made["memory"]
-    if made.get("kind") == "script":  # windlass does not know how to scale it down
+    if made.get("kind") == "script":  # a script can't be scaled down
         yield f"{layout['ranks']} ranks: {' '.join(made['script']['command'])}"
         why = "a script is not scaled down"
         r.record.ranks = {"yours": layout["ranks"], "here": 0, "nodes": 0, "layout": "script", "why": why}
@@ -167,14 +167,14 @@ def plan(r: Rehearsal) -> Iterator[str]:
 
 
 def check(r: Rehearsal) -> Iterator[str]:
-    """What `windlass check` finds from here, and that the run could take its folder."""
+    """Run `windlass check` from here, and check that the run could claim its folder."""
     loaded = r.load()
     cluster, folder = loaded.run.cluster, Path(loaded.run.folder)
     if is_finished(folder):
         hint = "name another train.output_dir, or remove it"
         problem = Problem(f"{folder} holds a finished run", loaded.where("train.output_dir"), hint)
         raise Failed(errors([problem]), USER_INPUT)
-    # `local` would have the folders and libraries of other machines be on this one.
+    # `local` would expect the folders and libraries of other machines on this one.
     missing = cluster.gpu != "cpu" and len(this_machine().gpus) < r.plan["layout"]["gpus_per_node"]
     elsewhere = cluster.platform == "local" and (cluster.nodes > 1 or missing)
     more = ["--override", "cluster.platform=script"] if elsewhere else []
@@ -190,7 +190,7 @@ def check(r: Rehearsal) -> Iterator[str]:
 
 
 def submit(r: Rehearsal) -> Iterator[str]:
-    """The job as the user's platform would get it, rendered and read."""
+    """Render the job for the user's platform, and read it."""
     platform, out = r.load().run.cluster.platform, r.folder / "submit"
     to = "script" if platform == "local" else platform
     command = windlass("submit", str(r.run), *r.options, "--to", to, "--dry-run", "--out", str(out))
@@ -225,7 +225,7 @@ def data(r: Rehearsal) -> Iterator[str]:
 
 
 def replica(r: Rehearsal) -> Iterator[str]:
-    """The model scaled down and on disk; then the run file for it and the rows."""
+    """Write the scaled-down model; then its run file and the rows."""
     made, rows = part_of_material(r, "replica"), part_of_material(r, "data")
     r.record.replica = {key: value for key, value in made.items() if key != "part"}
     within = f" in {made['wrapper']}" if made["wrapper"] else ""
@@ -241,7 +241,7 @@ def replica(r: Rehearsal) -> Iterator[str]:
 
 
 def part_of_material(r: Rehearsal, part: str) -> dict[str, Any]:
-    """What the process prints of a part once it is done; or the fault that it found."""
+    """Return what the process prints about a part when it is done, or raise the fault that it found."""
     parts: dict[str, dict[str, Any]] = {}
 
     def done() -> bool:
@@ -259,7 +259,7 @@ def part_of_material(r: Rehearsal, part: str) -> dict[str, Any]:
 
 
 def launch(r: Rehearsal) -> Iterator[str]:
-    """Rendered as for a cluster, run here: it checks the machine, and starts the ranks."""
+    """Render as for a cluster and run here: the script checks the machine and starts the ranks."""
     ranks, nodes = r.record.ranks["here"], r.record.ranks["nodes"]
     run, out = str(r.folder / "rehearsal.yaml"), str(r.run_folder)
     r.start("launch-submit", windlass("submit", run, "--to", "script", "--dry-run", "--out", out)).finish()
@@ -281,7 +281,7 @@ def load(r: Rehearsal) -> Iterator[str]:
 
 
 def train(r: Rehearsal) -> Iterator[str]:
-    """Until the run has evaluated and saved."""
+    """Wait until the run has evaluated and saved."""
 
     def far_enough() -> bool:
         done = len(r.steps())
@@ -299,7 +299,7 @@ def train(r: Rehearsal) -> Iterator[str]:
 
 
 def stop(r: Rehearsal) -> Iterator[str]:
-    """SIGTERM to the script of one node, as a scheduler sends it."""
+    """Send SIGTERM to one node's script, as a scheduler does."""
     assert r.job is not None
     began = time.monotonic()
     r.job.processes[-1].send_signal(signal.SIGTERM)
@@ -351,7 +351,7 @@ def export(r: Rehearsal) -> Iterator[str]:
 
 
 def merge(r: Rehearsal) -> Iterator[str]:
-    """In 16 bits where the base is quantized: plain transformers can't open fused experts in FP8."""
+    """Merge in 16 bits if the base is quantized: plain transformers can't open fused experts in FP8."""
     dtype = ("--dtype", "bf16") if r.record.replica.get("quantization") else ()
     made = r.windlass("merge", "export", str(r.run_folder), "--to", str(r.folder / "merged"), "--merge", *dtype)
     logits = made["logits"]
