@@ -26,14 +26,14 @@ from windlass.train.rank import launched_by_srun
 # middle of it), wider where the machine itself varies.
 LOW, HIGH = 0.8, 1.4
 STORAGE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-LIMIT_SECONDS = 300.0  # for all of it, before the ranks are ended: a collective may hang
+LIMIT_SECONDS = 300.0  # limit of the whole calibration: a collective may hang
 
 
 def calibrate(
     count: int | None, out: Path | None, environ: MutableMapping[str, str], say: Callable[[str], None]
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Measure with real ranks and write the file: its path and content. Under torchrun this is one of the ranks; None
-    on those that don't write."""
+    """Measure with real ranks and write the file; return its path and content. Under torchrun this is one of the
+    ranks, and returns None on those that don't write."""
     gpus = hardware.this_machine().gpus
     kind = _kind_of(gpus[0].name) if gpus else "cpu"
     environ.update(launched_by_srun(environ))
@@ -56,7 +56,7 @@ def calibrate(
 
 
 def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One process for each rank; what rank 0 writes."""
+    """Start one process per rank; return what rank 0 writes."""
     with tempfile.TemporaryDirectory(prefix="windlass-calibrate-") as folder, ranks.reserved_port() as port:
         result = Path(folder) / "rates.json"
         started = [
@@ -85,7 +85,7 @@ def _start(count: int, storage: Path, environ: Mapping[str, str]) -> dict[str, A
 
 
 def _kind_of(name: str) -> str:
-    """The hardware table's name of a GPU, or the driver's own if it isn't there."""
+    """Return the hardware table's name of a GPU, or the driver's own if it isn't there."""
     try:
         return hardware.gpu(name).name
     except UserError:
@@ -93,7 +93,7 @@ def _kind_of(name: str) -> str:
 
 
 def _rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
-    """With what one node can't measure as data sheets imply it."""
+    """Combine measured rates with data sheets' for what one node can't measure."""
     found = dict(measured["rates"])
     collectives = [Collective(**each) for each in found.pop("collectives")]
     gpu = hardware.GPUS.get(kind) or hardware.GPUS["h100"]
@@ -130,7 +130,7 @@ def _points(rows: list[list[float]], busy: float) -> Points:
 
 
 def show(content: Mapping[str, Any]) -> None:
-    """What was measured, in a dozen lines."""
+    """Print what was measured, in a dozen lines."""
     rates, conditions = content["rates"], content["conditions"]
     curves = {f"products, {name}": rows for name, rows in rates["products"].items()}
     curves |= {name: rates[name] for name in ("grouped", "attention")}
@@ -156,7 +156,7 @@ def show(content: Mapping[str, Any]) -> None:
 
 
 def work(storage: Path) -> dict[str, Any] | None:
-    """All ranks measure at the same time, as they train; rank 0 returns what they have in common."""
+    """Measure on all ranks at the same time, as they train; rank 0 returns their common result."""
     import torch
     import torch.distributed as dist
     from transformers.integrations.moe import _grouped_linear
@@ -179,7 +179,7 @@ def work(storage: Path) -> dict[str, Any] | None:
     dtype = torch.bfloat16  # of most checkpoints, in which a CPU computes too
 
     def reference() -> float:
-        """A product that the machine's state shows in, before and after."""
+        """Time a product before and after, to see changes of the machine's state."""
         return measure.product_rates(device, dtype, [(rows[3], widths[3])])[0][2]
 
     def one_by_one(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -243,8 +243,8 @@ def work(storage: Path) -> dict[str, Any] | None:
 
 
 def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
-    """Host time of an operator and of a module's call, by the plan's own count of them: layers as training has them,
-    with so few tokens that nothing else takes time. Operators one after the other of one kind take half as long."""
+    """Measure the host's time per operator and per module call, by the plan's own counts: layers as in training,
+    with so few tokens that nothing else takes time. A chain of one kind of operator would take half as long."""
     import torch
     import transformers
 
@@ -293,7 +293,7 @@ def host_rates(device: Any, attach: Callable[..., Any]) -> dict[str, float]:
 
 
 def groups(device: Any, world: int, per_node: int) -> list[dict[str, Any]]:
-    """Of the ranks of a node, in groups of several sizes, and of all if they are on several nodes."""
+    """Measure groups of several sizes of a node's ranks, and of all ranks if they are on several nodes."""
     import torch.distributed as dist
 
     from windlass import measure
@@ -312,7 +312,7 @@ def groups(device: Any, world: int, per_node: int) -> list[dict[str, Any]]:
 
 
 def storage_rate(folder: Path, size: int) -> float:
-    """GB/s of a file that the page cache does not have."""
+    """Return GB/s of a file that is not in the page cache."""
     place = next(each for each in (folder, *folder.parents) if each.is_dir())
     with tempfile.NamedTemporaryFile(dir=place, prefix=".windlass-") as file:
         file.write(os.urandom(1 << 20) * (size >> 20))
@@ -327,7 +327,7 @@ def storage_rate(folder: Path, size: int) -> float:
 
 
 def _middle(values: list[Any]) -> Any:
-    """The ranks' mean of each number; ranks without one don't count."""
+    """Return the ranks' mean of each number; ranks without one don't count."""
     values = [value for value in values if value is not None]
     first = values[0]
     if isinstance(first, dict):

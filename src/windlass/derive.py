@@ -1,4 +1,5 @@
-"""What transformers would build from a config.json, as JSON: found out on the meta device, for a plan without torch.
+"""Describe, as JSON, what transformers would build from a config.json: found on the meta device, for a plan without
+torch.
 
 `python -m windlass.derive FOLDER` prints it. Nothing here reads a weight.
 """
@@ -35,7 +36,7 @@ ATTENTION: Final = re.compile(r"Attention|DeltaNet|Mamba|Mixer|Conv|LinearAttn")
 # Modules that mix tokens in a way that the plan has no formula for, and transformers' names for layers that have one.
 NO_FORMULA: Final = re.compile(r"DeltaNet|Mamba|Mixer|Conv|LinearAttn|Recurrent|Lightning|Indexer|Compress")
 NO_FORMULA_TYPES: Final = ("linear_attention", "mamba", "hybrid", "conv", "indexed_attention")
-LEAKS: Final = 1e-5  # of a logit's size: more of it from another document is no rounding
+LEAKS: Final = 1e-5  # relative to a logit: a larger change caused by another document is no rounding
 KINDS: Final = {
     "sdpa": "_supports_sdpa",
     **dict.fromkeys(("flash_attention_2", "flash_attention_3", "flash_attention_4"), "_supports_flash_attn"),
@@ -47,7 +48,7 @@ TOP_K: Final = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "ex
 
 
 def derive(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The description of a model that config.json names, or why it can't be trained here."""
+    """Return the description of the model of a config.json, or why it can't be trained here."""
     outer = _read_config(config, where)
     try:
         text = outer.get_text_config()
@@ -179,7 +180,7 @@ def _read_config(config: Mapping[str, Any], where: str) -> Any:
 
 
 def class_of(text: Any, config: Mapping[str, Any], where: str) -> Any:
-    """The causal language model's class of this config; encoders and encoder-decoders have none."""
+    """Return the causal language model's class of this config; encoders and encoder-decoders have none."""
     name: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     stem = type(text).__name__.removesuffix("Config")
     names = [name if isinstance(name, str) else "", f"{stem}ForCausalLM", f"{stem.removesuffix('Text')}ForCausalLM"]
@@ -207,7 +208,7 @@ def class_of(text: Any, config: Mapping[str, Any], where: str) -> Any:
 
 
 def wrapper_of(outer: Any, config: Mapping[str, Any], where: str) -> Any:
-    """The multimodal class around the language model."""
+    """Return the multimodal class around the language model."""
     mapped = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(outer.model_type)
     for name in [*(config.get("architectures") or ()), mapped]:
         found = getattr(transformers, str(name), None)
@@ -218,7 +219,7 @@ def wrapper_of(outer: Any, config: Mapping[str, Any], where: str) -> Any:
 
 
 def _taken_by_peft(model_type: str) -> Iterable[str]:
-    """Names of modules that PEFT takes for this family's routed experts, wherever they are."""
+    """Return module names that PEFT mistakes for this family's routed experts, wherever they are."""
     family = peft_conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
     fused = peft_conversion._MOE_FUSED_TARGETS.get(family)
     if not fused or get_checkpoint_conversion_mapping(model_type) is None:
@@ -235,7 +236,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _parts(model: Any, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Each state's part of the model."""
+    """Return the part of the model that each state belongs to."""
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
     found = {}
     for name in model.state_dict():
@@ -269,14 +270,14 @@ def _part_in_layer(layer: nn.Module, path: list[str]) -> str:
 
 
 class _Views(TorchFunctionMode):
-    """Copies are left out: what a conversion makes of a parameter stays a view of it, wherever it can be one."""
+    """Skips copies, so that what a conversion makes of a parameter stays a view of it if possible."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func in (Tensor.contiguous, Tensor.clone) else func(*args, **(kwargs or {}))
 
 
 def _spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any], list[str]]:
-    """For each of the model's states, the ways in which files store it; and the names of all else, as patterns.
+    """Return how files store each of the model's states, and patterns for all other names.
 
     One way is a list of [stored name, shape, offset in the parameter]; # in a name counts along the first dimension.
     """
@@ -332,7 +333,7 @@ def _spellings(model: Any, around: Any, where: str) -> tuple[dict[str, Any], lis
 
 
 def _count(pieces: list[Any]) -> list[Any]:
-    """Pieces that differ by their number along the first dimension alone, as one."""
+    """Merge pieces that differ only by their number along the first dimension."""
     if len(pieces) == 1:
         return pieces
     found: dict[str, list[Any]] = {}
@@ -342,7 +343,7 @@ def _count(pieces: list[Any]) -> list[Any]:
 
 
 def _prefixes(others: list[str], language: list[str]) -> list[str]:
-    """Beginnings of names that no parameter of the language model has, as regular expressions."""
+    """Return, as regular expressions, prefixes of names that no parameter of the language model has."""
     found = set()
     for name in others:
         steps = name.split(".")
@@ -358,8 +359,8 @@ def _prefixes(others: list[str], language: list[str]) -> list[str]:
 
 
 def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
-    """On a small model: whether packed documents don't see each other, and whether its logits are what the loss takes
-    them for. None if it can't be tried."""
+    """Test on a small model whether packed documents are isolated, and whether its logits are what the loss assumes.
+    None if it can't be tested."""
     try:
         with _quietly():
             small = type(text).from_dict(shrink(text.to_dict()), attn_implementation=attention)
@@ -378,7 +379,7 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
             logits = model.get_output_embeddings()(states) * scale
         logits = cap * torch.tanh(logits / cap) if cap else logits
         rounding, change = LEAKS * one.abs().max(), (one - two).abs().amax(-1)[0]
-        if change[:12].max() <= rounding:  # a model that does not answer to its input proves nothing
+        if change[:12].max() <= rounding:  # a model that does not react to its input proves nothing
             return UNTRIED
         idle = _untrainable_leaves(model, ids)
         isolates, same = bool(change[12:].max() <= rounding), bool((logits - one).abs().max() <= rounding)
@@ -388,9 +389,9 @@ def _try_out(causal: Any, text: Any, attention: str) -> dict[str, Any]:
 
 
 def _watch_float32(model: Any) -> set[nn.Module]:
-    """Modules that transformers keeps in float32, less those whose forward has been called since.
+    """Return the modules that transformers keeps in float32, without those whose forward is called.
 
-    FSDP2 gathers each of them before its own forward: weights that are read without that stay sharded.
+    FSDP2 gathers each of them before its forward: weights read in another way stay sharded.
     """
     kept = [re.compile(each.replace("*", ".*")) for each in model._get_dtype_plan(torch.bfloat16)]
     owners = {
@@ -403,7 +404,7 @@ def _watch_float32(model: Any) -> set[nn.Module]:
 
 
 def _untrainable_leaves(model: Any, ids: Tensor) -> list[str]:
-    """Names of linear modules that no gradient comes back to, or that PEFT refuses."""
+    """Return names of linear modules that get no gradient or that PEFT refuses."""
     reached = set[str]()
 
     def watch(leaf: str) -> Any:
@@ -426,13 +427,13 @@ def _untrainable_leaves(model: Any, ids: Tensor) -> list[str]:
 
 
 def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
-    """What the head's product is multiplied by before the softmax, and what then bounds it by tanh."""
+    """Return the factor of the head's product before the softmax, and its bound by tanh."""
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
 def _adaptable(experts: Any) -> bool:
-    """Two products for each expert on its own tokens, gate and up in one: the form that adapters are written for."""
+    """Return whether these experts have the form that adapters are written for: two products, gate and up fused."""
     return getattr(experts, "has_gate", False) and not getattr(experts, "has_post_expert_norm", True)
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are there in full or not at all: atomic writes, JSON lines, locks."""
+"""Files and folders that exist in full or not at all: atomic writes, JSON lines, locks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def unwritable(path: Path, error: OSError) -> str:
-    """Which file, why, and how much room there is."""
+    """Return which file can't be written, why, and how much space is free."""
     there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
     free = f"{shutil.disk_usage(there).free:,} bytes are free there"
     return f"{path} can't be written: {error.strerror or error} ({free})"
 
 
 class Unwritten:
-    """Around what a run writes while it trains: a file that can't be written is reported once, and left out.
+    """Guards writes during training: a file that can't be written is reported once and skipped.
 
-    `with unwritten(path): …`. say: what to do with the report; whoever raises alarms replaces it.
+    `with unwritten(path): …`. say: receives the report; the watch replaces it with an alarm.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class Unwritten:
             self.report(path, error)
 
     def open(self, path: Path, mode: str) -> TextIO:
-        """To write lines to; what can't be opened is reported, and its lines are lost."""
+        """Open a file to write lines to; if that fails, it is reported and its lines are lost."""
         with self(path):
             file: TextIO = path.open(mode, buffering=1, encoding="utf-8")  # type: ignore[assignment]
             with path.open("rb") as written:
@@ -78,7 +78,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file's object; an empty one if the file is absent, damaged or holds something else."""
+    """Return a JSON file's object; an empty one if the file is absent, damaged or not an object."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -87,21 +87,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def append_json_line(path: Path, value: dict[str, Any]) -> None:
-    """One write per line: lines of several threads or processes don't mix."""
+    """Append a line with a single write, so that lines of several threads or processes don't mix."""
     line = json.dumps(value, default=str) + "\n"
     with path.open("a+b") as file:
         file.write(b"\n" * _is_cut_short(file) + line.encode())
 
 
 def _is_cut_short(file: IO[bytes]) -> bool:
-    """A full disk, or a kill, has left half a line at its end."""
+    """Return whether the file ends with half a line, left by a full disk or a kill."""
     return file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
 
 
 class Table:
-    """JSON lines of many alike objects: `[form, value, ...]`, below a line that names the columns of that form.
+    """JSON lines of similar objects: `[form, value, ...]`, after a line that names the columns of that form.
 
-    derived: fields that are not written, as the reader computes them: name -> (+, - or /, fields …).
+    derived: fields that are not written because the reader computes them: name -> (+, - or /, fields …).
     """
 
     def __init__(self, derived: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -109,7 +109,7 @@ class Table:
         self.columns: dict[int, list[str]] = {}  # by form: a hash of them, so that it means the same in the whole file
 
     def encode(self, record: Mapping[str, Any]) -> str:
-        """What to append: a row, and a header if it is the first of its form."""
+        """Return the text to append: a row, preceded by a header if it is the first of its form."""
         columns, header = [name for name in record if name not in self.derived], ""
         form = zlib.crc32("/".join(columns).encode()) & 0xFFFF
         if self.columns.get(form) != columns:
@@ -118,7 +118,7 @@ class Table:
         return header + json.dumps([form, *map(record.get, columns)], separators=(",", ":")) + "\n"
 
     def decode(self, value: Any) -> dict[str, Any] | None:
-        """What a line says: an object, which it may also be itself; empty for a header; None if it is neither."""
+        """Return a line's object; empty for a header; None if it is neither."""
         match value:
             case {"form": int(form), "columns": list(columns), "derived": dict(derived)}:
                 self.columns[form], self.derived = [*map(str, columns)], derived
@@ -130,7 +130,7 @@ class Table:
         return None
 
     def derive(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Add the derived fields of which all parts are there."""
+        """Add the derived fields whose inputs all exist."""
         for name, formula in self.derived.items():
             try:
                 record[name] = functools.reduce(WAYS[formula[0]], [record[field] for field in formula[1:]])
@@ -140,7 +140,7 @@ class Table:
 
 
 def table_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line with its object. One cut short by a kill, or damaged, is skipped."""
+    """Yield each line with its object. Lines that are damaged or cut short by a kill are skipped."""
     table = Table()
     with path.open("rb") as file:
         for line in file:
@@ -154,7 +154,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or a folder with all it holds, to the disk: contents first, then the names."""
+    """Flush a file, or a folder with everything in it, to the disk: contents first, then names."""
     for one in (*path.rglob("*"), path):
         _fsync(one)
 
@@ -168,7 +168,8 @@ def _fsync(path: Path) -> None:
 
 
 def commit_dir(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, replacing what had it. A crash leaves the old one, the new one or none."""
+    """Give a finished folder its name, replacing what had it. After a crash there is the old one, the new one or
+    none."""
     flush(partial)
     if final.exists():  # rename() does not replace a folder that has files
         discard_dir(final)
@@ -185,7 +186,7 @@ def discard_dir(folder: Path) -> None:
 
 
 def file_sample(path: Path) -> bytes:
-    """Name, size and nine places of a large file: read at once, and other for nearly any other file."""
+    """Return name, size and nine samples of a large file: quick to read, and different for nearly any other file."""
     size = path.stat().st_size
     with path.open("rb") as file:
 
@@ -197,9 +198,9 @@ def file_sample(path: Path) -> bytes:
 
 
 def lock_file(path: Path, *, wait: bool = True) -> IO[str] | None:
-    """Lock `path` until the returned file is closed; the system closes it when the process ends, however it ends.
+    """Lock `path` until the returned file is closed; the system closes it however the process ends.
 
-    None if the storage has no locks. Raises BlockingIOError if `wait` is false and another process holds it.
+    None if the storage has no locks. Raises BlockingIOError if `wait` is false and another process has the lock.
     """
     file = path.open("a")
     try:

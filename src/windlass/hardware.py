@@ -1,4 +1,4 @@
-"""GPUs and fabrics as a table with sources, and what this machine has: GPUs (NVML), processors, memory, addresses."""
+"""GPUs and fabrics as a table with sources, and this machine's GPUs (NVML), processors, memory and addresses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Points = tuple[tuple[float, float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One kind of collective over so many ranks: seconds = latency + bytes that one GPU sends / rate."""
+    """One kind of collective over a number of ranks: seconds = latency + bytes that one GPU sends / rate."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all
     fabric: str  # link: all ranks on one node; network: they span nodes
@@ -41,7 +41,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the time model takes of a machine: measured by `windlass calibrate`, else implied by data sheets."""
+    """The machine's rates for the time model: measured by `windlass calibrate`, else derived from data sheets."""
 
     basis: str  # "data sheet", or "calibrated on 2 x h100, 2026-01-31"
     products: Mapping[str, Points]  # by dtype (bfloat16, float32): rows, sqrt(inputs x outputs), TFLOP/s
@@ -65,7 +65,7 @@ class Rates:
     __hash__ = object.__hash__  # a key of caches
 
     def collective(self, kind: str, fabric: str, ranks: int) -> Collective:
-        """Of the measured group that is most like it."""
+        """Return the measured collective of the most similar group."""
         alike = [c for c in self.collectives if (c.kind, c.fabric) == (kind, fabric)]
         return min(alike, key=lambda c: abs(log(c.ranks / ranks)))
 
@@ -75,12 +75,13 @@ NARROW = 8
 
 @lru_cache(maxsize=10_000)
 def product_rate(rates: Rates, kind: str, rows: float, width: float) -> float:
-    """TFLOP/s of matrix products: of a dtype, or `grouped` for those of all experts at once."""
+    """Return TFLOP/s of matrix products in a dtype, or `grouped` for all experts at once."""
     return interpolate(rates.grouped if kind == "grouped" else rates.products[kind], rows, width)
 
 
 def interpolate(points: Points, first: float, second: float) -> float:
-    """The rate at these two sizes. Beyond the points: the nearest one's, but below the fewest rows in proportion."""
+    """Return the rate at these two sizes. Outside of the points: the nearest one's, reduced in proportion for fewer
+    rows."""
     firsts, lines = _by_first(points)
     after = bisect_right(firsts, first)
     near = slice(max(after - 1, 0), min(after + 1, len(firsts)))
@@ -127,7 +128,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one run is laid out on."""
+    """The hardware of one run."""
 
     gpu: Gpu
     link: Fabric  # between GPUs of one node
@@ -146,7 +147,8 @@ class Machine:
 # Large bfloat16 products: power holds Hopper's clocks down (grouped ones reach 474 TFLOP/s at 512 rows an expert on an
 # H100, which 0.7 of the peak and the reading of the weights explain); Ampere's come closer to the peak.
 ACHIEVED_SHARE, AMPERE_SHARE = 0.7, 0.8
-# Large additions reach nine tenths of the data sheet's memory rate; what layers have beside products, fitted, less.
+# Large additions reach nine tenths of the data sheet's memory rate; a layer's operations other than products reach
+# less, which was fitted.
 MEMORY_SHARE = 0.85
 
 
@@ -179,8 +181,8 @@ UNTRIED = (0.8, 1.3)
 
 @lru_cache
 def data_sheet_rates(gpu: Gpu, link: Fabric, network: Fabric, host_link: Fabric, nics_per_node: int) -> Rates:
-    """What data sheets imply. A product takes its operations at the sustained rate, and its matrices' way through
-    memory: narrow ones and those of few rows are slower."""
+    """Derive rates from data sheets. A product takes its operations at the sustained rate plus its matrices' way
+    through memory: narrow matrices and those with few rows are slower."""
     fp32 = gpu.achieved_tflops / (1 if gpu.name == "cpu" else 16)  # GPUs have no matrix units for it
 
     def products(size: int, tflops: float) -> Points:
@@ -225,7 +227,8 @@ FIGURES = ("name", "memory_gib", "bf16_tflops", "memory_gb_per_second")
 
 
 def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
-    """The table's row, or one built from the run file's figures. An unknown name asks for them."""
+    """Return the table's row, or one built from the run file's figures. An unknown name is an error that asks for
+    figures."""
     if isinstance(name, Mapping):
         gib, peak, rate = (float(name[key]) for key in FIGURES[1:])
         return Gpu(name["name"], gib, peak, name.get("achieved_tflops", peak * ACHIEVED_SHARE), rate * MEMORY_SHARE)
@@ -241,7 +244,7 @@ def gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
 
 
 def fabric(name: str | Mapping[str, Any], where: str = "cluster.network") -> Fabric:
-    """The table's row by name or alias, or one built from given figures."""
+    """Return the table's row by name or alias, or one built from given figures."""
     if isinstance(name, Mapping):
         return Fabric(str(name["name"]), float(name["gb_per_second"]))
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
@@ -259,7 +262,7 @@ def _find(what: str, name: str, key: str, known: list[str], figures: str, where:
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    """What this machine has, as far as this process may use it."""
+    """This machine's hardware, as far as this process may use it."""
 
     gpus: tuple[GpuReading, ...]
     cpus: int
@@ -269,7 +272,7 @@ class LocalMachine:
 
 
 def this_machine() -> LocalMachine:
-    """GPUs as NVML reports them, processors and memory within the control group's limits."""
+    """Return GPUs as NVML reports them, and processors and memory within the control group's limits."""
     found, limit = read_gpus(health=False), memory_limit_gib()
     kib = re.search(r"^MemTotal:\s+(\d+) kB", read_text(Path("/proc/meminfo")), re.MULTILINE)
     if kib:
@@ -283,7 +286,7 @@ def this_machine() -> LocalMachine:
 
 
 def this_gpu() -> str:
-    """The first GPU of this machine by name, or `cpu` if there is none."""
+    """Return the name of this machine's first GPU, or `cpu` if there is none."""
     gpus = read_gpus(health=False).gpus
     return gpus[0].name if gpus else "cpu"
 
@@ -308,7 +311,7 @@ THROTTLE_FAULTS: Final = frozenset(THROTTLE.values()) - {"software power cap", "
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """What NVML reports of one GPU now. None: the GPU, the driver or the binding doesn't report it."""
+    """NVML's current report about one GPU. None: the GPU, the driver or the binding doesn't report it."""
 
     index: int
     name: str
@@ -336,7 +339,7 @@ class Gpus:
 
 
 def read_gpus(*, health: bool = True) -> Gpus:
-    """Every GPU's memory, and with `health` errors, clocks, links and processes too."""
+    """Read every GPU's memory; with `health` also errors, clocks, links and processes."""
     nvml = Nvml()
     if nvml.error:
         return Gpus(error=nvml.error, installed=nvml.installed)
@@ -350,7 +353,7 @@ def read_gpus(*, health: bool = True) -> Gpus:
 
 
 class Nvml:
-    """NVIDIA's management library, opened. `error` says why there is nothing to ask."""
+    """NVIDIA's management library, opened. `error` says why it can't be used."""
 
     def __init__(self) -> None:
         self.error, self.installed = "", True
@@ -366,7 +369,7 @@ class Nvml:
             self.error = f"NVML does not start: {error}"
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """The answer, or None if the GPU, the driver or the binding doesn't know the question."""
+        """Return the answer, or None if the GPU, the driver or the binding doesn't support the query."""
         try:
             answer = getattr(self.library, function)(*arguments)
         except (AttributeError, TypeError, ValueError, self.library.NVMLError):  # UnicodeDecodeError: garbled names
@@ -374,7 +377,7 @@ class Nvml:
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
     def handles(self) -> list[Any]:
-        """Of every GPU; in MIG mode of its instances, which are all that a process can compute on."""
+        """Return handles of every GPU; in MIG mode of its instances, on which alone processes can compute."""
         found = []
         for index in range(self.library.nvmlDeviceGetCount()):
             gpu = self.library.nvmlDeviceGetHandleByIndex(index)
@@ -387,14 +390,14 @@ class Nvml:
         return found
 
     def find(self, uuid: str, index: int) -> Any:
-        """The GPU that torch calls `index`, by UUID if possible: NVML doesn't know CUDA_VISIBLE_DEVICES."""
+        """Return the GPU that torch calls `index`, by UUID if possible: NVML ignores CUDA_VISIBLE_DEVICES."""
         for name in (f"GPU-{uuid}", f"MIG-{uuid}", uuid):
             if (found := self.ask("nvmlDeviceGetHandleByUUID", name)) is not None:
                 return found
         return self.ask("nvmlDeviceGetHandleByIndex", index)
 
     def read_gpu(self, index: int, gpu: Any, *, health: bool = True) -> GpuReading:
-        """Raises NVMLError if not even its memory can be read."""
+        """Read one GPU. Raises NVMLError if not even its memory can be read."""
         memory = self.library.nvmlDeviceGetMemoryInfo(gpu)
         name = self.ask("nvmlDeviceGetName", gpu) or "unknown GPU"
         reading = GpuReading(index, name, memory.total / GIB, memory.free / GIB, self.ask("nvmlDeviceGetUUID", gpu))
@@ -417,7 +420,8 @@ class Nvml:
         )
 
     def read_load(self, gpu: Any, *, pcie: bool = True) -> dict[str, Any]:
-        """How busy a GPU is now, by the step files' field names. The driver counts PCIe for 20 ms a direction."""
+        """Return a GPU's current load, by the step files' field names. The driver measures PCIe for 20 ms per
+        direction."""
         rates = self.ask("nvmlDeviceGetUtilizationRates", gpu)
         milliwatts = self.ask("nvmlDeviceGetPowerUsage", gpu)
         throttle = self._throttle(gpu)
@@ -447,7 +451,7 @@ class Nvml:
 
 
 def interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
-    """IP addresses of a network interface. Link-local ones are left out: they reach nobody beyond the cable."""
+    """Return the IP addresses of a network interface, without link-local ones, which reach nobody beyond the cable."""
     import fcntl
 
     found = []
@@ -462,7 +466,7 @@ def interface_addresses(name: str, root: Path = Path("/")) -> list[str]:
 
 
 def usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Processors that this process may run on, within the control group's quota."""
+    """Return the number of processors that this process may use, within the control group's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
     quota, period, *_ = (*read_text(root / "cpu.max").split(), "", "")
@@ -472,7 +476,7 @@ def usable_cpus(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def memory_limit_gib(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Version 2 of control groups first, then version 1, which writes 'no limit' as a huge number."""
+    """Return the control group's limit: version 2 first, then version 1, which writes 'no limit' as a huge number."""
     for path in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
         line = read_text(path).strip()
         if line.isdigit() and int(line) < 2**60:

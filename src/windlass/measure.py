@@ -1,4 +1,4 @@
-"""How fast this process computes, copies and exchanges: short measurements with torch, each a median."""
+"""Measure how fast this process computes, copies and exchanges: short measurements with torch, each a median."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.distributed import ProcessGroup
 
 from windlass.hardware import KINDS, Collective, Points
 
-TURNS = 5  # of which the median counts
-TURN_SECONDS = 2e-3  # that a turn takes at least
-CACHED = 16 << 20  # bytes of other tensors that a layer reads until it comes to the same one again
-MOST_FLOPS = {"cpu": 1e9, "cuda": 4e12}  # of one call
+TURNS = 5  # turns of a measurement; the median counts
+TURN_SECONDS = 2e-3  # minimum duration of a turn
+CACHED = 16 << 20  # bytes of other tensors that a layer reads before it returns to the same one
+MOST_FLOPS = {"cpu": 1e9, "cuda": 4e12}  # most operations of one call
 EXPERTS = 8
-SMALL_BYTES = 1 << 10  # of each rank, where latency alone counts
-LARGE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # where it doesn't
+SMALL_BYTES = 1 << 10  # bytes per rank at which only latency counts
+LARGE_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # bytes per rank at which it doesn't count
 
 
 def synchronize(device: torch.device) -> None:
@@ -33,12 +33,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Of one thread on a CPU the processor's time, in which other work doesn't show."""
+    """Return the clock to measure with: on one CPU thread the processor's time, which other work doesn't affect."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def seconds(call: Callable[[], Any], device: torch.device, turns: int = TURNS) -> float:
-    """Of one call, the median of some turns."""
+    """Return the duration of one call, the median of some turns."""
     now = clock(device)
     began = now()
     call()  # kernels are loaded, memory is allocated
@@ -62,7 +62,7 @@ def rates(
     flops: Callable[[int, int], float],
     prepare: Callable[[int, int], Callable[[], Any]],
 ) -> Points:
-    """TFLOP/s at each pair of sizes that isn't too large for this device."""
+    """Return TFLOP/s at each pair of sizes that isn't too large for this device."""
     small = [pair for pair in sizes if flops(*pair) <= MOST_FLOPS[device.type]]
     if device.type == "cuda":
         times = [seconds(prepare(*pair), device) for pair in small]
@@ -72,8 +72,8 @@ def rates(
 
 
 def seconds_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Of each call after others, as in a layer: a CPU's small products take twice as long as one over and over, whose
-    tensors are in its cache."""
+    """Return the duration of each call when called after others, as in a layer: on a CPU small products take twice
+    as long as when repeated with their tensors in the cache."""
     now, times = clock(device), [list[float]() for _ in calls]
     other = torch.zeros(CACHED // 4)
     for _ in range(TURNS + 1):  # the first prepares
@@ -88,7 +88,7 @@ def seconds_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device) ->
 def product_rates(
     device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]], columns: int | None = None
 ) -> Points:
-    """Of x W^T with a square W, or with `columns` columns there and back: rows, width."""
+    """Measure x W^T with a square W, or with `columns` columns there and back, by rows and width."""
 
     def prepare(rows: int, width: int) -> Callable[[], Any]:
         x, w = (torch.randn(size, width, device=device).to(dtype) for size in (rows, columns or width))
@@ -108,7 +108,7 @@ def grouped_rates(
     sizes: Iterable[tuple[int, int]],
     product: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Points:
-    """The same of all experts at once: product(x, weights, offsets) with equally many rows for each."""
+    """Measure products of all experts at once: product(x, weights, offsets), with equally many rows for each."""
 
     def prepare(rows: int, width: int) -> Callable[[], Any]:
         x = torch.randn(EXPERTS * rows, width, device=device).to(dtype)
@@ -121,7 +121,7 @@ def grouped_rates(
 def attention_rates(
     device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]], tokens: int, *, backward: bool
 ) -> Points:
-    """Of the forward's operations in the unmasked half, for `tokens` tokens: length, width of a head."""
+    """Measure the forward's operations in the unmasked half, for `tokens` tokens, by length and head width."""
 
     def prepare(length: int, width: int) -> Callable[[], Any]:
         shape = (max(1, tokens // length), 4, length, width)
@@ -137,8 +137,8 @@ def attention_rates(
 
 
 def memory_rate(device: torch.device, elements: int) -> float:
-    """GB/s read and written: by an addition, which a GPU's other operators are as fast as; on a CPU, which is slower at
-    most of them, by some that layers have, in 16 bits, whose results are kept as a forward keeps them."""
+    """Return GB/s read and written: of an addition on a GPU, whose other operators are as fast; on a CPU, whose
+    others are mostly slower, of a mix from layers in 16 bits, with results kept as a forward keeps them."""
     if device.type != "cpu":
         a, b = torch.randn(elements, device=device), torch.randn(elements, device=device)
         return 3 * a.nbytes / seconds(lambda: torch.add(a, b, out=b), device) / 1e9
@@ -161,7 +161,7 @@ def memory_rate(device: torch.device, elements: int) -> float:
 
 
 def copy_rate(device: torch.device, size: int) -> float:
-    """GB/s from pinned host memory to the GPU; on a CPU, of a copy."""
+    """Return GB/s from pinned host memory to the GPU; on a CPU, of a copy."""
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(size, dtype=torch.uint8, device=device)
     return size / seconds(lambda: target.copy_(source, non_blocking=True), device) / 1e9
@@ -183,7 +183,7 @@ def sync_seconds(device: torch.device) -> float:
 def collectives(
     device: torch.device, group: ProcessGroup | None, fabric: str, per_node: int, turns: int = TURNS
 ) -> list[Collective]:
-    """All kinds over one group, which all of its ranks measure together; the slowest rank counts.
+    """Measure all kinds over one group, with all of its ranks; the slowest rank counts.
 
     `per_node`: how many of its ranks are on a node, for a fabric between nodes.
     """
@@ -204,7 +204,7 @@ def collectives(
 
 
 def _collective_seconds(kind: str, device: torch.device, group: ProcessGroup | None, size: int, turns: int) -> float:
-    """`size`: bytes of one rank's part."""
+    """Return the duration of a collective. `size`: bytes of one rank's part."""
     ranks, part = dist.get_world_size(group), torch.zeros(size // 4, device=device)
     whole = torch.zeros(ranks * part.numel(), device=device)
     calls: dict[str, Callable[[], Any]] = {

@@ -23,13 +23,13 @@ PLAN: Final = "plan.json"  # the plan that the run was started with
 DATA: Final = "data.json"  # the data audit
 LOAD: Final = "load.json"  # the certificate: every weight proven against the files
 STEPS: Final = "steps-rank{rank}.jsonl"  # one line per optimizer step, below lines that name its columns
-METER: Final = "meter-rank{rank}.json"  # what holds for the whole run of this rank
+METER: Final = "meter-rank{rank}.json"  # facts about this rank's whole run
 EVENTS: Final = "events.jsonl"  # evaluations, saves, starts and ends, written by rank 0
-SAMPLES: Final = "samples.jsonl"  # step, prompt, text: what the model made of fixed prompts at evaluations
+SAMPLES: Final = "samples.jsonl"  # step, prompt, text: continuations of fixed prompts at evaluations
 ALARMS: Final = "alarms.jsonl"  # time, step, rank, kind, level, message
 CHECKPOINTS: Final = "checkpoints"  # step-N: adapter, optimizer, random numbers, position in the data
 FINAL: Final = "final"  # the adapter
-BASES: Final = "bases.json"  # held-out losses with the base stored in other ways, by `windlass best --base-dtype`
+BASES: Final = "bases.json"  # held-out losses with the base in other dtypes, by `windlass best --base-dtype`
 
 OUTPUT_DIR: Final = "WINDLASS_OUTPUT_DIR"  # where a script that windlass started finds the run folder
 
@@ -37,7 +37,7 @@ FINISHED, RUNNING, STOPPED, FAILED = "finished", "running", "stopped by a signal
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """The step files of a run folder by rank."""
+    """Return the step files of a run folder by rank."""
     named = ((re.fullmatch(r"steps-rank(\d+)\.jsonl", path.name), path) for path in folder.glob("steps-rank*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 
@@ -47,7 +47,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def update_manifest(folder: Path, **values: Any) -> None:
-    """Its state is true on a full disk too: in its own place a file that doesn't grow needs no room."""
+    """Update the manifest. Works on a full disk too: rewriting a file that doesn't grow needs no space."""
     path, manifest = folder / MANIFEST, {**read_manifest(folder), **values}
     try:
         write_json(path, manifest)
@@ -65,7 +65,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def log_event(folder: Path, kind: str, step: int, **fields: Any) -> None:
-    """One line of events.jsonl; safe from a background thread."""
+    """Append a line to events.jsonl; safe from a background thread."""
     append_json_line(folder / EVENTS, {"time": round(time.time(), 3), "step": step, "kind": kind, **fields})
 
 
@@ -77,7 +77,7 @@ def ensure_dir(folder: Path, where: str) -> None:
 def lock_run(folder: Path, where: str) -> IO[str] | None:
     """Keep a second run out of `folder` until the returned file is closed or the process ends.
 
-    Storage without locks is no reason not to run: it is reported, and None returned.
+    On storage without locks this is reported, and None is returned.
     """
     with _explain_os_error(folder, where):
         try:
@@ -99,7 +99,7 @@ def _explain_os_error(folder: Path, where: str) -> Iterator[None]:
 
 
 def begin_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """The run is running; when it first began is kept over resumes."""
+    """Record that the run is running; its first start time is kept across resumes."""
     began = read_manifest(folder).get("began") or time.strftime("%Y-%m-%d %H:%M:%S")
     write_json(folder / MANIFEST, {"state": RUNNING, "began": began, **facts})
 
@@ -110,7 +110,7 @@ def _installed(library: str) -> str:
 
 
 def versions(libraries: Iterable[str]) -> dict[str, str]:
-    """Of windlass, Python and those of these libraries that are installed."""
+    """Return the versions of windlass, Python and those of these libraries that are installed."""
     found = {"windlass": __version__, "python": sys.version.split()[0]}
     for name in libraries:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -119,7 +119,8 @@ def versions(libraries: Iterable[str]) -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the directory the run was started in, and whether it was changed; None outside of a repository."""
+    """Return the commit of the directory the run was started in and whether it was modified; None outside of a
+    repository."""
     command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         status = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -1,4 +1,4 @@
-"""`windlass version` and `windlass bug-report`: what someone who helps needs to know, without data or secrets."""
+"""`windlass version` and `windlass bug-report`: the facts that a helper needs, without data or secrets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PATTERNS: Final = (
 
 
 def versions() -> dict[str, Any]:
-    """What matters for a bug report. Imports none of the libraries."""
+    """Return versions for a bug report, without importing the libraries."""
     gpus = read_gpus(health=False)
     found: dict[str, Any] = dict(run_folder.versions(LIBRARIES))
     return found | {
@@ -65,7 +65,7 @@ def versions() -> dict[str, Any]:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, read from its version.py: importing torch takes seconds."""
+    """Return the CUDA version that torch was built for, from its version.py: importing torch takes seconds."""
     spec = find_spec("torch")
     for folder in spec.submodule_search_locations or () if spec else ():
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 class Masks:
-    """Takes out secrets: by the name of their key, by what they look like, and those of this process's environment."""
+    """Removes secrets: by key, by form, and those in this process's environment."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.values = sorted({v for k, v in environ.items() if SECRET_NAME.search(k) and len(v) >= 6}, key=len)[::-1]
@@ -105,7 +105,7 @@ class Masks:
         return text.replace(f"{self.home}/", "~/") if self.home else text
 
     def value(self, value: Any, key: str = "") -> Any:
-        """A JSON value. Variables keep their value only where windlass knows them and they are no secret."""
+        """Mask a JSON value. Variables keep their value only if windlass knows them and they are not secret."""
         if value in (None, "", [], {}) or isinstance(value, bool):
             return value
         if key in TEXT or (SECRET_NAME.search(key) and isinstance(value, str | list)):
@@ -147,7 +147,7 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
 
 
 def collect(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
-    """Names and texts of the files in the archive."""
+    """Yield names and texts of the files in the archive."""
     yield "versions.json", json.dumps(masks.value(versions()), indent=1)
     files = {name: read_json(folder / name) for name in WHOLE}
     audit = read_json(folder / run_folder.DATA)
@@ -168,7 +168,7 @@ def collect(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
 
 
 def last_lines(path: Path) -> list[str]:
-    """The last lines of a text file, each cut; of a step file, with the names of its fields."""
+    """Return the last lines of a text file, each cut; of a step file, with the names of its fields."""
     if path.name.startswith("steps-rank"):
         return [json.dumps(line)[:MAX_LINE] for line in deque(read_json_lines(path), LAST)]
     with path.open("rb") as file:

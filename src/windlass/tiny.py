@@ -1,7 +1,7 @@
 """Tiny replicas of models in their published layout, with random weights: for the demo, the rehearsal and tests.
 
-Model classes, key names on disk and file format are the libraries' own; only the sizes are small. So what opens a
-replica opens the model it stands for.
+Model classes, names on disk and file format are the libraries' own; only the sizes are small. What opens a replica also
+opens the model it stands for.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def write(
 
 
 def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0) -> Path:
-    """A tiny replica of this very model: its class, wrapper, quantization, dtype, names on disk. No tokenizer.
+    """Write a tiny replica of this model: its class, wrapper, quantization, dtype, names on disk. No tokenizer.
 
     sizes: the text model's config.json, with other numbers.
     """
@@ -168,7 +168,7 @@ def _write_model(
     seed: int,
     named: Callable[[str], str] = str,
 ) -> None:
-    """The library's own class with random weights, its tensors under the names that they have on disk."""
+    """Write the library's own class with random weights, with tensors under their names on disk."""
     transformers = importlib.import_module("transformers")
     directory.mkdir(parents=True, exist_ok=True)
     config = text = getattr(transformers, causal_lm).config_class(**sizes)
@@ -196,7 +196,7 @@ def write_family(
     seed: int = 0,
     quantized: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A tiny model of any family that transformers can build, as it saves it. config: of the language model;
+    """Write a tiny model of any family that transformers can build, as it saves it. config: of the language model;
     quantized: its quantization_config."""
     transformers = importlib.import_module("transformers")
     outer = transformers.CONFIG_MAPPING[family]()
@@ -229,7 +229,7 @@ def _save_model(
     seed: int,
     named: Callable[[str], str] = str,
 ) -> None:
-    """A model with random weights, its tensors under the names that they have on disk."""
+    """Write a model with random weights, with tensors under their names on disk."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.random.fork_rng(devices=[]):
@@ -251,7 +251,7 @@ def _save_model(
 
 
 def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor, with the scales of those that become FP8."""
+    """Yield every stored tensor, with the scales of quantized ones."""
     for key, weight in weights.items():
         if not QUANTIZED.search(key) or NOT_QUANTIZED.search(key):
             yield key, weight
@@ -271,7 +271,7 @@ def _quantize(weights: dict[str, Tensor], quantized: Mapping[str, Any]) -> Itera
 
 
 def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
-    """As bitsandbytes stores a matrix: scales of 64 values in 8 bits, of which 256 share a scale."""
+    """Quantize as bitsandbytes does: blocks of 64 values with 8-bit scales, of which 256 share a scale."""
     codes, scale = four_bits.encode(weight.float(), "nf4")
     mean, numbers = scale.mean(), torch.linspace(-1, 1, 256)
     apart = scale.flatten() - mean
@@ -290,7 +290,7 @@ def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _to_mxfp4(weight: Tensor) -> dict[str, Tensor]:
-    """As gpt_oss stores experts [expert, in, out]: 32 inputs of an output share a power of two."""
+    """Quantize as gpt_oss stores experts [expert, in, out]: 32 inputs of an output share a power of two."""
     blocks = weight.float().transpose(1, 2).reshape(len(weight), weight.shape[2], -1, 32)
     power = torch.frexp(blocks.abs().amax(-1, keepdim=True))[1] - 3  # the largest number is 6
     numbers = four_bits.table("mxfp4", weight.device)
@@ -300,7 +300,7 @@ def _to_mxfp4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _to_fp8(weight: Tensor, side: int | None) -> tuple[Tensor, Tensor]:
-    """Codes and scale with weight = code x scale: one scale a block of so many rows and columns, or one a matrix."""
+    """Return codes and scale with weight = code x scale: one scale per block of this size, or one per matrix."""
     *outer, rows, columns = weight.shape
     high, wide = side or rows, side or columns
     padded = nn.functional.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
@@ -331,7 +331,7 @@ def _save(stored: dict[str, Tensor], directory: Path, files: int) -> None:
 
 
 def write_tokenizer(directory: Path, vocab: int = 512) -> Path:
-    """A byte-level BPE tokenizer of `vocab` tokens, trained on the text that every Python carries."""
+    """Write a byte-level BPE tokenizer of `vocab` tokens, trained on the text that every Python has."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

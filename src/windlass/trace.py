@@ -25,7 +25,7 @@ EXPERTS: Final = re.compile(r"Experts$")
 
 
 class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators, and the bytes that are there at the same time of what they make."""
+    """Counts operators, and the bytes of their results that exist at the same time."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -75,9 +75,9 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace_layers(model: Any, numbers: Collection[int]) -> dict[int, dict[str, list[float]]]:
-    """Of each of these decoder layers, at each of LENGTHS tokens in 16 bits: what one pass keeps and does.
+    """Return what one pass of each of these decoder layers keeps and does, at each of LENGTHS tokens in 16 bits.
 
-    `model` is on the meta device, and is not to be used afterwards. Routed experts are left out: they have formulas.
+    `model` is on the meta device and must not be used afterwards. Routed experts are left out: they have formulas.
     """
     backbone = model.model
     backbone.layers = backbone.layers[: max(numbers) + 1]  # those after it would compute for nothing
@@ -108,7 +108,7 @@ def trace_layers(model: Any, numbers: Collection[int]) -> dict[int, dict[str, li
 
 
 def _trace(layer: nn.Module, states: Tensor, args: Any, kwargs: Any) -> dict[str, float]:
-    """One forward and backward."""
+    """Trace one forward and backward."""
     args, kwargs = tree_map_only(Tensor, lambda each: each.detach(), (args, kwargs))
     states = states.detach().requires_grad_()
     with _Tracing() as tracing:

@@ -36,13 +36,13 @@ STARTED = (
 
 
 def started(name: str) -> bool:
-    """Whether only a launcher may set it."""
+    """Return whether only a launcher may set it."""
     return name.startswith("PET_") or name in STARTED
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A row of the table, whose head says what its columns mean."""
+    """A row of the table in variables.toml, whose head describes the columns."""
 
     about: str
     windlass: str
@@ -67,7 +67,7 @@ def variables() -> dict[str, Variable]:
 
 
 def unread(names: Iterable[str]) -> dict[str, str]:
-    """Those that look like variables of NCCL, of gloo or of torch for them, and are none; with what to do instead."""
+    """Return names that look like variables of NCCL, gloo or torch for them but are none, and what to do instead."""
     table, found = variables(), {}
     known = [name for name in (*table, *_table()["names"]) if name.startswith(CHECKED)]
     for name in sorted(names):
