@@ -21,10 +21,10 @@ from windlass.plan.unset import COVERED, FEW_STEPS, MOST_EPOCHS, SAMPLED, SHORTE
 from windlass.runfile import Loaded, read
 from windlass.runfile.reference import text_of
 
-LONGEST: Final = 16_384  # of data.max_length
-MANY_STEPS: Final = 150  # from which an optimizer step takes more rows
+LONGEST: Final = 16_384  # largest data.max_length
+MANY_STEPS: Final = 150  # with more steps than this, an optimizer step takes more rows
 UNKNOWN: Final = 2048  # data.max_length for rows of unknown lengths
-MOST_SEQUENCES: Final = 128  # of an optimizer step
+MOST_SEQUENCES: Final = 128  # most sequences of an optimizer step
 
 
 class Draft:
@@ -39,7 +39,7 @@ class Draft:
         return text_of(values, reasons, "Next step: windlass plan run.yaml")
 
     def load(self, **changes: Any) -> Loaded:
-        """As a run file that is read, with other values under the same keys."""
+        """Load it as a run file, with other values for some keys."""
         changed = Draft(self.settings | {key.replace("__", "."): (value, "") for key, value in changes.items()})
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.yaml"
@@ -120,7 +120,7 @@ def _draft(model: str, data: str, gpus: str | None, say: Callable[[str], None], 
 
 
 def _machines(gpus: str | None) -> tuple[int, int, str]:
-    """8xh200: eight on one node; 2x8xh200: two such nodes; None: what this machine has."""
+    """Parse 8xh200 as eight GPUs on one node and 2x8xh200 as two such nodes; None: this machine's."""
     if gpus is None:
         here = hardware.this_machine().gpus
         return 1, max(1, len(here)), hardware.this_gpu()
@@ -132,7 +132,7 @@ def _machines(gpus: str | None) -> tuple[int, int, str]:
 
 
 def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
-    """Length, batch and epochs from how long the rows are and how many there are."""
+    """Set length, batch and epochs from the rows' lengths and number."""
     lengths, rows = _sample(made, base, say)
     longest, why = UNKNOWN, "how long rows are is not known: see `windlass data run.yaml`"
     if len(lengths) > 1:
@@ -161,7 +161,7 @@ def _follow_data(made: Draft, base: Any, say: Callable[[str], None]) -> None:
 
 
 def _sample(made: Draft, base: Any, say: Callable[[str], None]) -> tuple[list[int], int | None]:
-    """The lengths of the first rows in tokens, and how many rows there are."""
+    """Return the lengths of the first rows in tokens, and the number of rows."""
     loaded = made.load()
     split = loaded.run.data.train_split
     rows = count_rows(loaded.run.data, split, loaded.where)
@@ -186,7 +186,7 @@ def _sample(made: Draft, base: Any, say: Callable[[str], None]) -> tuple[list[in
 
 
 def _fit(made: Draft) -> None:
-    """Recompute activations only if the run doesn't fit otherwise, and pack only where rows can't see each other."""
+    """Recompute activations only if the run doesn't fit otherwise, and pack only if rows can't see each other."""
     try:
         plan = planning.make(made.load())
     except UserError as error:

@@ -41,7 +41,7 @@ class Row:
 
 
 def topic(name: str, run: Path | None = None) -> tuple[Row, ...]:
-    """Everything of that name, and where a run file sets it."""
+    """Return everything of that name, and where a run file sets it."""
     name = name.strip()
     rows = (*_run_file(name), *_accelerate(name), *_variable(name))
     rows += tuple(_in_run(run, rows)) if run else ()
@@ -61,7 +61,7 @@ def topic(name: str, run: Path | None = None) -> tuple[Row, ...]:
 
 
 def _run_file(name: str) -> Iterator[Row]:
-    """A key by its path or the last part of it, or another name of one."""
+    """Yield a key by its path, the last part of it, or another name."""
     path, last = re.sub(r"\[\d*\]", "", name), name.rpartition(".")[2]
     found = [path] if path in documented() else [key for key in documented() if key.rpartition(".")[2] == path]
     parent = path.rpartition(".")[0]
@@ -80,7 +80,7 @@ def _run_file(name: str) -> Iterator[Row]:
 
 
 def _in_run(path: Path, rows: Sequence[Row]) -> Iterator[Row]:
-    """Where the run file sets these keys, and to what."""
+    """Yield where the run file sets these keys, and to what."""
     loaded = read_any(path)
     for key in dict.fromkeys(row.name for row in rows if row.kind == "run file"):
         value: Any = loaded.run
@@ -91,7 +91,7 @@ def _in_run(path: Path, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _accelerate(name: str) -> Iterator[Row]:
-    """A key by its name, another spelling, or with its section: fsdp_config.fsdp_version."""
+    """Yield a key by its name, another spelling, or with its section: fsdp_config.fsdp_version."""
     section, _, last = name.rpartition(".")
     found = {
         key.path: key for home in ([section] if section else accelerate_keys().spelled) if (key := find(home, last))
@@ -122,7 +122,7 @@ def _variable(name: str) -> Iterator[Row]:
 
 
 def file(path: Path) -> tuple[Row, ...]:
-    """Every key of an Accelerate file, in its order. Refused keys are rows too, misspelt ones are errors."""
+    """Return every key of an Accelerate file, in order. Refused keys are rows too; misspelt ones are errors."""
     rows = []
     for entry in read_accelerate(path, refuse=False).entries:
         value = "null" if entry.value is None else str(entry.value)
@@ -133,7 +133,7 @@ def file(path: Path) -> tuple[Row, ...]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """On stdout, a paragraph for each setting. Values are never read as markup."""
+    """Print a paragraph for each setting. Values are never read as markup."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Fetch what a run takes from the hub to the shared volume, once, before any GPU is reserved."""
+"""Fetch what a run needs from the hub to the shared volume, once, before any GPU is reserved."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fetch_run(
 
 
 def record_digest(folder: Path, say: Callable[[str], None]) -> None:
-    """Beside the files that had their published SHA-256: the digest that loading them has to find, to the last bit."""
+    """Record, next to the files' published SHA-256, the digest that loading them must find."""
     published = read_json(folder / PUBLISHED)
     if not published or DIGEST in published or find_spec("torch") is None:
         return

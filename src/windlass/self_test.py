@@ -1,8 +1,8 @@
-"""`windlass check --self-test`: does what windlass computes on this machine's devices come out right?
+"""`windlass check --self-test`: does this machine compute what windlass expects?
 
-Parts of a training step are compared with plain torch on the CPU in float32, collectives with what they must give.
-Then a tiny mixture trains for a few steps in each way that these devices can, compared with one process on the CPU.
-Each rank writes what it finds at once: a kernel that kills its process is known by the test that it was in.
+Parts of a training step are compared with plain torch on the CPU in float32, collectives with known results. Then a
+tiny mixture trains for a few steps in each way that the devices support, compared with one process on the CPU. Each
+rank writes results at once: if a kernel kills its process, the test it was in is known.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Untested(Exception):  # noqa: N818
 
 
 class Doubt(Exception):  # noqa: N818
-    """Right, but not as planned."""
+    """A correct result that differs from the plan."""
 
 
 # --- the process that a user starts ---
@@ -122,7 +122,7 @@ def run(environ: Mapping[str, str], file: Path, say: Callable[[str], None]) -> R
 
 
 def in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float) -> list[Result]:
-    """A rank on each device, and a process on the CPU that trains what they are compared with."""
+    """Run a rank on each device, and a process that trains the reference on the CPU."""
     with ranks.reserved_port() as port, ranks.reserved_port() as other:
         cpu = {**environ, "CUDA_VISIBLE_DEVICES": "", CPU_ALONE: str(count)}
         everyone = [
@@ -143,7 +143,7 @@ def in_ranks(folder: Path, count: int, environ: Mapping[str, str], until: float)
 
 
 def merge(folder: Path, codes: Sequence[int | None]) -> list[Result]:
-    """The gravest result of each test. A process that died is the fault of the test that it was in."""
+    """Return the worst result of each test. If a process died, the test that it was in has failed."""
     rows: dict[str, list[Result]] = {}
     for number, code in enumerate(codes):  # 0 is the CPU's, the ranks follow
         path = folder / f"results-{number}.jsonl"
@@ -167,7 +167,7 @@ def _meaning(name: str) -> str:
 
 
 def work(folder: Path) -> None:
-    """All tests of this rank, or the CPU's part."""
+    """Run all tests of this rank, or the CPU's part."""
     warnings.simplefilter("ignore")
     signal.alarm(math.ceil(LIMIT_SECONDS) + 10)  # ends this process even if the one that started it was killed
     here, alone = read_rank(os.environ), os.environ.get(CPU_ALONE)
@@ -202,7 +202,7 @@ def result_of(name: str, test: Callable[[], str]) -> Result:
 
 
 def parts(device: torch.device) -> dict[str, Callable[[], str]]:
-    """By name: what it found, in a few words. ArithmeticError: values differ."""
+    """Return the tests by name; each returns its finding in a few words. ArithmeticError: values differ."""
     return {
         "product of matrices": partial(compare, device, torch.matmul, torch.matmul, (96, 256), (256, 128)),
         "attention, flash": partial(attention, device, SDPBackend.FLASH_ATTENTION),
@@ -221,7 +221,7 @@ def parts(device: torch.device) -> dict[str, Callable[[], str]]:
 def compare(
     device: torch.device, ours: Callable[..., Tensor], plain: Callable[..., Tensor], *shapes: tuple[int, ...]
 ) -> str:
-    """Values and gradients in bfloat16 on the device against the plain function's in float32 on the CPU."""
+    """Compare values and gradients in bfloat16 on the device with the plain function's in float32 on the CPU."""
     dice = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=dice).bfloat16() for shape in shapes]
     found = fused.values_of(ours, [each.to(device) for each in inputs])
@@ -234,7 +234,7 @@ def compare(
 
 
 def attention(device: torch.device, backend: SDPBackend | None) -> str:
-    """Causal by this backend; without one, of documents that a mask keeps apart, by what torch takes for them."""
+    """Test causal attention with this backend; without one, documents separated by a mask, with torch's choice."""
     position = torch.arange(160)
     allowed = position[:, None] >= position
     if backend is None:
@@ -275,7 +275,7 @@ def norm(device: torch.device) -> str:
 
 
 def head_loss(device: torch.device) -> str:
-    """The chunked cross entropy, in chunks that don't divide the tokens."""
+    """Test the chunked cross entropy, in chunks that don't divide the tokens."""
     head, targets = fused.numbers(torch.device("cpu"), 999, 64).bfloat16(), torch.arange(77) * 7
 
     def ours(hidden: Tensor) -> Tensor:
@@ -289,7 +289,8 @@ def head_loss(device: torch.device) -> str:
 
 
 def fused_layers(device: torch.device) -> str:
-    """What training puts in the place of layers of a mixture with latent attention: it does if values are equal."""
+    """Test what training uses in place of the layers of a mixture with latent attention: used only if values are
+    equal."""
     with torch.device("meta"):
         sizes = {"hidden_size": 64, "n_routed_experts": 8, "num_hidden_layers": 1, "vocab_size": 64}
         model = Mistral4ForCausalLM(Mistral4Config(**sizes, q_lora_rank=32, kv_lora_rank=32))
@@ -308,7 +309,8 @@ def fused_layers(device: torch.device) -> str:
 
 
 def codes_of(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor, Tensor, Tensor]:
-    """A stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the CPU."""
+    """Return a stack of weights in FP8 or 4 bits on the device, as a module has it, and its values in float32 on the
+    CPU."""
     cpu, (count, rows, columns) = torch.device("cpu"), (5, 48, 320)
     values = fused.numbers(cpu, count, rows, columns).bfloat16().float()
     if kind:
@@ -331,7 +333,7 @@ def codes_of(kind: str, device: torch.device) -> tuple[quantised.Format, Tensor,
 
 
 def decoding(device: torch.device, kind: str) -> str:
-    """Bit for bit; on a GPU by our kernel, which is left out where it differs from torch's passes."""
+    """Test decoding bit for bit; on a GPU with our kernel, which is not used where it differs from torch's passes."""
     coding, codes, scale, wanted = codes_of(kind, device)
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
@@ -347,7 +349,7 @@ def decoding(device: torch.device, kind: str) -> str:
 
 
 def grouped(device: torch.device, dtype: str) -> str:
-    """Each expert's rows times its own matrix; one expert has none."""
+    """Test each expert's rows times its own matrix; one expert has none."""
     ends = torch.tensor([7, 7, 40, 41, 64])
     module: Any = nn.Module()
     coding, codes, scale, matrices = codes_of({"nf4": "nf4"}.get(dtype, ""), device)
@@ -368,7 +370,7 @@ def grouped(device: torch.device, dtype: str) -> str:
 
 
 def adapted_experts(device: torch.device) -> str:
-    """Unmerged adapters of rank 3, which grouped kernels want filled up."""
+    """Test unmerged adapters of rank 3, which grouped kernels need padded."""
     edges, r, scaling = torch.tensor([0, 7, 7, 40, 41, 64]), 3, 0.5
 
     def ours(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -389,7 +391,7 @@ def adapted_experts(device: torch.device) -> str:
 
 
 def collectives(device: torch.device) -> dict[str, Callable[[], str]]:
-    """Over all ranks, and over each dimension of a mesh, which has a communicator of its own."""
+    """Return tests over all ranks, and over each dimension of a mesh, which has its own communicator."""
     world = dist.get_world_size()
     groups: dict[str, Any] = {f"all {world} ranks": None}
     if world > 2 and world % 2 == 0:
@@ -399,7 +401,7 @@ def collectives(device: torch.device) -> dict[str, Callable[[], str]]:
 
 
 def exchange(device: torch.device, group: Any) -> str:
-    """What each rank has afterwards is known: nothing is compared with another collective."""
+    """Test a collective against its known result, not against another collective."""
     world, rank, size = dist.get_world_size(group), dist.get_rank(group), 1 << 20
     if world == 1:
         raise Untested("one rank sends nothing")
@@ -430,7 +432,7 @@ def exchange(device: torch.device, group: Any) -> str:
 def train(
     here: Rank, folder: Path, name: str, layout: str, dtype: str, count: int
 ) -> tuple[list[dict[str, Any]], float]:
-    """A run of this process as one of its ranks, as `windlass train` makes it: its steps, and the planned GiB."""
+    """Train in this process as one of its ranks, as `windlass train` does. Returns its steps and the planned GiB."""
     path, cpu = folder / f"{name}-{here.rank}.yaml", "" if torch.cuda.is_available() else ", gpu: cpu"
     given = {"folder": folder, "name": name, "layout": layout, "dtype": dtype, "ranks": here.world, "gpu": cpu}
     path.write_text(RUN.format(**given, batch=2 * count))
@@ -443,7 +445,7 @@ def train(
 
 
 def adapters_apart(one: Path, other: Path) -> float:
-    """How far adapters of any kind are at most from another run's. SGD keeps what gradients were too large by."""
+    """Return the largest difference between two runs' adapters of any kind. SGD keeps the error of gradients' sizes."""
     while not is_finished(one):  # rank 0 writes
         time.sleep(0.1)
     ours, theirs = (load_file(folder / FINAL / "adapter_model.safetensors") for folder in (one, other))
@@ -473,7 +475,7 @@ def trainings(here: Rank, folder: Path) -> dict[str, Callable[[], str]]:
 
 
 def trained(here: Rank, folder: Path, layout: str, dtype: str) -> str:
-    """Losses and gradients' norms of each step against the CPU's; peak memory against the plan."""
+    """Compare each step's loss and gradient norm with the CPU's, and peak memory with the plan."""
     if layout == "expert-parallel" and EXPERTS % here.world:
         raise Untested(f"{here.world} ranks can't share {EXPERTS} experts")
     steps, planned = train(here, folder, f"{layout}-{dtype}", layout, dtype, here.world)

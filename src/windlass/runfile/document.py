@@ -1,7 +1,7 @@
-"""YAML text to plain values, with the line of every path.
+"""Parse YAML text to plain values, with the line of every path.
 
-PyYAML parses; its node tree knows the lines. The values are built from it here, because its constructors let the last
-of two equal keys win, expand aliases without limit, and read 1e-4 as text.
+PyYAML parses; its node tree has the lines. Values are built here because its constructors let the last of two equal
+keys win, expand aliases without limit, and read 1e-4 as text.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TAGS = {"", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves the meaning of plain text to `scalar`."""
+    """Leaves the interpretation of plain text to `scalar`."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
     DEFAULT_SCALAR_TAG = ""  # type: ignore[misc]
 
 
 def scalar(text: str) -> Any:
-    """The value of plain, unquoted text."""
+    """Return the value of plain, unquoted text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -49,7 +49,7 @@ def scalar(text: str) -> Any:
 
 
 def unprintable(text: str) -> str:
-    """The first character that no setting may contain, as an escape; empty if there is none."""
+    """Return the first character that no setting may contain, as an escape; empty if there is none."""
     found = _UNPRINTABLE.search(text)
     return ascii(found.group())[1:-1] if found else ""
 
@@ -61,7 +61,7 @@ def dotted(steps: Steps) -> str:
 
 @dataclass
 class Document:
-    """The values of a YAML file, the line of each path, and what is wrong with its form."""
+    """The values of a YAML file, the line of each path, and errors of its form."""
 
     file: str
     value: Any = None
@@ -73,7 +73,7 @@ class Document:
         return f"{self.file}:{line}: {dotted(steps)}" if steps else f"{self.file}:{line}"
 
     def build(self, node: yaml.Node, steps: Steps) -> Any:
-        """The value of a node. Recursion is bounded by MAX_DEPTH, work by MAX_VALUES."""
+        """Return the value of a node. MAX_DEPTH bounds recursion, MAX_VALUES bounds work."""
         line = node.start_mark.line + 1
         self.lines.setdefault(steps, line)
         self.count += 1
@@ -108,7 +108,7 @@ class Document:
 
 
 def parse(text: str, file: str) -> Document:
-    """Raises if the text can't be read as YAML; duplicate keys and the like are collected in the document."""
+    """Parse the text; raise if it isn't YAML. Duplicate keys and similar errors are collected in the document."""
     document = Document(file)
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -133,7 +133,7 @@ def load(path: Path) -> Document:
     """Read a run file."""
     file = str(path)
     try:
-        if path.exists() and not path.is_file():  # a pipe would block, /dev/zero never end
+        if path.exists() and not path.is_file():  # a pipe would block, /dev/zero would never end
             raise UserError(f"is {'a folder' if path.is_dir() else 'no regular file'}", file, "give a run file's path")
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)

@@ -1,8 +1,8 @@
-"""Run files made from the configurations of Axolotl, LLaMA-Factory, TRL and ms-swift.
+"""Make run files from the configurations of Axolotl, LLaMA-Factory, TRL and ms-swift.
 
 Each key of the other tool is carried over, translated, or listed with the reason why it has no effect; one that changes
-training and has no counterpart is an error. What the tool does by default is written out, since our defaults differ.
-The tables are in importing.toml; the functions here translate what depends on several keys.
+training and has no counterpart is an error. The tool's defaults are written out, because ours differ. The tables are in
+importing.toml; the functions here translate what depends on several keys.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ TOKENIZERS_OWN: Final = "the tokenizer's own is used; compare with `windlass dat
 
 @dataclass
 class Import:
-    """A run file in the making."""
+    """A run file under construction."""
 
     tool: str
     file: str
-    theirs: dict[str, Any]  # their keys that are not dealt with yet
+    theirs: dict[str, Any]  # their keys that are not handled yet
     lines: Mapping[str, int]  # of their keys
     settings: dict[str, Any] = field(default_factory=dict)  # our key -> value
     remarks: dict[str, str] = field(default_factory=dict)  # our key -> where it is from
@@ -55,7 +55,7 @@ class Import:
     problems: list[Problem] = field(default_factory=list)
 
     def take(self, key: str, otherwise: Any = None, kind: Any = object) -> Any:
-        """Their value, which is dealt with from here on; one of another kind is refused."""
+        """Return the tool's value and mark the key as handled; refuse a value of another kind."""
         value = self.theirs.pop(key, otherwise)
         entries = kind is list and isinstance(value, list) and not all(isinstance(each, dict) for each in value)
         if value is None or (isinstance(value, kind) and not entries):
@@ -75,13 +75,13 @@ class Import:
         self.settings[key], self.remarks[key] = value, remark
 
     def drop(self, key: str, why: str) -> None:
-        """One of our settings that another rules out."""
+        """Drop one of our settings that another one rules out."""
         value, remark = self.settings.pop(key, None), self.remarks.pop(key, "")
         if value is not None and "default" not in remark and remark:
             self.no_effect[remark] = why
 
     def judge(self, key: str, value: Any, place: str = "") -> None:
-        """A key that is not carried over: it has no effect, for a reason, or is refused."""
+        """Handle a key that is not carried over: it has no effect, with a reason, or it is refused."""
         table, common, place = TABLES[self.tool], TABLES["common"], place or key
         same = table.get("same", {})
         no_effect, refused = (
@@ -100,13 +100,13 @@ class Import:
             self.refuse(place, f"windlass knows no such key of {TOOLS[self.tool]}", hint)
 
     def judge_others(self, place: str, entry: Mapping[str, Any], read: str) -> None:
-        """Of a data set's entry, the keys that are not read."""
+        """Handle the unread keys of a data set's entry."""
         for key, value in entry.items():
             if key not in read.split():
                 self.judge(str(key), value, f"{place}.{key}")
 
     def require_roles(self, place: str, roles: Mapping[str, Any]) -> None:
-        """Names of roles can't be set here: they must be usual ones."""
+        """Require usual role names: the run file can't set them."""
         for role, names in roles.items():
             known = ROLES.get(str(role), ())
             if unusual := [name for name in _listed(names) if str(name) not in known]:
@@ -165,7 +165,7 @@ def import_file(path: Path, tool: str = "") -> Import:
 
 
 def _read_theirs(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]:
-    """The tool if the file names it, its settings, and their lines."""
+    """Return the tool if the file names it, its settings, and their lines."""
     if path.suffix in (".sh", ".bash") and path.is_file():
         return _read_script(path, path.read_text(encoding="utf-8", errors="replace"))
     document = load(path)
@@ -176,7 +176,7 @@ def _read_theirs(path: Path) -> tuple[str, dict[str, Any], dict[str, int]]:
 
 
 def _read_script(path: Path, text: str) -> tuple[str, dict[str, Any], dict[str, int]]:
-    """The options behind the command that starts a tool."""
+    """Return the options of the command that starts a tool."""
     joined = re.sub(r"\\\s*\n", " ", "\n".join(re.sub(r"^\s*#.*", "", line) for line in text.splitlines()))
     for line in joined.splitlines():
         for tool, pattern in COMMANDS.items():
@@ -263,7 +263,8 @@ def _translate_common(made: Import) -> None:
 
 
 def _translate_four_bits(made: Import) -> None:
-    """QLoRA, as each tool asks for it: bitsandbytes' NF4. Other methods and 8 bits are refused with the other keys."""
+    """Translate each tool's way to request QLoRA: bitsandbytes' NF4. Other methods and 8 bits are refused with the
+    other keys."""
     theirs = made.theirs
     asked = [key for key, value in (("load_in_4bit", True), *((key, 4) for key in BITS)) if theirs.get(key) == value]
     if theirs.get("adapter") == "qlora" and theirs.get("load_in_4bit") is None:
@@ -324,7 +325,7 @@ AXOLOTL_DATA: Final = (
 
 
 def _axolotl_data(made: Import, entry: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """One of its data sets as keys of our `data`."""
+    """Return keys of our `data` for one of its data sets."""
     kind = entry.get("type", "completion")
     found: dict[str, Any] = {
         "dataset_name_or_path": entry.get("data_files") or entry.get("path"),
@@ -364,7 +365,7 @@ FIELDS: Final = ("role", "content", "training")  # of a message, as Axolotl name
 
 
 def _columns(made: Import, place: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """What messages call their fields, where windlass doesn't know by itself."""
+    """Return the messages' names of fields, if they aren't usual ones."""
     own = {"role": ("role", "from"), "content": ("content", "value"), "training": ("train", "weight")}
     renamed = {name: column for name, column in columns.items() if column not in own.get(name, (name,))}
     for name in renamed.keys() - {*own, "tools", "system"}:
@@ -422,7 +423,7 @@ TAGS: Final = {"user": "user", "assistant": "assistant", "observation": "tool", 
 
 
 def _llamafactory_data(made: Import, name: str, known: Any, folder: Path, rows: Any) -> dict[str, Any]:
-    """A data set by its entry in dataset_info.json, or else by its path."""
+    """Return a data set by its entry in dataset_info.json, else by its path."""
     entry = known if isinstance(known, dict) else {}
     split, counts = entry.get("split") or "train", [n for n in (rows, entry.get("num_samples")) if isinstance(n, int)]
     found = {"train_split": f"{split}[:{min(counts)}]" if counts else split}
@@ -518,7 +519,7 @@ def _held_out(made: Import, share: Any, key: str) -> None:
 
 
 def _evaluated_on(made: Import, key: str, found: list[dict[str, Any]]) -> None:
-    """Data sets that are only evaluated on, by the last part of their path."""
+    """Add data sets that are only evaluated on, named by the last part of their path."""
     if found:
         sets = {Path(str(each["dataset_name_or_path"])).stem: _as_part(each) for each in found}
         made.set("data.eval", sets, key)
@@ -541,13 +542,13 @@ def _data_sets(made: Import, key: str, found: list[dict[str, Any]]) -> None:
 
 
 def _as_part(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `data` as those of one of several sets."""
+    """Convert keys of `data` to those of one of several sets."""
     short = {"dataset_name_or_path": "path", "train_split": "split"}
     return {short.get(name, name): value for name, value in found.items() if value is not None}
 
 
 def _settle(made: Import) -> None:
-    """Settings that rule each other out."""
+    """Resolve settings that rule each other out."""
     if made.settings.get("train.global_batch_size"):
         made.drop("train.gradient_accumulation_steps", "the whole batch is set as well")
     else:
@@ -575,7 +576,7 @@ def _settle(made: Import) -> None:
 
 
 def run_file(made: Import) -> str:
-    """The run file's text, each line with the key that it is from."""
+    """Return the run file's text, each line with the key it comes from."""
     head = f"From {Path(made.file).name} of {TOOLS[made.tool]}. Next step: windlass plan run.yaml"
     if made.problems:
         head = f"INCOMPLETE: from {Path(made.file).name} of {TOOLS[made.tool]}: some keys have no counterpart."
@@ -587,7 +588,7 @@ def run_file(made: Import) -> str:
 
 
 def list_no_effect(made: Import) -> str:
-    """Their keys that have no effect here, by the reason."""
+    """Return their keys that have no effect here, by reason."""
     by_reason: dict[str, list[str]] = {}
     for key, why in made.no_effect.items():
         by_reason.setdefault(why, []).append(key)
@@ -597,7 +598,7 @@ def list_no_effect(made: Import) -> str:
 
 
 def _validate(made: Import) -> None:
-    """What the run file's own rules say about the values."""
+    """Check the values with the run file's own rules."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(run_file(made), encoding="utf-8")

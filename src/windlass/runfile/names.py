@@ -43,14 +43,14 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_a
 
 
 def close_names(word: str, among: Iterable[str], count: int = 3) -> list[str]:
-    """The names that a misspelt one may have meant, nearest first."""
+    """Return the names that a misspelt one may have meant, nearest first."""
     by_fold = {name.lower().replace("-", "_"): name for name in among}
     found = difflib.get_close_matches(word[:100].lower().replace("-", "_"), list(by_fold), n=count, cutoff=0.6)
     return [by_fold[name] for name in found]
 
 
 def absent_trackers(report_to: str | list[str]) -> dict[str, str]:
-    """Trackers of `train.report_to` that are not installed here, and how to install each."""
+    """Return trackers of `train.report_to` that are not installed here, and how to install each."""
     names = [report_to] if isinstance(report_to, str) else report_to
     absent = [n for n in names if TRACKERS[n] and not any(map(importlib.util.find_spec, TRACKERS[n]))]
     return {name: f"pip install {TRACKERS[name][0]}" for name in absent}

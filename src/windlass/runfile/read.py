@@ -1,4 +1,5 @@
-"""A run file and `--override`s to a typed run, or every problem at once; and where each value was set."""
+"""Read a run file and `--override`s into a typed run, or report every problem at once; and record where each value
+was set."""
 
 from __future__ import annotations
 
@@ -20,20 +21,20 @@ from windlass.runfile.rules import contradictions, remarks
 
 @dataclass(frozen=True, slots=True)
 class LoadedFile:
-    """A run file's path, what is worth knowing about it, and where its values were set."""
+    """A run file's path, notes about it, and where its values were set."""
 
     path: Path
     notes: tuple[str, ...]
     places: dict[str, str]
 
     def where(self, path: str) -> str:
-        """Where a value was set: `run.yaml:12: lora.r`, `--override lora.r=32`, or `default: lora.r`."""
+        """Return where a value was set: `run.yaml:12: lora.r`, `--override lora.r=32`, or `default: lora.r`."""
         overridden_list = self.places.get(path.partition("[")[0], "")
         default = overridden_list if overridden_list.startswith("--override") else f"default: {path}"
         return self.places.get(path, default)
 
     def given(self, path: str) -> bool:
-        """Whether the file or an override sets it."""
+        """Return whether the file or an override sets it."""
         return not self.where(path).startswith("default: ")
 
 
@@ -61,7 +62,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def kind(path: Path, overrides: Sequence[str] = ()) -> str:
-    """`lora` or `script`, without looking at anything else in the file."""
+    """Return `lora` or `script`, without checking anything else in the file."""
     try:
         value = load(Path(path)).value
     except UserError:
@@ -75,7 +76,7 @@ def _root(tree: dict[str, Any], overrides: Sequence[str]) -> type[RunFile | Scri
 
 
 def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
-    """Read a run file of either kind. Raises UserError with all that is wrong, each with its place and a hint."""
+    """Read a run file of either kind. Raises a UserError with every problem, each with its place and a hint."""
     document = load(Path(path))
     tree, problems = document.value, document.problems
     if not isinstance(tree, dict) or not tree:
@@ -181,7 +182,7 @@ def _override(tree: dict[str, Any], places: dict[str, str], text: str, root: Roo
 
 
 def _typed(text: str, annotation: Any) -> Any:
-    """The value as the key's type wants it: as YAML if that is valid, else as the text that was given."""
+    """Convert the value to the key's type: parsed as YAML if that is valid, else as text."""
     failure: UserError | None = None
     value = scalar(text)
     if text.startswith(("[", "{", '"', "'")):
@@ -204,7 +205,7 @@ def _typed(text: str, annotation: Any) -> Any:
 
 
 def _set_places(places: dict[str, str], path: str, value: Any, place: str) -> None:
-    """An override is the place of its key, and of every key inside its value."""
+    """Make an override the place of its key and of every key inside its value."""
     places[path] = place
     for key, inner in value.items() if isinstance(value, dict) else ():
         _set_places(places, f"{path}.{key}", inner, place)
@@ -227,7 +228,7 @@ WORDS = {
 
 
 def _nearest_place(places: dict[str, str], steps: Steps, file: str) -> str:
-    """Where a path is set, or what encloses it."""
+    """Return where a path, or what contains it, is set."""
     path = dotted(steps)
     for outer in (dotted(steps[:length]) for length in range(len(steps), 0, -1)):
         if place := places.get(outer):
@@ -238,7 +239,7 @@ def _nearest_place(places: dict[str, str], steps: Steps, file: str) -> str:
 def _problems_of(
     error: ValidationError, tree: dict[str, Any], where: Callable[[Steps], str], root: Root
 ) -> dict[Steps, Problem]:
-    """One problem for each path that is wrong."""
+    """Return one problem for each faulty path."""
     grouped: dict[Steps, list[Any]] = {}
     for item in error.errors(include_url=False):
         value: Any = tree
@@ -263,7 +264,7 @@ def _problems_of(
 
 
 def _documented_key(steps: Steps, root: Root) -> str:
-    """What `windlass explain` knows of a path: without the names and numbers of a mapping's or a list's entries."""
+    """Return the path as `windlass explain` knows it: without names and numbers of entries."""
     key = ""
     for step in steps:
         inner = f"{key}.{step}".lstrip(".")
@@ -272,7 +273,7 @@ def _documented_key(steps: Steps, root: Root) -> str:
 
 
 def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str]:
-    """What is wrong with a value, and a hint."""
+    """Return what is wrong with a value, and a hint."""
     key, types, value = _documented_key(steps, root), {item["type"] for item in found}, found[0]["value"]
     explain = f"see `windlass explain {key}`"
     messages = dict.fromkeys(item["msg"] for item in found)
@@ -308,7 +309,7 @@ def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str
 
 
 def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = None) -> tuple[str, str]:
-    """What is wrong with a key that doesn't exist, and which one may have been meant."""
+    """Return what is wrong with a key that doesn't exist, and which key may have been meant."""
     key, path, parent = str(steps[-1]), dotted(steps), dotted(steps[:-1])
     what = f"`{parent}` has no such key" if parent else "a run file has no such section"
     there = section(annotation_at(steps[:-1], root))
@@ -343,7 +344,7 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
 
 
 def _cut(value: Any) -> str:
-    """A value as the user wrote it, cut short."""
+    """Return a value as the user wrote it, shortened."""
     if isinstance(value, dict | list):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     text = repr(value) if isinstance(value, str) else shown(value)

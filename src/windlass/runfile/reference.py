@@ -1,4 +1,4 @@
-"""What is known of a key from its definition: description, type, default, other names; JSON Schema; the presets."""
+"""Document keys from their definitions: description, type, default, other names; JSON Schema; the presets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ UPSTREAM = {
 
 
 def options(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation, without constraints: list[X], dict[X, Y], sections and plain types."""
+    """Return the alternatives of an annotation, without constraints: list[X], dict[X, Y], sections and plain types."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return options(get_args(annotation)[0])
@@ -51,18 +51,18 @@ def options(annotation: Any) -> list[Any]:
 
 
 def section(annotation: Any) -> Root | None:
-    """The section that an annotation stands for, if it does."""
+    """Return the section that an annotation stands for, if any."""
     found = (o for o in options(annotation) if isinstance(o, type) and issubclass(o, BaseModel))
     return next(found, None)
 
 
 def items(annotation: Any, kind: type) -> Any:
-    """The annotation of a list's items or a mapping's values."""
+    """Return the annotation of a list's items or a mapping's values."""
     return next((get_args(option)[-1] for option in options(annotation) if get_origin(option) is kind), None)
 
 
 def annotation_at(steps: Steps, root: Root = RunFile) -> Any:
-    """The annotation of the value at this path; None if a run file has no such path."""
+    """Return the annotation of the value at this path; None if run files have no such path."""
     current: Any = root
     for step in steps:
         inner = section(current)
@@ -75,7 +75,8 @@ def annotation_at(steps: Steps, root: Root = RunFile) -> Any:
 
 @cache
 def fields(root: Root = RunFile) -> dict[str, Key]:
-    """Every path of a run file, in order. What is inside lists and mappings stands once, without index or key."""
+    """Return every path of a run file, in order. Contents of lists and mappings are listed once, without index or
+    key."""
 
     def walk(model: Root, prefix: str) -> Iterator[tuple[str, Key]]:
         for name, field in model.model_fields.items():
@@ -92,19 +93,19 @@ def keys(root: Root = RunFile) -> tuple[str, ...]:
 
 
 def owners(key: str, root: Root = RunFile) -> list[str]:
-    """Paths that end in this key."""
+    """Return paths that end in this key."""
     return [path for path in fields(root) if path.rpartition(".")[2] == key]
 
 
 @cache
 def documented() -> dict[str, Key]:
-    """The paths of both kinds of run file."""
+    """Return the paths of both kinds of run file."""
     return {**fields(RunFile), **{path: key for path, key in fields(ScriptRun).items() if path.startswith("script")}}
 
 
 @cache
 def _docstrings(model: Root) -> dict[str, str]:
-    """The docstrings under a section's keys. pydantic can read them too, but does so at every import."""
+    """Return the docstrings under a section's keys. pydantic can read them too, but does so at every import."""
     tree = ast.parse(inspect.getsource(sys.modules[model.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
     base = model.__bases__[0]
@@ -117,7 +118,7 @@ def _docstrings(model: Root) -> dict[str, str]:
 
 
 def describe(path: str) -> list[str]:
-    """What a key means, its type, default and other names, a line each."""
+    """Return a key's meaning, type, default and other names, a line each."""
     model, field = documented()[path]
     top, _, name = path.rpartition(".")
     lines = [_docstrings(model)[name]]
@@ -151,7 +152,7 @@ def describe(path: str) -> list[str]:
 
 
 def _example(field: FieldInfo) -> str:
-    """A value that the key takes: a choice that is not the default, or the default."""
+    """Return a value that the key accepts: a choice that is not the default, or the default."""
     rule = TypeAdapter(field.rebuild_annotation()).json_schema()
     choices = [value for part in rule.get("anyOf", [rule]) for value in part.get("enum", [])]
     other = next((value for value in choices if value not in (None, field.default)), None)
@@ -162,7 +163,7 @@ def _example(field: FieldInfo) -> str:
 
 
 def _words(rule: dict[str, Any]) -> str:
-    """A JSON Schema rule in words."""
+    """Describe a JSON Schema rule in words."""
     if "anyOf" in rule:
         return " or ".join(dict.fromkeys(map(_words, rule["anyOf"])))
     if "enum" in rule or "const" in rule:
@@ -177,14 +178,14 @@ def _words(rule: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML writes it."""
+    """Return a value as YAML writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of both kinds of run file: `kind: script` chooses the second."""
+    """Return the JSON Schema of both kinds of run file: `kind: script` chooses the second."""
     roots = {}
     for root in (ScriptRun, RunFile):
         roots[root] = found = root.model_json_schema()
@@ -216,13 +217,13 @@ def schema() -> dict[str, Any]:
 
 
 def presets() -> dict[str, str]:
-    """Every run file that `windlass init` can print, by its name; its first line is a summary."""
+    """Return every run file that `windlass init` can print, by name; its first line is a summary."""
     found = (entry for entry in (files("windlass.runfile") / "presets").iterdir() if entry.name.endswith(".yaml"))
     return dict(sorted((entry.name.removesuffix(".yaml"), entry.read_text(encoding="utf-8")) for entry in found))
 
 
 def init(preset: str = "mistral-small-4") -> str:
-    """The text of a preset."""
+    """Return the text of a preset."""
     texts = presets()
     if preset not in texts:
         near = close_names(preset, texts) or texts
@@ -231,7 +232,7 @@ def init(preset: str = "mistral-small-4") -> str:
 
 
 def text_of(settings: Mapping[str, Any], remarks: Mapping[str, str], head: str) -> str:
-    """`settings`: key -> value; `remarks` by key, for a comment behind the line."""
+    """Return a run file's text. `settings`: key -> value; `remarks`: key -> comment behind the line."""
     lines, section = [f"# {head}"], ""
     ordered = [key for key in keys(RunFile) if key in settings]
     for key in sorted(ordered, key=lambda key: SECTIONS.index(key.partition(".")[0])):
@@ -244,7 +245,7 @@ def text_of(settings: Mapping[str, Any], remarks: Mapping[str, str], head: str) 
 
 
 def as_yaml(value: Any) -> str:
-    """A value on one line, as `document.scalar` reads it."""
+    """Return a value on one line, as `document.scalar` reads it."""
     if isinstance(value, list):
         return f"[{', '.join(map(as_yaml, value))}]"
     if isinstance(value, dict):

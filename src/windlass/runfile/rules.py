@@ -19,7 +19,7 @@ _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "PR
 def contradictions(
     run: Run, where: Where, *, ranks: int | None = None, is_valid: Callable[[str], bool] = lambda _: True
 ) -> list[Problem]:
-    """All contradictions of a run with so many ranks (default: the run file's own), among the valid keys."""
+    """Return all contradictions among the valid keys of a run with this many ranks (default: the run file's own)."""
     ranks = ranks or run.ranks
     clashes = list(_machines(run))
     clashes += _script(run) if isinstance(run, ScriptRun) else ()
@@ -40,7 +40,8 @@ def contradictions(
 
 
 def accumulation(train: Train, ranks: int, where: Where) -> int:
-    """Micro-batches per optimizer step: as set, or computed from global_batch_size; an error if that isn't whole.
+    """Return micro-batches per optimizer step: as set, or computed from global_batch_size; an error if that isn't
+    whole.
 
     With per_device_train_batch_size: auto, micro-batches of one sequence, which the plan may merge.
     """
@@ -244,7 +245,7 @@ def _script(run: ScriptRun) -> Iterator[Clash]:
 
 
 def remarks(run: RunFile | ScriptRun, where: Where) -> list[str]:
-    """Settings without effect, or with another one than one may think."""
+    """Return settings that have no effect, or another effect than expected."""
 
     def given(key: str) -> bool:
         return not where(key).startswith("default: ")

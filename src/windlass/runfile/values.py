@@ -17,7 +17,7 @@ class Section(BaseModel):
 
 
 def matching(pattern: str, what: str) -> AfterValidator:
-    """A validator: the text must match the whole pattern, which is `what` in words."""
+    """Return a validator: the text must match the whole pattern, which `what` describes in words."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value):
