@@ -14,7 +14,7 @@ from windlass.train import load_finished_run
 from windlass.train.best import BASE, rank
 
 
-def test_a_difference_is_told_from_noise_by_the_rows_that_are_common_to_both() -> None:
+def test_paired_interval_separates_a_difference_from_noise() -> None:
     """Some rows are hard for all: of unpaired losses, nothing could be told."""
     chance = np.random.default_rng(0)
     tokens = chance.integers(5, 60, 200)
@@ -49,7 +49,7 @@ def test_the_interval_covers_the_true_difference() -> None:
     assert 370 <= covered <= 395  # the better of two is known, so on one side
 
 
-def test_what_is_no_finished_run_is_reported(tmp_path: Path) -> None:
+def test_unfinished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it is no run folder"):
         load_finished_run(tmp_path, eval_data=None, ranks=None)
     (tmp_path / "manifest.json").write_text(json.dumps({"run": {"data": {}, "cluster": {}, "nope": 1}}))

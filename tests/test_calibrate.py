@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[tuple[str | int, ...], Any, str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_with_a_machine_file_is_an_error_with_its_place(case: str, run: Path, tmp_path: Path) -> None:
+def test_machine_file_errors_name_their_place(case: str, run: Path, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     content = written(path)
     assert planned(run, f"cluster.machine={path}").machine.measured is not None
@@ -120,7 +120,7 @@ def test_what_is_wrong_with_a_machine_file_is_an_error_with_its_place(case: str,
     assert all(problem.hint for problem in caught.value.problems)
 
 
-def test_what_is_no_machine_file_is_named_with_the_key(run: Path, tmp_path: Path) -> None:
+def test_missing_machine_file_is_reported_with_its_key(run: Path, tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "text.json").write_text("fast")
     for name, text in {

@@ -358,7 +358,7 @@ class Model:
         ("kernels-community/flash-attn", {"kernels": "1"}, Model, SKIPPED),
     ],
 )
-def test_attention_is_installed_and_taken(
+def test_attention_implementation_is_checked(
     sound: Path, asked: str, have: dict[str, str], model: Any, verdict: str
 ) -> None:
     loaded = read(sound, [f"model.attn_implementation={asked}"])
@@ -367,7 +367,7 @@ def test_attention_is_installed_and_taken(
 
 
 @pytest.mark.skipif(not LACKING, reason="every tracker is installed here")
-def test_a_tracker_that_is_not_installed_fails(sound: Path) -> None:
+def test_missing_tracker_fails_the_check(sound: Path) -> None:
     found = named(inputs.check_trackers(read(sound, [f"train.report_to={LACKING[0]}"])), f"tracker {LACKING[0]}")
     assert (found.verdict, "pip install" in found.hint) == (FAIL, True)
     assert inputs.check_trackers(read(sound, ["train.report_to=none"])) == []

@@ -189,7 +189,7 @@ def test_the_chosen_interface_exists_is_up_and_has_an_address(plans: dict[str, P
 
 
 @pytest.mark.fault("a host whose name leads to itself", "`windlass check`", "other nodes can't reach gloo there")
-def test_where_this_hosts_name_leads(plans: dict[str, Plan], tmp_path: Path) -> None:
+def test_hostname_resolution_is_checked(plans: dict[str, Plan], tmp_path: Path) -> None:
     plant(tmp_path, {"sys/class/net/lo/operstate": "up", "sys/class/net/eth7/operstate": "up"})
     for addresses in (["127.0.1.1", "10.0.0.7"], ["::1"], []):
         (found,) = machine.check_hostname(context(plans["nodes"], tmp_path), addresses)
@@ -203,7 +203,7 @@ def test_where_this_hosts_name_leads(plans: dict[str, Plan], tmp_path: Path) -> 
     assert machine.check_hostname(context(plans["server"]), []) == []
 
 
-def test_variables_that_nothing_reads(plans: dict[str, Plan]) -> None:
+def test_unread_variables_are_reported(plans: dict[str, Plan]) -> None:
     """The table has every name that the libraries read, or a right one would be called wrong."""
     c = context(
         plans["cpu"],

@@ -155,7 +155,7 @@ def test_the_node_that_differs_is_named() -> None:
     assert named(nodes.compare(dict.fromkeys(NAMES, blind)), "same data").verdict == SKIPPED
 
 
-def test_digests_know_content_at_both_ends_and_size(tmp_path: Path) -> None:
+def test_file_digests_cover_both_ends_and_size(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"a" * 200_000)
     before = nodes.file_digest([file])
@@ -166,7 +166,7 @@ def test_digests_know_content_at_both_ends_and_size(tmp_path: Path) -> None:
     assert nodes.file_digest([tmp_path / "none"]) is None
 
 
-def test_one_volume_is_written_and_seen_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "SEEN_SECONDS", 0.5)
     assert meet(3, lambda made: nodes.share_volume(made, tmp_path / "run")) == ["", "", ""]
     assert not list(tmp_path.iterdir())
@@ -209,7 +209,7 @@ def measured(backend: str = "nccl", **speeds: float | None) -> bandwidth.Measure
     return bandwidth.Measured(backend, {**every, **given}, speeds.get("overall", 45.0))
 
 
-def test_speeds_against_the_fabric_and_each_other(plan: Plan, wired: Plan) -> None:
+def test_speeds_are_compared_with_the_fabric_and_each_other(plan: Plan, wired: Plan) -> None:
     """What is merely slow keeps no run from starting: the network may be busy."""
     slow = bandwidth.check_speed(wired, measured("gloo", p13=0.001, overall=0.001), NAMES)
     assert Report(IN_POD, tuple(slow)).exit_code == 0
@@ -322,7 +322,7 @@ def test_each_nodes_fault_is_every_nodes_verdict_with_its_name(sound: Path) -> N
     assert (speed.verdict, "torch is not installed" in speed.seen) == (SKIPPED, True)
 
 
-def test_a_node_that_never_comes_is_named_by_the_rest(sound: Path) -> None:
+def test_missing_node_is_named_by_the_others(sound: Path) -> None:
     found = check_all([spread(sound, 3)] * 3, seconds=2, instead={1: None})
     for rank in (0, 2):
         missing = named(found[rank][0], "nodes")
@@ -369,7 +369,7 @@ def test_nodes_that_leave_while_checking_are_all_that_fails(sound: Path) -> None
     assert (named(found, "nodes").verdict, named(found, "nodes").seen) == (FAIL, "node 1 left while speed was measured")
 
 
-def test_what_would_hang_or_was_started_otherwise(sound: Path, plan: Plan) -> None:
+def test_hanging_tests_are_skipped(sound: Path, plan: Plan) -> None:
     c = Context(read(sound), plan, {}, {"GLOO_SOCKET_IFNAME": "net9"}, Path("/"), alone=False)
     wrong = machine.check_interfaces(c)
     results = check_all([spread(sound, 2)] * 2, [[], wrong], [{"torch": "2.13.0"}] * 2)[0][0]

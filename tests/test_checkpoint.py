@@ -95,7 +95,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def test_what_was_saved_comes_back_bit_for_bit_though_training_went_on(tmp_path: Path, trained: Trained) -> None:
+def test_snapshot_is_bit_equal_after_training_continues(tmp_path: Path, trained: Trained) -> None:
     with Copies() as copies:  # type: ignore[no-untyped-call]
         made = trained.snapshot(1)
     tensors = [*made.adapter.values(), *(t for each in made.optimizer["state"].values() for t in each.values())]
@@ -118,7 +118,7 @@ def test_what_was_saved_comes_back_bit_for_bit_though_training_went_on(tmp_path:
 
 
 @pytest.mark.parametrize("here", [0, 1])
-def test_parts_of_experts_are_sent_by_way_of_the_host(monkeypatch: pytest.MonkeyPatch, here: int) -> None:
+def test_expert_parts_are_gathered_through_the_host(monkeypatch: pytest.MonkeyPatch, here: int) -> None:
     """Of two ranks on GPUs: between these, NCCL would open a channel for each pair."""
     devices: list[str] = []
 
@@ -171,7 +171,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [100, 1500, 3000, 6000])
-def test_a_disk_that_is_full_harms_no_older_checkpoint(tmp_path: Path, trained: Trained, size: int) -> None:
+def test_full_disk_leaves_older_checkpoints_intact(tmp_path: Path, trained: Trained, size: int) -> None:
     written(tmp_path, trained, 1)
     with files_of_at_most(size):
         printed = written(tmp_path, trained, 2)
@@ -289,7 +289,7 @@ def draws() -> list[Any]:
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
+def test_random_generators_resume_their_state() -> None:
     draws()
     state = json.loads(json.dumps(random_state()))
     expected = draws()

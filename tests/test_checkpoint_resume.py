@@ -228,7 +228,7 @@ def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
     assert {checkpoint.step_of(f) for f in checkpoint.saved(parts / "checkpoints")} >= {8, 12}
 
 
-def test_a_stop_says_where_to_go_on_and_a_stopped_evaluation_is_made_up_for(material: Path, two: Two) -> None:
+def test_stopped_evaluation_is_repeated_after_resume(material: Path, two: Two) -> None:
     assert "stopped by a signal; step 7 is saved; --resume continues from it" in two[1]["packed stream, cut"]
     assert "step 8 is saved" in two[1]["evaluation, cut"]
     folders = [material / "runs" / name / "checkpoints" / "step-8" for name in ("plain", "evaluation parts")]
@@ -263,7 +263,7 @@ def assert_same_batches(outcomes: Outcomes, material: Path, name: str, folder: s
         assert step == pytest.approx(other, abs=1e-4)
 
 
-def test_a_full_disk_is_said_and_training_goes_on(two: Two, material: Path) -> None:
+def test_full_disk_is_reported_and_training_continues(two: Two, material: Path) -> None:
     outcomes, printed = two
     assert outcomes["disk full for a while"][0]["code"] == 0
     run = material / "runs" / "disk"
@@ -315,7 +315,7 @@ def test_a_full_disk_is_said_and_training_goes_on(two: Two, material: Path) -> N
     "`windlass train --resume`",
     "an optimizer step had 8 sequences when this run began, and would have 4 now",
 )
-def test_what_ends_a_run_on_every_rank(two: Two, name: str, messages: list[str]) -> None:
+def test_failures_end_the_run_on_every_rank(two: Two, name: str, messages: list[str]) -> None:
     for outcome in two[0][name]:
         assert [message for message in messages if message not in outcome["error"]] == []
 
@@ -325,7 +325,7 @@ def test_what_ends_a_run_on_every_rank(two: Two, name: str, messages: list[str])
     "`windlass train --resume`",
     "step-8: optimizer.pt is not what was written; kept as damaged-step-8",
 )
-def test_a_damaged_newest_checkpoint_is_passed_over_and_said(two: Two, material: Path) -> None:
+def test_damaged_newest_checkpoint_is_skipped_and_reported(two: Two, material: Path) -> None:
     outcomes, printed = two
     run = material / "runs" / "poisoned"
     assert outcomes["newest damaged"][0]["code"] == 0, outcomes["newest damaged"]
@@ -379,7 +379,7 @@ def test_held_out_losses_on_bases_that_are_stored_in_other_ways(two: Two, materi
     assert 1e-5 < abs(losses[own][0] - losses["int4"][0]) < 0.1
 
 
-def test_the_best_is_pointed_at_and_loaded_at_the_end(two: Two, material: Path) -> None:
+def test_best_checkpoint_is_linked_and_loaded_at_the_end(two: Two, material: Path) -> None:
     run = material / "runs" / "experts best"
     losses = evaluations(run)
     lowest = min(losses, key=lambda step: losses[step])

@@ -108,7 +108,7 @@ WRONG = {  # override: what the error names
 }
 
 
-def test_the_plan_finds_what_cannot_be(windlass: Windlass) -> None:
+def test_impossible_settings_are_found_by_the_plan(windlass: Windlass) -> None:
     for setting, names in WRONG.items():
         option = [setting] if setting.startswith("--") else ["--override", setting]
         errors = windlass("plan", TRAIN, *option, code=2)
@@ -116,7 +116,7 @@ def test_the_plan_finds_what_cannot_be(windlass: Windlass) -> None:
         assert "hint: " in errors
 
 
-def test_a_set_without_rows_to_show_is_refused(windlass: Windlass) -> None:
+def test_source_without_rows_to_show_is_refused(windlass: Windlass) -> None:
     assert "--source: it says of which set rows are shown" in windlass("data", TRAIN, "--source", "x", code=2)
 
 
@@ -160,7 +160,7 @@ def test_help_groups_all_commands(windlass: Windlass) -> None:
         assert answer in windlass("submit", TRAIN, "--to", platform, code=2).partition("hint: ")[2]
 
 
-def test_ranks_where_nobody_wrote_how_many(tmp_path: Path) -> None:
+def test_default_number_of_ranks(tmp_path: Path) -> None:
     """What a launcher says, or the GPUs of this machine as far as they are visible; what is written is left alone."""
     torchrun = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
     path = tmp_path / "run.yaml"

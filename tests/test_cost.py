@@ -135,7 +135,7 @@ def test_the_base_is_divided_by_its_shards() -> None:
     assert 2 * TOTAL / 3 < third < 2 * TOTAL / 3 * (43 * 3 / 128)  # 43 experts of 128 on the fullest rank
 
 
-def test_a_base_in_fp8_is_a_byte_for_what_is_stored_so() -> None:
+def test_fp8_base_takes_one_byte_per_fp8_weight() -> None:
     wide = TOTAL - sum(p.count for p in BASE.parameters if p.part in ("attention", "shared_experts", "experts"))
     given = work(1, 1, shard=1, base_dtype="fp8")
     assert item(cost(given), "base weights") == TOTAL + wide
@@ -229,7 +229,7 @@ def test_split_experts_average_their_adapters_among_their_replicas_only() -> Non
     assert flow(hybrid, "adapter all-reduce, experts") == 2 * (2 - 1) / 2 * 4 * (ALL - PLAIN) / 2
 
 
-def test_what_is_trained_of_the_base_is_sharded_as_it_is() -> None:
+def test_trained_base_weights_stay_sharded() -> None:
     sizes = {p.name: p.count for p in BASE.parameters if p.part in ("embedding", "head")}
     full, plain = sum(sizes.values()), lora()
     found = replace(plain, in_full=sizes, trainable=plain.trainable + full)
@@ -481,7 +481,7 @@ def test_memory_of_dora_is_what_a_linear_layer_takes(mixed: bool, dropout: float
 # --- what would make it fit ------------------
 
 
-def test_what_does_not_fit_says_what_would() -> None:
+def test_plan_that_does_not_fit_suggests_one_that_does() -> None:
     hopper = replace(work(1, 4, name="no-reshard", reshard_after_forward=False), machine=machine("h100"))
     remedies = {
         "2 nodes (2 GPUs)": work(1, 1, shard=1, name="resident"),

@@ -193,7 +193,7 @@ MARKED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endge
     ],
 )
 @pytest.mark.parametrize("steps", [("_compile_jinja_template", "_render_with_assistant_indices"), ("gone", "_gone")])
-def test_where_answers_begin_and_end_in_a_template(
+def test_answer_spans_are_derived_from_templates(
     tokenizer: Any, template: str, expected: Any, steps: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By transformers' own steps, or by its public function where a version has them under other names."""
@@ -242,9 +242,7 @@ def test_where_answers_begin_and_end_in_a_template(
         ({"completion_only_loss": True}, [{"text": "a"}], "plain text has no part that is the completion"),
     ],
 )
-def test_data_that_can_not_be_trained_on(
-    prepared: Prepare, section: dict[str, Any], rows: list[Any], words: str
-) -> None:
+def test_untrainable_data_is_refused(prepared: Prepare, section: dict[str, Any], rows: list[Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         prepared(rows, **section)
 

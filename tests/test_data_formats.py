@@ -238,7 +238,7 @@ def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepar
         ({"input_ids": 5}, {}, "no list of token ids"),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_named(prepared: Prepare, row: Any, section: dict[str, Any], words: str | None) -> None:
+def test_refused_rows_are_named(prepared: Prepare, row: Any, section: dict[str, Any], words: str | None) -> None:
     if words is None:  # a name for what some messages have
         prepared([row, {"conversations": [{"who": "human", "value": "a"}, {"who": "gpt", "value": "b"}]}], **section)
         return

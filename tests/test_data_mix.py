@@ -77,7 +77,7 @@ def test_an_epochs_rows_are_counted_for_the_plan(tmp_path: Path) -> None:
         ({"eval": {"a": {"path": "x"}}}, r"has the name 'a', as data.eval has"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_mix_is_named(tmp_path: Path, section: dict[str, Any], words: str) -> None:
+def test_mix_errors_are_named(tmp_path: Path, section: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         read(write(tmp_path, **section), [])
 

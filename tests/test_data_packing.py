@@ -142,7 +142,7 @@ def small_model(family: str, attention: str) -> Any:
 @pytest.mark.parametrize("family", ["llama", "mistral4"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("form", PACKED)
-def test_no_document_sees_another(packed: Prepared, family: str, attention: str, form: str) -> None:
+def test_packed_documents_are_isolated(packed: Prepared, family: str, attention: str, form: str) -> None:
     model = small_model(family, attention)
     rows = packed.train.to_pylist()
     several = sorted((row for row in rows if len(row["seq_lengths"]) > 2), key=lambda row: len(row["input_ids"]))
@@ -175,7 +175,7 @@ def test_no_document_sees_another(packed: Prepared, family: str, attention: str,
         assert change(batch["position_ids"], padding)[1] < 1e-5
 
 
-def test_rows_one_below_the_other_are_the_rows_end_to_end(packed: Prepared) -> None:
+def test_stacked_rows_equal_rows_end_to_end(packed: Prepared) -> None:
     """The same losses of the same tokens."""
     model, chosen = small_model("mistral4", "sdpa"), packed.train.to_pylist()[-3:]
     chosen[1] |= {"input_ids": chosen[1]["input_ids"][:2], "labels": chosen[1]["labels"][:2], "seq_lengths": [1, 1]}

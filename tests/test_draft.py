@@ -76,9 +76,7 @@ def test_activations_are_recomputed_where_the_run_does_not_fit_otherwise(tmp_pat
     assert chosen == {"8xh200": (False, False), "1xl4": (True, False), "1xh100": (True, True)}
 
 
-def test_what_a_run_file_leaves_open_is_chosen_and_said(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows(tmp_path / "rows.jsonl", [200] * 990 + [1000] * 10)
 
     def chosen(train: str = "", data: str = "", name: Path = model) -> planning.Plan:
@@ -129,7 +127,7 @@ def test_what_a_run_file_leaves_open_is_chosen_and_said(
 
 
 @pytest.mark.parametrize("gpus", ["0xh200", "2x2x2xh200", "x", "8xh9000"])
-def test_what_is_no_number_of_gpus_is_refused(model: Path, tmp_path: Path, gpus: str) -> None:
+def test_invalid_gpu_count_is_refused(model: Path, tmp_path: Path, gpus: str) -> None:
     with pytest.raises(UserError, match="--gpus"):
         draft.draft(str(model), rows(tmp_path / "rows.jsonl", [3]), gpus, print)
 
@@ -142,7 +140,7 @@ def test_model_and_data_are_both_needed(model: Path) -> None:
     assert "needs both --model and --data" in done.stderr
 
 
-def test_what_is_not_there_is_named_by_its_flag(model: Path, tmp_path: Path) -> None:
+def test_missing_path_is_named_by_its_flag(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--data: "):
         draft.draft(str(model), str(tmp_path / "none.jsonl"), "1xcpu", print)
     with pytest.raises(UserError, match=r"^--model: "):

@@ -148,7 +148,7 @@ def test_values_and_gradients_are_those_of_peft(family: str, rows: int, checkpoi
 
 
 @pytest.mark.parametrize("leaf", BOTH)
-def test_one_of_the_two_alone_and_another_scale(leaf: str) -> None:
+def test_one_adapted_parameter_alone_and_another_scale(leaf: str) -> None:
     ours = ours_of(base(), leaf, experts={"targets": [leaf]}, use_rslora=True)
     same(step(ours), step(peft_of(base(), leaf, use_rslora=True)))
 
@@ -308,7 +308,7 @@ def test_kept_products_are_computed_once_and_gradients_are_the_same(
     assert kept.Kept.current is None
 
 
-def test_products_that_go_another_way_are_not_said_to_be_kept() -> None:
+def test_other_products_are_not_reported_as_kept() -> None:
     model = ours_of(base(), *BOTH)
     layer: Any = stack_of(model).get_base_layer()
     rows, edges = torch.randn(4, 32, dtype=torch.float64), torch.tensor([4] * E, dtype=torch.int32)
@@ -374,7 +374,7 @@ def test_dropout_drops_in_training_and_checkpointing_draws_it_again(tmp_path: Pa
 # --- files and parts ---
 
 
-def test_an_adapter_that_peft_saved_goes_on_here(tmp_path: Path) -> None:
+def test_adapter_saved_by_peft_can_be_continued(tmp_path: Path) -> None:
     theirs = peft_of(base(), *BOTH)
     theirs.save_pretrained(str(tmp_path))
     model = base()
@@ -383,7 +383,7 @@ def test_an_adapter_that_peft_saved_goes_on_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.lora_A.weight", "x.lora_B.weight"])
-def test_parts_put_together_are_the_whole(name: str) -> None:
+def test_assembled_expert_parts_equal_the_full_adapter(name: str) -> None:
     whole = torch.randn((E * R, 5) if "lora_A" in name else (5, E * R))
     stack = by_expert(name, whole, E)
     assert stack.shape == (E, R, 5)

@@ -242,7 +242,7 @@ def test_the_same_merge_is_the_same_bytes_whatever_the_workers(cases: dict[str, 
     size=st.floats(1e-4, 400),
     seed=st.integers(0, 2**20),
 )
-def test_codes_are_neighbours_and_what_is_a_code_stays(dtype: torch.dtype, size: float, seed: int) -> None:
+def test_rounding_picks_adjacent_codes_and_keeps_exact_ones(dtype: torch.dtype, size: float, seed: int) -> None:
     dice = torch.Generator().manual_seed(seed)
     values = (torch.randn(64, 64, generator=dice) * size).clamp(-440, 440)
     place = ((0, 64), (0, 64))
@@ -257,7 +257,7 @@ def test_codes_are_neighbours_and_what_is_a_code_stays(dtype: torch.dtype, size:
     assert torch.equal(got.to(dtype).float(), got)
 
 
-def test_what_is_far_below_a_code_survives_on_average() -> None:
+def test_dithering_preserves_small_changes_on_average() -> None:
     """One weight in fifty steps up by a whole code: the sum is right. To the nearest, nothing would be left."""
     place = ((0, 256), (0, 256))
     grown = torch.full((256, 256), 16.0) + 2 / 50  # neighbours: 16 and 18
@@ -689,7 +689,7 @@ def test_what_would_merge_wrongly_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_dtypes_and_folders_that_can_not_be(made: Path, tmp_path: Path) -> None:
+def test_impossible_dtypes_and_folders_are_refused(made: Path, tmp_path: Path) -> None:
     adapter, out = made / "adapter", tmp_path / "out"
     plain = str(tiny.write(tmp_path / "plain", "mistral4", quantization="none", tokenizer=False))
     with pytest.raises(UserError, match="is not quantised"):
@@ -727,7 +727,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.fault("a full disk while merging", "`windlass export --merge`", "make room and repeat the command")
-def test_an_interrupted_merge_begins_anew(made: Path, tmp_path: Path) -> None:
+def test_interrupted_merge_starts_over(made: Path, tmp_path: Path) -> None:
     to = tmp_path / "out"
     largest = max(path.stat().st_size for path in (made / "base").glob("model-*"))
     with largest_file(largest - 1), pytest.raises(RunError, match="File too large") as caught:
@@ -760,7 +760,7 @@ def test_an_interrupted_merge_begins_anew(made: Path, tmp_path: Path) -> None:
         export(made / "adapter", tmp_path / "adapter", dtype="bf16", say=silent)
 
 
-def test_no_room_is_known_before_anything_is_written(
+def test_missing_disk_space_is_found_before_writing(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -769,7 +769,7 @@ def test_no_room_is_known_before_anything_is_written(
         merge(made, tmp_path / "out")
 
 
-def test_a_hub_that_is_not_there(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")

@@ -225,7 +225,7 @@ def test_usual_names_mean_the_familys_own_modules(root: Path) -> None:
     assert {module.rpartition(".")[2] for module in adapter.target_modules} == {*seven[:3], "dense", "fc1", "fc2"}
 
 
-def test_what_is_refused_and_why(root: Path, tmp_path: Path) -> None:
+def test_refused_families_have_a_reason(root: Path, tmp_path: Path) -> None:
     for model_type, why in {
         "t5": "encoder-decoder",
         "bert": "encoder",
@@ -275,7 +275,7 @@ def test_transposed_experts_merge_as_peft_merges_them(root: Path, tmp_path: Path
         resolve(lora(bias="all"), read_base(written(root, "phi")), str)
 
 
-def test_a_machine_without_torch_is_told_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_without_torch_gets_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = transformers.Olmo2Config(num_hidden_layers=3).to_dict()

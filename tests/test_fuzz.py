@@ -131,7 +131,7 @@ class Fuzz:
 
 @pytest.mark.parametrize("count", [100, pytest.param(2500, marks=pytest.mark.prove)])
 @pytest.mark.parametrize("kind", ["run_file", "accelerate_file", "header", "index_file"])
-def test_what_is_changed_is_refused_or_right(kind: str, count: int, tmp_path: Path) -> None:
+def test_fuzzed_input_is_refused_or_correct(kind: str, count: int, tmp_path: Path) -> None:
     fuzz, taken = Fuzz(tmp_path), 0
     read: Callable[[random.Random], bool] = getattr(fuzz, kind)
     for seed in range(count):

@@ -81,7 +81,7 @@ class Device:
         self.peak = self.kept
 
 
-def test_the_gpus_random_numbers_go_on_whatever_else_the_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_random_state_resumes_on_nodes_with_other_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     before, wanted = random_state(), device.state.clone()
     device.state = torch.zeros(16, dtype=torch.uint8)
@@ -116,7 +116,9 @@ def test_a_collective_that_hangs_raises_and_the_users_settings_come_back(monkeyp
 
 
 @pytest.mark.parametrize(("version", "refused"), [("2.12.0", True), ("2.13.0+cpu", False), ("2.14.0", False)])
-def test_bytes_are_sharded_by_a_torch_that_can(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_base_needs_a_torch_that_shards_bytes(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     monkeypatch.setattr(group, "world", lambda: 2)
     base, layout = published_base("Llama-3.1-8B"), Layout("full-shard", "test", 1, 2, shard=2, base_dtype="fp8")

@@ -29,7 +29,7 @@ WRITTEN = {  # by platform: what it writes besides the files of launch.sh
 }
 
 
-def test_they_are_all_the_platforms() -> None:
+def test_every_platform_has_an_example() -> None:
     assert {path.stem for path in PLATFORMS.iterdir()} == set(WRITTEN)
     train = yaml.safe_load((EXAMPLES / "train.yaml").read_text())
     for path in PLATFORMS.iterdir():
@@ -39,7 +39,7 @@ def test_they_are_all_the_platforms() -> None:
 
 
 @pytest.mark.parametrize("to", WRITTEN)
-def test_each_is_planned_and_written_as_it_stands(to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_plans_and_renders_unchanged(to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = PLATFORMS / f"{to}.yaml"
     plan = plan_of(file)
     assert plan.cost.fits

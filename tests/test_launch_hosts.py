@@ -76,7 +76,7 @@ class Run:
 )
 @pytest.mark.fault("an interface that a node has not", "`launch.sh`", "GLOO_SOCKET_IFNAME=net7 names no interface")
 @pytest.mark.fault("another run file on a node", "`launch.sh`", "node 1 (machine-1) has another run file")
-def test_nodes_that_never_meet_and_those_that_do_name_each_other(tmp_path: Path) -> None:
+def test_nodes_that_fail_to_rendezvous_name_each_other(tmp_path: Path) -> None:
     """Before any rank is started: quick, so every `make test` sees real machines."""
     with hosts(3) as machines:
         run = Run(tmp_path, machines)
@@ -133,7 +133,7 @@ LONG = ("train.max_steps=5000", "train.eval_strategy=no", "train.save_steps=1000
     ],
     ids=["power", "cable"],
 )
-def test_a_machine_that_is_lost_is_named_and_the_rest_end_soon(
+def test_lost_machine_is_named_and_the_others_end_soon(
     tmp_path: Path, count: int, event: Callable[[Hosts, int], None], seconds: float, text: str
 ) -> None:
     with hosts(count) as machines:

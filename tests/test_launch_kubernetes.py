@@ -352,7 +352,7 @@ _TEXT = st.one_of(st.text(max_size=30), st.sampled_from(["no", "1e3", "~", "a\n 
 @pytest.mark.parametrize("engine", ["job", "pytorchjob", "trainer"])
 @settings(max_examples=15, deadline=None)
 @given(_TEXT, st.text("$()aX ", max_size=12))
-def test_whatever_users_write_is_read_back_as_it_was(engine: str, text: str, odd: str) -> None:
+def test_user_text_survives_rendering(engine: str, text: str, odd: str) -> None:
     plan, overrides, _ = example("train", FULL)
     job = job_of(plan, overrides=overrides)
     section = job.cluster.model_copy(

@@ -86,7 +86,7 @@ class Nodes:
         return [self.codes[slot] for slot in range(len(self.made))]
 
 
-def test_all_join_and_leave_in_peace_whoever_comes_first(tmp_path: Path) -> None:
+def test_rendezvous_works_in_any_order_of_arrival(tmp_path: Path) -> None:
     """A node that is taken away while the others join comes again: its number is free. Strangers change nothing."""
     crew = Nodes(tmp_path, 4)
     crew.start(2)
@@ -135,7 +135,7 @@ def test_all_join_and_leave_in_peace_whoever_comes_first(tmp_path: Path) -> None
 
 
 @pytest.mark.fault("two of four nodes missing", "`launch.sh`", "nodes 1, 3 did not join within 1 s (node 0, node 2")
-def test_missing_nodes_are_named_to_all_that_came(tmp_path: Path) -> None:
+def test_missing_nodes_are_reported_on_every_present_node(tmp_path: Path) -> None:
     crew = Nodes(tmp_path, 4, seconds=1)
     crew.start(0)
     crew.start(2)
@@ -253,7 +253,7 @@ def meet(world: int, work: Callable[[Rendezvous], Any], seconds: float = 20, wit
     return results
 
 
-def test_every_node_gets_what_all_sent_and_none_for_one_that_is_missing_silent_or_gone() -> None:
+def test_all_gather_returns_none_for_missing_nodes() -> None:
     def work(made: Rendezvous) -> Any:
         return [made.gather(f"{made.node.rank}"), made.gather({"n": made.node.rank}), made.address]
 
@@ -300,7 +300,7 @@ PET = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "p", "PET_MAS
         ({"WORLD_SIZE": "2", "MASTER_PORT": "http"}, None),
     ],
 )
-def test_which_node_this_is(environ: dict[str, str], expected: Node | None) -> None:
+def test_node_number_from_each_platforms_variables(environ: dict[str, str], expected: Node | None) -> None:
     if expected:
         assert this_node(environ) == expected
         return

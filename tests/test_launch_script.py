@@ -131,7 +131,7 @@ def clean(script: Path, *options: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_one_node_starts_its_ranks_with_whatever_users_write(tmp_path: Path) -> None:
+def test_ranks_start_with_any_user_text(tmp_path: Path) -> None:
     """With Python's own answers, for a user without a home, from the site's mirror."""
     work, folder, fakes = tmp_path / f"wd {NASTY}".replace("/", "_"), tmp_path / f"run {NASTY}", tmp_path / "bin"
     work.mkdir()

@@ -259,7 +259,7 @@ FAULTS: dict[str, tuple[Callable[[Pieces], Pieces], str]] = {
 
 @IN_BOTH
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_reader_of_headers_is_found_out(root: Path, layout: Layout, fault: str) -> None:
+def test_faulty_header_reader_is_detected(root: Path, layout: Layout, fault: str) -> None:
     change, named = FAULTS[fault]
     base = read_base(root / "mixtral")
     parameters = (replace(p, pieces=change(p.pieces)) if p.name == STACK else p for p in base.parameters)
@@ -267,7 +267,7 @@ def test_a_faulty_reader_of_headers_is_found_out(root: Path, layout: Layout, fau
         load(replace(base, parameters=tuple(parameters)), layout)
 
 
-def test_what_nothing_was_read_into_is_named(root: Path) -> None:
+def test_unfilled_parameters_are_reported(root: Path) -> None:
     """Whatever the lists before it say: what counts as loaded is what was read."""
     base = read_base(root / "published")
     model = parallel.build(base, ALONE, torch.bfloat16)

@@ -284,7 +284,7 @@ DEAD: dict[str, tuple[Callable[[PeftModel], Any], int, int, str]] = {
 
 
 @pytest.mark.parametrize("case", DEAD)
-def test_a_dead_adapter_stops_the_run_with_its_names(case: str) -> None:
+def test_dead_adapter_stops_the_run_and_is_named(case: str) -> None:
     fault, experts, at_step, message = DEAD[case]
     steps = Steps(adapted(experts=experts), fault)
     for _ in range(at_step - 1):

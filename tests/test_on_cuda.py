@@ -136,7 +136,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "layout", "dtype"), CASES)
-def test_a_step_asks_nothing_of_a_gpu_that_it_should_not(
+def test_step_makes_no_unexpected_gpu_calls(
     family: str, layout: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = steps_of(family, layout, dtype, tmp_path, monkeypatch)
@@ -154,7 +154,7 @@ def test_a_step_asks_nothing_of_a_gpu_that_it_should_not(
         (lambda self, loss, *_: loss.expand(2)[torch.zeros(2, dtype=torch.long)], "mixed"),
     ],
 )
-def test_what_is_planted_is_seen(planted: Any, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_detected(planted: Any, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_sums = Loop._own_sums
 
     def faulty(self: Loop, *given: Any) -> Tensor:

@@ -362,7 +362,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("key", TOO_LARGE)
-def test_what_is_said_to_fit_does_when_it_is_pasted(key: str) -> None:
+def test_suggested_overrides_fit_when_pasted(key: str) -> None:
     made = of_train(*TOO_LARGE[key])
     assert not made.cost.fits
     assert key in made.cost.remedy
@@ -457,7 +457,7 @@ def test_in_tables_no_digit_is_cut(
             assert re.search(rf"{memory.item} +{memory.bytes / hardware.GIB:,.2f}", shown)
 
 
-def test_what_is_hardly_meant_so_is_warned_of() -> None:
+def test_unlikely_settings_are_warned_about() -> None:
     def texts(*overrides: str) -> dict[str, str]:
         return {warning.text: warning.override for warning in of_train(*overrides).warnings}
 

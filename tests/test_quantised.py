@@ -73,7 +73,7 @@ def test_any_part_of_any_parameter_is_the_truth(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "nf4"])
-def test_it_is_one_operator_that_compilers_and_tensors_without_values_know(kind: str) -> None:
+def test_dequantise_is_one_operator_for_compilers_and_fake_tensors(kind: str) -> None:
     codes, block = random_codes(2, 6, 48)[:, 2:, 16:], (1, 64) if kind else (5, 7)
     scale = random_scale(2, 6, 2).bfloat16() if kind else random_scale(2, 2, 7)
     for dtype in DTYPES:
@@ -95,7 +95,7 @@ def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantisedLinear, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_layer_is_the_16_bit_one(dtype: torch.dtype, bias: bool) -> None:
+def test_quantised_linear_equals_the_16_bit_layer(dtype: torch.dtype, bias: bool) -> None:
     found = []
     for layer in linear(dtype, bias=bias):
         x = torch.randn(2, 5, 40, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -145,7 +145,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
-def test_grouped_products_are_the_16_bit_ones(
+def test_grouped_products_equal_16_bit_ones(
     dtype: torch.dtype, way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantised, "products", getattr(quantised, way))
@@ -165,9 +165,7 @@ def test_grouped_products_are_the_16_bit_ones(
 
 
 @pytest.mark.parametrize("way", ["one_by_one", "all_at_once"])
-def test_what_exists_at_once_is_what_the_plan_says(
-    way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dequantised_bytes_match_the_plan(way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     alive: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -340,7 +338,7 @@ def adapted(base: Base, base_dtype: str, **printed: object) -> dict[str, Tensor]
     return {name: tensor for name, tensor in attached.named_parameters() if tensor.requires_grad}
 
 
-def test_the_adapter_is_that_of_16_bits(published: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_equals_one_trained_on_16_bits(published: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT rounds what it draws to the base's dtype: to bytes nothing would be left of it."""
     wide, narrow = (adapted(published, base, experts={"r": 2}) for base in ("bf16", "fp8"))
     assert wide.keys() == narrow.keys()

@@ -477,7 +477,7 @@ LAUNCHES: dict[str, tuple[list[int], str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_launch_script_that_goes_wrong_is_seen(name: str, rehearsal: Rehearsal) -> None:
+def test_failing_launch_script_is_detected(name: str, rehearsal: Rehearsal) -> None:
     steps, script, prove, words = LAUNCHES[name]
     folder = rehearsal.run_folder
     (folder / "launch.sh").write_text(script)
@@ -490,7 +490,7 @@ def test_a_launch_script_that_goes_wrong_is_seen(name: str, rehearsal: Rehearsal
         list(prove(rehearsal))
 
 
-def test_a_stop_without_a_checkpoint_or_with_another_code_is_seen(rehearsal: Rehearsal) -> None:
+def test_stop_without_checkpoint_is_detected(rehearsal: Rehearsal) -> None:
     (rehearsal.run_folder / "checkpoints" / "step-3").rmdir()
     for code, words in ((75, "no checkpoint is there"), (1, "printed nothing")):
         ready = rehearsal.folder / f"ready-{code}"

@@ -374,7 +374,7 @@ def mutate(content: bytes, seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.prove)], ids=["quick", "long"])
-def test_only_user_errors_come_out(tmp_path: Path, how: settings) -> None:
+def test_only_user_errors_are_raised(tmp_path: Path, how: settings) -> None:
     path = tmp_path / "run.yaml"
 
     @how

@@ -141,7 +141,7 @@ def test_noise_is_that_of_transformers_and_none_in_evaluations() -> None:
         ("{prompts: []}", "must not be empty"),
     ],
 )
-def test_what_can_not_be_sampled_is_refused(tmp_path: Path, sample: str, message: str) -> None:
+def test_invalid_sample_settings_are_refused(tmp_path: Path, sample: str, message: str) -> None:
     (tmp_path / "run.yaml").write_text(f"train: {{sample: {sample}}}\n")
     with pytest.raises(UserError, match=message):
         read(tmp_path / "run.yaml")

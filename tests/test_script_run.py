@@ -132,7 +132,7 @@ def test_arguments_are_words_and_numbers_their_text(tmp_path: Path) -> None:
         ("kind: script\nscript: {path: a}\nlayout: {ranks: 3}\ncluster: {nodes: 2, gpus_per_node: 1}", "3 ranks", ""),
     ],
 )  # fmt: skip
-def test_bad_input_is_told_with_its_place(tmp_path: Path, text: str, printed: str, hint: str) -> None:
+def test_bad_input_is_reported_with_its_place(tmp_path: Path, text: str, printed: str, hint: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
         read_any(tmp_path / "run.yaml")
@@ -200,7 +200,7 @@ def test_every_rank_gets_its_words_and_torchruns_environment(trained: Path, tmp_
     assert set((tmp_path / "0").read_text().split()) - own <= output[0]["env"].keys()
 
 
-def test_the_meter_writes_what_it_is_told_to_count(trained: Path) -> None:
+def test_meter_writes_configured_counts(trained: Path) -> None:
     for rank in range(2):
         lines = list(read_json_lines(trained / f"run/steps-rank{rank}.jsonl"))
         assert [line["step"] for line in lines] == list(range(1, 41))
@@ -447,7 +447,7 @@ def test_manifests_of_scripts_are_valid_and_carry_the_arguments(plan: Callable[.
         assert container["resources"]["limits"]["memory"] == "64Gi"
 
 
-def test_pods_need_to_be_told_what_can_not_be_planned(plan: Callable[..., ScriptPlan]) -> None:
+def test_pods_require_settings_that_cannot_be_planned(plan: Callable[..., ScriptPlan]) -> None:
     made = plan(*SITE, "cluster.memory_limit=null", "script.output_dir=here", "cluster.working_dir=null")
     with pytest.raises(UserError) as caught:
         render(made, "kubernetes")
@@ -486,7 +486,7 @@ def test_marks_become_phases_and_what_lies_between_loops_a_pause(meter: StepProf
     assert line["step_seconds"] < 0.1 + line["data_seconds"]
 
 
-def test_misuse_of_the_meter_is_told(meter: StepProfiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misuse_of_the_meter_is_reported(meter: StepProfiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="'froward' is no phase"):
         meter.mark("froward")
     with pytest.raises(UserError, match="can't name what is counted"):

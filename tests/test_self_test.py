@@ -134,7 +134,7 @@ def steps(*losses: float, **more: float) -> list[dict[str, float]]:
         (steps(2.0, 1.9, gpu_peak_gib=1.9), WARN, "peak 1.90 GiB, planned 1.00"),
     ],
 )
-def test_training_is_held_against_the_cpu_and_the_plan(
+def test_training_is_compared_with_the_cpu_and_the_plan(
     found: Any, verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(self_test, "train", lambda *_: (found, 1.0))
@@ -196,7 +196,7 @@ self_test.work(self_test.Path(sys.argv[1]))
 
 @pytest.mark.prove
 @pytest.mark.parametrize("fault", ["none", "wrong", "dies"])
-def test_all_of_it(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_test_as_a_whole(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user starts, on this CPU: sound, with a kernel that is wrong, and with one that ends its process."""
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(dies=fault == "dies"))

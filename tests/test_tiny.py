@@ -92,7 +92,7 @@ def test_a_replica_spells_names_as_its_model_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", [None, 128])
-def test_codes_times_scales_are_the_weights(side: int | None) -> None:
+def test_codes_times_scales_equal_the_weights(side: int | None) -> None:
     torch.manual_seed(0)
     for weight in (torch.randn(200, 300), torch.randn(3, 130, 70) * torch.tensor([1e-3, 1.0, 50.0])[:, None, None]):
         code, scale = tiny._to_fp8(weight, side)
@@ -105,7 +105,7 @@ def test_codes_times_scales_are_the_weights(side: int | None) -> None:
         assert (error <= weight.abs() / 16 + spread * 2**-9).all()
 
 
-def test_the_tokenizer_opens_beside_the_publishers_own(tmp_path: Path) -> None:
+def test_tokenizer_loads_next_to_the_publishers_files(tmp_path: Path) -> None:
     tiny.write(tmp_path, decoys=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "The with statement, naïvely — x[0] += 1"
